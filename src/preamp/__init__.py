@@ -1,0 +1,61 @@
+"""preamp: automatic mixed precision for PyTorch.
+
+session = preamp.prepare(model, optimizer, level="O2")
+for x, y in loader:
+with session.autocast():
+loss = loss_fn(model(x), y)
+session.backward(loss)
+session.clip_grad_norm_(1.0)
+session.step()
+session.zero_grad()
+"""
+
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING, Any
+
+from . import errors
+from ._version import __version__
+from .autocast import autocast, float_function, half_function, promote_function
+from .eps import safe_eps
+from .errors import PreampError, PreampWarning
+from .policy import Policy, policy
+from .rules import OpRules
+from .scaling import DynamicScale, GradScaler, NoScale, StaticScale
+from .session import Session, StepReport, prepare
+
+if TYPE_CHECKING:
+    from . import checkpoint, lr_finder, report, zoo
+
+__all__ = [
+    "DynamicScale",
+    "GradScaler",
+    "NoScale",
+    "OpRules",
+    "Policy",
+    "PreampError",
+    "PreampWarning",
+    "Session",
+    "StaticScale",
+    "StepReport",
+    "__version__",
+    "autocast",
+    "checkpoint",
+    "errors",
+    "float_function",
+    "half_function",
+    "lr_finder",
+    "policy",
+    "prepare",
+    "promote_function",
+    "report",
+    "safe_eps",
+    "zoo",
+]
+
+_ON_DEMAND = ("checkpoint", "lr_finder", "report", "zoo")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ON_DEMAND:  # instruments: nobody waits for them who only trains
+        return _import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

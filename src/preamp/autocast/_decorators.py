@@ -1,0 +1,76 @@
+"""Rules for Python functions: `half_function`, `float_function`, `promote_function`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from functools import reduce
+from typing import Any, TypeVar
+
+import torch
+
+from ..formats import LOW_DTYPES
+from ..tree import cast_floating, tensors
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_CASTABLE = LOW_DTYPES | {torch.float32}
+
+
+def half_function(function: F) -> F:
+    """Inside a 16-bit region, `function` gets its float tensors in the region's dtype.
+
+    Works on positional and keyword arguments, nested in lists, tuples, dicts and dataclasses. float64 and integer
+    tensors are left alone. Outside a region the function is called as it is. Also a decorator.
+    """
+
+    @functools.wraps(function)
+    def half(*args: Any, **kwargs: Any) -> Any:
+        device_type = _region_of(args, kwargs)
+        if device_type is None:
+            return function(*args, **kwargs)
+        dtype = torch.get_autocast_dtype(device_type)
+        return function(*cast_floating(args, dtype), **cast_floating(kwargs, dtype))
+
+    return half  # type: ignore[return-value]
+
+
+def float_function(function: F) -> F:
+    """Inside a 16-bit region, `function` gets float32 tensors and everything in it runs in float32.
+
+    For code of your own that must not round: a custom normalisation, a physical loss. Also a decorator.
+    """
+
+    @functools.wraps(function)
+    def full(*args: Any, **kwargs: Any) -> Any:
+        device_type = _region_of(args, kwargs)
+        if device_type is None:
+            return function(*args, **kwargs)
+        with torch.autocast(device_type, enabled=False):
+            return function(*cast_floating(args, torch.float32), **cast_floating(kwargs, torch.float32))
+
+    return full  # type: ignore[return-value]
+
+
+def promote_function(function: F) -> F:
+    """Inside a 16-bit region, `function` gets its float tensors in the widest dtype among them. Also a decorator."""
+
+    @functools.wraps(function)
+    def promote(*args: Any, **kwargs: Any) -> Any:
+        if _region_of(args, kwargs) is None:
+            return function(*args, **kwargs)
+        found = {t.dtype for t in tensors((args, kwargs)) if t.dtype in _CASTABLE}
+        if len(found) < 2:
+            return function(*args, **kwargs)
+        widest = reduce(torch.promote_types, found)
+        return function(*cast_floating(args, widest), **cast_floating(kwargs, widest))
+
+    return promote  # type: ignore[return-value]
+
+
+def _region_of(args: Any, kwargs: Any) -> str | None:
+    """The device type of the first tensor whose device has autocast on; None outside regions."""
+    for tensor in tensors((args, kwargs)):
+        if torch.is_autocast_enabled(tensor.device.type):
+            return tensor.device.type
+    return None

@@ -1,0 +1,185 @@
+"""Kernels for the autocast dispatch key, one builder a category of rules.
+
+A kernel gets the operator's arguments, casts what its category says, and calls the operator with the autocast key
+excluded, so that the parts of a composite operator are not ruled again: exactly what torch's own kernels do in C++.
+Casts happen above autograd, so gradients flow back through them to the dtype they came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..formats import LOW_DTYPES
+from ..rules import autocast_key
+from ..tree import tensors
+
+Kernel = Callable[..., Any]
+Cast = Callable[[Any], Any]
+
+CASTABLE = LOW_DTYPES | {torch.float32}
+
+
+def build(op: Any, category: str, device_type: str) -> Kernel:
+    """The kernel of an operator overload (`torch.ops.aten.mm.default`) for a category, on a device type."""
+    return _BUILDERS[category](op, device_type)
+
+
+def _as_is(op: Any, device_type: str) -> Kernel:
+    keys, exclude = _autocast_keys(device_type), torch._C._ExcludeDispatchKeyGuard
+
+    def as_is(*args: Any, **kwargs: Any) -> Any:
+        with exclude(keys):
+            return op(*args, **kwargs)
+
+    if op is torch.ops.aten.avg_pool3d.default and device_type == "cpu":
+        return _through_float(as_is)  # the one pooling operator whose CPU kernel knows no 16-bit dtype
+    return as_is
+
+
+def _through_float(kernel: Kernel) -> Kernel:
+    def through_float(first: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if first.dtype in LOW_DTYPES:
+            return kernel(first.float(), *args, **kwargs).to(first.dtype)
+        return kernel(first, *args, **kwargs)
+
+    return through_float
+
+
+def _full(op: Any, device_type: str) -> Kernel:
+    call = _calling(op, device_type)
+    to_float = _caster(device_type, LOW_DTYPES, torch.float32)
+    dtype_argument = _dtype_argument(op)
+    if dtype_argument is None:
+        return lambda *args, **kwargs: call(to_float, args, kwargs)
+    position, keyword_only = dtype_argument
+
+    def full_by_dtype(*args: Any, **kwargs: Any) -> Any:
+        """For softmax, sum, ...: they convert while they read, which spares a float32 copy of the input."""
+        given = kwargs.get("dtype") if keyword_only or len(args) <= position else args[position]
+        if given is not None or not isinstance(args[0], Tensor) or args[0].dtype not in LOW_DTYPES:
+            return call(_leave, args, kwargs)
+        if keyword_only or len(args) <= position:
+            return call(_leave, args, {**kwargs, "dtype": torch.float32})
+        return call(_leave, (*args[:position], torch.float32, *args[position + 1 :]), kwargs)
+
+    return full_by_dtype
+
+
+def _low(op: Any, device_type: str) -> Kernel:
+    call = _calling(op, device_type)
+
+    def low(*args: Any, **kwargs: Any) -> Any:
+        return call(_caster(device_type, CASTABLE, torch.get_autocast_dtype(device_type)), args, kwargs)
+
+    def low_cell(input: Tensor, state: Any, *weights: Any, **kwargs: Any) -> Any:
+        """For lstm_cell and its kin: its parts stay under autocast, whose cache casts a weight once, not every step."""
+        to_low = _caster(device_type, CASTABLE, torch.get_autocast_dtype(device_type))
+        return op.decompose(to_low(input), to_low(state), *weights, **kwargs)
+
+    return low_cell if str(op).split(".")[1] in _CELLS else low
+
+
+_CELLS = ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
+
+
+def _promote(op: Any, device_type: str) -> Kernel:
+    call = _calling(op, device_type)
+
+    def promote(*args: Any, **kwargs: Any) -> Any:
+        found = {t.dtype for t in tensors((args, kwargs)) if t.dtype in CASTABLE and t.device.type == device_type}
+        if len(found) < 2:
+            return call(_leave, args, kwargs)
+        return call(_caster(device_type, CASTABLE, reduce(torch.promote_types, found)), args, kwargs)
+
+    return promote
+
+
+def _banned(op: Any, device_type: str) -> Kernel:
+    call = _calling(op, device_type)
+
+    def banned(*args: Any, **kwargs: Any) -> Any:
+        for tensor in tensors((args, kwargs)):
+            if tensor.dtype in LOW_DTYPES:
+                raise RuntimeError(_ban_message(op, f"an input is {str(tensor.dtype).removeprefix('torch.')}"))
+        return call(_leave, args, kwargs)
+
+    return banned
+
+
+def _refused(op: Any, device_type: str) -> Kernel:
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(_ban_message(op, "torch.autocast refuses it on this device whatever its inputs"))
+
+    return refused
+
+
+def _ban_message(op: Any, seen: str) -> str:
+    name = str(op).split(".")[1]
+    advice = (
+        "A 16-bit probability rounds to exactly 0 or 1, whose logarithm is infinite. Leave the sigmoid out and use "
+        "binary_cross_entropy_with_logits (torch.nn.BCEWithLogitsLoss), or call .float() on the probabilities."
+        if name == "binary_cross_entropy"
+        else "Cast its inputs with .float(), or lift the ban: OpRules().with_full(...)."
+    )
+    return f"{name} is banned in a 16-bit autocast region: {seen}. {advice}"
+
+
+_BUILDERS: dict[str, Callable[[Any, str], Kernel]] = {
+    "as-is": _as_is,
+    "full": _full,
+    "low": _low,
+    "promote": _promote,
+    "banned": _banned,
+    "refused": _refused,
+}
+
+
+def _autocast_keys(device_type: str) -> Any:
+    return torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, autocast_key(device_type)))
+
+
+def _calling(op: Any, device_type: str) -> Callable[[Cast, Any, Any], Any]:
+    """A function that calls `op` outside autocast with its arguments cast."""
+    keys, exclude = _autocast_keys(device_type), torch._C._ExcludeDispatchKeyGuard
+
+    def call(cast: Cast, args: Any, kwargs: Any) -> Any:
+        if cast is not _leave:
+            args = [cast(argument) for argument in args]
+            if kwargs:
+                kwargs = {name: cast(argument) for name, argument in kwargs.items()}
+        with exclude(keys):
+            return op(*args, **kwargs)
+
+    return call
+
+
+def _caster(device_type: str, sources: frozenset[torch.dtype], target: torch.dtype) -> Cast:
+    """Casts tensors of the source dtypes on the device, alone or in lists; float64 and integers are never touched."""
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if value.dtype in sources and value.dtype is not target and value.device.type == device_type:
+                return value.to(target)
+            return value
+        if isinstance(value, (list, tuple)):
+            return type(value)(cast(item) for item in value)
+        return value
+
+    return cast
+
+
+def _leave(value: Any) -> Any:
+    return value
+
+
+def _dtype_argument(op: Any) -> tuple[int, bool] | None:
+    """Where an operator takes the dtype to compute in: (position, whether by keyword only); None if it takes none."""
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.name == "dtype":
+            return position, argument.kwarg_only
+    return None

@@ -1,0 +1,89 @@
+"""`preamp.autocast`: a region of mixed precision, accepted wherever torch's is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from ..rules import OpRules
+from ._registry import MARKER, MARKER_DTYPES, REGISTRY
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class autocast(torch.autocast):
+    """`torch.autocast` with rules that are the same on every device; see `preamp rules` for the table.
+
+    Use it as torch's: a context manager around the forward pass and the loss, or a decorator. `device_type`: "cpu",
+    "cuda", ...; `dtype`: float16 or bfloat16 (None: torch's default for the device); `enabled=False` switches casting
+    off inside an outer region; `cache_enabled`: keep each weight's cast for the length of the region; `rules`: an
+    `OpRules` with changes of yours (None: those of the open session, else the default table).
+
+    Rules are installed for the process when the first region is entered and stay, because a checkpointed block is
+    recomputed during backward. They apply inside preamp's regions only; plain `torch.autocast` keeps its own lists.
+    `preamp.autocast.uninstall()` takes them out. Entering is safe to nest, also for one and the same object.
+
+    >>> with preamp.autocast("cpu", dtype=torch.bfloat16):
+    ...     torch.randn(4, 4).mm(torch.randn(4, 4)).softmax(-1).dtype
+    torch.float32
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+        *,
+        rules: OpRules | None = None,
+    ) -> None:
+        super().__init__(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+        self._rules = rules
+        self._outer: list[tuple[Any, ...]] = []
+
+    def __enter__(self) -> autocast:
+        if self._outer:  # torch keeps what it has to restore on the object: save it from this second entry
+            self._outer[-1] = (*self._outer[-1], self.prev_cache_enabled, self.prev, self.prev_fastdtype)
+        self._outer.append((torch.is_autocast_enabled(MARKER), torch.get_autocast_dtype(MARKER)))
+        epoch = _ensure_rules(self._rules, self.device)
+        super().__enter__()
+        torch.set_autocast_enabled(MARKER, True)
+        torch.set_autocast_dtype(MARKER, MARKER_DTYPES[epoch % len(MARKER_DTYPES)])
+        return self
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:  # type: ignore[override]
+        marked, marker_dtype = self._outer.pop()
+        torch.set_autocast_enabled(MARKER, marked)
+        torch.set_autocast_dtype(MARKER, marker_dtype)
+        super().__exit__(exc_type, exc_val, exc_tb)
+        if self._outer:
+            *kept, self.prev_cache_enabled, self.prev, self.prev_fastdtype = self._outer[-1]
+            self._outer[-1] = tuple(kept)
+
+    def __call__(self, func: F) -> F:
+        """`func` run inside such a region; each call enters a region of its own, so recursion and threads are safe."""
+        if not callable(func):
+            raise TypeError(f"autocast decorates a function, and this is a {type(func).__name__}: {func!r}")
+        settings = (self.device, self.fast_dtype, self._enabled, self._cache_enabled)
+        rules = self._rules
+
+        @functools.wraps(func)
+        def decorated(*args: Any, **kwargs: Any) -> Any:
+            with autocast(*settings, rules=rules):
+                return func(*args, **kwargs)
+
+        return decorated  # type: ignore[return-value]
+
+    @staticmethod
+    def uninstall() -> None:
+        """Take preamp's rules out of torch's dispatcher now; `PolicyError` while a session is open."""
+        REGISTRY.uninstall()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _ensure_rules(rules: OpRules | None, device_type: str) -> int:
+    """Rules in the dispatcher, and their epoch; run for real while dynamo traces, which then sees a constant."""
+    return REGISTRY.enter(rules, device_type)

@@ -1,0 +1,153 @@
+"""Puts rules for operators into torch's dispatcher, and takes them out again.
+
+torch's autocast is a dispatch key: inside a region every operator passes the kernels of that key first. preamp adds
+kernels of its own there (`torch.library.Library`), for exactly the operators whose rule differs from what torch does
+on the device, so that an operator without such a rule costs nothing.
+
+Kernels are process-wide, a region belongs to one thread. So each kernel first asks whether preamp's rules hold here,
+and otherwise does what torch's own autocast would have done:
+
+* inside a region the *marker* is set: autocast's state for the device type "ipu", which nothing else uses. Keeping it
+  there, and not in a variable of our own, is what makes torch.compile right: dynamo runs changes of autocast state
+  while it traces, and guards compiled code on them.
+* a checkpointed block is recomputed during backward, under the plain `torch.autocast` that torch's checkpoint sets up;
+  so the rules hold during backward too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import warnings
+from typing import Any
+
+import torch
+
+from ..errors import PolicyError
+from ..rules import OpRules, autocast_key, native_category
+from . import _kernels
+
+MARKER = "ipu"
+
+# Another set of rules has another marker dtype, so that code compiled under one set is not reused under the next.
+MARKER_DTYPES = (
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.float64, torch.complex64,
+    torch.complex128, torch.qint8, torch.quint8, torch.qint32,
+)  # fmt: skip
+
+
+def rules_hold_here() -> bool:
+    """Whether preamp's rules apply to the operator being dispatched: in a region of this thread, or in backward."""
+    return torch.is_autocast_enabled(MARKER) or torch._C._current_graph_task_id() != -1
+
+
+class Registry:
+    """The rules that are in the dispatcher now. There is one (`REGISTRY`), because there is one dispatcher."""
+
+    def __init__(self) -> None:
+        self.rules: OpRules | None = None
+        self.epoch = 0
+        self._holders = 0
+        self._lingering = False
+        self._libraries: dict[str, list[torch.library.Library]] = {}
+        self._users_tag: str | None = None
+        self._lock = threading.RLock()
+
+    def enter(self, rules: OpRules | None, device_type: str) -> int:
+        """Rules for a region; they stay after it, since its backward may recompute. Returns the epoch."""
+        with self._lock:
+            self._ensure(rules, device_type)
+            self._lingering = True
+            return self.epoch
+
+    def hold(self, rules: OpRules, device_type: str) -> None:
+        """Rules for a session: kept until the matching `release()`."""
+        with self._lock:
+            self._ensure(rules, device_type)
+            self._holders += 1
+
+    def release(self) -> None:
+        """Give up one `hold()`. The last one clears the dispatcher, unless regions outside sessions were entered."""
+        with self._lock:
+            self._holders -= 1
+            if self._holders == 0 and not self._lingering:
+                self._clear()
+
+    def uninstall(self) -> None:
+        """Clear the dispatcher now; `PolicyError` while a session is open."""
+        with self._lock:
+            if self._holders:
+                raise PolicyError(f"{self._holders} open session(s) need the operator rules: close them first")
+            self._clear()
+
+    def _ensure(self, rules: OpRules | None, device_type: str) -> None:
+        wanted = rules if rules is not None else (self.rules or OpRules())
+        if self.rules is not None and wanted != self.rules:
+            if self._holders:
+                raise PolicyError(
+                    "operator rules hold for the whole process, and an open session has others: "
+                    f"{self.rules or 'the default'}; asked for: {wanted or 'the default'}. "
+                    "Close that session first, or give both the same OpRules."
+                )
+            self._clear()
+        if self.rules is None:
+            self.rules = wanted
+            self.epoch += 1
+            self._tag_compile_cache(wanted)
+        if device_type not in self._libraries:
+            self._libraries[device_type] = _install(self.rules, device_type)
+
+    def _clear(self) -> None:
+        if self.rules is None:
+            return
+        for libraries in self._libraries.values():
+            for library in libraries:
+                library._destroy()
+        self._libraries.clear()
+        torch.compiler.config.cache_key_tag = self._users_tag  # type: ignore[assignment]
+        self.rules = None
+        self._lingering = False
+        self.epoch += 1
+
+    def _tag_compile_cache(self, rules: OpRules) -> None:
+        """Make torch.compile's on-disk cache, which knows nothing of our kernels, depend on the rules."""
+        self._users_tag = torch.compiler.config.cache_key_tag
+        digest = hashlib.sha256(repr(tuple(rules.ruled())).encode()).hexdigest()[:16]
+        torch.compiler.config.cache_key_tag = f"{self._users_tag}preamp-rules:{digest}"
+
+
+REGISTRY = Registry()
+
+
+def _install(rules: OpRules, device_type: str) -> list[torch.library.Library]:
+    """A kernel for each operator whose rule differs from torch's on the device; one library a namespace."""
+    libraries: dict[str, torch.library.Library] = {}
+    with warnings.catch_warnings():
+        # the dispatcher says that we replace a kernel, which is what we mean
+        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+        for name, category in rules.ruled():
+            native = native_category(name, device_type)
+            op = _overload(name)
+            if op is None or category == (native or "as-is"):
+                continue
+            ours = _kernels.build(op, category, device_type)
+            torchs = _kernels.build(op, native or "as-is", device_type)
+            namespace, _, plain = name.rpartition("::")
+            library = libraries.setdefault(namespace or "aten", torch.library.Library(namespace or "aten", "IMPL"))
+            library.impl(plain, _gate(ours, torchs), autocast_key(device_type))
+    return list(libraries.values())
+
+
+def _gate(ours: _kernels.Kernel, torchs: _kernels.Kernel) -> _kernels.Kernel:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return ours(*args, **kwargs) if rules_hold_here() else torchs(*args, **kwargs)
+
+    return kernel
+
+
+def _overload(name: str) -> Any:
+    """The operator overload of a rule's name, or None where this version of torch does not have it."""
+    namespace, _, plain = name.rpartition("::")
+    packet, _, overload = plain.partition(".")
+    found = getattr(getattr(torch.ops, namespace or "aten"), packet, None)
+    return getattr(found, overload or "default", None)

@@ -1,0 +1,98 @@
+"""Facts about floating-point formats: range, precision, names.
+
+Source of the numbers: IEEE 754-2019 for binary16/32/64; bfloat16 is binary32 with 16 bits of significand cut
+off; the OCP 8-bit specification (rev. 1.0, 2023) for the fp8 formats. `torch.finfo` agrees where it is defined,
+and a test holds that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Format:
+    """One floating-point format; all limits are positive numbers of that format, as Python floats."""
+
+    name: str
+    dtype: torch.dtype
+    bits: int
+    max: float
+    """Largest finite number."""
+    smallest_normal: float
+    smallest_subnormal: float
+    epsilon: float
+    """Distance from 1 to the next larger number."""
+    multiple: int
+    """Matrix dimensions divisible by this run on tensor cores at full speed (16 bytes, NVIDIA)."""
+
+    @property
+    def flush_threshold(self) -> float:
+        """Magnitudes at or below this round to zero (round to nearest, ties to even)."""
+        return self.smallest_subnormal / 2
+
+
+FP32 = Format(
+    name="fp32", dtype=torch.float32, bits=32,
+    max=(2 - 2**-23) * 2.0**127, smallest_normal=2.0**-126, smallest_subnormal=2.0**-149, epsilon=2.0**-23, multiple=4,
+)  # fmt: skip
+FP16 = Format(
+    name="fp16", dtype=torch.float16, bits=16,
+    max=65504.0, smallest_normal=2.0**-14, smallest_subnormal=2.0**-24, epsilon=2.0**-10, multiple=8,
+)  # fmt: skip
+BF16 = Format(
+    name="bf16", dtype=torch.bfloat16, bits=16,
+    max=(2 - 2**-7) * 2.0**127, smallest_normal=2.0**-126, smallest_subnormal=2.0**-133, epsilon=2.0**-7, multiple=8,
+)  # fmt: skip
+FP64 = Format(
+    name="fp64", dtype=torch.float64, bits=64,
+    max=(2 - 2**-52) * 2.0**1023, smallest_normal=2.0**-1022, smallest_subnormal=2.0**-1074, epsilon=2.0**-52,
+    multiple=2,
+)  # fmt: skip
+FP8_E4M3 = Format(
+    name="fp8-e4m3", dtype=torch.float8_e4m3fn, bits=8,
+    max=448.0, smallest_normal=2.0**-6, smallest_subnormal=2.0**-9, epsilon=2.0**-3, multiple=16,
+)  # fmt: skip
+FP8_E5M2 = Format(
+    name="fp8-e5m2", dtype=torch.float8_e5m2, bits=8,
+    max=57344.0, smallest_normal=2.0**-14, smallest_subnormal=2.0**-16, epsilon=2.0**-2, multiple=16,
+)  # fmt: skip
+
+FORMATS: tuple[Format, ...] = (FP64, FP32, FP16, BF16, FP8_E4M3, FP8_E5M2)
+
+_BY_DTYPE = {f.dtype: f for f in FORMATS}
+_BY_NAME = {f.name: f for f in FORMATS} | {
+    "float32": FP32, "float": FP32, "f32": FP32, "full": FP32,
+    "float16": FP16, "half": FP16, "f16": FP16,
+    "bfloat16": BF16,
+    "float64": FP64, "double": FP64,
+}  # fmt: skip
+
+LOW_DTYPES = frozenset({torch.float16, torch.bfloat16})
+"""The 16-bit compute dtypes that the design calls *low*."""
+
+
+def format_of(dtype: torch.dtype) -> Format:
+    """The facts of `dtype`; raises `KeyError` for a dtype that is not one of `FORMATS`."""
+    return _BY_DTYPE[dtype]
+
+
+def dtype_of(name: str | torch.dtype) -> torch.dtype:
+    """The dtype called `name` ("fp16", "float16", "half", "torch.float16", ...); a dtype is returned as it is.
+
+    Raises `ValueError` naming the legal names.
+    """
+    if isinstance(name, torch.dtype):
+        return name
+    key = str(name).strip().lower().removeprefix("torch.")
+    if key not in _BY_NAME:
+        raise ValueError(f"{name!r} is not a dtype preamp knows; write one of {', '.join(f.name for f in FORMATS)}")
+    return _BY_NAME[key].dtype
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The short name of a dtype ("fp16"); torch's own name for dtypes outside `FORMATS`."""
+    found = _BY_DTYPE.get(dtype)
+    return found.name if found else str(dtype).removeprefix("torch.")

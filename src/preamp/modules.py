@@ -1,0 +1,307 @@
+"""Precision of modules: converts a model's parameters, and makes modules cast what they get and what they return.
+
+A module that has to cast gets a subclass of its own class that wraps `forward`. `isinstance`, `state_dict` keys,
+`deepcopy`, DataParallel, pickling and `torch.compile(fullgraph=True)` work as before; a pair of forward hooks would
+break the compiler's graph, and a replaced `forward` attribute would run the original's forward on a copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import UninitializedParameter
+
+from .errors import PolicyError, SessionError
+from .formats import LOW_DTYPES, name_of
+from .policy import Policy, Precision
+from .tree import cast_floating, tensors
+
+NORMS: tuple[type[nn.Module], ...] = (_BatchNorm, _InstanceNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+"""What a policy's `norms` field is about."""
+
+_RNNS: tuple[type[nn.Module], ...] = (nn.RNNBase, nn.RNNCellBase)
+
+
+@dataclass(frozen=True, slots=True)
+class Casting:
+    """What a module does around its forward. `None` everywhere: nothing."""
+
+    inputs: torch.dtype | None = None
+    """Floating inputs are cast to this."""
+    outputs: torch.dtype | None = None
+    """Floating outputs are cast to this."""
+    outputs_as_inputs: bool = False
+    """Floating outputs are cast to the dtype that the first floating input came in."""
+    region: torch.dtype | None = None
+    """The dtype that an autocast region around the call has inside this module; float32 switches it off."""
+
+
+NOTHING = Casting()
+
+
+class CastingModule(nn.Module):
+    """The mixin that a casting module's class gets in front. `_preamp_casting` is the only thing it adds."""
+
+    _preamp_casting: Casting
+    _preamp_original: type[nn.Module]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The original forward, between the casts."""
+        casting = self._preamp_casting
+        came_in = _first_floating(args, kwargs) if casting.outputs_as_inputs or casting.region is not None else None
+        if casting.inputs is not None:
+            args, kwargs = cast_floating(args, casting.inputs), cast_floating(kwargs, casting.inputs)
+        with _region(casting.region, came_in):
+            result = super().forward(*args, **kwargs)
+        outputs = came_in.dtype if casting.outputs_as_inputs and came_in is not None else casting.outputs
+        return result if outputs is None else cast_floating(result, outputs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as the original class: a saved model does not need preamp to be read."""
+        state = {key: value for key, value in self.__dict__.items() if key != "_preamp_casting"}
+        plain = object.__new__(self._preamp_original)
+        plain.__dict__.update(state)
+        return plain.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy that casts like this module, and belongs to no session."""
+        own = getattr(self._preamp_original, "__deepcopy__", None)
+        if own is not None:
+            clone = own(self, memo)
+            clone.__class__, clone._preamp_casting = type(self), self._preamp_casting
+            return clone
+        clone = object.__new__(type(self))
+        memo[id(self)] = clone
+        clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return clone
+
+
+def _first_floating(args: Any, kwargs: Any) -> Tensor | None:
+    for tensor in tensors((args, kwargs)):
+        if tensor.is_floating_point():
+            return tensor
+    return None
+
+
+def _region(dtype: torch.dtype | None, like: Tensor | None) -> Any:
+    """A change of the ambient autocast region for one module; outside regions modules run as they are."""
+    if dtype is None or like is None:
+        return nullcontext()
+    device_type = like.device.type
+    if dtype is torch.float32:
+        return torch.autocast(device_type, enabled=False)
+    return torch.autocast(device_type, dtype=dtype)
+
+
+_SUBCLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _casting_class(original: type[nn.Module]) -> type[nn.Module]:
+    if original not in _SUBCLASSES:
+        body = {"_preamp_original": original, "__module__": original.__module__, "__doc__": original.__doc__}
+        _SUBCLASSES[original] = type(original.__name__, (CastingModule, original), body)
+    return _SUBCLASSES[original]
+
+
+class Keeper(Protocol):
+    """Who turns parameters low and can turn them back: masters, or the absence of them."""
+
+    def lower(self, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+        """Turn a float32 parameter low."""
+
+    def adopt(self, name: str, parameter: nn.Parameter) -> None:
+        """Take charge of a parameter that is low already."""
+
+
+class Conversion:
+    """A model brought under a policy; `undo()` brings its modules and buffers back (`keeper` its parameters).
+
+    `model`: its floating parameters in float32, or already in the policy's dtype. `prefix` goes before names ("gen:"),
+    so that several models can be told apart. When the policy does not fit the model, nothing has been changed.
+    """
+
+    def __init__(self, model: nn.Module, policy: Policy, keeper: Keeper, prefix: str = "") -> None:
+        self._policy, self._keeper, self._prefix = policy, keeper, prefix
+        root = unwrapped(model)
+        if any(isinstance(module, CastingModule) for module in root.modules()):
+            raise SessionError(
+                "this model is already prepared by an open session; close that session first (session.close())"
+            )
+        self._changed: list[CastingModule] = []
+        self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+        precisions = dict(_precisions(root, policy))
+        plan = list(self._plan_parameters(root, precisions))  # raises before anything is changed
+        for name, parameter, dtype in plan:
+            if parameter.dtype is dtype:
+                keeper.adopt(name, parameter)
+            else:
+                keeper.lower(name, parameter, dtype)
+        self._lower_buffers(root, precisions)
+        for path, module in root.named_modules():
+            casting = self._casting(module, precisions[path], is_root=path == "")
+            if casting != NOTHING:
+                self._wrap(module, casting)
+            if isinstance(module, nn.RNNBase) and policy.params in LOW_DTYPES:
+                module.flatten_parameters()
+
+    def _plan_parameters(
+        self, root: nn.Module, precisions: dict[str, Precision | None]
+    ) -> Iterator[tuple[str, nn.Parameter, torch.dtype]]:
+        seen: dict[nn.Parameter, tuple[str, torch.dtype]] = {}
+        for path, module in root.named_modules():
+            dtype = self._storage(module, precisions[path])
+            for key, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                name = f"{self._prefix}{path}.{key}" if path else f"{self._prefix}{key}"
+                if isinstance(parameter, UninitializedParameter):
+                    raise PolicyError(f"the parameter {name} is lazy: run one batch through the model before prepare()")
+                if not parameter.is_floating_point() or parameter.dtype is torch.float64:
+                    continue
+                if parameter in seen:
+                    first, stored = seen[parameter]
+                    if stored is not dtype:
+                        raise PolicyError(
+                            f"{first} and {name} are one shared parameter, which the policy wants in "
+                            f"{name_of(stored)} and in {name_of(dtype)}; give both modules the same precision"
+                        )
+                    continue
+                seen[parameter] = (name, dtype)
+                if dtype in LOW_DTYPES and parameter.dtype in (torch.float32, dtype):
+                    yield name, parameter, dtype
+                elif parameter.dtype in LOW_DTYPES:
+                    raise PolicyError(
+                        f"the parameter {name} is {name_of(parameter.dtype)} and the policy wants {name_of(dtype)}: "
+                        "prepare() casts by itself and needs the float32 model; remove .half() or .to(...) before it"
+                    )
+
+    def _storage(self, module: nn.Module, precision: Precision | None) -> torch.dtype:
+        """The dtype of a module's own parameters and buffers."""
+        policy = self._policy
+        if policy.params is torch.float32 or precision == "full":
+            return torch.float32
+        if precision is None and isinstance(module, NORMS):
+            return policy.norms or policy.params
+        return precision if isinstance(precision, torch.dtype) else policy.params
+
+    def _lower_buffers(self, root: nn.Module, precisions: dict[str, Precision | None]) -> None:
+        for path, module in root.named_modules():
+            dtype = self._storage(module, precisions[path])
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.dtype is torch.float32 and dtype in LOW_DTYPES:
+                    low = buffer.to(dtype)
+                    module._buffers[key] = low
+                    self._buffers.append((module, key, buffer, low))
+
+    def _casting(self, module: nn.Module, precision: Precision | None, *, is_root: bool) -> Casting:
+        policy = self._policy
+        low = policy.params if policy.params in LOW_DTYPES else None
+        casting = NOTHING
+        if precision == "full" and policy.compute in LOW_DTYPES:
+            casting = Casting(inputs=torch.float32, outputs=low, region=torch.float32)
+        elif precision == "low" and policy.has_regions:
+            casting = Casting(inputs=low, region=policy.compute)
+        elif isinstance(precision, torch.dtype):
+            casting = Casting(inputs=precision if low else None, outputs=low, region=precision)
+        elif low and isinstance(module, _RNNS):
+            casting = Casting(inputs=low)
+        elif low and policy.norms is torch.float32 and isinstance(module, NORMS) and not isinstance(module, _BatchNorm):
+            # (batch norm takes 16-bit activations with float32 weights by itself; the others do not on every device)
+            casting = Casting(inputs=torch.float32, outputs_as_inputs=True, region=torch.float32)
+        if is_root:
+            if low and precision is None and casting is NOTHING:
+                casting = replace(casting, inputs=low)
+            if policy.output is not None:
+                casting = replace(casting, outputs=policy.output, outputs_as_inputs=False)
+        return casting
+
+    def _wrap(self, module: nn.Module, casting: Casting) -> None:
+        module._preamp_casting = casting  # type: ignore[assignment]
+        module.__class__ = _casting_class(type(module))  # type: ignore[assignment]
+        assert isinstance(module, CastingModule)
+        self._changed.append(module)
+
+    def bypass(self) -> list[tuple[CastingModule, Casting]]:
+        """Stop casting; returns what `resume` needs."""
+        held = [(module, module._preamp_casting) for module in self._changed]
+        for module in self._changed:
+            module._preamp_casting = NOTHING
+        return held
+
+    @staticmethod
+    def resume(held: list[tuple[CastingModule, Casting]]) -> None:
+        """Cast again."""
+        for module, casting in held:
+            module._preamp_casting = casting
+
+    def to_float(self) -> None:
+        """Buffers in float32, with all their bits where nobody wrote them; `to_low` is the way back."""
+        for module, key, full, low in self._buffers:
+            now = module._buffers[key]
+            untouched = now is low and low._version == 0
+            module._buffers[key] = full if untouched else (None if now is None else now.float())
+
+    def to_low(self) -> None:
+        """Undo `to_float`."""
+        for i, (module, key, _, low) in enumerate(self._buffers):
+            full = module._buffers[key]
+            if full is not None:
+                again = full.to(low.dtype)
+                module._buffers[key] = again
+                self._buffers[i] = (module, key, full, again)
+
+    def undo(self) -> None:
+        """The model as it was, in class and dtype; its values are those that training gave it."""
+        for module in self._changed:
+            module.__class__ = module._preamp_original
+            del module.__dict__["_preamp_casting"]
+        self._changed.clear()
+        self.to_float()
+        self._buffers.clear()
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module that a compiled or parallel wrapper wraps (whose parameters are the same objects)."""
+    while True:
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def _precisions(root: nn.Module, policy: Policy) -> Iterator[tuple[str, Precision | None]]:
+    """(path, precision) of every module; None where no override reaches. Raises for ambiguity and for no match."""
+    compiled = [(pattern, re.compile(pattern), precision) for pattern, precision in policy.modules]
+    used: set[str] = set()
+    found: dict[str, Precision | None] = {}
+    for path, _ in root.named_modules():
+        matching = [(pattern, precision) for pattern, regex, precision in compiled if regex.fullmatch(path)]
+        exact = [(pattern, precision) for pattern, precision in matching if pattern == path]
+        used.update(pattern for pattern, _ in matching)
+        chosen = exact or matching
+        if len({precision for _, precision in chosen}) > 1:
+            rules = ", ".join(f"{p!r} -> {x if isinstance(x, str) else name_of(x)}" for p, x in chosen)
+            raise PolicyError(
+                f"the module {path!r} matches several rules of different precision: {rules}. "
+                f"Make the patterns exclusive, or add a rule for exactly {path!r}"
+            )
+        parent = found.get(path.rpartition(".")[0]) if path else None
+        found[path] = chosen[0][1] if chosen else parent
+    idle = [pattern for pattern, _, _ in compiled if pattern not in used]
+    if idle:
+        some = ", ".join(path for path in list(found)[1:6])
+        raise PolicyError(
+            f"no module matches {', '.join(map(repr, idle))}; paths look like: {some or '(no sub-modules)'}"
+        )
+    yield from found.items()

@@ -1,0 +1,192 @@
+"""`Policy`: which dtype each kind of tensor has, as one frozen value."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, cast
+
+import torch
+
+from ..errors import PolicyError
+from ..formats import LOW_DTYPES, dtype_of, name_of
+from ..rules import OpRules
+
+Scale = float | Literal["dynamic"]
+"""A loss scale as a policy states it: a number for a static scale (1: none), or "dynamic"."""
+
+Precision = Literal["full", "low"] | torch.dtype
+"""Precision of a module override: "full" (float32), "low" (the policy's compute dtype), or a dtype."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """Which dtype each kind of tensor has in training. A value: derive others with `replace` and `override`.
+
+    It is also a string: `preamp.policy("params=fp16,compute=fp16,scale=dynamic")`, and `str(policy)` reads back.
+    """
+
+    params: torch.dtype = torch.float32
+    """Of the model's parameters and floating buffers, between steps."""
+    compute: torch.dtype = torch.float32
+    """Of matrix products and convolutions; what other operations run in is up to `ops`."""
+    norms: torch.dtype | None = None
+    """Of normalisation layers' parameters, statistics and inner arithmetic; None: whatever `ops` says."""
+    output: torch.dtype | None = None
+    """Floating tensors that the model returns are cast to this; None: left as they come."""
+    masters: bool = False
+    """Whether the optimizer steps a float32 copy of each low parameter."""
+    scale: Scale = 1.0
+    """Loss scale: a number above 0, or "dynamic"."""
+    ops: OpRules | None = field(default_factory=OpRules)
+    """Operator rules of the regions; None: no regions, operations run in the dtype of their inputs."""
+    modules: tuple[tuple[str, Precision], ...] = ()
+    """(regular expression over module paths, precision) pairs; see `override`."""
+
+    def __post_init__(self) -> None:
+        _validate(self)
+
+    def replace(self, **changes: Any) -> Policy:
+        """A policy with some fields changed; dtypes may be names ("fp16"). Unknown fields are a `PolicyError`."""
+        legal = {f.name for f in fields(self)}
+        for name in changes:
+            if name not in legal:
+                raise PolicyError(f"a policy has no field {name!r}; it has {', '.join(sorted(legal))}")
+        return replace(self, **{name: coerce(name, value) for name, value in changes.items()})
+
+    def override(self, pattern: str, precision: str | torch.dtype) -> Policy:
+        """A policy under which the modules whose path matches `pattern` have a precision of their own.
+
+        `pattern`: a regular expression that must match the whole path, as `named_modules()` spells it; what lies
+        inside a matching module follows it. `precision`: "full", "low", or a dtype. An exact path wins over a
+        pattern; a path that two patterns match in different precisions is a `PolicyError` when the model is prepared.
+        """
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise PolicyError(f"{pattern!r} is not a regular expression over module paths: {error}") from None
+        if ";" in pattern or "->" in pattern:
+            raise PolicyError(f"the pattern {pattern!r} may not contain ';' or '->': write \\x3b, or -[>]")
+        return replace(self, modules=(*self.modules, (pattern, precision_named(precision))))
+
+    @property
+    def level(self) -> str | None:
+        """The level that this policy is ("O2"), or None when it is none of them."""
+        from ._levels import LEVELS  # the table is made of policies
+
+        return next((level.name for level in LEVELS if level.policy == self), None)
+
+    @property
+    def has_regions(self) -> bool:
+        """Whether the forward pass runs in autocast regions."""
+        return self.compute in LOW_DTYPES and self.ops is not None
+
+    def __str__(self) -> str:
+        parts = [
+            f"params={name_of(self.params)}",
+            f"compute={name_of(self.compute)}",
+            f"norms={name_of(self.norms) if self.norms else 'rules'}",
+            f"output={name_of(self.output) if self.output else 'as-is'}",
+            f"masters={'yes' if self.masters else 'no'}",
+            f"scale={self.scale if isinstance(self.scale, str) else repr(self.scale)}",
+            f"ops={'none' if self.ops is None else 'rules'}",
+        ]
+        text = ",".join(parts)
+        for pattern, precision in self.modules:
+            text += f"; {pattern} -> {precision if isinstance(precision, str) else name_of(precision)}"
+        if self.ops is not None and self.ops.changes:
+            text += f"; {self.ops}"
+        return text
+
+
+def _validate(policy: Policy) -> None:
+    low = policy.params in LOW_DTYPES
+    if policy.params is not torch.float32 and not low:
+        raise PolicyError(f"params={name_of(policy.params)}: parameters are fp32, fp16 or bf16")
+    if policy.compute is not torch.float32 and policy.compute not in LOW_DTYPES:
+        raise PolicyError(f"compute={name_of(policy.compute)}: compute is fp32, fp16 or bf16")
+    if low and policy.compute is not policy.params:
+        raise PolicyError(
+            f"params={name_of(policy.params)} with compute={name_of(policy.compute)}: low parameters are computed with "
+            "in their own dtype; write the same for both, or params=fp32 to have them cast where they are used"
+        )
+    if policy.masters and not low:
+        raise PolicyError("masters=yes with params=fp32: float32 parameters are their own masters; write masters=no")
+    if policy.norms is not None and policy.norms not in {torch.float32, policy.params}:
+        raise PolicyError(
+            f"norms={name_of(policy.norms)}: norms are fp32 or, as the parameters, {name_of(policy.params)}"
+        )
+    if policy.norms is None and low:
+        raise PolicyError(
+            "norms=rules with low parameters: norm layers hold parameters; write norms=fp32 or their dtype"
+        )
+    if policy.output is not None and policy.output not in {torch.float32, *LOW_DTYPES}:
+        raise PolicyError(f"output={name_of(policy.output)}: output is fp32, fp16, bf16 or as-is")
+    _validate_scale(policy.scale)
+
+
+def _validate_scale(scale: Any) -> None:
+    if scale == "dynamic":
+        return
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale) or scale <= 0:
+        raise PolicyError(f"scale={scale!r}: a loss scale is a finite number above 0, or 'dynamic'")
+
+
+def coerce(name: str, value: Any) -> Any:
+    """A field's value from what a person writes."""
+    if name in ("params", "compute"):
+        return _dtype(name, value)
+    if name in ("norms", "output"):
+        return None if value in (None, "rules", "as-is", "none") else _dtype(name, value)
+    if name == "masters":
+        return _yes_or_no(value)
+    if name == "scale":
+        return _scale(value)
+    if name == "ops":
+        if value is None or isinstance(value, OpRules):
+            return value
+        if value in ("rules", "none"):
+            return OpRules() if value == "rules" else None
+        raise PolicyError(f"ops={value!r}: write 'rules', 'none', or an OpRules")
+    if name == "modules":
+        pairs: Iterable[Any] = value.items() if isinstance(value, Mapping) else value
+        return tuple((pattern, precision_named(precision)) for pattern, precision in pairs)
+    return value
+
+
+def _dtype(name: str, value: Any) -> torch.dtype:
+    try:
+        return dtype_of(value)
+    except ValueError as error:
+        raise PolicyError(f"{name}={value!r}: {error}") from None
+
+
+def precision_named(value: Any) -> Precision:
+    if value in ("full", "low"):
+        return cast(Precision, value)
+    found = _dtype("precision of a module", value)
+    return "full" if found is torch.float32 else found
+
+
+def _yes_or_no(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    answers = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
+    if str(value).lower() not in answers:
+        raise PolicyError(f"masters={value!r}: write yes or no")
+    return answers[str(value).lower()]
+
+
+def _scale(value: Any) -> Scale:
+    if value == "dynamic":
+        return "dynamic"
+    if value in (None, "none"):
+        return 1.0
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise PolicyError(f"scale={value!r}: a loss scale is a finite number above 0, or 'dynamic'") from None
+    _validate_scale(number)
+    return number

@@ -1,0 +1,130 @@
+"""The named losses of a session: their scales, and how long each has been skipping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ScaleCollapse, SessionError, StateError
+from ..scaling import LossScale
+
+
+class Losses:
+    """Scales by name, in the order they were declared."""
+
+    def __init__(self, scales: Mapping[str, LossScale]) -> None:
+        self._scales = dict(scales)
+        self._runs = {name: _Run() for name in scales}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._scales)
+
+    def __len__(self) -> int:
+        return len(self._scales)
+
+    def __getitem__(self, name: str) -> LossScale:
+        return self._scales[name]
+
+    def named(self, name: str | None) -> str:
+        """`name` if it is declared; the only name for None."""
+        if name is None and len(self._scales) == 1:
+            return next(iter(self._scales))
+        if name is None:
+            raise SessionError(f"this session has several losses; say which: name={' or '.join(map(repr, self))}")
+        if name not in self._scales:
+            raise SessionError(
+                f"no loss is called {name!r}; declared: {', '.join(self)}. "
+                f"Declare it: prepare(..., losses=(..., {name!r}))"
+            )
+        return name
+
+    @property
+    def apart(self) -> bool:
+        """Whether losses have scales of their own, so that their gradients can be added only once they are true."""
+        return len(self._scales) > 1 and any(scale.kind != "none" for scale in self._scales.values())
+
+    def after_step(self, name: str, found: Tensor, known: bool | None, offender: Callable[[], str | None]) -> None:
+        """Let a scale learn from a step, and raise `ScaleCollapse` when it has skipped too long."""
+        scale = self._scales[name]
+        used = scale.current(found.device)
+        scale.after_step(found)
+        run = self._runs[name].add(found, known, scale.patience)
+        if scale.patience is None or run is None or run < scale.patience:
+            return
+        self._runs[name] = _Run()
+        parameter = offender()
+        raise ScaleCollapse(
+            f"loss scale {name!r} stands at {float(used):g} after {run} skipped steps in a row; first gradient that is "
+            f"not finite: {parameter or 'none now'}. No scale cures that: look for inf or nan in the data or in the "
+            f"loss, compute in bfloat16 (level='O4'), or keep the layer in full precision"
+            + (f": policy.override({parameter.rpartition('.')[0]!r}, 'full')." if parameter and "." in parameter else ".")
+            + " A scale with patience=None goes on for ever.",
+            name=name, scale=float(used), skipped=run, parameter=parameter,
+        )  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of every scale, by name, with the length of its run of skips."""
+        return {
+            name: {**scale.state_dict(), "skipped_in_a_row": self._runs[name].length}
+            for name, scale in self._scales.items()
+        }
+
+    def check(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """`StateError` if `state` is not of these losses and of these kinds of scale."""
+        if list(state) != list(self._scales):
+            raise StateError(f"the state has the losses {', '.join(state)}; this session has {', '.join(self)}")
+        for name, scale in self._scales.items():
+            if state[name].get("kind") != scale.kind:
+                raise StateError(
+                    f"the state's scale of loss {name!r} is {state[name].get('kind')!r}, "
+                    f"this session's is {scale.kind!r}"
+                )
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Restore what `state_dict` gave."""
+        self.check(state)
+        for name, scale in self._scales.items():
+            fields = dict(state[name])
+            self._runs[name] = _Run(int(fields.pop("skipped_in_a_row")))
+            scale.load_state_dict(fields)
+
+
+class _Run:
+    """Skipped steps in a row: counted here when the outcome is known on the host, else on the device."""
+
+    def __init__(self, start: int = 0) -> None:
+        self._host = start
+        self._device: Tensor | None = None
+        self._unread = 0
+
+    @property
+    def length(self) -> int:
+        return self._host if self._device is None else int(self._device)
+
+    def add(self, found: Tensor, known: bool | None, patience: int | None) -> int | None:
+        """The run's length after a step; None when only the device knows it and it is not yet worth asking."""
+        if known is not None:
+            self._host = self.length + 1 if known else 0
+            self._device = None
+            return self._host
+        if self._device is None:
+            self._device = torch.full_like(found, float(self._host))
+        self._device = (self._device + 1) * found
+        self._unread += 1
+        if patience is None or (found.device.type != "cpu" and self._unread % patience):
+            return None
+        return int(self._device)
+
+
+def named_values(value: Any, what: str) -> dict[str, Any]:
+    """One thing, a sequence or a mapping of things, by name: one thing has the name "", a sequence "0", "1", ..."""
+    if isinstance(value, Mapping):
+        return {str(key): item for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if not value:
+            raise SessionError(f"prepare() got an empty list of {what}s")
+        return {str(index): item for index, item in enumerate(value)} if len(value) > 1 else {"": value[0]}
+    return {"": value}

@@ -1,0 +1,160 @@
+"""`prepare`: the one call that brings a model and its optimizer under a policy."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+
+from ..eps import safe_eps
+from ..errors import PolicyError, PreampWarning, SessionError
+from ..formats import LOW_DTYPES
+from ..masters import Masters, NoMasters
+from ..modules import Conversion, unwrapped
+from ..policy import Policy, auto_level
+from ..policy import policy as make_policy
+from ..scaling import LossScale, loss_scale
+from ._losses import Losses, named_values
+from ._session import Session
+
+_log = logging.getLogger("preamp")
+
+Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
+Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer] | None
+
+
+def prepare(
+    model: Models,
+    optimizer: Optimizers,
+    *,
+    level: str | None = None,
+    policy: Policy | str | Mapping[str, Any] | None = None,
+    losses: Sequence[str] = ("loss",),
+    scale: float | str | LossScale | Mapping[str, float | str | LossScale] | None = None,
+    **overrides: Any,
+) -> Session:
+    """Bring a model and its optimizer under a level or policy, in place, and return the session that trains them.
+
+    `model`: float32, on its device; one, or a list or mapping of several. `optimizer`: any `torch.optim.Optimizer` but
+    LBFGS, made from the model's parameters; one, several, or None for inference. `level`: "O0".."O5", an alias, or
+    "auto" (the default; it suits the device, and the log and `repr(session)` say which); or `policy`: a policy or its
+    string. `losses`: names of the losses, each with a scale of its own. `scale`: in place of the policy's, for all
+    losses or by name. `overrides`: single fields of the policy (`norms="fp16"`, `modules={"head": "full"}`).
+
+    Raises `PolicyError` for a policy that cannot be meant or does not fit the model, `SessionError` for objects that
+    cannot be prepared; then nothing has been changed. Warns once when an epsilon would vanish (see `safe_eps`).
+
+    >>> session = preamp.prepare(model, optimizer, level="O4")
+    """
+    models = named_values(model, "model")
+    optimizers = {} if optimizer is None else named_values(optimizer, "optimizer")
+    _check_kinds(models, optimizers)
+    device_type = _device_type(models)
+    chosen = _choose_policy(level, policy, device_type, overrides)
+    scales = _scales(chosen, losses, scale)
+    _check_wrapping(models, chosen)
+    masters = Masters() if chosen.masters else NoMasters()
+    conversions: list[Conversion] = []
+    try:
+        for name, each in models.items():
+            conversions.append(Conversion(each, chosen, masters, f"{name}:" if name else ""))
+        session = Session(models, optimizers, chosen, Losses(scales), masters, conversions, device_type)
+    except BaseException:
+        for conversion in conversions:
+            conversion.undo()
+        masters.restore()
+        raise
+    for each_optimizer in optimizers.values():
+        if not chosen.masters:
+            _fit_state(each_optimizer)
+        _warn_of_eps(each_optimizer, chosen)
+    return session
+
+
+def _choose_policy(level: str | None, given: Any, device_type: str, overrides: dict[str, Any]) -> Policy:
+    if level is not None and given is not None:
+        raise PolicyError(f"prepare() got level={level!r} and policy={given!r}: give one of them")
+    described = given if given is not None else (level if level is not None else "auto")
+    if isinstance(described, str) and described.strip().lower() == "auto":
+        described, why = auto_level(device_type)
+        _log.info("level auto is %s on %s: %s", described, device_type, why)
+    return make_policy(described, **overrides)
+
+
+def _scales(policy: Policy, losses: Sequence[str], scale: Any) -> dict[str, LossScale]:
+    names = [losses] if isinstance(losses, str) else list(losses)
+    if isinstance(scale, Mapping):
+        names = list(scale) if tuple(losses) == ("loss",) else names
+        if set(scale) != set(names):
+            raise PolicyError(f"scale names the losses {', '.join(scale)}, and losses are {', '.join(names)}")
+    if not names or len(set(names)) != len(names):
+        raise PolicyError(f"losses={losses!r}: give each loss one name of its own")
+    wanted = {name: scale[name] if isinstance(scale, Mapping) else scale for name in names}
+    if isinstance(scale, LossScale) and len(names) > 1:
+        raise PolicyError(
+            "one LossScale object cannot serve several losses: write scale={'d': ..., 'g': ...}"
+        )
+    return {name: loss_scale(policy.scale if value is None else value) for name, value in wanted.items()}
+
+
+def _check_kinds(models: dict[str, Any], optimizers: dict[str, Any]) -> None:
+    for name, model in models.items():
+        if not isinstance(model, nn.Module):
+            raise SessionError(f"prepare() takes nn.Modules; model {name or 'given'} is a {type(model).__name__}")
+    for name, optimizer in optimizers.items():
+        if not isinstance(optimizer, Optimizer):
+            raise SessionError(
+                f"prepare() takes torch.optim optimizers; optimizer {name or 'given'} is a {type(optimizer).__name__}"
+            )
+        if isinstance(optimizer, LBFGS):
+            raise SessionError(
+                "LBFGS evaluates the loss several times a step, and each evaluation could overflow on its own, so "
+                "its steps cannot be skipped as a whole: train with it in float32, without a session"
+            )
+    if len({id(o) for o in optimizers.values()}) < len(optimizers):
+        raise SessionError("the same optimizer is given twice")
+
+
+def _check_wrapping(models: dict[str, nn.Module], policy: Policy) -> None:
+    if policy.params not in LOW_DTYPES:
+        return
+    for name, model in models.items():
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            raise SessionError(
+                f"model {name or 'given'} is already wrapped in DistributedDataParallel, whose buckets were laid out "
+                "for float32: prepare() the bare model first, then wrap it"
+            )
+
+
+def _device_type(models: dict[str, nn.Module]) -> str:
+    types = {p.device.type for model in models.values() for p in unwrapped(model).parameters()}
+    if "meta" in types:
+        raise SessionError("the model lies on the meta device and has no values: materialise it first")
+    if len(types) > 1:
+        raise SessionError(f"the model lies on devices of several kinds ({', '.join(sorted(types))}): move it to one")
+    return types.pop() if types else "cpu"
+
+
+def _fit_state(optimizer: Optimizer) -> None:
+    """State made before prepare, in the dtype of the parameters now (pure 16-bit levels)."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            fits = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            if fits and parameter.dtype in LOW_DTYPES and value.dtype is torch.float32:
+                state[key] = value.to(parameter.dtype)
+
+
+def _warn_of_eps(optimizer: Optimizer, policy: Policy) -> None:
+    bad = [row for row in safe_eps(optimizer, policy) if not row.fine]
+    if bad:
+        warnings.warn(
+            f"{type(optimizer).__name__}: {'; '.join(map(str, bad))}, so denominators can be zero. Write "
+            f"eps={bad[0].suggested:g}, or call preamp.safe_eps(optimizer, policy, apply=True)",
+            PreampWarning,
+            stacklevel=3,
+        )

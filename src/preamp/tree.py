@@ -1,0 +1,88 @@
+"""Tensors inside nested inputs: the containers that models really receive.
+
+Kept as they are: dict and other mappings, list, tuple, namedtuple, dataclass instances, `PackedSequence`, and the
+ordered-dict outputs of model libraries. A container that holds nothing to change is returned as the same object.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """`value` with `function` applied to every tensor in it.
+
+    Containers are rebuilt in their own type only when something in them changed; strings, numbers, arrays and
+    unknown objects pass through.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, PackedSequence):
+        data = function(value.data)
+        return value if data is value.data else value._replace(data=data)
+    if isinstance(value, (list, tuple)):
+        items = [map_tensors(function, item) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        return type(value)(items)
+    if isinstance(value, Mapping):
+        changed = {key: map_tensors(function, item) for key, item in value.items()}
+        if all(changed[key] is value[key] for key in changed):
+            return value
+        if type(value) is dict:
+            return changed
+        return _refill_mapping(value, changed)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        mapped = {name: map_tensors(function, item) for name, item in fields.items()}
+        if all(mapped[name] is fields[name] for name in fields):
+            return value
+        clone = copy.copy(value)
+        for name, item in mapped.items():
+            object.__setattr__(clone, name, item)  # frozen dataclasses too
+        return clone
+    return value
+
+
+def _refill_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """A shallow copy of a mapping of any type with new items, so that subclasses keep their type and attributes."""
+    clone: Any = copy.copy(original)
+    try:
+        for key, item in items.items():
+            clone[key] = item
+    except TypeError:  # an immutable mapping: the plain form of it is the best there is
+        return items
+    return clone
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor in `value`, depth first."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, value)
+    return iter(found)
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with its float16, bfloat16 and float32 tensors in `dtype`; integers, bools, float64 are left alone."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.dtype in _CASTABLE else tensor
+
+    return map_tensors(cast, value)
+
+
+_CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32})
