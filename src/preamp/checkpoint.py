@@ -82,7 +82,7 @@ def load(
     except Exception as error:
         raise CheckpointError(
             f"{path} cannot be read as a checkpoint: it is truncated, foreign, or holds objects that would have to run "
-            f"code to load ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
+            f"code to load ({type(error).__name__}: {str(error)[:200]})"
         ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         seen = content.get("format") if isinstance(content, dict) else type(content).__name__

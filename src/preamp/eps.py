@@ -73,7 +73,8 @@ def _arithmetic(group: dict[str, object], policy: Policy) -> torch.dtype:
         return torch.float32
     # The group may mix 16-bit weights and float32 norms: the coarsest of them decides. Before prepare() the
     # parameters are still float32 and will be the policy's dtype.
-    return min((policy.params, *{p.dtype for p in parameters}), key=lambda d: -format_of(d).smallest_subnormal)
+    dtypes: set[torch.dtype] = {policy.params, *(p.dtype for p in parameters)}
+    return max(dtypes, key=lambda dtype: format_of(dtype).smallest_subnormal)
 
 
 def _judge(index: int, eps: float, dtype: torch.dtype) -> EpsRow:

@@ -11,14 +11,18 @@ entries that changed, and keeps its own bits where the written value is what the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .errors import StateError
+from .errors import PreampWarning, StateError
+
+AUDITS = 4
+"""Steps at the start in which parameters are compared with their masters."""
 
 
 @dataclass(slots=True)
@@ -42,6 +46,7 @@ class Masters:
     def __init__(self) -> None:
         self._entries: dict[Parameter, _Entry] = {}
         self._inside: dict[Parameter, _Entry] = {}
+        self._audits_left = AUDITS
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -79,6 +84,36 @@ class Masters:
             kept = data == master.to(data.dtype)
             entry.master = torch.where(kept, master, data.float()) if data.dtype is not torch.float32 else data.clone()
             entry.low, entry.version = data, parameter._version
+
+    def refresh_before_step(self, parameters: Sequence[Parameter]) -> None:
+        """`refresh`, and in the first steps a look at the values themselves.
+
+        A write through `parameter.data` leaves no trace but its values. Comparing those costs a pass over the
+        parameters, so it is done at the start of training only, unless it finds something: then always.
+        """
+        self.refresh(parameters)
+        if not self._audits_left:
+            return
+        written = [p for p in parameters if p in self._entries and not self._agrees(p)]
+        for parameter in written:
+            self._entries[parameter].version = -1
+        self.refresh(written)
+        if written and self._audits_left > 0:
+            self._audits_left = -1
+            warnings.warn(
+                f"{self._entries[written[0]].name} was written through .data, which leaves no trace, so that every step has "
+                "to compare parameters with their masters from now on. Write through the parameter itself: "
+                "`with torch.no_grad(): p.clamp_(...)`",
+                PreampWarning,
+                stacklevel=2,
+            )
+        elif self._audits_left > 0:
+            self._audits_left -= 1
+
+    def _agrees(self, parameter: Parameter) -> bool:
+        entry = self._entries[parameter]
+        low = parameter.data
+        return bool(((low == entry.master.to(low.dtype)) | low.isnan()).all())
 
     def swap_in(self, parameters: Iterable[Parameter], gradients: Mapping[Parameter, Tensor] | None = None) -> None:
         """Give parameters their masters as data, and the float32 `gradients` (None where a parameter has none)."""

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,7 @@ class CastingModule(nn.Module):
         state = {key: value for key, value in self.__dict__.items() if key != "_preamp_casting"}
         plain = object.__new__(self._preamp_original)
         plain.__dict__.update(state)
-        return plain.__reduce_ex__(protocol)
+        return plain.__reduce_ex__(min(protocol, 1))  # the newer forms insist on the pickled object's own class
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy that casts like this module, and belongs to no session."""
@@ -112,6 +112,11 @@ def _casting_class(original: type[nn.Module]) -> type[nn.Module]:
     return _SUBCLASSES[original]
 
 
+def _wants_float32(module: nn.Module) -> bool:
+    """Whether a norm layer has to be given float32; batch norm takes 16-bit activations with float32 weights."""
+    return isinstance(module, NORMS) and not isinstance(module, _BatchNorm)
+
+
 class Keeper(Protocol):
     """Who turns parameters low and can turn them back: masters, or the absence of them."""
 
@@ -147,14 +152,15 @@ class Conversion:
                 keeper.lower(name, parameter, dtype)
         self._lower_buffers(root, precisions)
         for path, module in root.named_modules():
-            casting = self._casting(module, precisions[path], is_root=path == "")
+            parent = precisions[path.rpartition(".")[0]] if path else None
+            casting = self._casting(module, precisions[path], parent, is_root=path == "")
             if casting != NOTHING:
                 self._wrap(module, casting)
             if isinstance(module, nn.RNNBase) and policy.params in LOW_DTYPES:
                 module.flatten_parameters()
 
     def _plan_parameters(
-        self, root: nn.Module, precisions: dict[str, Precision | None]
+        self, root: nn.Module, precisions: dict[str, torch.dtype | None]
     ) -> Iterator[tuple[str, nn.Parameter, torch.dtype]]:
         seen: dict[nn.Parameter, tuple[str, torch.dtype]] = {}
         for path, module in root.named_modules():
@@ -184,16 +190,16 @@ class Conversion:
                         "prepare() casts by itself and needs the float32 model; remove .half() or .to(...) before it"
                     )
 
-    def _storage(self, module: nn.Module, precision: Precision | None) -> torch.dtype:
+    def _storage(self, module: nn.Module, precision: torch.dtype | None) -> torch.dtype:
         """The dtype of a module's own parameters and buffers."""
         policy = self._policy
-        if policy.params is torch.float32 or precision == "full":
+        if policy.params is torch.float32 or precision is torch.float32:
             return torch.float32
-        if precision is None and isinstance(module, NORMS):
-            return policy.norms or policy.params
-        return precision if isinstance(precision, torch.dtype) else policy.params
+        if isinstance(module, NORMS):
+            return policy.norms if policy.norms is torch.float32 else precision or policy.params
+        return precision or policy.params
 
-    def _lower_buffers(self, root: nn.Module, precisions: dict[str, Precision | None]) -> None:
+    def _lower_buffers(self, root: nn.Module, precisions: dict[str, torch.dtype | None]) -> None:
         for path, module in root.named_modules():
             dtype = self._storage(module, precisions[path])
             for key, buffer in module._buffers.items():
@@ -202,30 +208,36 @@ class Conversion:
                     module._buffers[key] = low
                     self._buffers.append((module, key, buffer, low))
 
-    def _casting(self, module: nn.Module, precision: Precision | None, *, is_root: bool) -> Casting:
+    def _casting(
+        self, module: nn.Module, precision: torch.dtype | None, parent: torch.dtype | None, *, is_root: bool
+    ) -> Casting:
+        """What a module casts. A precision of its own is entered and left where it begins, not in every module inside."""
         policy = self._policy
         low = policy.params if policy.params in LOW_DTYPES else None
         casting = NOTHING
-        if precision == "full" and policy.compute in LOW_DTYPES:
-            casting = Casting(inputs=torch.float32, outputs=low, region=torch.float32)
-        elif precision == "low" and policy.has_regions:
-            casting = Casting(inputs=low, region=policy.compute)
-        elif isinstance(precision, torch.dtype):
-            casting = Casting(inputs=precision if low else None, outputs=low, region=precision)
-        elif low and isinstance(module, _RNNS):
-            casting = Casting(inputs=low)
-        elif low and policy.norms is torch.float32 and isinstance(module, NORMS) and not isinstance(module, _BatchNorm):
-            # (batch norm takes 16-bit activations with float32 weights by itself; the others do not on every device)
+        if precision is not parent and policy.compute in LOW_DTYPES:
+            inside, outside = precision or low, parent or low
+            if precision is not torch.float32 and low is None:
+                inside = None  # float32 parameters: the region casts
+            casting = Casting(inputs=inside, outputs=outside, region=self._region(precision))
+        elif low and precision is not torch.float32 and isinstance(module, _RNNS):
+            casting = Casting(inputs=precision or low)
+        elif low and precision is not torch.float32 and policy.norms is torch.float32 and _wants_float32(module):
             casting = Casting(inputs=torch.float32, outputs_as_inputs=True, region=torch.float32)
         if is_root:
-            if low and precision is None and casting is NOTHING:
+            if low and precision is None and casting == NOTHING:
                 casting = replace(casting, inputs=low)
             if policy.output is not None:
                 casting = replace(casting, outputs=policy.output, outputs_as_inputs=False)
         return casting
 
+    def _region(self, precision: torch.dtype | None) -> torch.dtype | None:
+        if not self._policy.has_regions:
+            return None
+        return precision or self._policy.compute
+
     def _wrap(self, module: nn.Module, casting: Casting) -> None:
-        module._preamp_casting = casting  # type: ignore[assignment]
+        module._preamp_casting = casting
         module.__class__ = _casting_class(type(module))  # type: ignore[assignment]
         assert isinstance(module, CastingModule)
         self._changed.append(module)
@@ -262,7 +274,7 @@ class Conversion:
     def undo(self) -> None:
         """The model as it was, in class and dtype; its values are those that training gave it."""
         for module in self._changed:
-            module.__class__ = module._preamp_original
+            module.__class__ = module._preamp_original  # type: ignore[assignment]
             del module.__dict__["_preamp_casting"]
         self._changed.clear()
         self.to_float()
@@ -280,11 +292,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-def _precisions(root: nn.Module, policy: Policy) -> Iterator[tuple[str, Precision | None]]:
-    """(path, precision) of every module; None where no override reaches. Raises for ambiguity and for no match."""
+def _precisions(root: nn.Module, policy: Policy) -> Iterator[tuple[str, torch.dtype | None]]:
+    """(path, dtype) of every module; None where the policy's own dtypes hold. Raises for ambiguity and for no match."""
     compiled = [(pattern, re.compile(pattern), precision) for pattern, precision in policy.modules]
     used: set[str] = set()
-    found: dict[str, Precision | None] = {}
+    found: dict[str, torch.dtype | None] = {}
     for path, _ in root.named_modules():
         matching = [(pattern, precision) for pattern, regex, precision in compiled if regex.fullmatch(path)]
         exact = [(pattern, precision) for pattern, precision in matching if pattern == path]
@@ -296,8 +308,8 @@ def _precisions(root: nn.Module, policy: Policy) -> Iterator[tuple[str, Precisio
                 f"the module {path!r} matches several rules of different precision: {rules}. "
                 f"Make the patterns exclusive, or add a rule for exactly {path!r}"
             )
-        parent = found.get(path.rpartition(".")[0]) if path else None
-        found[path] = chosen[0][1] if chosen else parent
+        parent = found[path.rpartition(".")[0]] if path else None
+        found[path] = _as_dtype(chosen[0][1], policy) if chosen else parent
     idle = [pattern for pattern, _, _ in compiled if pattern not in used]
     if idle:
         some = ", ".join(path for path in list(found)[1:6])
@@ -305,3 +317,9 @@ def _precisions(root: nn.Module, policy: Policy) -> Iterator[tuple[str, Precisio
             f"no module matches {', '.join(map(repr, idle))}; paths look like: {some or '(no sub-modules)'}"
         )
     yield from found.items()
+
+
+def _as_dtype(precision: Precision, policy: Policy) -> torch.dtype | None:
+    if precision == "low" or precision is policy.compute:
+        return None
+    return torch.float32 if precision == "full" else cast(torch.dtype, precision)

@@ -180,16 +180,19 @@ RULED_BY_PARTS = frozenset({
 """Operators that need no kernel of ours where torch has none either: their parts are ruled, or they promote anyway."""
 
 
-def native_category(op: str, device_type: str) -> Category | Literal["refused"] | None:
+def native_category(op: str, device_type: str) -> Category | Literal["refused", "float16 fails"] | None:
     """What torch's own autocast does with `op` on a device type; None: it has no rule and casts nothing.
 
     Which operators are ruled is read off the dispatcher of this very torch; in which way is a documented fact that
     the dispatcher does not tell: on every device but the CPU it is the way of `TABLE`, which follows CUDA.
-    "refused" is an error whatever the inputs, which is how torch.amp bans binary_cross_entropy on CUDA.
+    "refused" is an error whatever the inputs, which is how torch.amp bans binary_cross_entropy on CUDA; "float16 fails"
+    is mkldnn's RNN on the CPU, which torch lowers to any dtype and which then knows no float16.
     """
     if op not in _natively_ruled(device_type):
         return _DEFAULT.get(op) if op in RULED_BY_PARTS else None
     if device_type == "cpu":
+        if op == "mkldnn_rnn_layer":
+            return "float16 fails"
         return NATIVE_CPU.get(op, "full")
     return "refused" if op == "binary_cross_entropy" else _DEFAULT[op]
 

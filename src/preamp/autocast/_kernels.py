@@ -70,18 +70,34 @@ def _full(op: Any, device_type: str) -> Kernel:
     return full_by_dtype
 
 
-def _low(op: Any, device_type: str) -> Kernel:
+def _plain_low(op: Any, device_type: str) -> Kernel:
     call = _calling(op, device_type)
 
-    def low(*args: Any, **kwargs: Any) -> Any:
+    def plain_low(*args: Any, **kwargs: Any) -> Any:
         return call(_caster(device_type, CASTABLE, torch.get_autocast_dtype(device_type)), args, kwargs)
+
+    return plain_low
+
+
+def _low(op: Any, device_type: str) -> Kernel:
+    call, low = _calling(op, device_type), _plain_low(op, device_type)
 
     def low_cell(input: Tensor, state: Any, *weights: Any, **kwargs: Any) -> Any:
         """For lstm_cell and its kin: its parts stay under autocast, whose cache casts a weight once, not every step."""
         to_low = _caster(device_type, CASTABLE, torch.get_autocast_dtype(device_type))
         return op.decompose(to_low(input), to_low(state), *weights, **kwargs)
 
-    return low_cell if str(op).split(".")[1] in _CELLS else low
+    def low_layer(*args: Any, **kwargs: Any) -> Any:
+        """For mkldnn_rnn_layer, which knows no float16: computed in float32, given back in float16."""
+        if torch.get_autocast_dtype(device_type) is not torch.float16:
+            return low(*args, **kwargs)
+        computed = call(_caster(device_type, CASTABLE, torch.float32), args, kwargs)
+        return _caster(device_type, frozenset({torch.float32}), torch.float16)(computed)
+
+    name = str(op).split(".")[1]
+    if name in _CELLS:
+        return low_cell
+    return low_layer if name == "mkldnn_rnn_layer" else low
 
 
 _CELLS = ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
@@ -136,6 +152,7 @@ _BUILDERS: dict[str, Callable[[Any, str], Kernel]] = {
     "promote": _promote,
     "banned": _banned,
     "refused": _refused,
+    "float16 fails": _plain_low,
 }
 
 

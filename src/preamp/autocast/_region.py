@@ -54,7 +54,7 @@ class autocast(torch.autocast):
         torch.set_autocast_dtype(MARKER, MARKER_DTYPES[epoch % len(MARKER_DTYPES)])
         return self
 
-    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:  # type: ignore[override]
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         marked, marker_dtype = self._outer.pop()
         torch.set_autocast_enabled(MARKER, marked)
         torch.set_autocast_dtype(MARKER, marker_dtype)

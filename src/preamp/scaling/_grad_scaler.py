@@ -31,7 +31,7 @@ class GradScaler(torch.amp.GradScaler):
 
     * keeps the scale within `min_scale` and `max_scale` (None: the limits of float32). torch's scale can reach a
       subnormal or 0, where it applies steps with infinite gradients;
-    * tells by `skipped` whether the last `step` was skipped, for fused optimizers too (reading it waits for the device);
+    * tells by `skipped` whether the last `step` was skipped, for fused optimizers too (reading it waits);
     * keeps the last updates in `history`;
     * raises `ScaleCollapse` after `patience` skipped updates in a row (None: never), naming the first parameter whose
       gradient is not finite.

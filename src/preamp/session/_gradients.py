@@ -54,7 +54,7 @@ class GradientBook:
         for parameter in parameters:
             if parameter.grad is not None and parameter.grad.layout is torch.sparse_coo:
                 parameter.grad = parameter.grad.coalesce()
-        self._masters.refresh(parameters)
+        self._masters.refresh_before_step(parameters)
         low = [p for p in parameters if p in self._masters]
         wide = {p: self._float_gradient(p) for p in low}
         for parameter in low:

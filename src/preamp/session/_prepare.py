@@ -96,9 +96,7 @@ def _scales(policy: Policy, losses: Sequence[str], scale: Any) -> dict[str, Loss
         raise PolicyError(f"losses={losses!r}: give each loss one name of its own")
     wanted = {name: scale[name] if isinstance(scale, Mapping) else scale for name in names}
     if isinstance(scale, LossScale) and len(names) > 1:
-        raise PolicyError(
-            "one LossScale object cannot serve several losses: write scale={'d': ..., 'g': ...}"
-        )
+        raise PolicyError("one LossScale object cannot serve several losses: write scale={'d': ..., 'g': ...}")
     return {name: loss_scale(policy.scale if value is None else value) for name, value in wanted.items()}
 
 

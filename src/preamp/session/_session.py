@@ -20,6 +20,7 @@ from ..policy import Policy
 from ._gradients import GradientBook, gradients_of, parameters_of
 from ._losses import Losses
 from ._report import StepReport
+from ._round import Round
 
 STATE_VERSION = 1
 
@@ -47,10 +48,7 @@ class Session:
         self._models, self._optimizers = dict(models), dict(optimizers)
         self._losses, self._masters, self._conversions = losses, masters, list(conversions)
         self._book = GradientBook(masters)
-        self._ran: set[str] = set()
-        self._due: dict[str, tuple[Tensor, bool | None]] = {}
-        self._records: dict[Optimizer, dict[str, Tensor]] = {}
-        self._stepped: set[Optimizer] = set()
+        self._round = Round(losses, self._book, list(self._optimizers.values()))
         self._attempts = 0
         self._skips: Tensor | int = 0
         self._closed = False
@@ -73,7 +71,7 @@ class Session:
     def autocast(self, enabled: bool = True) -> autocast:
         """A new region for the forward pass and the loss, as the policy has it; also a decorator."""
         self._check_open()
-        if self._book.any_true() and not self._ran:
+        if self._book.any_true() and not self._round.running:
             self._discard_true()
         active = enabled and self.policy.has_regions
         return autocast(self.device_type, self.policy.compute if active else None, active)
@@ -127,7 +125,7 @@ class Session:
         if waiting and not self._losses.apart:
             if any(gradients_of(o) for o in waiting):
                 raise SessionError(
-                    "backward() after unscale_() or clipping and before step(): true and scaled gradients would add up. "
+                    "backward() after unscale_() or clipping and before step(): true and scaled gradients would add. "
                     "Accumulate first, then unscale or clip once, then step; or throw the gradients away: zero_grad()"
                 )
             self._discard_true()
@@ -137,16 +135,12 @@ class Session:
         if not self._losses.apart:
             scaled.backward(**kwargs)
         else:
-            for optimizer in self._optimizers.values():
-                if not gradients_of(optimizer):
-                    self._records.pop(optimizer, None)  # zeroed since: what was found in them is void
+            self._round.void_zeroed()
             found = self._book.backward_apart(
                 lambda: scaled.backward(**kwargs), scale.inverse(loss.device), self._optimizers.values()
             )
-            for optimizer, flag in found.items():
-                record = self._records.setdefault(optimizer, {})
-                record[name] = torch.maximum(record[name], flag) if name in record else flag
-        self._ran.add(name)
+            self._round.record(name, found)
+        self._round.ran(name)
 
     def grad(
         self, outputs: Tensor, inputs: Tensor | Sequence[Tensor], *, name: str | None = None, create_graph: bool = True
@@ -218,13 +212,13 @@ class Session:
         """
         self._check_open()
         chosen = self._selected(optimizer)
-        if not self._ran and not self._due:
+        if not self._round.names:
             raise SessionError(
                 "step() without session.backward(): gradients made by loss.backward() are not scaled, and would vanish "
                 "when they are unscaled. Write session.backward(loss)"
             )
         device = self._device()
-        scales = [self._losses[name].current(device) for name in sorted(self._ran or self._due)]
+        scales = [self._losses[name].current(device) for name in self._round.names]
         for each in chosen:
             self._make_true(each)
         found = [self._book.found(each).to(device) for each in chosen]
@@ -242,7 +236,7 @@ class Session:
         skipped = any(k for k in known if k) if None not in known else None
         self._skips = self._skips + (any_found if skipped is None else int(skipped))
         self.last_step = report
-        self._note_found(chosen, any_found, skipped)
+        self._round.stepped(chosen, any_found, skipped)
         if optimizer is None or len(self._optimizers) == 1:
             self._settle(None)
         return report
@@ -252,10 +246,10 @@ class Session:
         self._check_open()
         for each in self._selected(optimizer):
             self._book.forget(each)
-            self._records.pop(each, None)
+            self._round.void(each)
             each.zero_grad(set_to_none)
         if optimizer is None:
-            self._ran.clear()
+            self._round.forget_backward()
             for model in self._models.values():
                 model.zero_grad(set_to_none)
 
@@ -280,8 +274,8 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         """All that preamp adds to a training run: scales, masters, counters. Save it beside model and optimizer.
 
-        Tensors, numbers and strings only, so `torch.load(weights_only=True)` reads it. The tensors are the live ones, as
-        in torch's own state dicts: clone them to keep a moment.
+        Tensors, numbers and strings only, so `torch.load(weights_only=True)` reads it. The tensors are the live ones,
+        as in torch's own state dicts: clone them to keep a moment.
         """
         self._check_open()
         self._settle(None)
@@ -308,7 +302,7 @@ class Session:
         if state["policy"] != str(self.policy):
             raise StateError(
                 f"the state was made under the policy {state['policy']!r}, and this session has {str(self.policy)!r}; "
-                "prepare with that policy (prepare(..., policy=...)), or load only the model's and the optimizer's state"
+                "prepare with that policy (prepare(..., policy=...)), or load only model and optimizer"
             )
         self._losses.check(state["losses"])
         for each in self._optimizers.values():
@@ -316,9 +310,7 @@ class Session:
         self._masters.load(state["masters"])
         self._losses.load_state_dict(state["losses"])
         self._attempts, self._skips = int(state["steps"]), int(state["skipped"])
-        self._ran.clear()
-        self._due.clear()
-        self._records.clear()
+        self._round.clear()
 
     def close(self) -> None:
         """Give model, optimizer and torch back as they were; the second call does nothing."""
@@ -390,11 +382,14 @@ class Session:
     def _make_true(self, optimizer: Optimizer) -> None:
         inverse = None
         if not self._losses.apart and not self._book.is_true(optimizer):
-            inverse = self._losses[next(iter(sorted(self._ran)), next(iter(self._losses)))].inverse(self._device())
+            names = self._round.names or list(self._losses)
+            inverse = self._losses[names[0]].inverse(self._device())
         self._book.make_true(optimizer, inverse)
 
     def _norm(self, chosen: Iterable[Optimizer]) -> Tensor:
-        return torch.linalg.vector_norm(torch.stack([self._book.norm(each).to(self._device()) for each in chosen]))
+        device = self._device()
+        norm: Tensor = torch.linalg.vector_norm(torch.stack([self._book.norm(each).to(device) for each in chosen]))
+        return norm
 
     def _step_one(self, optimizer: Optimizer, found: Tensor) -> bool | None:
         """Step unless `found`; returns whether it skipped, or None when only the device knows."""
@@ -410,41 +405,8 @@ class Session:
             optimizer.step()
         return skipped
 
-    def _note_found(self, chosen: Sequence[Optimizer], found: Tensor, known: bool | None) -> None:
-        """Keep what each scale has to learn until `_settle`."""
-        self._stepped.update(chosen)
-        if not self._losses.apart:
-            for name in self._ran:
-                before = self._due.get(name)
-                both = found if before is None else torch.maximum(before[0], found)
-                sure = known if before is None else (None if None in (known, before[1]) else bool(known or before[1]))
-                self._due[name] = (both, sure)
-        for each in chosen:
-            for name, flag in self._records.pop(each, {}).items():
-                before = self._due.get(name)
-                both = flag if before is None else torch.maximum(before[0], flag)
-                self._due[name] = (both, bool(both) if both.device.type == "cpu" else None)
-        if len(chosen) == len(self._optimizers):
-            self._ran.clear()
-
     def _settle(self, name: str | None) -> None:
-        """Let the scale of a loss (None: every scale) learn from the steps since its last backward."""
-        for each in [n for n in self._due if name in (None, n)]:
-            found, known = self._due.pop(each)
-            self._ran.discard(each)
-            before = self._losses[each].current(found.device)
-            try:
-                self._losses.after_step(each, found, known, self._first_nonfinite)
-            finally:
-                self._rescale_outstanding(self._losses[each].current(found.device) / before)
-        self._stepped.clear()
-
-    def _rescale_outstanding(self, ratio: Tensor) -> None:
-        """Optimizers that did not step in this round go on accumulating: bring their gradients to the new scale."""
-        if not self._losses.apart:
-            for each in self._optimizers.values():
-                if each not in self._stepped and not self._book.is_true(each):
-                    multiply_(gradients_of(each), ratio)
+        self._round.settle(name, self._first_nonfinite)
 
     def _first_nonfinite(self) -> str | None:
         for prefix, model in self._models.items():

@@ -1,0 +1,301 @@
+"""Charts as values: what is drawn, not how. `svg.py` and `png.py` draw them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal
+
+from preamp.report.values import as_float, format_number, to_json
+
+Points = Sequence[float | None]
+
+MARKERS_TOLD = 12
+"""So many markers are told in the text form of a chart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One line of a chart. None, nan and inf leave a gap; `low` and `high` draw a band around the line.
+
+    `dashed` marks a reference or a fit; `steps` holds each value until the next (a loss scale). Raises
+    `ValueError` when lengths differ, or when only one of `low` and `high` is given.
+    """
+
+    name: str
+    x: Points
+    y: Points
+    low: Points | None = None
+    high: Points | None = None
+    dashed: bool = False
+    steps: bool = False
+
+    def __post_init__(self) -> None:
+        """Freeze the points as finite floats or None."""
+        if (self.low is None) != (self.high is None):
+            raise ValueError(f"series {self.name!r}: a band needs both low and high")
+        for field in ("x", "y", "low", "high"):
+            values = getattr(self, field)
+            if values is not None:
+                object.__setattr__(self, field, tuple(as_float(value) for value in values))
+        lengths = {len(v) for v in (self.x, self.y, self.low, self.high) if v is not None}
+        if len(lengths) > 1:
+            raise ValueError(
+                f"series {self.name!r}: x has {len(self.x)} points, y has {len(self.y)}, and low and high "
+                f"(if given) must be as long"
+            )
+
+    def to_text(self, digits: int | None = None) -> str:
+        """The series in a few numbers: first, last, smallest and largest value."""
+        values = [value for value in self.y if value is not None]
+        if not values:
+            return f"{self.name}: no finite point"
+        first, last, low, high = (format_number(v, digits) for v in (values[0], values[-1], min(values), max(values)))
+        gaps = len(self.y) - len(values)
+        return (
+            f"{self.name}: {first} to {last}, smallest {low}, largest {high}, {len(values)} "
+            f"point{'s' if len(values) != 1 else ''}" + (f" and {gaps} not finite" if gaps else "")
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every point, gaps as null."""
+        fields = ("name", "x", "y", "low", "high", "dashed", "steps")
+        return {field: to_json(getattr(self, field)) for field in fields}
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """A labelled point; with `y=None` a vertical rule at `x`. Left out where an axis has no place for it."""
+
+    x: float
+    y: float | None
+    label: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Place and label."""
+        return {"x": to_json(self.x), "y": to_json(self.y), "label": self.label}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A shaded range of one axis, as in "fp16 subnormal". An infinite or None end reaches the plot's edge.
+
+    Spans do not widen the axes: one wholly outside what the data needs is left out.
+    """
+
+    axis: Literal["x", "y"]
+    start: float | None
+    end: float | None
+    label: str
+
+    def __post_init__(self) -> None:
+        """Refuse an unknown axis."""
+        if self.axis not in ("x", "y"):
+            raise ValueError(f"a span lies along axis 'x' or 'y'; got {self.axis!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Axis, ends and label; an open end is null."""
+        return {
+            "axis": self.axis,
+            "start": to_json(self.start),
+            "end": to_json(self.end),
+            "label": self.label,
+        }
+
+
+def exponent_spans(
+    name: str, *, smallest_subnormal: float, smallest_normal: float, largest: float
+) -> tuple[Span, Span]:
+    """The subnormal and the normal range of a number format, for the x axis of an `ExponentHistogram`.
+
+    >>> exponent_spans("fp16", smallest_subnormal=2**-24, smallest_normal=2**-14, largest=65504)[1]
+    Span(axis='x', start=-14, end=16, label='fp16 normal')
+    """
+    tiny, normal, top = (math.frexp(value)[1] - 1 for value in (smallest_subnormal, smallest_normal, largest))
+    return Span("x", tiny, normal, f"{name} subnormal"), Span("x", normal, top + 1, f"{name} normal")
+
+
+@dataclass(frozen=True, slots=True)
+class LineChart:
+    """Lines over a common x axis, with bands, markers and shaded ranges.
+
+    Axes are linear unless `x_log` or `y_log` (powers of ten) or `y_log2` (powers of two); on a log axis a
+    point that is not positive leaves a gap. Raises `ValueError` for `y_log` together with `y_log2`.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    series: Sequence[Series]
+    _: KW_ONLY
+    x_log: bool = False
+    y_log: bool = False
+    y_log2: bool = False
+    markers: Sequence[Marker] = ()
+    spans: Sequence[Span] = ()
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        """Freeze the parts."""
+        if self.y_log and self.y_log2:
+            raise ValueError(f"chart {self.title!r}: y_log and y_log2 exclude each other")
+        _freeze(self, "series", "markers", "spans")
+
+    def to_text(self) -> str:
+        """Title and one line a series."""
+        head = f"{self.title} ({self.y_label} over {self.x_label})"
+        marks = [f"  {m.label}: at {format_number(m.x)}" for m in self.markers[:MARKERS_TOLD]]
+        if len(self.markers) > MARKERS_TOLD:
+            marks.append(f"  and {len(self.markers) - MARKERS_TOLD} more markers")
+        return "\n".join([head, *(f"  {series.to_text()}" for series in self.series), *marks])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, in types that strict JSON takes."""
+        return {
+            "kind": "line_chart",
+            "title": self.title,
+            "x_label": self.x_label,
+            "y_label": self.y_label,
+            "series": [series.to_dict() for series in self.series],
+            "x_log": self.x_log,
+            "y_log": self.y_log,
+            "y_log2": self.y_log2,
+            "markers": [marker.to_dict() for marker in self.markers],
+            "spans": [span.to_dict() for span in self.spans],
+            "note": self.note,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ExponentHistogram:
+    """How often each power of two occurs: `x` is the exponent e of a bin [2^e, 2^(e+1)), `y` its share.
+
+    Drawn as filled steps over an axis of powers of two; `exponent_spans` gives the ranges of a number format.
+    """
+
+    title: str
+    series: Sequence[Series]
+    _: KW_ONLY
+    x_label: str = "magnitude"
+    y_label: str = "share of values"
+    y_log: bool = False
+    spans: Sequence[Span] = ()
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        """Freeze the parts."""
+        _freeze(self, "series", "spans")
+
+    def to_text(self) -> str:
+        """Title and, for each series, the exponents it covers and where it peaks."""
+        lines = [f"{self.title} ({self.y_label} over {self.x_label})"]
+        for series in self.series:
+            bins = [
+                (y, x) for x, y in zip(series.x, series.y, strict=True) if y is not None and x is not None and y > 0
+            ]
+            if not bins:
+                lines.append(f"  {series.name}: empty")
+                continue
+            exponents = [x for _, x in bins]
+            peak = max(bins)[1]
+            lines.append(f"  {series.name}: 2^{min(exponents):g} to 2^{max(exponents):g}, peak at 2^{peak:g}")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, in types that strict JSON takes."""
+        return {
+            "kind": "exponent_histogram",
+            "title": self.title,
+            "series": [series.to_dict() for series in self.series],
+            "x_label": self.x_label,
+            "y_label": self.y_label,
+            "y_log": self.y_log,
+            "spans": [span.to_dict() for span in self.spans],
+            "note": self.note,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """One colour of a bar chart: a value for every label; `low` and `high` draw a whisker."""
+
+    name: str
+    values: Points
+    low: Points | None = None
+    high: Points | None = None
+
+    def __post_init__(self) -> None:
+        """Freeze the values as finite floats or None."""
+        if (self.low is None) != (self.high is None):
+            raise ValueError(f"bars {self.name!r}: whiskers need both low and high")
+        for field in ("values", "low", "high"):
+            values = getattr(self, field)
+            if values is not None:
+                object.__setattr__(self, field, tuple(as_float(value) for value in values))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every value, gaps as null."""
+        return {field: to_json(getattr(self, field)) for field in ("name", "values", "low", "high")}
+
+
+@dataclass(frozen=True, slots=True)
+class BarChart:
+    """Groups of horizontal bars: one group a label, one bar for each of `series`, the value beside it.
+
+    Raises `ValueError` when a series has not one value for every label.
+    """
+
+    title: str
+    labels: Sequence[str]
+    series: Sequence[Bars]
+    value_label: str
+    _: KW_ONLY
+    log: bool = False
+    digits: int | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        """Freeze the parts and check their lengths."""
+        _freeze(self, "labels", "series")
+        for bars in self.series:
+            for values in (bars.values, bars.low, bars.high):
+                if values is not None and len(values) != len(self.labels):
+                    raise ValueError(
+                        f"bars {bars.name!r} of chart {self.title!r} have {len(values)} values for "
+                        f"{len(self.labels)} labels"
+                    )
+
+    def to_text(self) -> str:
+        """Title and one line a label."""
+        lines = [f"{self.title} ({self.value_label})"]
+        for index, label in enumerate(self.labels):
+            values = [
+                f"{bars.name} {'-' if v is None else format_number(v, self.digits)}".strip()
+                for bars in self.series
+                for v in (bars.values[index],)
+            ]
+            lines.append(f"  {label}: {', '.join(values)}")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, in types that strict JSON takes."""
+        return {
+            "kind": "bar_chart",
+            "title": self.title,
+            "labels": list(self.labels),
+            "series": [bars.to_dict() for bars in self.series],
+            "value_label": self.value_label,
+            "log": self.log,
+            "digits": self.digits,
+            "note": self.note,
+        }
+
+
+Chart = LineChart | ExponentHistogram | BarChart
+
+
+def _freeze(chart: object, *fields: str) -> None:
+    """Turn the named fields of a chart under construction into tuples."""
+    for field in fields:
+        object.__setattr__(chart, field, tuple(getattr(chart, field)))

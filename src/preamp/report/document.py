@@ -1,0 +1,190 @@
+"""A report: a verdict, and sections of text, tables, charts and findings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Literal
+
+from preamp.report.charts import BarChart, Chart, ExponentHistogram, LineChart
+from preamp.report.finding import Finding, count_severities
+from preamp.report.table import Table
+from preamp.report.values import format_cell, to_json
+
+Status = Literal["good", "warning", "error", "neutral"]
+
+
+@dataclass(frozen=True, slots=True)
+class Snippet:
+    """A piece of text to paste as it is: a configuration, a command, a patch."""
+
+    title: str
+    text: str
+
+    def to_text(self) -> str:
+        """The title, and the text indented."""
+        return "\n".join([self.title, *(f"    {line}".rstrip() for line in self.text.splitlines())])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Title and text."""
+        return {"kind": "snippet", "title": self.title, "text": self.text}
+
+
+Item = Table | LineChart | ExponentHistogram | BarChart | Finding | Snippet
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A heading with paragraphs (blank lines part them, `backticks` mark code) and the items below.
+
+    Raises `TypeError` for an item that no report can show. The anchor is made from the title unless given.
+    """
+
+    title: str
+    text: str = ""
+    items: Sequence[Item] = ()
+    anchor: str = ""
+
+    def __post_init__(self) -> None:
+        """Freeze and check the items, and make the anchor."""
+        object.__setattr__(self, "items", tuple(self.items))
+        for item in self.items:
+            if not isinstance(item, Item):
+                raise TypeError(
+                    f"section {self.title!r} cannot show a {type(item).__name__}; "
+                    "give a Table, a chart, a Finding or a Snippet"
+                )
+        anchor = re.sub(r"[^a-z0-9]+", "-", (self.anchor or self.title).lower()).strip("-")
+        object.__setattr__(self, "anchor", anchor or "section")
+
+    def to_text(self) -> str:
+        """Heading, paragraphs and items, blank lines between."""
+        title = " ".join(self.title.split())
+        parts = [f"{title}\n{'-' * len(title)}", *paragraphs(self.text)]
+        parts += [item.to_text() for item in self.items]
+        return "\n\n".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field; an item has a "kind"."""
+        return {
+            "title": self.title,
+            "anchor": self.anchor,
+            "text": self.text,
+            "items": [_item_dict(item) for item in self.items],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything one report shows, in reading order, and the raw data behind it.
+
+    `verdict` is the one line to remember; `status` colours it and follows from the worst finding unless
+    given. `environment` maps names to what ran; `data` is embedded in the HTML as JSON; `created` is an ISO
+    time.
+    """
+
+    title: str
+    verdict: str
+    sections: Sequence[Section] = ()
+    _: KW_ONLY
+    summary: str = ""
+    environment: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    data: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    status: Status | None = None
+
+    def __post_init__(self) -> None:
+        """Freeze the parts and tell sections of one name apart by number."""
+        if self.status not in (None, "good", "warning", "error", "neutral"):
+            raise ValueError(f"status must be good, warning, error or neutral; got {self.status!r}")
+        taken: set[str] = set()
+        sections = []
+        for section in self.sections:
+            anchor, number = section.anchor, 2
+            while anchor in taken:
+                anchor, number = f"{section.anchor}-{number}", number + 1
+            taken.add(anchor)
+            sections.append(Section(section.title, section.text, section.items, anchor))
+        object.__setattr__(self, "sections", tuple(sections))
+        object.__setattr__(self, "environment", dict(self.environment))
+        object.__setattr__(self, "data", dict(self.data))
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The findings of all sections, most harmful first."""
+        items = (item for section in self.sections for item in section.items)
+        return tuple(sorted(item for item in items if isinstance(item, Finding)))
+
+    @property
+    def mood(self) -> Status:
+        """`status` if given, otherwise that of the worst finding; neutral without errors and warnings."""
+        if self.status is not None:
+            return self.status
+        counts = count_severities(self.findings)
+        return "error" if counts["error"] else "warning" if counts["warning"] else "neutral"
+
+    def to_text(self) -> str:
+        """The report for a terminal."""
+        title = " ".join(self.title.split())
+        parts = [f"{title}\n{'=' * len(title)}", self.verdict, *paragraphs(self.summary)]
+        if self.environment:
+            wide = max(len(name) for name in self.environment)
+            parts.append("\n".join(f"{name:<{wide}}  {text}" for name, text in environment_rows(self)))
+        parts += [section.to_text() for section in self.sections]
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, in types that strict JSON takes; "findings" repeats them by harm."""
+        return {
+            "title": self.title,
+            "verdict": self.verdict,
+            "status": self.mood,
+            "summary": self.summary,
+            "created": self.created,
+            "environment": to_json(self.environment),
+            "findings": [finding.to_dict() for finding in self.findings],
+            "sections": [section.to_dict() for section in self.sections],
+            "data": to_json(self.data),
+        }
+
+    def to_html(self) -> str:
+        """The report as one HTML page that loads nothing."""
+        from preamp.report.html import render
+
+        return render(self)
+
+    def write_html(self, path: str | Path) -> Path:
+        """Write `to_html()` to `path`, whole or not at all, and return the path. Missing folders are made."""
+        from preamp.report.files import write_text
+
+        return write_text(path, self.to_html())
+
+
+def environment_rows(report: Report) -> list[tuple[str, str]]:
+    """The environment as (name, text) pairs."""
+    return [(str(name), _plain(value)) for name, value in report.environment.items()]
+
+
+def paragraphs(text: str) -> list[str]:
+    """`text` cut at blank lines, each paragraph on one line."""
+    return [" ".join(part.split()) for part in re.split(r"\n\s*\n", text) if part.strip()]
+
+
+def _plain(value: Any) -> str:
+    """A value of the environment as text."""
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return format_cell(value)
+    if isinstance(value, (list, tuple)):
+        return ", ".join(_plain(item) for item in value)
+    return str(value)
+
+
+def _item_dict(item: Item) -> dict[str, Any]:
+    """An item's dict with its kind."""
+    return {"kind": "finding", **item.to_dict()} if isinstance(item, Finding) else item.to_dict()
+
+
+__all__ = ["Chart", "Item", "Report", "Section", "Snippet", "Status", "environment_rows", "paragraphs"]

@@ -1,0 +1,139 @@
+"""A finding: one thing the doctor reports, with a stable code, a place and a fix."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from preamp.report.values import format_cell, to_json
+
+Severity = Literal["error", "warning", "info"]
+Direction = Literal["forward", "backward"]
+
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
+"""From most to least harmful."""
+
+_CODE = re.compile(r"PA\d{3}\Z", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing found: what, how harmful, where, what was seen, and what to write instead.
+
+    `step` counts optimizer-step attempts from 0; `module` is a path of `named_modules()` (the root is "");
+    `evidence` is a sentence or a mapping of names to what was measured; `fix` is text to paste.
+    Findings sort by harm: errors first, then by code and place. Raises `ValueError` for a code that is not
+    PA and three digits, or an unknown severity or direction.
+    """
+
+    code: str
+    severity: Severity
+    message: str
+    module: str | None = None
+    op: str | None = None
+    direction: Direction | None = None
+    file: str | None = None
+    line: int | None = None
+    step: int | None = None
+    evidence: str | Mapping[str, Any] | None = field(default=None, hash=False)
+    fix: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what could not be looked up later."""
+        if not _CODE.match(self.code):
+            raise ValueError(f"a finding's code is PA and three digits, as in PA201; got {self.code!r}")
+        if self.severity not in SEVERITIES:
+            raise ValueError(f"severity of {self.code} must be one of {SEVERITIES}; got {self.severity!r}")
+        if self.direction not in (None, "forward", "backward"):
+            raise ValueError(f"direction of {self.code} must be 'forward' or 'backward'; got {self.direction!r}")
+        if isinstance(self.evidence, Mapping):
+            object.__setattr__(self, "evidence", dict(self.evidence))
+
+    def __lt__(self, other: Finding) -> bool:
+        return self._harm() < other._harm()
+
+    def _harm(self) -> tuple[int, str, int, str, str, int, str]:
+        """Sort key: smaller is more harmful."""
+        step = -1 if self.step is None else self.step
+        place = (self.module or "", self.file or "", self.line or 0)
+        return (SEVERITIES.index(self.severity), self.code, step, *place, self.message)
+
+    @property
+    def where(self) -> tuple[tuple[str, str], ...]:
+        """The place as (name, text) pairs, only those that are known."""
+        source = self.file if self.line is None or self.file is None else f"{self.file}:{self.line}"
+        if self.file is None and self.line is not None:
+            source = f"line {self.line}"
+        module = "(root)" if self.module == "" else self.module
+        step = None if self.step is None else str(self.step)
+        pairs = (
+            ("source", source),
+            ("module", module),
+            ("op", self.op),
+            ("direction", self.direction),
+            ("step", step),
+        )
+        return tuple((name, text) for name, text in pairs if text is not None)
+
+    @property
+    def seen(self) -> tuple[tuple[str, str], ...]:
+        """The evidence as (name, text) pairs; a sentence has the name ""."""
+        if self.evidence is None:
+            return ()
+        if isinstance(self.evidence, str):
+            return (("", self.evidence),)
+        return tuple((str(name), _evidence_text(value)) for name, value in self.evidence.items())
+
+    def to_text(self) -> str:
+        """Plain lines for a terminal; the first has severity, code and message."""
+        lines = [f"{self.severity} {self.code}: {self.message}"]
+        if self.where:
+            lines.append("  where: " + ", ".join(f"{name} {text}" for name, text in self.where))
+        if self.seen:
+            lines.append("  seen:  " + ", ".join(f"{name} {text}".strip() for name, text in self.seen))
+        if self.fix:
+            lines.append("  fix:")
+            lines.extend(f"    {line}".rstrip() for line in self.fix.splitlines())
+        return "\n".join(lines)
+
+    def to_markdown(self) -> str:
+        """The same lines as `to_text`, in a fenced block, for an issue or a pull request."""
+        fence = "```"
+        while fence in self.to_text():
+            fence += "`"
+        return f"{fence}text\n{self.to_text()}\n{fence}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, in types that strict JSON takes."""
+        return {
+            "code": self.code,
+            "severity": self.severity,
+            "message": self.message,
+            "module": self.module,
+            "op": self.op,
+            "direction": self.direction,
+            "file": self.file,
+            "line": self.line,
+            "step": self.step,
+            "evidence": to_json(self.evidence),
+            "fix": self.fix,
+        }
+
+
+def count_severities(findings: Iterable[Finding]) -> dict[Severity, int]:
+    """How many findings there are of each severity, zeros included, most harmful first."""
+    counts = dict.fromkeys(SEVERITIES, 0)
+    for finding in findings:
+        counts[finding.severity] += 1
+    return counts
+
+
+def _evidence_text(value: Any) -> str:
+    """One piece of evidence as text."""
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return format_cell(value)
+    if isinstance(value, (list, tuple)):
+        return ", ".join(_evidence_text(item) for item in value)
+    return str(value)

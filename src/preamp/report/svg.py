@@ -1,0 +1,197 @@
+"""Charts to inline SVG: lines, bands, markers and exponent histograms. Bars are in `bars.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib.resources import files
+from itertools import pairwise
+
+from preamp.report.axis import Axis, fit
+from preamp.report.bars import draw_bars
+from preamp.report.charts import BarChart, Chart, ExponentHistogram, LineChart, Series
+from preamp.report.frame import NARROW, Entry, Frame, build_frame, series_style
+from preamp.report.markers import draw_markers
+from preamp.report.markup import Element, element, path
+from preamp.report.thin import Point, runs, thin
+
+WIDE_WIDTH = 760.0
+NARROW_WIDTH = 390.0
+
+
+def to_svg(chart: Chart, width: float = WIDE_WIDTH, *, standalone: bool = True) -> str:
+    """`chart` as one <svg> element with a view box of this width; the height follows from what is in it.
+
+    `standalone` puts the style sheet inside, so that the text is a complete SVG file; without it the page
+    that the element goes into must have the rules of `chart.css`. Below 500 it has the layout for a phone.
+    """
+    if isinstance(chart, BarChart):
+        parts, height = draw_bars(chart, width)
+    elif isinstance(chart, ExponentHistogram):
+        parts, height = _draw_histogram(chart, width)
+    else:
+        parts, height = _draw_lines(chart, width)
+    head = [element("title", chart.title or "chart"), element("desc", chart.to_text())]
+    if standalone:
+        head.append(element("style", chart_css()))
+    return element(
+        "svg",
+        *head,
+        *parts,
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {width:.0f} {height:.0f}",
+        role="img",
+        aria_label=chart.title or "chart",
+        class_="narrow" if width < NARROW else "wide",
+    ).render()
+
+
+@lru_cache(maxsize=1)
+def chart_css() -> str:
+    """The style sheet of a chart: colours for light, dark and print, and nothing loaded from anywhere."""
+    return files("preamp.report").joinpath("chart.css").read_text(encoding="utf-8")
+
+
+def _draw_lines(chart: LineChart, width: float) -> tuple[list[Element], float]:
+    """A line chart's elements and its height."""
+    narrow = width < NARROW
+    x_values = [value for series in chart.series for value in series.x]
+    x_values += [marker.x for marker in chart.markers]
+    y_values = [v for s in chart.series for part in (s.y, s.low, s.high) if part is not None for v in part]
+    y_values += [marker.y for marker in chart.markers]
+    x = fit(x_values, "log10" if chart.x_log else "linear", ticks=4 if narrow else 7, pad=0.015)
+    y = fit(y_values, "log2" if chart.y_log2 else "log10" if chart.y_log else "linear", ticks=5, pad=0.06)
+    frame = build_frame(
+        width,
+        x,
+        y,
+        x_label=chart.x_label,
+        y_label=chart.y_label,
+        entries=_entries(chart),
+        spans=chart.spans,
+    )
+    limit = int(width * 0.8)
+    parts = list(frame.behind)
+    for index, series in enumerate(chart.series):
+        parts += _band(series, frame, f"s{index % 8}", limit)
+    drawn: list[list[tuple[float, float]]] = []
+    for index, series in enumerate(chart.series):
+        stretches = _placed(series, frame, limit)
+        parts += _line(stretches, series_style(index, series.dashed))
+        drawn += stretches
+    parts += draw_markers(chart.markers, frame, drawn)
+    return parts, frame.height
+
+
+def _entries(chart: LineChart | ExponentHistogram) -> list[Entry]:
+    """The legend; a single series whose name the title or the y label says already needs none."""
+    said = f"{chart.title} {chart.y_label}".lower()
+    if len(chart.series) == 1 and chart.series[0].name.lower() in said:
+        return []
+    return [Entry(s.name, series_style(i, s.dashed)) for i, s in enumerate(chart.series)]
+
+
+def _points(xs: Sequence[float | None], ys: Sequence[float | None], x: Axis, y: Axis) -> list[Point]:
+    """The points in axis coordinates, None where either has no place."""
+    points: list[Point] = []
+    for x_value, y_value in zip(xs, ys, strict=True):
+        a, b = x.transform(x_value), y.transform(y_value)
+        points.append(None if a is None or b is None else (a, b))
+    return points
+
+
+def _placed(series: Series, frame: Frame, limit: int) -> list[list[tuple[float, float]]]:
+    """The stretches of one series in the drawing's coordinates, thinned; `steps` with their corners."""
+    x, y = frame.x, frame.y
+    stretches = []
+    for run in runs(thin(_points(series.x, series.y, x, y), limit)):
+        line = [(x.at(a), y.at(b)) for a, b in run]
+        if series.steps and len(line) > 1:
+            corners = [((x1, y0), (x1, y1)) for (_, y0), (x1, y1) in pairwise(line)]
+            line = [line[0], *(point for pair in corners for point in pair)]
+        stretches.append(line)
+    return stretches
+
+
+def _line(stretches: list[list[tuple[float, float]]], style: str) -> list[Element]:
+    """One series as a path, its lone points as dots."""
+    lines = "".join(path(line) for line in stretches if len(line) > 1)
+    dots = "".join(path([line[0], line[0]]) for line in stretches if len(line) == 1)
+    pieces = []
+    if lines:
+        pieces.append(element("path", d=lines, class_=f"line {style}"))
+    if dots:
+        pieces.append(element("path", d=dots, class_=f"dot {style.split()[0]}"))
+    return pieces
+
+
+def _band(series: Series, frame: Frame, style: str, limit: int) -> list[Element]:
+    """The area between `low` and `high`; on a log axis a low end that is not positive reaches the bottom."""
+    if series.low is None or series.high is None:
+        return []
+    x, y = frame.x, frame.y
+    highs = _points(series.x, series.high, x, y)
+    lows: list[Point] = []
+    for x_value, value, top in zip(series.x, series.low, highs, strict=True):
+        a, b = x.transform(x_value), y.transform(value)
+        bottom = y.low if b is None and value is not None else b
+        lows.append(None if a is None or bottom is None or top is None else (a, bottom))
+    highs = [None if low is None else high for low, high in zip(lows, highs, strict=True)]
+    total = max(len(lows), 1)
+    shapes = []
+    for low_run, high_run in zip(runs(lows), runs(highs), strict=True):
+        if len(low_run) == 1:
+            continue
+        share = max(6, limit * len(low_run) // total)
+        edge = thin(high_run, share) + thin(low_run, share)[::-1]
+        shapes.append(path([(x.at(p[0]), y.at(p[1])) for p in edge if p is not None], close=True))
+    return [element("path", d="".join(shapes), class_=f"band {style}")] if shapes else []
+
+
+def _draw_histogram(chart: ExponentHistogram, width: float) -> tuple[list[Element], float]:
+    """An exponent histogram's elements and its height."""
+    narrow = width < NARROW
+    edges = [e for s in chart.series for v in s.x if v is not None for e in (v, v + 1)]
+    counts = [v for series in chart.series for v in series.y]
+    x = fit(edges, "exponent", ticks=6 if narrow else 11, pad=0.01)
+    y = fit(counts, "log10" if chart.y_log else "linear", ticks=5, zero=True, pad=0.06)
+    frame = build_frame(
+        width,
+        x,
+        y,
+        x_label=chart.x_label,
+        y_label=chart.y_label,
+        entries=_entries(chart),
+        spans=chart.spans,
+    )
+    parts = list(frame.behind)
+    base = frame.y.at(frame.y.low) if chart.y_log else frame.y.project(0.0)
+    assert base is not None
+    for index, series in enumerate(chart.series):
+        shapes = [path(shape) for shape in _steps(series, frame, base)]
+        if shapes:
+            parts.append(element("path", d="".join(shapes), class_=f"band {series_style(index).split()[0]}"))
+            parts.append(element("path", d="".join(shapes), class_=f"line {series_style(index, series.dashed)}"))
+    return parts, frame.height
+
+
+def _steps(series: Series, frame: Frame, base: float) -> list[list[tuple[float, float]]]:
+    """The outline over each stretch of neighbouring bins, from the base line and back to it."""
+    bins: dict[float, float] = {}
+    for exponent, value in zip(series.x, series.y, strict=True):
+        at = frame.y.project(value)
+        if exponent is not None and frame.x.transform(exponent) is not None and at is not None:
+            bins[exponent] = at
+    shapes: list[list[tuple[float, float]]] = []
+    previous = None
+    for exponent in sorted(bins):
+        left, right, at = frame.x.project(exponent), frame.x.project(exponent + 1), bins[exponent]
+        assert left is not None
+        right = frame.right if right is None else right
+        if previous is None or exponent != previous + 1:
+            shapes.append([(left, base)])
+        else:
+            shapes[-1].pop()
+        shapes[-1] += [(left, at), (right, at), (right, base)]
+        previous = exponent
+    return shapes

@@ -1,0 +1,32 @@
+"""What every test may rely on: one thread, fixed seeds, and torch found again as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from preamp.autocast import REGISTRY
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def torch_stays_as_it_was() -> Iterator[None]:
+    torch.set_num_threads(1)  # two workers on two cores
+    torch.manual_seed(0)
+    tag = torch.compiler.config.cache_key_tag
+    yield
+    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled("ipu")
+    assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+    assert torch.get_default_dtype() is torch.float32
+    assert torch.is_grad_enabled()
+    REGISTRY.uninstall()  # fails when a test left a session open
+    assert torch.compiler.config.cache_key_tag == tag

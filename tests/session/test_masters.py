@@ -1,0 +1,251 @@
+"""Master weights against a plain-maths reference: float32 leaves, 16-bit copies, gradients divided by the scale."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+
+import preamp
+
+from .toys import MASTER_LEVELS, batch, loss_of, mlp, same, weights
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, 0.1),
+    "SGD-momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=1e-2),
+    "SGD-fused": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, fused=True),
+    "Adam": lambda p: torch.optim.Adam(p, 1e-2),
+    "Adam-fused": lambda p: torch.optim.Adam(p, 1e-2, fused=True),
+    "Adam-loop": lambda p: torch.optim.Adam(p, 1e-2, foreach=False),
+    "AdamW": lambda p: torch.optim.AdamW(p, 1e-2, amsgrad=True),
+    "AdamW-fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, 1e-3, momentum=0.9),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, 1e-2),
+    "Adagrad-fused": lambda p: torch.optim.Adagrad(p, 1e-2, fused=True),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "Adamax": lambda p: torch.optim.Adamax(p, 1e-2),
+    "NAdam": lambda p: torch.optim.NAdam(p, 1e-2),
+    "RAdam": lambda p: torch.optim.RAdam(p, 1e-2),
+    "ASGD": lambda p: torch.optim.ASGD(p, 1e-2),
+    "Rprop": lambda p: torch.optim.Rprop(p, 1e-2),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, 1e-2),
+}
+
+
+def reference(make_optimizer, dtype: torch.dtype, scale: float, steps: int) -> list[torch.Tensor]:
+    """Masters after training an mlp without norms, by the book."""
+    model = mlp(norm=False)
+    masters = {name: p for name, p in model.named_parameters()}
+    optimizer = make_optimizer(masters.values())
+    for step in range(steps):
+        x, y = batch(step)
+        low = {name: p.detach().to(dtype).requires_grad_() for name, p in masters.items()}
+        with preamp.autocast("cpu", dtype=dtype):
+            loss = F.cross_entropy(functional_call(model, low, (x.to(dtype),)).float(), y)
+        grads = torch.autograd.grad(loss * scale, list(low.values()))
+        for p, g in zip(masters.values(), grads, strict=True):
+            p.grad = g.float() * (1 / scale)
+        optimizer.step()
+    return weights(model)
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_masters_step_as_the_reference_bit_for_bit(level: str, name: str) -> None:
+    scale = 1024.0 if level == "O2" else 1.0
+    dtype = preamp.policy(level).params
+    expected = reference(OPTIMIZERS[name], dtype, scale, steps=12)
+    model = mlp(norm=False)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    with preamp.prepare(model, optimizer, level=level, scale=scale) as session:
+        for step in range(12):
+            with session.autocast():
+                loss = loss_of(model, step)
+            session.backward(loss)
+            session.step()
+            optimizer.zero_grad()
+        masters = list(session.state_dict()["masters"].values())
+        assert same(masters, expected)
+        assert all(p.dtype is dtype and torch.equal(p, m.to(dtype)) for p, m in zip(model.parameters(), masters))
+    assert same(weights(model), expected)
+
+
+def train(session: preamp.Session, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        with session.autocast():
+            loss = loss_of(model, step)
+        session.backward(loss)
+        session.step()
+        session.zero_grad()
+
+
+def test_lbfgs_is_refused_and_nothing_changes() -> None:
+    model = mlp()
+    with pytest.raises(preamp.errors.SessionError, match="LBFGS"):
+        preamp.prepare(model, torch.optim.LBFGS(model.parameters()), level="O2")
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_group_added_later_is_mastered(level: str) -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model[0].parameters(), 1e-2)
+    with preamp.prepare(model, optimizer, level=level) as session:
+        train(session, model, optimizer, range(3))
+        optimizer.add_param_group({"params": list(model[3].parameters()), "lr": 1e-3})
+        before = model[3].weight.detach().clone()
+        train(session, model, optimizer, range(3, 6))
+        assert not torch.equal(before, model[3].weight)
+        state = optimizer.state[model[3].weight]
+        assert state["exp_avg"].dtype is torch.float32
+        assert torch.equal(session.state_dict()["masters"]["3.weight"].to(model[3].weight.dtype), model[3].weight)
+
+
+def test_a_low_parameter_from_elsewhere_is_adopted() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with preamp.prepare(model, optimizer, level="O5") as session:
+        extra = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        optimizer.add_param_group({"params": [extra]})
+        for step in range(40):  # each update is a quarter of a bfloat16 step: without a master it would be lost
+            x, y = batch(step)
+            with session.autocast():
+                loss = F.cross_entropy(model(x), y) * 0 + (extra * 0.5).sum()
+            session.backward(loss)
+            session.step()
+            session.zero_grad()
+        assert torch.allclose(extra.float(), torch.full((3,), 0.98), atol=2**-8)
+        assert extra.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_shared_and_frozen_parameters(level: str) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(10, 8)
+            self.middle = nn.Linear(8, 8)
+            self.head = nn.Linear(8, 10, bias=False)
+            self.head.weight = self.embed.weight
+            self.middle.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.middle(self.embed(x)))
+
+    torch.manual_seed(0)
+    model = Tied()
+    frozen = model.middle.weight.detach().clone()
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-2)
+    with preamp.prepare(model, optimizer, level=level) as session:
+        assert model.head.weight is model.embed.weight
+        for _ in range(3):
+            x = torch.randint(0, 10, (4, 5))
+            with session.autocast():
+                loss = F.cross_entropy(model(x).transpose(1, 2), x)
+            session.backward(loss)
+            session.step()
+            session.zero_grad()
+        assert model.head.weight is model.embed.weight
+        assert len(optimizer.state) == 1
+    assert torch.equal(model.middle.weight, frozen), "a frozen parameter comes back with all its bits"
+    assert model.head.weight is model.embed.weight
+
+
+@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, 0.1), lambda p: torch.optim.SparseAdam(p, 0.1)])
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_sparse_gradients(level: str, make) -> None:
+    def run(level: str | None) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Embedding(6, 4, sparse=True)
+        optimizer = make(list(model.parameters()))
+        session = preamp.prepare(model, optimizer, level=level or "O0", scale=64.0)
+        for step in range(4):
+            x = torch.tensor([step, step, 1])  # equal indices: their gradients add up
+            with session.autocast():
+                loss = model(x).float().pow(2).sum()
+            session.backward(loss)
+            session.step()
+            session.zero_grad()
+        session.close()
+        return model.weight.detach()
+
+    assert torch.allclose(run(level), run(None), atol=3e-2)
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_write_from_outside_reaches_the_masters(level: str) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with preamp.prepare(model, optimizer, level=level) as session:
+        weight = model[0].weight
+        before = session.state_dict()["masters"]["0.weight"].clone()
+        with torch.no_grad():
+            weight[0].fill_(0.5)
+        after = session.state_dict()["masters"]["0.weight"]
+        assert torch.all(after[0] == 0.5)
+        assert torch.equal(after[1:], before[1:]), "entries nobody wrote keep their 32 bits"
+
+
+def test_a_write_through_data_is_noticed() -> None:
+    """WGAN's clamp is often written `p.data.clamp_()`, which leaves no trace in the version counter."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    with preamp.prepare(model, optimizer, level="O5") as session:
+        with pytest.warns(preamp.PreampWarning, match=r"0\.weight.*\.data"):
+            for step in range(3):
+                with session.autocast():
+                    loss = loss_of(model, step)
+                session.backward(loss)
+                session.step()
+                session.zero_grad()
+                for parameter in model.parameters():
+                    parameter.data.clamp_(-0.01, 0.01)
+        for step in range(6):
+            with session.autocast():
+                loss = loss_of(model, step)
+            session.backward(loss)
+            session.step()
+            session.zero_grad()
+            for parameter in model.parameters():
+                parameter.data.clamp_(-0.01, 0.01)
+        masters = session.state_dict()["masters"]
+        assert max(float(m.abs().max()) for m in masters.values()) < 1.0
+
+
+def test_an_exception_in_the_optimizer_gives_the_parameters_back() -> None:
+    class Broken(torch.optim.SGD):
+        def step(self, closure=None):
+            raise ZeroDivisionError
+
+    model = mlp()
+    optimizer = Broken(model.parameters(), 0.1)
+    with preamp.prepare(model, optimizer, level="O2") as session:
+        with session.autocast():
+            loss = loss_of(model, 0)
+        session.backward(loss)
+        with pytest.raises(ZeroDivisionError):
+            session.step()
+        assert model[0].weight.dtype is torch.float16
+        assert torch.equal(model[0].weight, session.state_dict()["masters"]["0.weight"].half())
+
+
+def test_hooks_on_the_optimizer_see_true_float32_gradients() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    seen = []
+    handle = optimizer.register_step_pre_hook(
+        lambda o, args, kwargs: seen.extend(p.grad.clone() for g in o.param_groups for p in g["params"])
+    )
+    reference_model = mlp()
+    loss_of(reference_model, 0).backward()
+    with preamp.prepare(model, optimizer, level="O2", scale=4096.0) as session:
+        with session.autocast():
+            loss = loss_of(model, 0)
+        session.backward(loss)
+        session.step()
+    handle.remove()
+    for got, parameter in zip(seen, reference_model.parameters(), strict=True):
+        assert got.dtype is torch.float32
+        assert torch.allclose(got, parameter.grad, atol=2e-3)

@@ -1,0 +1,380 @@
+"""A training step: accumulation, clipping, skipping, several losses, and what happens when it goes wrong."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import preamp
+from preamp.errors import ScaleCollapse, SessionError
+
+from .toys import LEVELS, batch, loss_of, mlp, same, weights
+
+
+def step(session: preamp.Session, model: nn.Module, index: int, factor: float = 1.0) -> preamp.StepReport:
+    with session.autocast():
+        loss = loss_of(model, index) * factor
+    session.backward(loss)
+    report = session.step()
+    session.zero_grad()
+    return report
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_step_with_an_inf_changes_nothing_but_the_scale(level: str, fused: bool) -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-4, fused=fused)
+    with preamp.prepare(model, optimizer, level=level) as session:
+        step(session, model, 0)
+        step(session, model, 1)
+        before = weights(model)
+        scale, skipped = session.loss_scale(), session.skipped
+        moments = [s["exp_avg"].clone() for s in optimizer.state.values()]
+        counts = [float(s["step"]) for s in optimizer.state.values()]
+        report = step(session, model, 2, factor=float("inf"))
+        assert report.skipped and session.skipped == skipped + 1
+        assert same(weights(model), before)
+        assert all(torch.equal(a, s["exp_avg"]) for a, s in zip(moments, optimizer.state.values(), strict=True))
+        assert counts == [float(s["step"]) for s in optimizer.state.values()]
+        dynamic = session.policy.scale == "dynamic"
+        assert session.loss_scale() == (scale / 2 if dynamic else scale)
+        assert not step(session, model, 3).skipped
+        assert not same(weights(model), before)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_accumulation_equals_one_large_batch(level: str) -> None:
+    def run(parts: int) -> list[torch.Tensor]:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        with preamp.prepare(model, optimizer, level=level, scale=256.0) as session:
+            x, y = batch(0, 16)
+            for xs, ys in zip(x.chunk(parts), y.chunk(parts), strict=True):
+                with session.autocast():
+                    loss = F.cross_entropy(model(xs), ys) / parts
+                session.backward(loss, sync=False)
+            session.step()
+        return weights(model)
+
+    for one, four in zip(run(1), run(4), strict=True):
+        assert torch.allclose(one, four, atol=2e-2 if level in ("O4", "O5") else 2e-3)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("kind", ["norm", "inf-norm", "value", "torch"])
+def test_clipping_is_of_true_gradients(level: str, kind: str) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    reference = mlp()
+    loss_of(reference, 0).backward()
+    true = torch.nn.utils.get_total_norm([p.grad for p in reference.parameters()])
+    with preamp.prepare(model, optimizer, level=level, scale=1024.0) as session:
+        with session.autocast():
+            loss = loss_of(model, 0)
+        session.backward(loss)
+        if kind == "norm":
+            norm = session.clip_grad_norm_(0.01)
+            assert torch.allclose(norm, true, rtol=2e-2)
+            clipped = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+            assert abs(float(clipped) - 0.01) < 1e-5
+        elif kind == "inf-norm":
+            session.clip_grad_norm_(0.001, norm_type=float("inf"))
+            assert abs(max(float(p.grad.abs().max()) for p in model.parameters()) - 0.001) < 1e-5
+        elif kind == "value":
+            session.clip_grad_value_(0.001)
+            assert max(float(p.grad.abs().max()) for p in model.parameters()) <= 0.001 + 1e-9
+        else:
+            session.unscale_()
+            session.unscale_()  # idempotent
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            assert torch.allclose(norm, true, rtol=2e-2)
+        before = torch.cat([p.detach().float().flatten() for p in model.parameters()])
+        report = session.step()
+        assert report.grad_norm == pytest.approx(float(true), rel=2e-2) or kind == "torch"
+        after = torch.cat([p.detach().float().flatten() for p in model.parameters()])
+        if kind in ("norm", "torch") and level in ("O0", "O1"):
+            assert float((after - before).norm()) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_a_norm_that_is_not_finite_skips_the_step() -> None:
+    model = mlp()
+    with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level="O1") as session:
+        with session.autocast():
+            loss = loss_of(model, 0) * float("nan")
+        session.backward(loss)
+        assert not torch.isfinite(session.clip_grad_norm_(1.0))
+        before = weights(model)
+        session.step()
+        assert same(before, weights(model))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("who", ["session", "optimizer", "model"])
+def test_every_way_to_zero_gradients_is_the_same(level: str, to_none: bool, who: str) -> None:
+    def run(who: str, to_none: bool) -> list[torch.Tensor]:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        with preamp.prepare(model, optimizer, level=level, scale=64.0) as session:
+            for index in range(4):
+                with session.autocast():
+                    loss = loss_of(model, index)
+                session.backward(loss)
+                session.step()
+                {"session": session, "optimizer": optimizer, "model": model}[who].zero_grad(set_to_none=to_none)
+        return weights(model)
+
+    assert same(run(who, to_none), run("session", True))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("place", [None, *itertools.product(("d", "g"), range(4))])
+def test_two_models_two_optimizers_two_losses(level: str, place: tuple[str, int] | None) -> None:
+    """A GAN's loop: each loss backs off alone, an inf skips the step of the optimizer it reaches, nothing else."""
+
+    def run(level: str) -> tuple[list[torch.Tensor], dict[str, list[bool]]]:
+        generator, critic = mlp(0), mlp(1)
+        critic[0] = nn.Linear(3, 16)
+        opt_g = torch.optim.SGD(generator.parameters(), 0.05)
+        opt_d = torch.optim.SGD(critic.parameters(), 0.05)
+        scales = {"d": 32.0, "g": 2.0} if level in ("O1", "O2") else {"d": 1.0, "g": 1.0}
+        session = preamp.prepare(
+            {"gen": generator, "critic": critic}, [opt_g, opt_d], level=level, scale=scales
+        )
+        skips: dict[str, list[bool]] = {"d": [], "g": []}
+        for index in range(4):
+            x, y = batch(index)
+            opt_d.zero_grad()
+            with session.autocast():
+                loss = F.cross_entropy(critic(generator(x).detach()), y)
+                loss = loss * float("inf") if place == ("d", index) else loss
+            session.backward(loss, name="d")
+            skips["d"].append(session.step(opt_d).skipped)
+            opt_g.zero_grad()
+            with session.autocast():
+                loss = -F.cross_entropy(critic(generator(x)), y)
+                loss = loss * float("inf") if place == ("g", index) else loss
+            session.backward(loss, name="g")
+            skips["g"].append(session.step(opt_g).skipped)
+        session.close()
+        return weights(generator) + weights(critic), skips
+
+    got, skips = run(level)
+    expected, _ = run("O0")
+    for name in ("d", "g"):
+        assert skips[name] == [place == (name, index) for index in range(4)]
+    tolerance = 0.0 if level == "O0" else 2e-2
+    for a, b in zip(got, expected, strict=True):
+        assert torch.allclose(a, b, atol=tolerance, rtol=0), float((a - b).abs().max())
+
+
+def test_losses_with_scales_of_their_own_add_up_to_the_true_sum() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    reference = mlp()
+    (loss_of(reference, 0) + loss_of(reference, 1)).backward()
+    for level in ("O1", "O2"):
+        with preamp.prepare(model, optimizer, level=level, scale={"a": 4096.0, "b": 8.0}) as session:
+            for name, index in (("a", 0), ("b", 1)):
+                with session.autocast():
+                    loss = loss_of(model, index)
+                session.backward(loss, name=name)
+            session.unscale_()
+            for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+                assert p.grad.dtype is torch.float32
+                assert torch.allclose(p.grad, q.grad, atol=3e-3)
+            session.zero_grad()
+
+
+def test_dynamic_scales_of_two_losses_learn_apart() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with preamp.prepare(model, optimizer, level="O1", losses=("a", "b"), scale="dynamic") as session:
+        start = session.loss_scale("a")
+        for name, factor in (("a", 1.0), ("b", float("inf"))):
+            with session.autocast():
+                loss = loss_of(model, 0) * factor
+            session.backward(loss, name=name)
+        assert session.step().skipped
+        assert (session.loss_scale("a"), session.loss_scale("b")) == (start, start / 2)
+
+
+def test_optimizers_stepped_at_different_paces_share_a_scale_correctly() -> None:
+    """The slow optimizer goes on accumulating while an overflow of the fast one halves the scale."""
+    fast, slow = mlp(0), mlp(1)
+    opt_fast, opt_slow = torch.optim.SGD(fast.parameters(), 0.1), torch.optim.SGD(slow.parameters(), 1.0)
+    reference = mlp(1)
+    (loss_of(reference, 0) + loss_of(reference, 1)).backward()
+    scale = preamp.DynamicScale(init_scale=256.0)
+    with preamp.prepare([fast, slow], [opt_fast, opt_slow], level="O1", scale=scale) as session:
+        for index in range(2):
+            with session.autocast():
+                loss = loss_of(slow, index) + loss_of(fast, index)
+            session.backward(loss)
+            if index == 0:
+                fast[0].weight.grad[0, 0] = float("inf")
+                assert session.step(opt_fast).skipped
+                opt_fast.zero_grad()
+        assert session.loss_scale() == 128.0
+        session.unscale_(opt_slow)
+        for p, q in zip(slow.parameters(), reference.parameters(), strict=True):
+            assert torch.allclose(p.grad, q.grad, atol=3e-3)
+
+
+def test_collapse_names_the_first_bad_parameter_and_leaves_the_weights_alone() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scale = preamp.DynamicScale(patience=5)
+    with preamp.prepare(model, optimizer, level="O1", scale=scale) as session:
+        before = weights(model)
+        with pytest.raises(ScaleCollapse, match=r"5 skipped steps.*0\.weight") as caught:
+            for index in range(9):
+                step(session, model, index, factor=float("nan"))
+        assert session.steps == 5
+        assert caught.value.parameter == "0.weight"
+        assert caught.value.name == "loss"
+        assert same(weights(model), before)
+        session.zero_grad()
+        assert not step(session, model, 0).skipped
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradient_penalty(level: str) -> None:
+    """Double backward through true gradients (WGAN-GP)."""
+
+    def run(level: str) -> float:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        x, y = batch(0)
+        x.requires_grad_()
+        with preamp.prepare(model, optimizer, level=level, scale=128.0 if level in ("O1", "O2") else 1.0) as session:
+            with session.autocast():
+                loss = F.cross_entropy(model(x), y)
+            (grad,) = session.grad(loss, x)
+            with session.autocast():
+                total = loss + grad.pow(2).sum().sqrt()
+            session.backward(total)
+            session.clip_grad_norm_(1e9)
+            return session.step().grad_norm
+
+    assert run(level) == pytest.approx(run("O0"), rel=5e-2)
+
+
+def test_custom_autograd_function() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cpu")
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x @ w
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cpu")
+        def backward(ctx, g):
+            x, w = ctx.saved_tensors
+            return g @ w.t(), x.t() @ g
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(6, 3) * 0.1)
+
+        def forward(self, x):
+            return Double.apply(x, self.w)
+
+    for level in LEVELS:
+        model = Net()
+        with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level=level, scale=8.0) as session:
+            assert not step(session, model, 0).skipped
+
+
+def test_unused_parameters_and_unused_optimizers() -> None:
+    model, idle = mlp(), mlp(1)
+    optimizers = [torch.optim.Adam(model.parameters(), eps=1e-4), torch.optim.Adam(idle.parameters(), eps=1e-4)]
+    for level in LEVELS:
+        with preamp.prepare([model, idle], optimizers, level=level, scale=16.0) as session:
+            before = weights(idle)
+            assert not step(session, model, 0).skipped
+            assert same(before, weights(idle))
+
+
+def test_learning_rate_schedulers_of_every_age() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    early = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    with preamp.prepare(model, optimizer, level="O2") as session:
+        step(session, model, 0, factor=float("inf"))
+        late = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+        for index in range(4):
+            if not step(session, model, index).skipped:
+                early.step()
+                late.step()
+        assert optimizer.param_groups[0]["lr"] != 0.1
+
+
+def test_out_of_order_calls_are_errors_that_say_what_to_write() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    stranger = torch.optim.SGD(mlp(1).parameters(), 0.1)
+    session = preamp.prepare(model, optimizer, level="O1")
+    with pytest.raises(SessionError, match=r"session\.backward"):
+        session.step()
+    loss_of(model, 0).backward()
+    with pytest.raises(SessionError, match=r"session\.backward"):
+        session.step()
+    session.zero_grad()
+    with pytest.raises(SessionError, match="not one of the session's"):
+        session.step(stranger)
+    with pytest.raises(SessionError, match="no loss is called 'd'"):
+        session.backward(loss_of(model, 0), name="d")
+    with pytest.raises(SessionError, match=r"shape \(8, 3\)"):
+        session.backward(model(batch(0)[0]))
+    with pytest.raises(SessionError, match="got float"):
+        session.backward(1.0)
+    with session.autocast():
+        loss = loss_of(model, 0)
+    session.backward(loss)
+    session.clip_grad_norm_(1.0)
+    with session.autocast():
+        loss = loss_of(model, 1)
+    with pytest.raises(SessionError, match="Accumulate first"):
+        session.backward(loss)
+    session.step()
+    with pytest.raises(SessionError, match="already prepared"):
+        twice = mlp()
+        with preamp.prepare(twice, None, level="O2"):
+            preamp.prepare(twice, None, level="O2")
+    session.close()
+    session.close()
+    with pytest.raises(SessionError, match="closed"):
+        session.step()
+
+
+def test_thrown_away_gradients_do_no_harm() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with preamp.prepare(model, optimizer, level="O2", scale=16.0) as session:
+        with session.autocast():
+            loss = loss_of(model, 0)
+        session.backward(loss)
+        session.clip_grad_norm_(1.0)
+        optimizer.zero_grad()  # changed my mind
+        assert not step(session, model, 0).skipped
+        assert model[0].weight.dtype is torch.float16
+
+
+def test_an_empty_batch_does_no_harm() -> None:
+    """Cross entropy of no samples is nan, its gradients are zero: the weights survive it."""
+    model = mlp()
+    with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level="O4") as session:
+        before = weights(model)
+        with session.autocast():
+            loss = F.cross_entropy(model(torch.randn(0, 6)), torch.empty(0, dtype=torch.long))
+        session.backward(loss)
+        session.step()
+        assert same(before, weights(model))

@@ -1,0 +1,35 @@
+"""Small networks and data for the session's tests."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+MASTER_LEVELS = ("O2", "O5")
+
+
+def mlp(seed: int = 0, *, norm: bool = True) -> nn.Sequential:
+    torch.manual_seed(seed)
+    layers = [nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 3)]
+    return nn.Sequential(*(layer for layer in layers if norm or not isinstance(layer, nn.LayerNorm)))
+
+
+def batch(step: int, size: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    x = torch.randn(size, 6, generator=generator)
+    return x, (x.sum(1) > 0).long() + (x[:, 0] > 1).long()
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    x, y = batch(step)
+    return F.cross_entropy(model(x), y)
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
