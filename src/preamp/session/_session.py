@@ -254,6 +254,16 @@ class Session:
                 model.zero_grad(set_to_none)
 
     @property
+    def models(self) -> dict[str, nn.Module]:
+        """The session's models by name; a single one has the name ""."""
+        return dict(self._models)
+
+    @property
+    def optimizers(self) -> dict[str, Optimizer]:
+        """The session's optimizers by name; a single one has the name ""."""
+        return dict(self._optimizers)
+
+    @property
     def steps(self) -> int:
         """Attempts at a step so far, skipped ones included."""
         return self._attempts

@@ -1,0 +1,59 @@
+"""What a measurement ran on: read once, printed with every number."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._version import __version__
+from ..policy import cpu_has_bf16
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Machine, versions and commit, in types that JSON takes."""
+    found: dict[str, Any] = {
+        "preamp": __version__,
+        "commit": commit(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": cpu_name(),
+        "cpu bf16 units": cpu_has_bf16(),
+        "threads": torch.get_num_threads(),
+        "device": str(device),
+    }
+    if device.type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(device)
+        found["cuda"] = torch.version.cuda
+        found["tf32"] = torch.backends.cuda.matmul.allow_tf32
+    return found
+
+
+def cpu_name() -> str:
+    """The processor's name, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]}, {os.cpu_count()} cores" if names else "unknown"
+
+
+def commit() -> str | None:
+    """The commit of the source tree that preamp runs from, "+" behind it when that has changes; None elsewhere."""
+    here = Path(__file__).resolve().parent
+    try:
+        head = _git(here, "rev-parse", "--short=10", "HEAD")
+        return head + ("+" if _git(here, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(folder: Path, *words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout.strip()

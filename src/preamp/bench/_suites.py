@@ -1,0 +1,179 @@
+"""The suites of `preamp bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..autocast import autocast
+from ..errors import PolicyError
+from ..session import prepare
+from ._race import Outcome, race
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison: contenders on one piece of work, the first being the reference."""
+
+    name: str
+    what: str
+    outcomes: list[Outcome]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every outcome."""
+        return {"name": self.name, "what": self.what, "contenders": [outcome.to_dict() for outcome in self.outcomes]}
+
+
+Suite = Callable[[torch.device, int, Callable[[str], None]], list[Row]]
+
+
+class Block(nn.Module):
+    """A transformer layer with its softmax written out, so that the rules for softmax and norms are at work."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, T, width) to the same shape."""
+        n, t, width = x.shape
+        q, k, v = self.qkv(self.first(x)).view(n, t, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        weights = (q @ k.transpose(-1, -2) * (width // self.heads) ** -0.5).softmax(-1)
+        x = x + self.out((weights @ v).transpose(1, 2).reshape(n, t, width))
+        hidden: Tensor = x + self.down(F.gelu(self.up(self.second(x))))
+        return hidden
+
+
+def transformer(layers: int = 12, width: int = 256, heads: int = 4) -> nn.Sequential:
+    """A pre-norm encoder of `layers` blocks."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+
+
+def regions(device: torch.device, rounds: int, tell: Callable[[str], None]) -> list[Row]:
+    """What preamp's regions cost over torch's own, in bfloat16."""
+    dtype = torch.bfloat16
+    model = transformer().to(device)
+    x = torch.randn(4, 64, 256, device=device)
+
+    def train_step(region: Callable[..., Any]) -> Callable[[], None]:
+        def step() -> None:
+            with region(device.type, dtype=dtype):
+                loss = model(x).float().pow(2).mean()
+            loss.backward()
+            model.zero_grad()
+
+        return step
+
+    def enter(region: Callable[..., Any]) -> Callable[[], None]:
+        def go() -> None:
+            with region(device.type, dtype=dtype):
+                pass
+
+        return go
+
+    low = torch.randn(8, 8, device=device, dtype=dtype)
+    square = torch.randn(8, 8, device=device)
+
+    def operator(region: Callable[..., Any], run: Callable[[], Any]) -> Callable[[], None]:
+        def go() -> None:
+            with region(device.type, dtype=dtype):
+                for _ in range(200):
+                    run()
+
+        return go
+
+    rows = []
+    work: Mapping[str, tuple[str, int, Callable[[Callable[..., Any]], Callable[[], None]]]] = {
+        "transformer step": ("12 layers, width 256, batch 4 x 64, forward and backward", 1, train_step),
+        "empty region": ("enter and leave", 200, enter),
+        "unruled operator": ("200 x gelu of 8x8", 5, lambda region: operator(region, lambda: F.gelu(low))),
+        "low operator": ("200 x mm of 8x8", 5, lambda region: operator(region, lambda: square.mm(square))),
+        "full operator": ("200 x softmax of 8x8", 5, lambda region: operator(region, lambda: low.softmax(-1))),
+    }
+    for name, (what, number, make) in work.items():
+        tell(name)
+        contenders = {"torch.autocast": make(torch.autocast), "preamp.autocast": make(autocast)}
+        rows.append(Row(name, what, _isolated(contenders, rounds, number, device)))
+    autocast.uninstall()
+    return rows
+
+
+def _isolated(
+    contenders: Mapping[str, Callable[[], None]], rounds: int, number: int, device: torch.device
+) -> list[Outcome]:
+    """A race in which torch.autocast runs without preamp's rules in the dispatcher, as in a process of its own."""
+
+    def alone() -> None:
+        autocast.uninstall()
+
+    reference, ours = list(contenders)
+    paired: dict[str, list[float]] = {reference: [], ours: []}
+    for index in range(rounds):
+        order = (reference, ours) if index % 2 == 0 else (ours, reference)
+        for name in order:
+            alone()
+            (outcome,) = race({name: contenders[name]}, rounds=1, number=number, device=device)
+            paired[name].append(outcome.seconds[0])
+    ratios = tuple(r / t for r, t in zip(paired[reference], paired[ours], strict=True))
+    return [
+        Outcome(reference, tuple(paired[reference]), tuple(1.0 for _ in ratios)),
+        Outcome(ours, tuple(paired[ours]), ratios),
+    ]
+
+
+def sessions(device: torch.device, rounds: int, tell: Callable[[str], None]) -> list[Row]:
+    """Whole training steps through a session against the same loop written for torch.amp, in bfloat16."""
+    x = torch.randn(4, 64, 256, device=device)
+
+    def with_torch() -> Callable[[], None]:
+        model = transformer(4).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+        def step() -> None:
+            with torch.autocast(device.type, dtype=torch.bfloat16):
+                loss = model(x).float().pow(2).mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    def with_session(level: str) -> Callable[[], None]:
+        model = transformer(4).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        session = prepare(model, optimizer, level=level)
+
+        def step() -> None:
+            with session.autocast():
+                loss = model(x).float().pow(2).mean()
+            session.backward(loss)
+            session.clip_grad_norm_(1.0)
+            session.step()
+            session.zero_grad()
+
+        return step
+
+    tell("transformer, 4 layers")
+    contenders = {"torch.amp": with_torch(), "preamp O4": with_session("O4"), "preamp O5": with_session("O5")}
+    outcomes = race(contenders, rounds=rounds, device=device)
+    return [Row("training step", "4 layers, width 256, batch 4 x 64, AdamW(fused), clipping", outcomes)]
+
+
+SUITES: dict[str, Suite] = {"regions": regions, "sessions": sessions}
+
+
+def suite_named(name: str) -> Suite:
+    """A suite by name, or an error that lists them."""
+    if name not in SUITES:
+        raise PolicyError(f"there is no suite {name!r}; the suites are {', '.join(SUITES)}")
+    return SUITES[name]

@@ -1,0 +1,232 @@
+"""One training run of one task under one level: trained for real, and measured while it trains."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..formats import name_of
+from ..gradients import dense_values
+from ..session import Session, prepare
+from ..zoo import Recipe, Task
+from ._memory import SavedBytes, resident_bytes
+
+WARM_UP = 3
+"""Steps at the start that do not count for the time."""
+
+EXPONENTS = range(-60, 24)
+"""Powers of two that a histogram of gradients covers; what lies outside counts at its ends."""
+
+
+@dataclass(kw_only=True)
+class Trial:
+    """What a run gave. Losses are those of the training batches; scale is that of each step's gradients."""
+
+    task: str
+    level: str
+    seed: int
+    steps: int
+    batch_size: int
+    parameters: int
+    losses: list[float] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    step_ms: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    quality: float | None = None
+    dtypes: dict[str, int] = field(default_factory=dict)
+    gradients: GradientHistogram | None = None
+    complete: bool = False
+
+    @property
+    def ms_per_step(self) -> float | None:
+        """Median over the steps after warm-up, ms."""
+        counted = self.step_ms[WARM_UP:] or self.step_ms
+        return statistics.median(counted) if counted else None
+
+    @property
+    def final_loss(self) -> float | None:
+        """Mean of the last tenth of the losses (at least one)."""
+        tail = self.losses[-max(1, len(self.losses) // 10) :]
+        return statistics.fmean(tail) if tail else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field and figure, in types that JSON takes."""
+        plain = {k: v for k, v in self.__dict__.items() if k != "gradients"}
+        histogram = self.gradients.to_dict() if self.gradients else None
+        return {**plain, "ms_per_step": self.ms_per_step, "final_loss": self.final_loss, "gradients": histogram}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientHistogram:
+    """The true float32 weight gradients of one batch: how many values at each power of two, and what float16 loses.
+
+    Shares are of the values that are not zero. `flushed`: zero in float16; `flushed_scaled`: zero after multiplying by
+    `scale`; `subnormal`: below float16's smallest normal, 2**-14; `overflow_scaled`: infinite after multiplying.
+    """
+
+    counts: list[int]
+    nonzero: int
+    zeros: int
+    flushed: float
+    flushed_scaled: float
+    subnormal: float
+    overflow_scaled: float
+    scale: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field."""
+        return dict(self.__dict__)
+
+
+def run_trial(
+    task: Task,
+    level: str,
+    *,
+    size: str,
+    seed: int,
+    device: torch.device,
+    recipe: Recipe,
+    on_step: Callable[[Trial], None] = lambda trial: None,
+    evaluate: bool = True,
+    budget_s: float | None = None,
+    histogram_scale: float | None = None,
+    into: list[Trial] | None = None,
+) -> Trial:
+    """Train `task` under `level` and return what was seen.
+
+    `into`: the trial is appended there before it starts, so that an interrupted run leaves what it has.
+    `budget_s`: stop early after so many seconds. `histogram_scale`: also take the histogram of the last step's
+    gradients, which must be unscaled ones (levels without a loss scale), for that scale.
+    """
+    model = task.build(size, seed=seed).to(device)
+    optimizer = make_optimizer(recipe, model)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.max_lr, total_steps=recipe.steps + 1)
+    trial = Trial(
+        task=task.name, level=level, seed=seed, steps=recipe.steps, batch_size=recipe.batch_size,
+        parameters=sum(p.numel() for p in model.parameters()),
+    )  # fmt: skip
+    if into is not None:
+        into.append(trial)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with warnings.catch_warnings(), prepare(model, optimizer, level=level) as session:
+        warnings.filterwarnings("ignore", message=".*eps=.*rounds to zero")  # O3 is shown as it is
+        began = time.perf_counter()
+        batches = task.batches(size, seed=seed, steps=recipe.steps, batch_size=recipe.batch_size)
+        for index, (inputs, target) in enumerate(batches):
+            inputs, target = tuple(x.to(device) for x in inputs), target.to(device)
+            started = _now(device)
+            if index == 1:
+                loss = _watched_forward(task, model, session, inputs, target, trial, optimizer, device)
+            else:
+                with session.autocast():
+                    loss = task.loss(model(*inputs), target)
+            session.backward(loss)
+            if histogram_scale is not None and index == recipe.steps - 1:
+                trial.gradients = histogram([p.grad for p in model.parameters() if p.grad is not None], histogram_scale)
+            session.clip_grad_norm_(recipe.clip)
+            report = session.step()
+            session.zero_grad()
+            trial.losses.append(float(loss.detach()))
+            trial.scales.append(report.scale)
+            if report.skipped:
+                trial.skipped.append(index)
+            else:
+                schedule.step()
+            trial.step_ms.append((_now(device) - started) * 1e3)
+            on_step(trial)
+            if budget_s is not None and time.perf_counter() - began > budget_s:
+                break
+        if device.type == "cuda":
+            trial.peak_bytes = torch.cuda.max_memory_allocated(device)
+        if evaluate:
+            trial.quality = _evaluate(task, model, session, size, device)
+    trial.complete = True
+    return trial
+
+
+def make_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
+    """The recipe's optimizer, fused, so that a step waits for nothing."""
+    if recipe.optimizer == "SGD":
+        return torch.optim.SGD(
+            model.parameters(), recipe.max_lr, momentum=0.9, weight_decay=recipe.weight_decay, fused=True
+        )
+    return torch.optim.AdamW(model.parameters(), recipe.max_lr, weight_decay=recipe.weight_decay, fused=True)
+
+
+def histogram(gradients: list[Tensor], scale: float) -> GradientHistogram:
+    """What float16 would make of true float32 gradients, without and with a loss scale."""
+    values = torch.cat([dense_values(g).detach().flatten().float().cpu() for g in gradients]).abs()
+    present = values[(values > 0) & values.isfinite()]
+    _, exponent = torch.frexp(present)  # value = mantissa * 2**exponent with mantissa in [0.5, 1)
+    clamped = (exponent - 1).clamp(EXPONENTS.start, EXPONENTS.stop - 1) - EXPONENTS.start
+    counts = torch.bincount(clamped, minlength=len(EXPONENTS))
+    scaled = (present * scale).half()
+    total = max(1, present.numel())
+    return GradientHistogram(
+        counts=counts.tolist(),
+        nonzero=present.numel(),
+        zeros=int((values == 0).sum()),
+        flushed=int((present.half() == 0).sum()) / total,
+        flushed_scaled=int((scaled == 0).sum()) / total,
+        subnormal=int((present < 2.0**-14).sum()) / total,
+        overflow_scaled=int(scaled.isinf().sum()) / total,
+        scale=scale,
+    )
+
+
+def _watched_forward(
+    task: Task, model: nn.Module, session: Session, inputs: tuple[Tensor, ...], target: Tensor, trial: Trial,
+    optimizer: Optimizer, device: torch.device,
+) -> Tensor:  # fmt: skip
+    """A forward pass that also notes the dtypes its modules give, and on a CPU the bytes it keeps."""
+    seen: Counter[str] = Counter()
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.is_floating_point():
+            seen[name_of(output.dtype)] += 1
+
+    leaves = [m for m in model.modules() if next(m.children(), None) is None and next(m.parameters(), None) is not None]
+    handles = [leaf.register_forward_hook(note) for leaf in leaves]
+    saved = SavedBytes(model)
+    try:
+        with saved.counting(), session.autocast():
+            loss = task.loss(model(*inputs), target)
+    finally:
+        for handle in handles:
+            handle.remove()
+    trial.dtypes = dict(seen.most_common())
+    if device.type != "cuda":
+        trial.peak_bytes = saved.total + resident_bytes(model, optimizer, session)
+    return loss
+
+
+def _evaluate(task: Task, model: nn.Module, session: Session, size: str, device: torch.device) -> float:
+    """Quality of the model as it trained: in its own precision."""
+
+    def predict(*inputs: Tensor) -> Tensor:
+        with session.autocast():
+            output: Tensor = model(*inputs)
+            return output
+
+    model.eval()
+    try:
+        return task.evaluate(predict, size, device=device)
+    finally:
+        model.train()
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,167 @@
+"""Every verb of the command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from .. import __version__
+from ..errors import PreampError
+from ..policy import LEVELS, auto_level
+from ..policy import policy as make_policy
+from ..report import Column, Table
+from ..rules import OpRules
+from ._show import show
+
+app = typer.Typer(
+    name="preamp",
+    help="Automatic mixed precision for PyTorch: train faster, run what was written for Apex, know what it did.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+_Json = Annotated[Path | None, typer.Option("--json", help="Also write the table as JSON to this file.")]
+_Out = Annotated[Path, typer.Option("--out", help="Folder for the report and the data.")]
+_Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1 ...; the GPU if there is one.")]
+_Size = Annotated[str, typer.Option("--size", help="ci: minutes on a CPU; full: the published sizes, for a GPU.")]
+
+
+def main() -> None:
+    """Run the command line; an error of preamp's is one message and exit status 2."""
+    try:
+        app()
+    except PreampError as error:
+        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False)
+        sys.exit(2)
+
+
+@app.callback(invoke_without_command=True)
+def _top(version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False) -> None:
+    if version:
+        print(f"preamp {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    model: Annotated[list[str] | None, typer.Option("--model", "-m", help="flights, unet, bert, seresnext.")] = None,
+    levels: Annotated[str | None, typer.Option("--levels", help="For instance O0,O4; those that suit the device.")] = None,
+    size: _Size = "ci",
+    quick: Annotated[bool, typer.Option("--quick", help="A few steps and one seed: a smoke test.")] = False,
+    seeds: Annotated[int | None, typer.Option("--seeds", help="Seeds per level; 3, or 1 with --quick.")] = None,
+    device: _Device = None,
+    out: _Out = Path("preamp-demo"),
+) -> None:
+    """Train four real networks at several levels, side by side, and write a report."""
+    from ..demo import build, judge, make_plan, run, task_table, write
+
+    console = Console()
+    plan = make_plan(model, levels, size, quick, seeds, device)
+    results = run(plan, console)
+    for task in plan.tasks:
+        table = task_table(results, task)
+        if table.rows:
+            show(table, console)
+    report = build(results)
+    html, data = write(results, out, report)
+    if any(judge(results, task) for task in plan.tasks) or results.interrupted:
+        console.print(report.verdict, style="bold", highlight=False)
+    console.print(f"report: {html}\ndata:   {data}", highlight=False, soft_wrap=True)
+    if results.interrupted:
+        raise typer.Exit(130)
+
+
+@app.command("lr-find")
+def lr_find(
+    model: Annotated[str, typer.Option("--model", "-m", help="flights, unet, bert, seresnext.")] = "seresnext",
+    level: Annotated[str, typer.Option("--level", "-l", help="Level to train at.")] = "auto",
+    size: _Size = "ci",
+    steps: Annotated[int, typer.Option("--steps", min=4, help="Batches to try.")] = 100,
+    start: Annotated[float, typer.Option("--start", help="First rate.")] = 1e-6,
+    end: Annotated[float, typer.Option("--end", help="Last rate.")] = 10.0,
+    batch_size: Annotated[int | None, typer.Option("--batch-size", min=2, help="In place of the recipe's.")] = None,
+    device: _Device = None,
+    out: _Out = Path("preamp-lr-find"),
+) -> None:
+    """Find a learning rate by a range test in mixed precision, and write the curve as report, PNG and JSON."""
+    from ._lr_find import find
+
+    console = Console()
+    found = find(model, level, size, steps, start, end, batch_size, device, out, console)
+    show(found.table, console)
+    console.print("\n".join(f"{kind}: {path}" for kind, path in found.files.items()), highlight=False, soft_wrap=True)
+
+
+@app.command()
+def bench(
+    suite: Annotated[list[str] | None, typer.Option("--suite", "-s", help="regions, sessions; all of them.")] = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=3, help="Rounds; each gives one ratio.")] = 15,
+    device: _Device = None,
+    out: _Out = Path("preamp-bench"),
+) -> None:
+    """Measure preamp against torch.amp, contenders interleaved in one process, as ratios."""
+    from ._bench import run_suites
+
+    console = Console()
+    tables, path = run_suites(suite, rounds, device, out, console)
+    for table in tables:
+        show(table, console)
+    console.print(f"data: {path}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def levels(as_json: _Json = None) -> None:
+    """The levels, what each keeps in which dtype, and which of them suits this machine."""
+    auto, why = auto_level()
+    columns = ("level", "alias", "params", "compute", "norms", "output", "masters", "scale", "what it is")
+    rows = []
+    for level in LEVELS:
+        fields = dict(part.split("=") for part in str(level.policy).split(",") if "=" in part)
+        told = [fields[name] for name in ("params", "compute", "norms", "output", "masters", "scale")]
+        rows.append((level.name, level.alias, *told, level.summary))
+    _print_table(Table("Levels", columns, rows, notes=(f"auto is {auto} here: {why}",)), as_json)
+
+
+@app.command()
+def rules(
+    policy: Annotated[str, typer.Option("--policy", help="A policy with rules of its own.")] = "O1",
+    as_json: _Json = None,
+) -> None:
+    """The operator rules of a 16-bit region, each with its reason: low, full, promote, banned, as-is."""
+    ops = make_policy(policy).ops
+    if ops is None:
+        raise PreampError(f"the policy {policy!r} has ops=none: it has no operator rules")
+    order = {"low": 0, "full": 1, "promote": 2, "banned": 3, "as-is": 4}
+    rows = sorted(OpRules(ops.changes).rows(), key=lambda row: order[row.category])
+    columns = (Column("runs"), Column("family"), Column("operators"), Column("why"))
+    table = Table(
+        "Operator rules", columns, [(row.category, row.family, ", ".join(row.ops), row.reason) for row in rows],
+        notes=("operators that are not listed run in the dtype of their inputs", "the same on every device"),
+    )  # fmt: skip
+    _print_table(table, as_json)
+
+
+@app.command()
+def env(as_json: _Json = None) -> None:
+    """This machine, these versions, and what they can do in 16 bits."""
+    from ..bench import environment
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    auto, why = auto_level(device.type)
+    found = {**environment(device), "auto level": f"{auto}: {why}"}
+    rows = [(name, str(value) if isinstance(value, bool) else value) for name, value in found.items()]
+    _print_table(Table("Environment", ("what", "value"), rows), as_json)
+
+
+def _print_table(table: Table, as_json: Path | None) -> None:
+    show(table, Console())
+    if as_json is not None:
+        as_json.write_text(json.dumps(table.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")

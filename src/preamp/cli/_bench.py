@@ -1,0 +1,43 @@
+"""`preamp bench`: runs suites, prints ratios, writes every sample."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from ..bench import SUITES, environment, suite_named
+from ..report import Column, Table
+from ..report.files import write_text
+
+SCHEMA = "preamp-bench/1"
+
+
+def run_suites(
+    names: list[str] | None, rounds: int, device_name: str | None, out: Path, console: Console
+) -> tuple[list[Table], Path]:
+    """Run the suites named (all), and write `results.json`."""
+    device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    chosen = {name: suite_named(name) for name in names or SUITES}
+    tables, suites = [], {}
+    for name, suite in chosen.items():
+
+        def tell(what: str, name: str = name) -> None:
+            console.print(f"[dim]{name}: {what}[/dim]")
+
+        rows = suite(device, rounds, tell)
+        suites[name] = [row.to_dict() for row in rows]
+        cells = [
+            (row.name, outcome.name, 1e6 * outcome.to_dict()["stats"]["median"], outcome.ratio, min(outcome.ratios),
+             max(outcome.ratios))
+            for row in rows
+            for outcome in row.outcomes
+        ]  # fmt: skip
+        columns = (Column("work"), Column("contender"), Column("median", "us", 1), Column("ratio", "x", 3),
+                   Column("smallest", "x", 3), Column("largest", "x", 3))  # fmt: skip
+        notes = ("ratio: time of the first contender / time of this one, median over rounds; above 1 is faster",)
+        tables.append(Table(f"Suite {name}", columns, cells, notes))
+    content = {"schema": SCHEMA, "environment": environment(device), "rounds": rounds, "suites": suites}
+    return tables, write_text(out / "results.json", json.dumps(content, indent=1, allow_nan=False) + "\n")

@@ -1,0 +1,102 @@
+"""What a demo runs: which levels make sense on a device, whole or as a slice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..errors import PolicyError, PreampError
+from ..policy import LEVELS, policy
+from ..zoo import TASKS, Recipe, Task
+
+SLICE_STEPS, SLICE_BATCH, SLICE_SECONDS = 4, 4, 20.0
+"""A float16 level on a CPU gets so many steps of so many samples, for at most so many seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything the demo was asked for, resolved."""
+
+    tasks: tuple[Task, ...]
+    whole: tuple[str, ...]
+    """Levels trained to the end, for every seed."""
+    sliced: tuple[str, ...]
+    """Levels that get a few steps only."""
+    why_sliced: str
+    size: str
+    quick: bool
+    seeds: tuple[int, ...]
+    device: torch.device
+
+    def recipe(self, task: Task) -> Recipe:
+        """How a task is trained to the end."""
+        return task.recipe(self.size, quick=self.quick)
+
+    def slice(self, task: Task) -> Recipe:
+        """How a sliced level is trained: too short to learn, long enough to see the same losses as float32."""
+        steps = 2 if self.quick else SLICE_STEPS
+        return replace(self.recipe(task), steps=steps, batch_size=SLICE_BATCH)
+
+
+def make_plan(
+    models: list[str] | None, levels: str | None, size: str, quick: bool, seeds: int | None, device: str | None
+) -> Plan:
+    """Resolve what was asked for; `PreampError` names what is not there."""
+    names = models or list(TASKS)
+    unknown = [name for name in names if name not in TASKS]
+    if unknown:
+        raise PreampError(f"there is no model {unknown[0]!r}; the models are {', '.join(TASKS)}")
+    where = _device(device)
+    sizes = TASKS[names[0]].sizes
+    if size not in sizes:
+        raise PreampError(f"there is no size {size!r}; the sizes are {', '.join(sizes)}")
+    count = (1 if quick else 3) if seeds is None else seeds
+    if count < 1:
+        raise PreampError(f"--seeds {count}: at least one seed is needed")
+    asked = _levels(levels, where)
+    slow = where.type == "cpu"
+    sliced = tuple(level for level in asked if slow and policy(level).compute is torch.float16)
+    return Plan(
+        tasks=tuple(TASKS[name] for name in dict.fromkeys(names)),
+        whole=tuple(level for level in asked if level not in sliced),
+        sliced=sliced,
+        why_sliced=(
+            "This CPU has no float16 arithmetic: torch emulates it, up to a hundred times slower than float32. "
+            "The float16 levels therefore train a few steps of a few samples, beside O0 on the same samples: "
+            "enough to see that the numbers agree, not enough to learn or to time anything."
+        ),
+        size=size,
+        quick=quick,
+        seeds=tuple(range(count)),
+        device=where,
+    )
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise PreampError(f"--device {name}: {str(error).splitlines()[0] if str(error) else 'not usable'}") from None
+    return device
+
+
+def _levels(text: str | None, device: torch.device) -> tuple[str, ...]:
+    if text is not None:
+        asked = [part.strip() for part in text.split(",") if part.strip()]
+        known = {name.lower(): level.name for level in LEVELS for name in (level.name, level.alias)}
+        unknown = [name for name in asked if name.lower() not in known]
+        if unknown or not asked:
+            raise PolicyError(
+                f"--levels {text!r}: there is no level {unknown[0] if unknown else text!r}; "
+                f"write some of {','.join(level.name for level in LEVELS)}"
+            )
+        return tuple(dict.fromkeys(known[name.lower()] for name in asked))
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        return ("O0", "O1", "O2", "O3")
+    if device.type == "cpu":
+        return ("O0", "O4", "O5", "O1", "O2", "O3")
+    return tuple(level.name for level in LEVELS)

@@ -1,0 +1,242 @@
+"""The demo's report: what was trained, what came out, in one HTML file and one JSON file."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from ..bench import EXPONENTS, Trial
+from ..formats import FP16
+from ..report import ExponentHistogram, Item, LineChart, Marker, Report, Section, Series, Table, exponent_spans, to_json
+from ..zoo import Task
+from ._run import Results
+from ._tables import Judgement, gradient_table, judge, judgement_table, slice_table, task_table
+
+SCHEMA = "preamp-demo/1"
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of `results.json` (draft 2020-12)."""
+    text = files(__package__).joinpath("results.schema.json").read_text(encoding="utf-8")
+    loaded: dict[str, Any] = json.loads(text)
+    return loaded
+
+
+def results_dict(results: Results) -> dict[str, Any]:
+    """Everything that was measured, as `schema()` describes it."""
+    plan = results.plan
+    content = {
+        "schema": SCHEMA,
+        "interrupted": results.interrupted,
+        "seconds": results.seconds,
+        "environment": results.environment,
+        "plan": {
+            "models": [task.name for task in plan.tasks],
+            "levels": list(plan.whole),
+            "sliced_levels": list(plan.sliced),
+            "size": plan.size,
+            "quick": plan.quick,
+            "seeds": list(plan.seeds),
+            "device": str(plan.device),
+        },
+        "runs": [trial.to_dict() for trial in results.whole],
+        "slices": [trial.to_dict() for trial in results.sliced],
+        "judgements": [j.to_dict() for task in plan.tasks for j in judge(results, task)],
+    }
+    converted: dict[str, Any] = to_json(content)
+    return converted
+
+
+def build(results: Results, lr_chart: LineChart | None = None) -> Report:
+    """The report of what there is, complete or interrupted. `lr_chart`: a range test to show beside it."""
+    judgements = [j for task in results.plan.tasks for j in judge(results, task)]
+    sections = [_overview(results, judgements)]
+    sections += [_task_section(results, task) for task in results.plan.tasks if _ran(results, task)]
+    gradients = _gradient_section(results)
+    if gradients is not None:
+        sections.append(gradients)
+    if lr_chart is not None:
+        sections.append(Section("Learning-rate range test", _LR_TEXT, (lr_chart,)))
+    data = results_dict(results)
+    for run in [*data["runs"], *data["slices"]]:
+        run.pop("step_ms", None)  # kept in results.json; the page shows medians
+    return Report(
+        "preamp demo",
+        verdict(results, judgements),
+        sections,
+        environment=results.environment,
+        data=data,
+        status=_status(results, judgements),
+    )
+
+
+def verdict(results: Results, judgements: Sequence[Judgement]) -> str:
+    """The one line to remember."""
+    networks = len({t.task for t in results.whole if t.complete})
+    if results.interrupted:
+        return f"Interrupted after {results.seconds:.0f} s: {networks} network(s) have results, the rest is missing."
+    if not judgements:
+        return f"{networks} network(s) trained; nothing to compare, since O0 and a 16-bit level are needed for that."
+    below = [j for j in judgements if not j.within]
+    seeds = judgements[0].seeds
+    if seeds == 1:
+        worst = min(judgements, key=lambda j: j.quality - j.low)
+        return (
+            f"{networks} network(s) trained with one seed, too few for a band; the 16-bit level furthest below float32 is "
+            f"{worst.task} {worst.level}: {worst.metric} {worst.quality:.3f} against {worst.low:.3f}."
+        )
+    band = f"the band of {seeds} float32 seeds"
+    if below:
+        names = ", ".join(f"{j.task} {j.level}" for j in below)
+        return f"{len(judgements) - len(below)} of {len(judgements)} 16-bit results reach {band}; below: {names}."
+    return f"All {len(judgements)} 16-bit results on {networks} network(s) reach {band}."
+
+
+def write(results: Results, folder: Path, report: Report) -> tuple[Path, Path]:
+    """Write `report.html` and `results.json`, whole or not at all; returns their paths."""
+    from ..report.files import write_text
+
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(results_dict(results), indent=1, allow_nan=False)
+    return report.write_html(folder / "report.html"), write_text(folder / "results.json", text + "\n")
+
+
+def _status(results: Results, judgements: Sequence[Judgement]) -> Any:
+    if results.interrupted:
+        return "warning"
+    if not judgements or judgements[0].seeds < 2:
+        return "neutral"
+    return "good" if all(j.within for j in judgements) else "warning"
+
+
+def _ran(results: Results, task: Task) -> bool:
+    return any(t.task == task.name and t.losses for t in results.whole)
+
+
+def _overview(results: Results, judgements: Sequence[Judgement]) -> Section:
+    plan = results.plan
+    text = (
+        f"{len(plan.tasks)} networks, levels {', '.join((*plan.whole, *plan.sliced))}, "
+        f"{len(plan.seeds)} seed(s) each, size {plan.size}{' (quick)' if plan.quick else ''}, "
+        f"{results.seconds:.0f} s in all. "
+    )
+    if plan.device.type == "cpu":
+        text += (
+            "\n\nOn this machine times prove nothing about a GPU. "
+            + (
+                "This CPU multiplies bfloat16 in hardware, so O4 and O5 can be faster than float32 where matrix products "
+                "dominate; elsewhere the casts cost more than they save. "
+                if results.environment.get("cpu bf16 units")
+                else "This CPU has no 16-bit arithmetic: torch converts to float32, computes and rounds back, so 16-bit "
+                "levels are slower than float32. "
+            )
+            + "Peak memory is counted, not sampled: parameters, gradients, masters, optimizer state, and each tensor that "
+            "autograd keeps for backward, once. The count is the same on every machine."
+        )
+        if plan.sliced:
+            text += "\n\n" + plan.why_sliced
+    return Section("Overview", text, (judgement_table(judgements),) if judgements else ())
+
+
+def _task_section(results: Results, task: Task) -> Section:
+    items: list[Item] = [task_table(results, task), loss_chart(results, task)]
+    scale = scale_chart(results, task)
+    if scale is not None:
+        items.append(scale)
+    sliced: Table | None = slice_table(results, task)
+    if sliced is not None:
+        items.append(sliced)
+    return Section(task.title, task.data, items, anchor=task.name)
+
+
+def loss_chart(results: Results, task: Task) -> LineChart:
+    """Training loss over steps, smoothed, with a band over the seeds."""
+    series = []
+    for level in results.plan.whole:
+        trials = [t for t in results.whole if (t.task, t.level) == (task.name, level) and t.losses]
+        if trials:
+            series.append(_band(level, [_smooth(t.losses) for t in trials]))
+    note = "Exponential average over ten steps; bands span the seeds." if len(results.plan.seeds) > 1 else ""
+    return LineChart(f"{task.title}: training loss", "step", "loss", series, note=note)
+
+
+def scale_chart(results: Results, task: Task) -> LineChart | None:
+    """The loss scale over steps, for the levels that have one, slices included; skips as marks."""
+    series, markers = [], []
+    for trial in [*results.whole, *results.sliced]:
+        if trial.task == task.name and trial.seed == 0 and any(scale != 1 for scale in trial.scales):
+            name = f"{trial.level} (slice)" if trial in results.sliced else trial.level
+            series.append(Series(name, range(len(trial.scales)), trial.scales, steps=True))
+            markers += [Marker(step, trial.scales[step], "skipped") for step in trial.skipped]
+    if not series:
+        return None
+    return LineChart(f"{task.title}: loss scale", "step", "scale", series, y_log2=True, markers=markers)
+
+
+def _gradient_section(results: Results) -> Section | None:
+    table = gradient_table(results)
+    trials = [t for t in results.whole if t.gradients is not None]
+    if table is None or not trials:
+        return None
+    worst = max(trials, key=lambda t: t.gradients.flushed if t.gradients else 0.0)
+    assert worst.gradients is not None
+    charts = [_histogram(worst)]
+    text = (
+        "Float16 has no numbers below 2^-24, and rounds what is at most half of that to zero. The figure shows the "
+        f"magnitudes of the weight gradients of {worst.task}, the network that would lose most; the table has all. "
+        f"Without scaling, {100 * worst.gradients.flushed:.2f} % of its non-zero gradient values would vanish; "
+        f"multiplied by {worst.gradients.scale:g} beforehand, {100 * worst.gradients.flushed_scaled:.2f} %. "
+        "It is the measurement of Micikevicius et al. 2018 (arXiv 1710.03740), where about 5 % vanished."
+    )
+    return Section("What loss scaling saves", text, (*charts, table))
+
+
+def _histogram(trial: Trial) -> ExponentHistogram:
+    gradients = trial.gradients
+    assert gradients is not None
+    total = max(1, sum(gradients.counts))
+    shares = [count / total for count in gradients.counts]
+    shift = gradients.scale
+    exponents = list(EXPONENTS)
+    moved = [e + (int(shift).bit_length() - 1) for e in exponents]
+    last = max((i for i, share in enumerate(shares) if share > 0), default=0)
+    first = min((i for i, share in enumerate(shares) if share > 0), default=0)
+    keep = slice(max(0, first - 1), last + 2)
+    return ExponentHistogram(
+        f"Weight gradients of {trial.task} and the range of float16",
+        (
+            Series("as they are", exponents[keep], shares[keep]),
+            Series(f"times {shift:g}", moved[keep], shares[keep], dashed=True),
+        ),
+        spans=exponent_spans(
+            "fp16", smallest_subnormal=FP16.smallest_subnormal, smallest_normal=FP16.smallest_normal, largest=FP16.max
+        ),
+        note="Values to the left of the subnormal range become zero in float16.",
+    )
+
+
+def _smooth(losses: Sequence[float], weight: float = 0.9) -> list[float]:
+    smoothed, average = [], 0.0
+    for index, loss in enumerate(losses, 1):
+        average = weight * average + (1 - weight) * loss
+        smoothed.append(average / (1 - weight**index))
+    return smoothed
+
+
+def _band(name: str, curves: Sequence[Sequence[float]]) -> Series:
+    steps = min(len(curve) for curve in curves) if len(curves) > 1 else len(curves[0])
+    columns = [[curve[i] for curve in curves] for i in range(steps)]
+    mean = [statistics.fmean(column) for column in columns]
+    if len(curves) == 1:
+        return Series(name, range(steps), mean)
+    return Series(name, range(steps), mean, [min(c) for c in columns], [max(c) for c in columns])
+
+
+_LR_TEXT = (
+    "The rate grows from batch to batch while the loss is watched (Smith 2017). Steps that the loss scale skipped are "
+    "left out; afterwards weights, optimizer, scale and random numbers are as they were."
+)

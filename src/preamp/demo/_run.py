@@ -1,0 +1,90 @@
+"""Runs a plan, with progress bars, and survives Ctrl-C."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..bench import Trial, environment, run_trial
+from ..zoo import Recipe, Task
+from ._plan import SLICE_SECONDS, Plan
+
+HISTOGRAM_SCALE = 2.0**16
+"""The scale at which the figure of gradients shows what scaling saves: where dynamic scaling starts."""
+
+
+@dataclass(kw_only=True)
+class Results:
+    """What the demo has so far; valid at any time."""
+
+    plan: Plan
+    environment: dict[str, Any]
+    whole: list[Trial] = field(default_factory=list)
+    sliced: list[Trial] = field(default_factory=list)
+    interrupted: bool = False
+    seconds: float = 0.0
+
+    def of(self, task: str, level: str) -> list[Trial]:
+        """The runs of a level that went to the end."""
+        return [t for t in self.whole if (t.task, t.level) == (task, level) and t.complete]
+
+
+def run(plan: Plan, console: Console) -> Results:
+    """Train everything in the plan. Ctrl-C ends it early and keeps what there is."""
+    results = Results(plan=plan, environment=environment(plan.device))
+    began = time.perf_counter()
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"),
+        TimeElapsedColumn(),
+    )  # fmt: skip
+    try:
+        with Progress(*columns, console=console, transient=True) as progress:
+            for task in plan.tasks:
+                console.print(f"[bold]{task.title}[/bold]  [dim]{task.data}[/dim]")
+                _prepare_data(task, plan, progress)
+                for level in plan.whole:
+                    for seed in plan.seeds:
+                        _train(results, progress, task, level, seed)
+                if plan.sliced:
+                    for level in ("O0", *plan.sliced):
+                        _train(results, progress, task, level, 0, sliced=True)
+    except KeyboardInterrupt:
+        results.interrupted = True
+        console.print("[yellow]interrupted: reporting what there is[/yellow]")
+    results.seconds = time.perf_counter() - began
+    return results
+
+
+def _prepare_data(task: Task, plan: Plan, progress: Progress) -> None:
+    """The first batch loads and prepares the data; show that, and keep it out of the first run's time."""
+    shown = progress.add_task(f"{task.name}: preparing data", total=None, loss="")
+    next(iter(task.batches(plan.size, seed=0, steps=1, batch_size=plan.recipe(task).batch_size)))
+    progress.remove_task(shown)
+
+
+def _train(
+    results: Results, progress: Progress, task: Task, level: str, seed: int, *, sliced: bool = False
+) -> None:
+    plan = results.plan
+    recipe: Recipe = plan.slice(task) if sliced else plan.recipe(task)
+    name = f"{task.name} {level} " + ("slice" if sliced else f"seed {seed}")
+    shown = progress.add_task(f"{name:24}", total=recipe.steps, loss="")
+
+    def on_step(trial: Trial) -> None:
+        progress.update(shown, completed=len(trial.losses), loss=f"loss {trial.losses[-1]:.3f}")
+
+    with_histogram = level == "O0" and seed == 0 and not sliced
+    trial = run_trial(
+        task, level, size=plan.size, seed=seed, device=plan.device, recipe=recipe, on_step=on_step,
+        evaluate=not sliced, budget_s=SLICE_SECONDS if sliced else None,
+        histogram_scale=HISTOGRAM_SCALE if with_histogram else None, into=results.sliced if sliced else results.whole,
+    )  # fmt: skip
+    progress.remove_task(shown)
+    if not sliced:
+        quality = f"{task.metric} {trial.quality:.3f}" if trial.quality is not None else ""
+        progress.console.print(f"  {level} seed {seed}: loss {trial.final_loss:.4f}, {quality}, {trial.ms_per_step:.1f} ms/step")

@@ -1,0 +1,182 @@
+"""The demo's figures as tables and judgements."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..bench import Trial
+from ..report import Column, Table
+from ..zoo import Task
+from ._run import Results
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """Quality of a level beside the band of the float32 seeds."""
+
+    task: str
+    level: str
+    metric: str
+    quality: float
+    low: float
+    high: float
+    seeds: int
+
+    @property
+    def within(self) -> bool:
+        """Whether the mean quality is not below the worst float32 seed."""
+        return self.quality >= self.low
+
+    @property
+    def verdict(self) -> str:
+        """In words; one seed makes no band."""
+        if self.seeds == 1:
+            return "one seed"
+        if self.quality < self.low:
+            return "below the band"
+        return "within the band" if self.quality <= self.high else "above the band"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field and the verdict."""
+        return {**self.__dict__, "within": self.within, "verdict": self.verdict}
+
+
+def judge(results: Results, task: Task) -> list[Judgement]:
+    """Every level but O0 against the band of O0's seeds; empty when O0 did not run to its end."""
+    band = [t.quality for t in results.of(task.name, "O0") if t.quality is not None]
+    if not band:
+        return []
+    found = []
+    for level in results.plan.whole:
+        qualities = [t.quality for t in results.of(task.name, level) if t.quality is not None]
+        if level != "O0" and qualities:
+            found.append(
+                Judgement(
+                    task=task.name, level=level, metric=task.metric, quality=statistics.fmean(qualities),
+                    low=min(band), high=max(band), seeds=len(band),
+                )  # fmt: skip
+            )
+    return found
+
+
+def task_table(results: Results, task: Task) -> Table:
+    """One row a level: time, memory, loss, quality, skips, scale, dtype."""
+    rows = []
+    reference = _median_ms(results.of(task.name, "O0"))
+    for level in results.plan.whole:
+        trials = results.of(task.name, level)
+        if not trials:
+            continue
+        ms = _median_ms(trials)
+        qualities = [t.quality for t in trials if t.quality is not None]
+        rows.append(
+            (
+                level,
+                ms,
+                reference / ms if reference and ms else None,
+                max(t.peak_bytes for t in trials) / MIB,
+                statistics.fmean(t.final_loss for t in trials if t.final_loss is not None),
+                statistics.fmean(qualities) if qualities else None,
+                _spread(qualities),
+                sum(len(t.skipped) for t in trials),
+                trials[-1].scales[-1],
+                observed(trials[0]),
+            )
+        )
+    return Table(
+        f"{task.title}, {results.plan.size}",
+        (
+            Column("level"), Column("time", "ms/step", 1), Column("speed vs O0", "x", 2), Column("peak memory", "MiB", 1),
+            Column("final loss", digits=4), Column(task.metric, digits=4), Column("over seeds"), Column("skips", digits=0),
+            Column("scale"), Column("dtypes seen"),
+        ),
+        rows,
+        notes=(_recipe_note(results, task),),
+    )  # fmt: skip
+
+
+def slice_table(results: Results, task: Task) -> Table | None:
+    """The float16 levels that got a few steps: their losses beside O0's on the same samples."""
+    trials = [t for t in results.sliced if t.task == task.name and t.losses]
+    reference = next((t for t in trials if t.level == "O0"), None)
+    rows = []
+    for trial in trials:
+        if trial is reference or reference is None:
+            continue
+        steps = min(len(trial.losses), len(reference.losses))
+        gap = max((abs(a - b) for a, b in zip(trial.losses[:steps], reference.losses[:steps], strict=True)), default=None)
+        rows.append((
+            trial.level, len(trial.losses), trial.losses[0], reference.losses[0], gap, len(trial.skipped),
+            trial.scales[-1], observed(trial),
+        ))  # fmt: skip
+    if not rows:
+        return None
+    columns = (
+        Column("level"), Column("steps", digits=0), Column("first loss", digits=5), Column("first loss of O0", digits=5),
+        Column("largest gap", digits=5), Column("skips", digits=0), Column("scale"), Column("dtypes seen"),
+    )  # fmt: skip
+    note = f"batch {trials[0].batch_size}; a skipped step leaves its level one update behind O0"
+    return Table(f"{task.title}: float16 on a slice", columns, rows, notes=(note,))
+
+
+def judgement_table(judgements: Sequence[Judgement]) -> Table:
+    """Quality of the 16-bit levels beside the float32 band."""
+    seeds = judgements[0].seeds if judgements else 0
+    return Table(
+        f"Quality against float32 ({seeds} seed{'s' if seeds != 1 else ''})",
+        (Column("network"), Column("metric"), Column("level"), Column("mean quality", digits=4),
+         Column("float32, worst seed", digits=4), Column("float32, best seed", digits=4), Column("verdict")),
+        [(j.task, j.metric, j.level, j.quality, j.low, j.high, j.verdict) for j in judgements],
+    )  # fmt: skip
+
+
+def gradient_table(results: Results) -> Table | None:
+    """What float16 would do to each network's weight gradients, without and with a scale."""
+    rows = []
+    for trial in results.whole:
+        g = trial.gradients
+        if g is not None:
+            rows.append((
+                trial.task, g.nonzero, 100 * g.flushed, 100 * g.flushed_scaled, 100 * g.subnormal,
+                100 * g.overflow_scaled,
+            ))  # fmt: skip
+    if not rows:
+        return None
+    scale = next(t.gradients.scale for t in results.whole if t.gradients is not None)
+    columns = (
+        Column("network"), Column("non-zero values", digits=0), Column("flushed to zero", "%", 3),
+        Column(f"flushed at scale {scale:g}", "%", 3), Column("subnormal", "%", 3),
+        Column(f"overflow at scale {scale:g}", "%", 3),
+    )  # fmt: skip
+    return Table("Weight gradients in float16", columns, rows, notes=("last step of the float32 run, seed 0",))
+
+
+def observed(trial: Trial) -> str:
+    """The dtypes that layers with parameters gave in forward, commonest first."""
+    total = sum(trial.dtypes.values())
+    if len(trial.dtypes) == 1:
+        return next(iter(trial.dtypes))
+    return ", ".join(f"{name} {count}/{total}" for name, count in trial.dtypes.items())
+
+
+def _median_ms(trials: Sequence[Trial]) -> float | None:
+    times = [t.ms_per_step for t in trials if t.ms_per_step is not None]
+    return statistics.median(times) if times else None
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{min(values):.4f} to {max(values):.4f}" if len(values) > 1 else "one seed"
+
+
+def _recipe_note(results: Results, task: Task) -> str:
+    recipe = results.plan.recipe(task)
+    parameters = next((t.parameters for t in results.whole if t.task == task.name), 0)
+    return (
+        f"{parameters:,} parameters; {recipe.steps} steps of {recipe.batch_size}, {recipe.optimizer}, OneCycle to "
+        f"{recipe.max_lr:g}, clipped at {recipe.clip:g}; times are medians without the first three steps"
+    )

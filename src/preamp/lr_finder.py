@@ -1,0 +1,243 @@
+"""The learning-rate range test, run through the session, so that it sees what mixed precision does.
+
+The rate grows geometrically from batch to batch while the loss is watched (Smith 2017, arXiv 1506.01186). A batch whose
+gradients overflow is skipped by the loss scale; its loss says nothing about the rate, so it is counted and left out.
+Afterwards everything is as it was: weights, buffers, optimizer, scale, random numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .errors import PreampError, SessionError
+from .session import Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class LrCurve:
+    """A range test: rates, losses, and what they suggest. Skipped steps are not among the points."""
+
+    lrs: tuple[float, ...]
+    losses: tuple[float, ...]
+    smoothed: tuple[float, ...]
+    """Bias-corrected exponential average of the losses."""
+    skipped: int
+    """Steps whose gradients were not finite."""
+    diverged: bool
+    """Whether the test stopped because the loss left its range, before the last rate."""
+    steepest: float | None
+    """Rate at which the smoothed loss falls fastest."""
+    valley: float | None
+    """Rate two thirds down the longest fall of the smoothed loss; fastai's choice, and the one to try first."""
+    minimum_tenth: float | None
+    """A tenth of the rate with the smallest smoothed loss."""
+
+    @property
+    def suggestions(self) -> dict[str, float]:
+        """The suggestions that there are, by name."""
+        named = {"valley": self.valley, "steepest": self.steepest, "minimum/10": self.minimum_tenth}
+        return {name: value for name, value in named.items() if value is not None}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field."""
+        return {**self.__dict__, "suggestions": self.suggestions}
+
+
+def sweep(
+    session: Session,
+    loader: Iterable[Any],
+    loss_fn: Callable[[Any], Tensor],
+    *,
+    start_lr: float = 1e-7,
+    end_lr: float = 10.0,
+    steps: int = 100,
+    smoothing: float = 0.9,
+    stop_factor: float = 4.0,
+    clip: float | None = None,
+    on_step: Callable[[int], None] = lambda step: None,
+) -> LrCurve:
+    """Train `steps` batches while the rate grows from `start_lr` to `end_lr`; restore everything.
+
+    `loader`: batches; it is started anew when it ends. `loss_fn(batch)`: the 0-d loss, called inside
+    `session.autocast()`. `smoothing`: weight of the past in the average, in [0, 1). `stop_factor`: stop once the
+    smoothed loss exceeds the best by this factor, or is not finite. `clip`: gradient norm, as in the training to come.
+    Parameter groups keep the ratios of their rates. Raises `PreampError` for arguments out of range or an empty loader,
+    and when every step was skipped.
+    """
+    if not 0 < start_lr < end_lr or not math.isfinite(end_lr):
+        raise PreampError(f"a sweep needs 0 < start_lr < end_lr; got {start_lr!r} and {end_lr!r}")
+    if steps < 4 or not 0 <= smoothing < 1 or stop_factor <= 1:
+        raise PreampError(
+            f"a sweep needs steps >= 4, 0 <= smoothing < 1 and stop_factor > 1; got {steps!r}, {smoothing!r} and "
+            f"{stop_factor!r}"
+        )
+    with _everything_restored(session):
+        lrs, losses, smoothed, skipped, diverged = _run(
+            session, loader, loss_fn, start_lr, end_lr, steps, smoothing, stop_factor, clip, on_step
+        )
+    if not lrs:
+        raise PreampError(f"all {skipped} steps were skipped or lost: gradients or losses were never finite")
+    return LrCurve(
+        lrs=tuple(lrs), losses=tuple(losses), smoothed=tuple(smoothed), skipped=skipped, diverged=diverged,
+        steepest=_steepest(lrs, smoothed), valley=_valley(lrs, smoothed), minimum_tenth=_minimum_tenth(lrs, smoothed),
+    )  # fmt: skip
+
+
+def _run(
+    session: Session, loader: Iterable[Any], loss_fn: Callable[[Any], Tensor], start_lr: float, end_lr: float,
+    steps: int, smoothing: float, stop_factor: float, clip: float | None, on_step: Callable[[int], None],
+) -> tuple[list[float], list[float], list[float], int, bool]:  # fmt: skip
+    optimizers = list(session.optimizers.values())
+    if not optimizers:
+        raise SessionError("a sweep trains, and this session was prepared without an optimizer")
+    shares = [[_share(o, group) for group in o.param_groups] for o in optimizers]
+    lrs: list[float] = []
+    losses: list[float] = []
+    smoothed: list[float] = []
+    skipped, average, best = 0, 0.0, math.inf
+    batches = _endless(loader)
+    for step in range(steps):
+        lr = start_lr * (end_lr / start_lr) ** (step / (steps - 1))
+        for optimizer, parts in zip(optimizers, shares, strict=True):
+            for group, part in zip(optimizer.param_groups, parts, strict=True):
+                _set_lr(group, lr * part)
+        with session.autocast():
+            loss = loss_fn(next(batches))
+        session.backward(loss)
+        if clip is not None:
+            session.clip_grad_norm_(clip)
+        report = session.step()
+        session.zero_grad()
+        value = loss.detach().item()
+        on_step(step)
+        if not math.isfinite(value):
+            return lrs, losses, smoothed, skipped + report.skipped, True
+        if report.skipped:
+            skipped += 1
+            continue
+        average = smoothing * average + (1 - smoothing) * value
+        corrected = average / (1 - smoothing ** (len(losses) + 1))
+        lrs.append(lr)
+        losses.append(value)
+        smoothed.append(corrected)
+        best = min(best, corrected)
+        if len(losses) > 10 and corrected > stop_factor * best and best > 0:
+            return lrs, losses, smoothed, skipped, True
+    return lrs, losses, smoothed, skipped, False
+
+
+def _share(optimizer: Optimizer, group: dict[str, Any]) -> float:
+    """A group's rate relative to the largest of its optimizer."""
+    top = max(float(g["lr"]) for g in optimizer.param_groups)
+    return float(group["lr"]) / top if top > 0 else 1.0
+
+
+def _set_lr(group: dict[str, Any], lr: float) -> None:
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr
+
+
+def _endless(loader: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        empty = True
+        for batch in loader:
+            empty = False
+            yield batch
+        if empty:
+            raise PreampError("the loader gave no batch; a generator can be read only once: give a list or a DataLoader")
+
+
+def _slopes(lrs: list[float], smoothed: list[float]) -> Any:
+    return np.gradient(np.asarray(smoothed), np.log(np.asarray(lrs)))
+
+
+def _steepest(lrs: list[float], smoothed: list[float]) -> float | None:
+    if len(lrs) < 3:
+        return None
+    slopes = _slopes(lrs, smoothed)
+    index = int(slopes.argmin())
+    return lrs[index] if slopes[index] < 0 else None
+
+
+def _valley(lrs: list[float], smoothed: list[float]) -> float | None:
+    """The longest stretch over which the smoothed loss falls; two thirds along it."""
+    best, start = (0, 0), 0
+    for index in range(1, len(smoothed) + 1):
+        if index == len(smoothed) or smoothed[index] >= smoothed[index - 1]:
+            if index - 1 - start > best[1] - best[0]:
+                best = (start, index - 1)
+            start = index
+    length = best[1] - best[0]
+    return lrs[best[0] + round(length * 2 / 3)] if length >= 2 else None
+
+
+def _minimum_tenth(lrs: list[float], smoothed: list[float]) -> float | None:
+    if len(lrs) < 3:
+        return None
+    return lrs[int(np.argmin(smoothed))] / 10
+
+
+@contextmanager
+def _everything_restored(session: Session) -> Iterator[None]:
+    """Models, optimizers, session and random generators as they were, whatever happens inside."""
+    session.zero_grad()
+    buffers = {b: b.detach().clone() for model in session.models.values() for b in model.buffers()}
+    parameters = {p: p.detach().clone() for model in session.models.values() for p in model.parameters()}
+    kept = copy.deepcopy(session.state_dict())
+    optimizers = [(o, _optimizer_snapshot(o)) for o in session.optimizers.values()]
+    generators = _generator_states()
+    try:
+        yield
+    finally:
+        session.zero_grad()
+        with torch.no_grad():
+            for tensor, value in {**parameters, **buffers}.items():
+                tensor.copy_(value)
+        session.load_state_dict(kept)
+        for optimizer, snapshot in optimizers:
+            _restore_optimizer(optimizer, *snapshot)
+        _restore_generators(generators)
+
+
+def _optimizer_snapshot(optimizer: Optimizer) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
+    state = {parameter: copy.deepcopy(values) for parameter, values in optimizer.state.items()}
+    groups = [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    return state, groups
+
+
+def _restore_optimizer(optimizer: Optimizer, state: dict[Any, Any], groups: list[dict[str, Any]]) -> None:
+    optimizer.state.clear()
+    optimizer.state.update(state)
+    for group, kept in zip(optimizer.param_groups, groups, strict=True):
+        lr = group["lr"]
+        group.update(kept)
+        if isinstance(lr, Tensor):  # a tensor rate is known to captured graphs: keep the object
+            group["lr"] = lr.copy_(kept["lr"])
+
+
+def _generator_states() -> dict[str, Any]:
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def _restore_generators(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state_all(states["cuda"])
