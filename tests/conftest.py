@@ -19,6 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def torch_stays_as_it_was() -> Iterator[None]:
+    REGISTRY.uninstall()  # a fixture of wider scope may have entered regions
     torch.set_num_threads(1)  # two workers on two cores
     torch.manual_seed(0)
     tag = torch.compiler.config.cache_key_tag

@@ -157,7 +157,7 @@ def _endless(loader: Iterable[Any]) -> Iterator[Any]:
             empty = False
             yield batch
         if empty:
-            raise PreampError("the loader gave no batch; a generator can be read only once: give a list or a DataLoader")
+            raise PreampError("the loader gave no batch; a generator is read only once: give a list or a DataLoader")
 
 
 def _slopes(lrs: list[float], smoothed: list[float]) -> Any:
@@ -194,8 +194,8 @@ def _minimum_tenth(lrs: list[float], smoothed: list[float]) -> float | None:
 def _everything_restored(session: Session) -> Iterator[None]:
     """Models, optimizers, session and random generators as they were, whatever happens inside."""
     session.zero_grad()
-    buffers = {b: b.detach().clone() for model in session.models.values() for b in model.buffers()}
-    parameters = {p: p.detach().clone() for model in session.models.values() for p in model.parameters()}
+    tensors = [t for model in session.models.values() for t in (*model.parameters(), *model.buffers())]
+    before = [(tensor, tensor.detach().clone()) for tensor in tensors]
     kept = copy.deepcopy(session.state_dict())
     optimizers = [(o, _optimizer_snapshot(o)) for o in session.optimizers.values()]
     generators = _generator_states()
@@ -204,7 +204,7 @@ def _everything_restored(session: Session) -> Iterator[None]:
     finally:
         session.zero_grad()
         with torch.no_grad():
-            for tensor, value in {**parameters, **buffers}.items():
+            for tensor, value in before:
                 tensor.copy_(value)
         session.load_state_dict(kept)
         for optimizer, snapshot in optimizers:
@@ -229,7 +229,8 @@ def _restore_optimizer(optimizer: Optimizer, state: dict[Any, Any], groups: list
 
 
 def _generator_states() -> dict[str, Any]:
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    states["numpy"] = np.random.get_state()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state_all()
     return states

@@ -101,8 +101,8 @@ class Masters:
         if written and self._audits_left > 0:
             self._audits_left = -1
             warnings.warn(
-                f"{self._entries[written[0]].name} was written through .data, which leaves no trace, so that every step has "
-                "to compare parameters with their masters from now on. Write through the parameter itself: "
+                f"{self._entries[written[0]].name} was written through .data, which leaves no trace, so every step "
+                "has to compare parameters with their masters from now on. Write through the parameter itself: "
                 "`with torch.no_grad(): p.clamp_(...)`",
                 PreampWarning,
                 stacklevel=2,

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -211,7 +211,7 @@ class Conversion:
     def _casting(
         self, module: nn.Module, precision: torch.dtype | None, parent: torch.dtype | None, *, is_root: bool
     ) -> Casting:
-        """What a module casts. A precision of its own is entered and left where it begins, not in every module inside."""
+        """What a module casts; a precision of its own is entered and left where it begins, not in modules inside."""
         policy = self._policy
         low = policy.params if policy.params in LOW_DTYPES else None
         casting = NOTHING
@@ -237,8 +237,8 @@ class Conversion:
         return precision or self._policy.compute
 
     def _wrap(self, module: nn.Module, casting: Casting) -> None:
-        module._preamp_casting = casting
-        module.__class__ = _casting_class(type(module))  # type: ignore[assignment]
+        module.__dict__["_preamp_casting"] = casting
+        module.__class__ = _casting_class(type(module))
         assert isinstance(module, CastingModule)
         self._changed.append(module)
 
@@ -322,4 +322,4 @@ def _precisions(root: nn.Module, policy: Policy) -> Iterator[tuple[str, torch.dt
 def _as_dtype(precision: Precision, policy: Policy) -> torch.dtype | None:
     if precision == "low" or precision is policy.compute:
         return None
-    return torch.float32 if precision == "full" else cast(torch.dtype, precision)
+    return torch.float32 if precision == "full" else precision

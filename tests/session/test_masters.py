@@ -37,7 +37,7 @@ OPTIMIZERS = {
 def reference(make_optimizer, dtype: torch.dtype, scale: float, steps: int) -> list[torch.Tensor]:
     """Masters after training an mlp without norms, by the book."""
     model = mlp(norm=False)
-    masters = {name: p for name, p in model.named_parameters()}
+    masters = dict(model.named_parameters())
     optimizer = make_optimizer(masters.values())
     for step in range(steps):
         x, y = batch(step)
@@ -68,7 +68,9 @@ def test_masters_step_as_the_reference_bit_for_bit(level: str, name: str) -> Non
             optimizer.zero_grad()
         masters = list(session.state_dict()["masters"].values())
         assert same(masters, expected)
-        assert all(p.dtype is dtype and torch.equal(p, m.to(dtype)) for p, m in zip(model.parameters(), masters))
+        assert all(
+            p.dtype is dtype and torch.equal(p, m.to(dtype)) for p, m in zip(model.parameters(), masters, strict=True)
+        )
     assert same(weights(model), expected)
 
 

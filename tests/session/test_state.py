@@ -52,7 +52,9 @@ def test_states_load_in_any_order(level: str, order: tuple[str, ...]) -> None:
     model, optimizer, session = fresh(0)
     train(session, model, range(5), inf_at=3)
     buffer = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "session": session.state_dict()}, buffer)
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "session": session.state_dict()}, buffer
+    )
     train(session, model, range(5, 10))
     expected, masters = weights(model), session.state_dict()["masters"]
     session.close()

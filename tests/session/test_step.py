@@ -143,9 +143,7 @@ def test_two_models_two_optimizers_two_losses(level: str, place: tuple[str, int]
         opt_g = torch.optim.SGD(generator.parameters(), 0.05)
         opt_d = torch.optim.SGD(critic.parameters(), 0.05)
         scales = {"d": 32.0, "g": 2.0} if level in ("O1", "O2") else {"d": 1.0, "g": 1.0}
-        session = preamp.prepare(
-            {"gen": generator, "critic": critic}, [opt_g, opt_d], level=level, scale=scales
-        )
+        session = preamp.prepare({"gen": generator, "critic": critic}, [opt_g, opt_d], level=level, scale=scales)
         skips: dict[str, list[bool]] = {"d": [], "g": []}
         for index in range(4):
             x, y = batch(index)

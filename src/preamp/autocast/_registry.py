@@ -86,7 +86,7 @@ class Registry:
             if self._holders:
                 raise PolicyError(
                     "operator rules hold for the whole process, and an open session has others: "
-                    f"{self.rules or 'the default'}; asked for: {wanted or 'the default'}. "
+                    f"{str(self.rules) or 'the default'}; asked for: {str(wanted) or 'the default'}. "
                     "Close that session first, or give both the same OpRules."
                 )
             self._clear()
@@ -131,18 +131,31 @@ def _install(rules: OpRules, device_type: str) -> list[torch.library.Library]:
             if op is None or category == (native or "as-is"):
                 continue
             ours = _kernels.build(op, category, device_type)
-            torchs = _kernels.build(op, native or "as-is", device_type)
+            torchs = _kernels.build(op, native, device_type) if native else _passing_on(op, device_type)
             namespace, _, plain = name.rpartition("::")
             library = libraries.setdefault(namespace or "aten", torch.library.Library(namespace or "aten", "IMPL"))
-            library.impl(plain, _gate(ours, torchs), autocast_key(device_type))
+            library.impl(plain, _gate(ours, torchs, bool(native)), autocast_key(device_type), with_keyset=True)
     return list(libraries.values())
 
 
-def _gate(ours: _kernels.Kernel, torchs: _kernels.Kernel) -> _kernels.Kernel:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        return ours(*args, **kwargs) if rules_hold_here() else torchs(*args, **kwargs)
+def _gate(ours: _kernels.Kernel, torchs: _kernels.Kernel, torch_has_a_rule: bool) -> _kernels.Kernel:
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if rules_hold_here():
+            return ours(*args, **kwargs)
+        return torchs(*args, **kwargs) if torch_has_a_rule else torchs(keyset, *args, **kwargs)
 
     return kernel
+
+
+def _passing_on(op: Any, device_type: str) -> _kernels.Kernel:
+    """What an operator without a rule does in torch: go on to the next key, while its parts stay under autocast."""
+    key = getattr(torch._C.DispatchKey, autocast_key(device_type))
+    below = torch._C._dispatch_keyset_full_after(key)
+
+    def pass_on(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        return op.redispatch(keyset & below, *args, **kwargs)
+
+    return pass_on
 
 
 def _overload(name: str) -> Any:

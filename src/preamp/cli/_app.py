@@ -53,7 +53,7 @@ def _top(version: Annotated[bool, typer.Option("--version", help="Print the vers
 @app.command()
 def demo(
     model: Annotated[list[str] | None, typer.Option("--model", "-m", help="flights, unet, bert, seresnext.")] = None,
-    levels: Annotated[str | None, typer.Option("--levels", help="For instance O0,O4; those that suit the device.")] = None,
+    levels: Annotated[str | None, typer.Option("--levels", help="Such as O0,O4; else what suits the device.")] = None,
     size: _Size = "ci",
     quick: Annotated[bool, typer.Option("--quick", help="A few steps and one seed: a smoke test.")] = False,
     seeds: Annotated[int | None, typer.Option("--seeds", help="Seeds per level; 3, or 1 with --quick.")] = None,
@@ -151,7 +151,7 @@ def rules(
 
 @app.command()
 def env(as_json: _Json = None) -> None:
-    """This machine, these versions, and what they can do in 16 bits."""
+    """The machine, the versions, and what they can do in 16 bits."""
     from ..bench import environment
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

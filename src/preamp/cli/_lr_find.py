@@ -63,8 +63,10 @@ def find(
     ending = "stopped where the loss diverged" if curve.diverged else "went to the last rate"
     notes = (f"{len(curve.lrs)} steps, {curve.skipped} skipped by the loss scale; {ending}",)
     table = Table(f"Learning rates for {name} at {shown_level}", ("suggestion", Column("rate")), rows, notes=notes)
-    data = to_json({"schema": SCHEMA, "model": name, "level": shown_level, "size": size, "environment": environment(device),
-                    "curve": curve.to_dict()})  # fmt: skip
+    data = to_json({
+        "schema": SCHEMA, "model": name, "level": shown_level, "size": size, "environment": environment(device),
+        "curve": curve.to_dict(),
+    })  # fmt: skip
     verdict = f"Try {curve.valley:.2g} (valley)." if curve.valley else "No valley found: look at the curve."
     report = Report(
         "preamp lr-find", verdict, (Section(task.title, task.data, (chart, table)),),

@@ -10,8 +10,11 @@ from ..errors import PolicyError, PreampError
 from ..policy import LEVELS, policy
 from ..zoo import TASKS, Recipe, Task
 
-SLICE_STEPS, SLICE_BATCH, SLICE_SECONDS = 4, 4, 20.0
+SLICE_STEPS, SLICE_BATCH, SLICE_SECONDS = 40, 4, 6.0
 """A float16 level on a CPU gets so many steps of so many samples, for at most so many seconds."""
+
+QUICK_SLICE_STEPS, QUICK_SLICE_SECONDS = 12, 1.5
+"""The same under --quick."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +38,13 @@ class Plan:
 
     def slice(self, task: Task) -> Recipe:
         """How a sliced level is trained: too short to learn, long enough to see the same losses as float32."""
-        steps = 2 if self.quick else SLICE_STEPS
+        steps = QUICK_SLICE_STEPS if self.quick else SLICE_STEPS
         return replace(self.recipe(task), steps=steps, batch_size=SLICE_BATCH)
+
+    @property
+    def slice_seconds(self) -> float:
+        """Time after which a slice stops."""
+        return QUICK_SLICE_SECONDS if self.quick else SLICE_SECONDS
 
 
 def make_plan(

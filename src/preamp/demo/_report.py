@@ -86,8 +86,8 @@ def verdict(results: Results, judgements: Sequence[Judgement]) -> str:
     if seeds == 1:
         worst = min(judgements, key=lambda j: j.quality - j.low)
         return (
-            f"{networks} network(s) trained with one seed, too few for a band; the 16-bit level furthest below float32 is "
-            f"{worst.task} {worst.level}: {worst.metric} {worst.quality:.3f} against {worst.low:.3f}."
+            f"{networks} network(s) trained with one seed, too few for a band; the 16-bit level furthest below float32 "
+            f"is {worst.task} {worst.level}: {worst.metric} {worst.quality:.3f} against {worst.low:.3f}."
         )
     band = f"the band of {seeds} float32 seeds"
     if below:
@@ -128,14 +128,14 @@ def _overview(results: Results, judgements: Sequence[Judgement]) -> Section:
         text += (
             "\n\nOn this machine times prove nothing about a GPU. "
             + (
-                "This CPU multiplies bfloat16 in hardware, so O4 and O5 can be faster than float32 where matrix products "
-                "dominate; elsewhere the casts cost more than they save. "
+                "This CPU multiplies bfloat16 in hardware, so O4 and O5 can be faster than float32 where matrix "
+                "products dominate; elsewhere the casts cost more than they save. "
                 if results.environment.get("cpu bf16 units")
-                else "This CPU has no 16-bit arithmetic: torch converts to float32, computes and rounds back, so 16-bit "
-                "levels are slower than float32. "
+                else "This CPU has no 16-bit arithmetic: torch converts to float32, computes and rounds back, so "
+                "16-bit levels are slower than float32. "
             )
-            + "Peak memory is counted, not sampled: parameters, gradients, masters, optimizer state, and each tensor that "
-            "autograd keeps for backward, once. The count is the same on every machine."
+            + "Peak memory is counted, not sampled: parameters, gradients, masters, optimizer state, and each tensor "
+            "that autograd keeps for backward, once. The count is the same on every machine."
         )
         if plan.sliced:
             text += "\n\n" + plan.why_sliced

@@ -6,13 +6,12 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..bench import Trial, environment, run_trial
 from ..zoo import Recipe, Task
-from ._plan import SLICE_SECONDS, Plan
+from ._plan import Plan
 
 HISTOGRAM_SCALE = 2.0**16
 """The scale at which the figure of gradients shows what scaling saves: where dynamic scaling starts."""
@@ -67,9 +66,7 @@ def _prepare_data(task: Task, plan: Plan, progress: Progress) -> None:
     progress.remove_task(shown)
 
 
-def _train(
-    results: Results, progress: Progress, task: Task, level: str, seed: int, *, sliced: bool = False
-) -> None:
+def _train(results: Results, progress: Progress, task: Task, level: str, seed: int, *, sliced: bool = False) -> None:
     plan = results.plan
     recipe: Recipe = plan.slice(task) if sliced else plan.recipe(task)
     name = f"{task.name} {level} " + ("slice" if sliced else f"seed {seed}")
@@ -81,10 +78,12 @@ def _train(
     with_histogram = level == "O0" and seed == 0 and not sliced
     trial = run_trial(
         task, level, size=plan.size, seed=seed, device=plan.device, recipe=recipe, on_step=on_step,
-        evaluate=not sliced, budget_s=SLICE_SECONDS if sliced else None,
+        evaluate=not sliced, budget_s=plan.slice_seconds if sliced else None,
         histogram_scale=HISTOGRAM_SCALE if with_histogram else None, into=results.sliced if sliced else results.whole,
     )  # fmt: skip
     progress.remove_task(shown)
     if not sliced:
-        quality = f"{task.metric} {trial.quality:.3f}" if trial.quality is not None else ""
-        progress.console.print(f"  {level} seed {seed}: loss {trial.final_loss:.4f}, {quality}, {trial.ms_per_step:.1f} ms/step")
+        progress.console.print(
+            f"  {level} seed {seed}: loss {trial.final_loss:.4f}, {task.metric} {trial.quality:.3f}, "
+            f"{trial.ms_per_step:.1f} ms/step"
+        )

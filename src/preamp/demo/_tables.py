@@ -15,7 +15,7 @@ from ._run import Results
 MIB = 2**20
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Judgement:
     """Quality of a level beside the band of the float32 seeds."""
 
@@ -55,12 +55,9 @@ def judge(results: Results, task: Task) -> list[Judgement]:
     for level in results.plan.whole:
         qualities = [t.quality for t in results.of(task.name, level) if t.quality is not None]
         if level != "O0" and qualities:
-            found.append(
-                Judgement(
-                    task=task.name, level=level, metric=task.metric, quality=statistics.fmean(qualities),
-                    low=min(band), high=max(band), seeds=len(band),
-                )  # fmt: skip
-            )
+            quality = statistics.fmean(qualities)
+            low, high, seeds = min(band), max(band), len(band)
+            found.append(Judgement(task.name, level, task.metric, quality, low, high, seeds))
     return found
 
 
@@ -82,7 +79,6 @@ def task_table(results: Results, task: Task) -> Table:
                 max(t.peak_bytes for t in trials) / MIB,
                 statistics.fmean(t.final_loss for t in trials if t.final_loss is not None),
                 statistics.fmean(qualities) if qualities else None,
-                _spread(qualities),
                 sum(len(t.skipped) for t in trials),
                 trials[-1].scales[-1],
                 observed(trials[0]),
@@ -91,9 +87,9 @@ def task_table(results: Results, task: Task) -> Table:
     return Table(
         f"{task.title}, {results.plan.size}",
         (
-            Column("level"), Column("time", "ms/step", 1), Column("speed vs O0", "x", 2), Column("peak memory", "MiB", 1),
-            Column("final loss", digits=4), Column(task.metric, digits=4), Column("over seeds"), Column("skips", digits=0),
-            Column("scale"), Column("dtypes seen"),
+            Column("level"), Column("time", "ms/step", 1), Column("speed vs O0", "x", 2), Column("memory", "MiB", 1),
+            Column("final loss", digits=4), Column(task.metric, digits=4), Column("skips", digits=0), Column("scale"),
+            Column("dtypes seen"),
         ),
         rows,
         notes=(_recipe_note(results, task),),
@@ -109,15 +105,13 @@ def slice_table(results: Results, task: Task) -> Table | None:
         if trial is reference or reference is None:
             continue
         steps = min(len(trial.losses), len(reference.losses))
-        gap = max((abs(a - b) for a, b in zip(trial.losses[:steps], reference.losses[:steps], strict=True)), default=None)
-        rows.append((
-            trial.level, len(trial.losses), trial.losses[0], reference.losses[0], gap, len(trial.skipped),
-            trial.scales[-1], observed(trial),
-        ))  # fmt: skip
+        gap = max(abs(a - b) for a, b in zip(trial.losses[:steps], reference.losses[:steps], strict=True))
+        losses = (trial.losses[0], reference.losses[0], gap)
+        rows.append((trial.level, len(trial.losses), *losses, len(trial.skipped), trial.scales[-1], observed(trial)))
     if not rows:
         return None
     columns = (
-        Column("level"), Column("steps", digits=0), Column("first loss", digits=5), Column("first loss of O0", digits=5),
+        Column("level"), Column("steps", digits=0), Column("first loss", digits=5), Column("of O0", digits=5),
         Column("largest gap", digits=5), Column("skips", digits=0), Column("scale"), Column("dtypes seen"),
     )  # fmt: skip
     note = f"batch {trials[0].batch_size}; a skipped step leaves its level one update behind O0"
@@ -137,14 +131,12 @@ def judgement_table(judgements: Sequence[Judgement]) -> Table:
 
 def gradient_table(results: Results) -> Table | None:
     """What float16 would do to each network's weight gradients, without and with a scale."""
-    rows = []
+    rows: list[list[str | float]] = []
     for trial in results.whole:
         g = trial.gradients
         if g is not None:
-            rows.append((
-                trial.task, g.nonzero, 100 * g.flushed, 100 * g.flushed_scaled, 100 * g.subnormal,
-                100 * g.overflow_scaled,
-            ))  # fmt: skip
+            shares = [100 * share for share in (g.flushed, g.flushed_scaled, g.subnormal, g.overflow_scaled)]
+            rows.append([trial.task, g.nonzero, *shares])
     if not rows:
         return None
     scale = next(t.gradients.scale for t in results.whole if t.gradients is not None)
@@ -167,10 +159,6 @@ def observed(trial: Trial) -> str:
 def _median_ms(trials: Sequence[Trial]) -> float | None:
     times = [t.ms_per_step for t in trials if t.ms_per_step is not None]
     return statistics.median(times) if times else None
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{min(values):.4f} to {max(values):.4f}" if len(values) > 1 else "one seed"
 
 
 def _recipe_note(results: Results, task: Task) -> str:

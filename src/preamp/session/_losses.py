@@ -56,11 +56,12 @@ class Losses:
             return
         self._runs[name] = _Run()
         parameter = offender()
+        layer = (parameter or "").rpartition(".")[0]
         raise ScaleCollapse(
             f"loss scale {name!r} stands at {float(used):g} after {run} skipped steps in a row; first gradient that is "
             f"not finite: {parameter or 'none now'}. No scale cures that: look for inf or nan in the data or in the "
             f"loss, compute in bfloat16 (level='O4'), or keep the layer in full precision"
-            + (f": policy.override({parameter.rpartition('.')[0]!r}, 'full')." if "." in (parameter or "") else ".")
+            + (f": policy.override({layer!r}, 'full')." if layer else ".")
             + " A scale with patience=None goes on for ever.",
             name=name, scale=float(used), skipped=run, parameter=parameter,
         )  # fmt: skip

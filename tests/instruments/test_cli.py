@@ -1,0 +1,87 @@
+"""The command line: every verb runs, errors are one message, JSON lies beside what is printed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import preamp
+from preamp.cli._app import app
+from preamp.rules import TABLE
+
+runner = CliRunner()
+
+
+def invoke(*arguments: str) -> str:
+    done = runner.invoke(app, list(arguments))
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_verbs_are_frozen() -> None:
+    names = [command.name or command.callback.__name__ for command in app.registered_commands]
+    assert names == ["demo", "lr-find", "bench", "levels", "rules", "env"]
+
+
+def test_version() -> None:
+    assert invoke("--version").strip() == f"preamp {preamp.__version__}"
+
+
+def test_levels(tmp_path: Path) -> None:
+    out = invoke("levels", "--json", str(tmp_path / "l.json"))
+    for name in ("O0", "O5", "bf16-master", "auto is"):
+        assert name in out
+    table = json.loads((tmp_path / "l.json").read_text())
+    assert [row[0] for row in table["rows"]] == ["O0", "O1", "O2", "O3", "O4", "O5"]
+
+
+def test_rules_have_reasons() -> None:
+    out = invoke("rules")
+    for row in TABLE:
+        assert row.family in out and row.reason in out
+    assert "changed by OpRules" in invoke("rules", "--policy", "O1; op gelu -> full")
+
+
+def test_env() -> None:
+    out = invoke("env")
+    for name in ("torch", "commit", "cpu", "auto level"):
+        assert name in out
+
+
+def test_lr_find_writes_report_picture_and_data(tmp_path: Path) -> None:
+    out = invoke("lr-find", "-m", "flights", "-l", "O4", "--steps", "12", "--batch-size", "64", "--out", str(tmp_path))
+    assert {p.name for p in tmp_path.iterdir()} == {"lr.html", "lr.json", "lr.png"}
+    assert (tmp_path / "lr.png").read_bytes().startswith(b"\x89PNG")
+    data = json.loads((tmp_path / "lr.json").read_text())
+    assert data["level"] == "O4" and len(data["curve"]["lrs"]) + data["curve"]["skipped"] <= 12
+    assert "report:" in out
+
+
+def test_bench_writes_every_sample(tmp_path: Path) -> None:
+    invoke("bench", "-s", "regions", "--rounds", "3", "--device", "cpu", "--out", str(tmp_path))
+    data = json.loads((tmp_path / "results.json").read_text())
+    assert data["schema"] == "preamp-bench/1" and data["environment"]["commit"]
+    rows = data["suites"]["regions"]
+    assert [c["name"] for c in rows[0]["contenders"]] == ["torch.autocast", "preamp.autocast"]
+    assert all(len(c["seconds"]) == 3 for row in rows for c in row["contenders"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("demo", "-m", "nothing"), "no model 'nothing'"),
+        (("lr-find", "-m", "nothing"), "no model 'nothing'"),
+        (("bench", "-s", "nothing"), "no suite 'nothing'"),
+        (("rules", "--policy", "O3"), "ops=none"),
+    ],
+)
+def test_an_error_is_one_message_and_status_2(arguments: tuple[str, ...], message: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "preamp", *arguments], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,169 @@
+"""The demo, run for real on the smallest network, and what it writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from preamp.bench import EXPONENTS, Trial
+from preamp.bench._trial import histogram
+from preamp.cli._app import app
+from preamp.demo import Results, build, judge, make_plan, results_dict, schema
+from preamp.errors import PreampError
+
+runner = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def flights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo")
+    done = runner.invoke(app, ["demo", "--quick", "-m", "flights", "--device", "cpu", "--out", str(folder)])
+    assert done.exit_code == 0, done.output
+    assert "report:" in done.output
+    return folder
+
+
+def test_results_follow_the_published_schema(flights: Path) -> None:
+    results = json.loads((flights / "results.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema())
+    jsonschema.validate(results, schema())
+    assert {run["level"] for run in results["runs"]} == {"O0", "O4", "O5"}
+    assert {run["level"] for run in results["slices"]} == {"O0", "O1", "O2", "O3"}
+    assert all(run["complete"] for run in results["runs"])
+
+
+def test_runs_show_what_was_promised(flights: Path) -> None:
+    results = json.loads((flights / "results.json").read_text())
+    runs = {run["level"]: run for run in results["runs"]}
+    assert runs["O0"]["dtypes"].keys() == {"fp32"}
+    assert runs["O5"]["dtypes"].keys() == {"bf16"}
+    assert "bf16" in runs["O4"]["dtypes"]
+    for run in runs.values():
+        assert 0.6 < run["quality"] < 0.8, "AUC of a feed-forward network on these flights"
+        assert run["losses"][0] > run["final_loss"]
+        assert len(run["losses"]) == len(run["scales"]) == len(run["step_ms"]) == run["steps"]
+    assert runs["O4"]["peak_bytes"] < runs["O0"]["peak_bytes"]
+    slices = {run["level"]: run for run in results["slices"]}
+    assert slices["O1"]["scales"][0] == 65536.0
+    assert slices["O1"]["dtypes"].get("fp16")
+    assert slices["O1"]["losses"][0] == pytest.approx(slices["O0"]["losses"][0], rel=1e-2)
+    gradients = runs["O0"]["gradients"]
+    assert sum(gradients["counts"]) == gradients["nonzero"]
+    assert 0 <= gradients["flushed_scaled"] <= gradients["flushed"] < 0.5
+
+
+def test_the_report_is_one_page_that_loads_nothing(flights: Path) -> None:
+    page = (flights / "report.html").read_text()
+    outside = re.findall(r"""(?:src|href)\s*=\s*["']?(https?:|//)""", page)
+    assert not outside
+    opened: list[str] = []
+
+    class Reader(HTMLParser):
+        def handle_starttag(self, tag, attrs):
+            opened.append(tag)
+
+    Reader().feed(page)
+    assert opened.count("svg") >= 3
+    for words in ("Feed-forward on NYC flights", "What loss scaling saves", "loss scale", "float16 on a slice"):
+        assert words in page
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGINT])
+def test_ctrl_c_leaves_a_valid_partial_report(tmp_path: Path, signal_number: int) -> None:
+    command = [sys.executable, "-m", "preamp", "demo", "-m", "flights", "--seeds", "50", "--out", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as run:
+        assert run.stdout is not None
+        for line in run.stdout:
+            if "O0 seed 1" in line:
+                break
+        time.sleep(0.3)  # well inside the next run
+        run.send_signal(signal_number)
+        rest = run.stdout.read()
+    assert run.returncode == 130, rest
+    assert "Interrupted" in rest
+    results = json.loads((tmp_path / "results.json").read_text())
+    jsonschema.validate(results, schema())
+    assert results["interrupted"]
+    assert sum(r["complete"] for r in results["runs"]) >= 2
+    assert "Interrupted" in (tmp_path / "report.html").read_text()
+
+
+def results_of(qualities: dict[str, list[float]], seeds: int) -> Results:
+    plan = make_plan(["flights"], "O0,O4", "ci", True, seeds, "cpu")
+    results = Results(plan=plan, environment=dict.fromkeys(("preamp", "torch", "python", "cpu", "commit"), "x"))
+    results.environment |= {"threads": 1, "device": "cpu"}
+    for level, values in qualities.items():
+        for seed, quality in enumerate(values):
+            results.whole.append(
+                Trial(task="flights", level=level, seed=seed, steps=2, batch_size=2, parameters=3, losses=[2.0, 1.0],
+                      scales=[1.0, 1.0], step_ms=[1.0, 1.0], quality=quality, dtypes={"fp32": 1}, complete=True)
+            )  # fmt: skip
+    return results
+
+
+@pytest.mark.parametrize(
+    ("quality", "verdict", "status"),
+    [(0.5, "below the band", "warning"), (0.65, "within the band", "good"), (0.8, "above the band", "good")],
+)
+def test_judgement_by_the_band_of_float32_seeds(quality: float, verdict: str, status: str) -> None:
+    results = results_of({"O0": [0.6, 0.7, 0.65], "O4": [quality] * 3}, 3)
+    (judgement,) = judge(results, results.plan.tasks[0])
+    assert (judgement.low, judgement.high, judgement.verdict) == (0.6, 0.7, verdict)
+    report = build(results)
+    assert report.mood == status
+    assert ("below" in report.verdict) == (verdict == "below the band")
+    jsonschema.validate(results_dict(results), schema())
+
+
+def test_a_run_without_a_finite_loss_still_reports() -> None:
+    results = results_of({"O0": [0.6], "O4": [0.6]}, 1)
+    results.whole[1].losses = [math.nan, math.inf]
+    jsonschema.validate(results_dict(results), schema())
+    assert "<td" in build(results).to_html() and "inf" in build(results).to_text()
+
+
+def test_the_histogram_agrees_with_numpy_float16() -> None:
+    generator = np.random.default_rng(0)
+    values = (generator.standard_normal(5000) * 2.0 ** generator.uniform(-40, 4, 5000)).astype(np.float32)
+    values[:100] = 0
+    scale = 2.0**10
+    with np.errstate(over="ignore"):
+        half, scaled = values.astype(np.float16), (values * np.float32(scale)).astype(np.float16)
+    found = histogram([torch.from_numpy(values[:2000]).view(20, 100), torch.from_numpy(values[2000:])], scale)
+    nonzero = values != 0
+    assert found.nonzero == nonzero.sum() and found.zeros == 100
+    assert found.flushed == pytest.approx((half[nonzero] == 0).mean())
+    assert found.flushed_scaled == pytest.approx((scaled[nonzero] == 0).mean())
+    assert found.overflow_scaled == pytest.approx(np.isinf(scaled).sum() / nonzero.sum())
+    exponents = np.floor(np.log2(np.abs(values[nonzero].astype(np.float64)))).astype(int)
+    for exponent in (-30, -20, -3):
+        assert found.counts[exponent - EXPONENTS.start] == (exponents == exponent).sum()
+
+
+def test_what_cannot_be_run_is_told() -> None:
+    for arguments, message in (
+        ((["resnet"], None, "ci", True, 1, "cpu"), "no model 'resnet'"),
+        ((None, "O7", "ci", True, 1, "cpu"), "no level 'O7'"),
+        ((None, ",", "ci", True, 1, "cpu"), "no level"),
+        ((None, None, "huge", True, 1, "cpu"), "no size 'huge'"),
+        ((None, None, "ci", True, 0, "cpu"), "at least one seed"),
+        ((None, None, "ci", True, 1, "tpu9"), "--device tpu9"),
+    ):
+        with pytest.raises(PreampError, match=message):
+            make_plan(*arguments)
+    assert make_plan(None, "fp32,bf16-mixed,O4", "ci", False, None, "cpu").whole == ("O0", "O4")
