@@ -2,6 +2,7 @@
 
 from ._machine import environment
 from ._race import Outcome, race
+from ._range_test import RangeTest, lr_chart, range_test
 from ._suites import SUITES, Row, suite_named
 from ._trial import EXPONENTS, GradientHistogram, Trial, make_optimizer, run_trial
 
@@ -10,11 +11,14 @@ __all__ = [
     "SUITES",
     "GradientHistogram",
     "Outcome",
+    "RangeTest",
     "Row",
     "Trial",
     "environment",
+    "lr_chart",
     "make_optimizer",
     "race",
+    "range_test",
     "run_trial",
     "suite_named",
 ]

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from ..bench import environment, make_optimizer
+from ..bench import environment, range_test
 from ..errors import MissingExtra, PreampError
-from ..lr_finder import LrCurve, sweep
-from ..report import Column, LineChart, Marker, Report, Section, Series, Table, to_json, write_png
+from ..lr_finder import LrCurve
+from ..report import Column, Report, Section, Table, to_json, write_png
 from ..report.files import write_text
-from ..session import prepare
 from ..zoo import TASKS
 
 SCHEMA = "preamp-lr-find/1"
@@ -42,23 +40,13 @@ def find(
     if size not in task.sizes:
         raise PreampError(f"there is no size {size!r}; the sizes are {', '.join(task.sizes)}")
     device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    recipe = task.recipe(size)
-    model = task.build(size, seed=0).to(device)
-    optimizer = make_optimizer(recipe, model)
-    batches = list(task.batches(size, seed=0, steps=steps, batch_size=batch_size or recipe.batch_size))
-
-    def loss_of(batch: Any) -> torch.Tensor:
-        inputs, target = batch
-        return task.loss(model(*(x.to(device) for x in inputs)), target.to(device))
-
-    with prepare(model, optimizer, level=level) as session, Progress(console=console, transient=True) as progress:
-        bar = progress.add_task(f"{name} {session.policy.level}", total=steps)
-        curve = sweep(
-            session, batches, loss_of, start_lr=start, end_lr=end, steps=steps, clip=recipe.clip,
+    with Progress(console=console, transient=True) as progress:
+        bar = progress.add_task(f"{name} {level}", total=steps)
+        test = range_test(
+            task, level, size=size, device=device, steps=steps, start_lr=start, end_lr=end, batch_size=batch_size,
             on_step=lambda step: progress.update(bar, completed=step + 1),
         )  # fmt: skip
-        shown_level = session.policy.level or level
-    chart = lr_chart(curve, f"{task.title}, {shown_level}")
+    curve, chart, shown_level = test.curve, test.chart, test.level
     rows = [(what, lr) for what, lr in curve.suggestions.items()]
     ending = "stopped where the loss diverged" if curve.diverged else "went to the last rate"
     notes = (f"{len(curve.lrs)} steps, {curve.skipped} skipped by the loss scale; {ending}",)
@@ -81,21 +69,3 @@ def find(
     except MissingExtra as error:
         console.print(f"no picture: {error}", highlight=False)
     return Found(curve, table, files)
-
-
-def lr_chart(curve: LrCurve, title: str) -> LineChart:
-    """Loss against rate, raw and smoothed, the suggestions marked on the smoothed curve."""
-    markers = []
-    for name, lr in curve.suggestions.items():
-        nearest = min(range(len(curve.lrs)), key=lambda i: abs(curve.lrs[i] - lr))
-        on_curve = curve.smoothed[nearest] if lr >= curve.lrs[0] else None
-        markers.append(Marker(lr, on_curve, f"{name} {lr:.2g}"))
-    low, high = min(curve.smoothed), max(curve.smoothed[: max(1, len(curve.smoothed) * 9 // 10)])
-    top = high + 0.5 * (high - low)  # the last raw losses may be enormous, and would flatten the curve
-    raw = [value if value <= top else None for value in curve.losses]
-    smoothed = [value if value <= top else None for value in curve.smoothed]
-    return LineChart(
-        f"Range test: {title}", "learning rate", "loss",
-        (Series("smoothed", curve.lrs, smoothed), Series("each batch", curve.lrs, raw, dashed=True)),
-        x_log=True, markers=markers, note=f"{curve.skipped} skipped steps are left out.",
-    )  # fmt: skip

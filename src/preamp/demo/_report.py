@@ -28,7 +28,7 @@ def schema() -> dict[str, Any]:
 
 def results_dict(results: Results) -> dict[str, Any]:
     """Everything that was measured, as `schema()` describes it."""
-    plan = results.plan
+    plan, test = results.plan, results.range_test
     content = {
         "schema": SCHEMA,
         "interrupted": results.interrupted,
@@ -45,22 +45,23 @@ def results_dict(results: Results) -> dict[str, Any]:
         },
         "runs": [trial.to_dict() for trial in results.whole],
         "slices": [trial.to_dict() for trial in results.sliced],
+        "range_test": None if test is None else {"level": test.level, **test.curve.to_dict()},
         "judgements": [j.to_dict() for task in plan.tasks for j in judge(results, task)],
     }
     converted: dict[str, Any] = to_json(content)
     return converted
 
 
-def build(results: Results, lr_chart: LineChart | None = None) -> Report:
-    """The report of what there is, complete or interrupted. `lr_chart`: a range test to show beside it."""
+def build(results: Results) -> Report:
+    """The report of what there is, complete or interrupted."""
     judgements = [j for task in results.plan.tasks for j in judge(results, task)]
     sections = [_overview(results, judgements)]
     sections += [_task_section(results, task) for task in results.plan.tasks if _ran(results, task)]
     gradients = _gradient_section(results)
     if gradients is not None:
         sections.append(gradients)
-    if lr_chart is not None:
-        sections.append(Section("Learning-rate range test", _LR_TEXT, (lr_chart,)))
+    if results.range_test is not None:
+        sections.append(Section("Learning-rate range test", _LR_TEXT, (results.range_test.chart,)))
     data = results_dict(results)
     for run in [*data["runs"], *data["slices"]]:
         run.pop("step_ms", None)  # kept in results.json; the page shows medians
@@ -121,7 +122,7 @@ def _overview(results: Results, judgements: Sequence[Judgement]) -> Section:
     plan = results.plan
     text = (
         f"{len(plan.tasks)} networks, levels {', '.join((*plan.whole, *plan.sliced))}, "
-        f"{len(plan.seeds)} seed(s) each, size {plan.size}{' (quick)' if plan.quick else ''}, "
+        f"seeds for each: {len(plan.seeds)}, size {plan.size}{' (quick)' if plan.quick else ''}, "
         f"{results.seconds:.0f} s in all. "
     )
     if plan.device.type == "cpu":

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..bench import Trial, environment, run_trial
+from ..bench import RangeTest, Trial, environment, range_test, run_trial
 from ..zoo import Recipe, Task
 from ._plan import Plan
 
@@ -25,6 +25,7 @@ class Results:
     environment: dict[str, Any]
     whole: list[Trial] = field(default_factory=list)
     sliced: list[Trial] = field(default_factory=list)
+    range_test: RangeTest | None = None
     interrupted: bool = False
     seconds: float = 0.0
 
@@ -52,6 +53,7 @@ def run(plan: Plan, console: Console) -> Results:
                 if plan.sliced:
                     for level in ("O0", *plan.sliced):
                         _train(results, progress, task, level, 0, sliced=True)
+            _sweep(results, progress)
     except KeyboardInterrupt:
         results.interrupted = True
         console.print("[yellow]interrupted: reporting what there is[/yellow]")
@@ -63,6 +65,21 @@ def _prepare_data(task: Task, plan: Plan, progress: Progress) -> None:
     """The first batch loads and prepares the data; show that, and keep it out of the first run's time."""
     shown = progress.add_task(f"{task.name}: preparing data", total=None, loss="")
     next(iter(task.batches(plan.size, seed=0, steps=1, batch_size=plan.recipe(task).batch_size)))
+    progress.remove_task(shown)
+
+
+def _sweep(results: Results, progress: Progress) -> None:
+    """A range test of the last network (SE-ResNeXt, unless others were asked for) at the first 16-bit level."""
+    plan = results.plan
+    low = [level for level in plan.whole if level != "O0"]
+    if not low:
+        return
+    steps = 60 if plan.quick else 120
+    shown = progress.add_task(f"{plan.tasks[-1].name} {low[0]} learning rates", total=steps, loss="")
+    results.range_test = range_test(
+        plan.tasks[-1], low[0], size=plan.size, device=plan.device, steps=steps,
+        on_step=lambda step: progress.update(shown, completed=step + 1),
+    )  # fmt: skip
     progress.remove_task(shown)
 
 

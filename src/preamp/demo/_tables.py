@@ -87,7 +87,7 @@ def task_table(results: Results, task: Task) -> Table:
     return Table(
         f"{task.title}, {results.plan.size}",
         (
-            Column("level"), Column("time", "ms/step", 1), Column("speed vs O0", "x", 2), Column("memory", "MiB", 1),
+            Column("level"), Column("time", "ms/step", 1), Column("against O0", "x", 2), Column("memory", "MiB", 1),
             Column("final loss", digits=4), Column(task.metric, digits=4), Column("skips", digits=0), Column("scale"),
             Column("dtypes seen"),
         ),
@@ -124,7 +124,7 @@ def judgement_table(judgements: Sequence[Judgement]) -> Table:
     return Table(
         f"Quality against float32 ({seeds} seed{'s' if seeds != 1 else ''})",
         (Column("network"), Column("metric"), Column("level"), Column("mean quality", digits=4),
-         Column("float32, worst seed", digits=4), Column("float32, best seed", digits=4), Column("verdict")),
+         Column("fp32, worst", digits=4), Column("fp32, best", digits=4), Column("verdict")),
         [(j.task, j.metric, j.level, j.quality, j.low, j.high, j.verdict) for j in judgements],
     )  # fmt: skip
 
@@ -142,8 +142,8 @@ def gradient_table(results: Results) -> Table | None:
     scale = next(t.gradients.scale for t in results.whole if t.gradients is not None)
     columns = (
         Column("network"), Column("non-zero values", digits=0), Column("flushed to zero", "%", 3),
-        Column(f"flushed at scale {scale:g}", "%", 3), Column("subnormal", "%", 3),
-        Column(f"overflow at scale {scale:g}", "%", 3),
+        Column(f"flushed at {scale:g}", "%", 3), Column("subnormal", "%", 3),
+        Column(f"overflow at {scale:g}", "%", 3),
     )  # fmt: skip
     return Table("Weight gradients in float16", columns, rows, notes=("last step of the float32 run, seed 0",))
 

