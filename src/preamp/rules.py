@@ -188,13 +188,18 @@ def native_category(op: str, device_type: str) -> Category | Literal["refused", 
     "refused" is an error whatever the inputs, which is how torch.amp bans binary_cross_entropy on CUDA; "float16 fails"
     is mkldnn's RNN on the CPU, which torch lowers to any dtype and which then knows no float16.
     """
-    if op not in _natively_ruled(device_type):
+    if not has_kernel(op, device_type):
         return _DEFAULT.get(op) if op in RULED_BY_PARTS else None
     if device_type == "cpu":
         if op == "mkldnn_rnn_layer":
             return "float16 fails"
         return NATIVE_CPU.get(op, "full")
     return "refused" if op == "binary_cross_entropy" else _DEFAULT[op]
+
+
+def has_kernel(op: str, device_type: str) -> bool:
+    """Whether torch's autocast itself has a kernel for `op` on a device type."""
+    return op in _natively_ruled(device_type)
 
 
 @lru_cache

@@ -83,7 +83,10 @@ class autocast(torch.autocast):
         REGISTRY.uninstall()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _ensure_rules(rules: OpRules | None, device_type: str) -> int:
     """Rules in the dispatcher, and their epoch; run for real while dynamo traces, which then sees a constant."""
     return REGISTRY.enter(rules, device_type)
+
+
+# What torch.compiler.assume_constant_result does, without importing the compiler for those who do not compile.
+_ensure_rules._dynamo_marked_constant = True  # type: ignore[attr-defined]

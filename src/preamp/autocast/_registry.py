@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ..errors import PolicyError
-from ..rules import OpRules, autocast_key, native_category
+from ..rules import OpRules, autocast_key, has_kernel, native_category
 from . import _kernels
 
 MARKER = "ipu"
@@ -122,40 +122,36 @@ REGISTRY = Registry()
 def _install(rules: OpRules, device_type: str) -> list[torch.library.Library]:
     """A kernel for each operator whose rule differs from torch's on the device; one library a namespace."""
     libraries: dict[str, torch.library.Library] = {}
+    changed = dict(rules.changes)  # a part of a changed operator may have a rule, so "as-is" needs a kernel as well
     with warnings.catch_warnings():
         # the dispatcher says that we replace a kernel, which is what we mean
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         for name, category in rules.ruled():
             native = native_category(name, device_type)
             op = _overload(name)
-            if op is None or category == (native or "as-is"):
+            if op is None or category == native or (not native and category == "as-is" and name not in changed):
                 continue
             ours = _kernels.build(op, category, device_type)
-            torchs = _kernels.build(op, native, device_type) if native else _passing_on(op, device_type)
+            torchs = _kernels.build(op, native, device_type) if native and has_kernel(name, device_type) else None
             namespace, _, plain = name.rpartition("::")
             library = libraries.setdefault(namespace or "aten", torch.library.Library(namespace or "aten", "IMPL"))
-            library.impl(plain, _gate(ours, torchs, bool(native)), autocast_key(device_type), with_keyset=True)
+            library.impl(plain, _gate(op, ours, torchs, device_type), autocast_key(device_type), with_keyset=True)
     return list(libraries.values())
 
 
-def _gate(ours: _kernels.Kernel, torchs: _kernels.Kernel, torch_has_a_rule: bool) -> _kernels.Kernel:
+def _gate(op: Any, ours: _kernels.Kernel, torchs: _kernels.Kernel | None, device_type: str) -> _kernels.Kernel:
+    """A kernel that asks whose rules hold. Without a rule of torch's (None), the operator goes on to the next dispatch
+    key with autocast still on, so that torch's rules for its parts apply: exactly as if no kernel were here."""
+    below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, autocast_key(device_type)))
+
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if rules_hold_here():
             return ours(*args, **kwargs)
-        return torchs(*args, **kwargs) if torch_has_a_rule else torchs(keyset, *args, **kwargs)
+        if torchs is None:
+            return op.redispatch(keyset & below, *args, **kwargs)
+        return torchs(*args, **kwargs)
 
     return kernel
-
-
-def _passing_on(op: Any, device_type: str) -> _kernels.Kernel:
-    """What an operator without a rule does in torch: go on to the next key, while its parts stay under autocast."""
-    key = getattr(torch._C.DispatchKey, autocast_key(device_type))
-    below = torch._C._dispatch_keyset_full_after(key)
-
-    def pass_on(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        return op.redispatch(keyset & below, *args, **kwargs)
-
-    return pass_on
 
 
 def _overload(name: str) -> Any:

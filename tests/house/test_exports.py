@@ -1,0 +1,84 @@
+"""The public names: frozen, documented, typed, and light to import."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import preamp
+
+SOURCE = Path(preamp.__file__).parent
+
+PUBLIC = [
+    "DynamicScale", "GradScaler", "NoScale", "OpRules", "Policy", "PreampError", "PreampWarning", "Session",
+    "StaticScale", "StepReport", "__version__", "autocast", "checkpoint", "errors", "float_function", "half_function",
+    "lr_finder", "policy", "prepare", "promote_function", "report", "safe_eps", "zoo",
+]  # fmt: skip
+
+
+def test_public_names_are_frozen() -> None:
+    assert preamp.__all__ == PUBLIC
+    for name in PUBLIC:
+        assert getattr(preamp, name) is not None
+
+
+def test_public_objects_are_documented() -> None:
+    for name in PUBLIC:
+        thing = getattr(preamp, name)
+        if name != "__version__":
+            assert thing.__doc__, name
+        if inspect.isclass(thing):
+            for key, member in vars(thing).items():
+                if not key.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
+                    assert member.__doc__, f"{name}.{key}"
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    try:
+        preamp.nothing
+    except AttributeError as error:
+        assert "nothing" in str(error)
+    else:
+        raise AssertionError("preamp.nothing exists")
+
+
+LEAN = """
+import sys, time
+import torch, numpy
+before = set(sys.modules)
+started = time.perf_counter()
+import preamp
+seconds = time.perf_counter() - started
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+heavy = new & {"typer", "rich", "jinja2", "matplotlib", "pandas", "skimage", "click", "tokenizers"}
+assert not heavy, heavy
+loaded = {name for name in set(sys.modules) - before if name.startswith(("torch._dynamo", "torch._inductor"))}
+assert not loaded, sorted(loaded)[:5]
+assert not torch.cuda.is_initialized()
+upstairs = ("zoo", "bench", "demo", "cli", "report", "checkpoint", "lr_finder")
+assert not {f"preamp.{room}" for room in upstairs} & set(sys.modules)
+print(seconds)
+"""
+
+
+def test_import_is_lean() -> None:
+    """No CUDA, no command line, no pictures, and under 150 ms on top of torch."""
+    seconds = [
+        float(subprocess.run([sys.executable, "-c", LEAN], capture_output=True, text=True, check=True).stdout)
+        for _ in range(3)
+    ]
+    assert min(seconds) < 0.150, seconds
+
+
+def test_sources_keep_the_rules() -> None:
+    for path in SOURCE.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        lines = text.count("\n")
+        assert lines <= 450, f"{path.name} has {lines} lines: split it by idea"
+        assert text.isascii(), path.name
+        assert not re.search(r"\b(TODO|FIXME|XXX)\b", text), path.name
+        assert not re.search(r"except (Base)?Exception:\s*pass", text), path.name
+    assert (SOURCE / "py.typed").exists()

@@ -1,0 +1,80 @@
+"""A module imports only from floors strictly below its own."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[2] / "src" / "preamp"
+
+FLOOR = {
+    "_version": 0, "errors": 0, "formats": 0, "tree": 0,
+    "rules": 1, "report": 1,
+    "policy": 1.5,  # made of rules, so half a floor above them
+    "gradients": 2,
+    "autocast": 3, "eps": 3, "masters": 3, "modules": 3, "scaling": 3,
+    "session": 4,
+    "": 4.5,  # preamp/__init__.py shows the floors up to here; the rest is loaded when asked for
+    "checkpoint": 5, "lr_finder": 5, "zoo": 5,
+    "bench": 6,
+    "demo": 8, "docs_tables": 8,
+    "cli": 8.5,  # the demo is one of its verbs
+    "__main__": 9,
+}  # fmt: skip
+
+
+def room(path: Path) -> str:
+    """The room a file belongs to: its top-level module or package."""
+    first = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+    return "" if first == "__init__" else first
+
+
+def imported(path: Path) -> set[str]:
+    """The rooms of preamp that a file imports, anywhere but under TYPE_CHECKING."""
+    found = set()
+    inside = len(path.relative_to(SOURCE).parts)  # how many dots reach preamp itself
+
+    class Imports(ast.NodeVisitor):
+        def visit_If(self, node: ast.If) -> None:
+            if not (isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
+                self.generic_visit(node)
+
+        def visit_Import(self, node: ast.Import) -> None:
+            for alias in node.names:
+                parts = alias.name.split(".")
+                if parts[0] == "preamp":
+                    found.add(parts[1] if len(parts) > 1 else "")
+
+        def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+            parts = (node.module or "").split(".")
+            if node.level == 0 and parts[0] == "preamp":
+                parts = parts[1:]
+            elif node.level != inside:
+                return
+            if parts and parts[0]:
+                found.add(parts[0])
+            else:
+                rooms = {alias.name for alias in node.names}
+                found.update(name if name in FLOOR else "" for name in rooms)
+
+    Imports().visit(ast.parse(path.read_text(encoding="utf-8")))
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: p.relative_to(SOURCE).as_posix())
+def test_imports_go_down(path: Path) -> None:
+    own = room(path)
+    assert own in FLOOR, f"{own} is a new room: give it a floor in FLOOR, and in CONTRIBUTING.md"
+    climbs = {name for name in imported(path) - {own} if FLOOR[name] >= FLOOR[own]}
+    if own == "cli":
+        climbs.discard("")  # the command line is a user of the public names
+    assert not climbs, f"{own} (floor {FLOOR[own]}) must not import {sorted(climbs)}"
+
+
+def test_the_test_sees_imports() -> None:
+    assert "session" in imported(SOURCE / "checkpoint.py")
+    assert "report" in imported(SOURCE / "cli" / "_app.py")
+    assert imported(SOURCE / "zoo" / "bert.py") >= {"zoo"}
+    assert FLOOR.keys() >= {room(path) for path in SOURCE.rglob("*.py")}

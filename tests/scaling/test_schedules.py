@@ -1,0 +1,117 @@
+"""Loss scales against a plain model of the schedule; their states."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from preamp.errors import ScaleError, StateError
+from preamp.scaling import DynamicScale, LossScale, NoScale, StaticScale, loss_scale
+
+CPU = torch.device("cpu")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    flags=st.lists(st.booleans(), max_size=60),
+    start=st.integers(-20, 40),
+    growth=st.sampled_from([2.0, 1.5, 4.0]),
+    backoff=st.sampled_from([0.5, 0.25, 0.9]),
+    interval=st.integers(1, 5),
+    bounds=st.sampled_from([(None, None), (2.0**-21, 2.0**41), (1.0, None)]),
+)
+def test_dynamic_scale_follows_the_rule(flags, start, growth, backoff, interval, bounds) -> None:
+    if bounds[0] == 1.0:
+        start = abs(start)
+    scale = DynamicScale(2.0**start, growth, backoff, interval, min_scale=bounds[0], max_scale=bounds[1])
+    low, high = bounds[0] or 2.0**-126, bounds[1] or 2.0**127
+    value, good = torch.tensor(2.0**start), 0
+    for bad in flags:
+        scale.after_step(torch.tensor(float(bad)))
+        if bad:
+            value, good = torch.tensor(float(value) * backoff), 0  # one rounding, from float64
+        else:
+            good += 1
+            if good == interval:
+                grown = torch.tensor(float(value) * growth)
+                value, good = grown if torch.isfinite(grown) else value, 0
+        value = value.clamp(low, high)
+        assert float(scale.current(CPU)) == float(value)
+    state = scale.state_dict()
+    assert (state["scale"], state["good_steps"]) == (float(value), good)
+
+
+def test_a_scale_never_leaves_the_range_where_it_works() -> None:
+    scale = DynamicScale(growth_interval=1)
+    for flag, end in ((1.0, 2.0**-126), (0.0, 2.0**127)):
+        for _ in range(400):
+            scale.after_step(torch.tensor(flag))
+        assert float(scale.current(CPU)) == end
+        assert 0 < float(scale.inverse(CPU)) < math.inf
+
+
+@pytest.mark.parametrize("scale", [StaticScale(1000.0), DynamicScale(2.0**16)])
+def test_a_half_loss_is_scaled_in_float32(scale: LossScale) -> None:
+    loss = torch.tensor(2.0, dtype=torch.float16, requires_grad=True)
+    scaled = scale.scale(loss)
+    assert scaled.dtype is torch.float32 and torch.isfinite(scaled)
+    double = scale.scale(torch.tensor(2.0, dtype=torch.float64))
+    assert double.dtype is torch.float64
+
+
+def test_no_scale_is_nothing() -> None:
+    scale, loss = NoScale(), torch.tensor(3.0)
+    assert scale.scale(loss) is loss and scale.inverse(CPU) is None
+    scale.after_step(torch.ones(()))
+    assert float(scale.current(CPU)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("before", "fresh"),
+    [
+        (NoScale(), NoScale()),
+        (StaticScale(7.0, patience=3), StaticScale(9.0)),
+        (DynamicScale(8.0, 3.0, 0.25, 11, min_scale=0.5, max_scale=64.0, patience=9), DynamicScale()),
+    ],
+    ids=lambda s: s.kind,
+)
+def test_state_survives_a_round_trip(before: LossScale, fresh: LossScale) -> None:
+    before.after_step(torch.ones(()))
+    before.after_step(torch.zeros(()))
+    state = before.state_dict()
+    defaults = fresh.state_dict()
+    assert all(state[key] != defaults[key] for key in state if key != "kind"), "a default would hide a lost field"
+    fresh.load_state_dict(state)
+    assert fresh.state_dict() == state
+    for flag in (0.0, 1.0, 0.0):
+        before.after_step(torch.tensor(flag))
+        fresh.after_step(torch.tensor(flag))
+    assert fresh.state_dict() == before.state_dict()
+
+
+def test_states_that_do_not_fit_are_refused() -> None:
+    scale = DynamicScale()
+    good = scale.state_dict()
+    for state in ({}, {"kind": "static", "scale": 1.0}, {k: v for k, v in good.items() if k != "scale"},
+                  {**good, "more": 1}):  # fmt: skip
+        with pytest.raises(StateError):
+            scale.load_state_dict(state)
+    with pytest.raises(ScaleError):
+        scale.load_state_dict({**good, "scale": 0.0})
+    assert scale.state_dict() == good
+
+
+def test_descriptions() -> None:
+    assert isinstance(loss_scale("dynamic"), DynamicScale)
+    assert isinstance(loss_scale(1.0), NoScale) and isinstance(loss_scale(1), NoScale)
+    assert float(loss_scale(512).current(CPU)) == 512.0
+    own = StaticScale(3.0)
+    assert loss_scale(own) is own
+    assert repr(own) == "StaticScale(3.0)" and "growth_interval=2000" in repr(DynamicScale())
+    for bad in ("static", 0, -1.0, math.nan):
+        with pytest.raises(ScaleError):
+            loss_scale(bad)
