@@ -50,7 +50,7 @@ class Registry:
         self._holders = 0
         self._lingering = False
         self._libraries: dict[str, list[torch.library.Library]] = {}
-        self._users_tag: str | None = None
+        self._users_tag = ""
         self._lock = threading.RLock()
 
     def enter(self, rules: OpRules | None, device_type: str) -> int:
@@ -104,17 +104,22 @@ class Registry:
             for library in libraries:
                 library._destroy()
         self._libraries.clear()
-        torch.compiler.config.cache_key_tag = self._users_tag  # type: ignore[assignment]
+        if _HAS_TAG:
+            torch.compiler.config.cache_key_tag = self._users_tag
         self.rules = None
         self._lingering = False
         self.epoch += 1
 
     def _tag_compile_cache(self, rules: OpRules) -> None:
         """Make torch.compile's on-disk cache, which knows nothing of our kernels, depend on the rules."""
+        if not _HAS_TAG:
+            return
         self._users_tag = torch.compiler.config.cache_key_tag
         digest = hashlib.sha256(repr(tuple(rules.ruled())).encode()).hexdigest()[:16]
         torch.compiler.config.cache_key_tag = f"{self._users_tag}preamp-rules:{digest}"
 
+
+_HAS_TAG = hasattr(torch.compiler.config, "cache_key_tag")  # torch 2.7 and newer
 
 REGISTRY = Registry()
 
@@ -141,7 +146,8 @@ def _install(rules: OpRules, device_type: str) -> list[torch.library.Library]:
 
 def _gate(op: Any, ours: _kernels.Kernel, torchs: _kernels.Kernel | None, device_type: str) -> _kernels.Kernel:
     """A kernel that asks whose rules hold. Without a rule of torch's (None), the operator goes on to the next dispatch
-    key with autocast still on, so that torch's rules for its parts apply: exactly as if no kernel were here."""
+    key with autocast still on, so that torch's rules for its parts apply: exactly as if no kernel were here.
+    """
     below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, autocast_key(device_type)))
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
