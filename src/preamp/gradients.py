@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from .formats import LOW_DTYPES
+
 
 def check_and_unscale_(gradients: Iterable[Tensor], inverse: Tensor | None) -> Tensor:
     """Multiply gradients by `inverse` in place, and say whether all of them were finite.
@@ -19,7 +21,7 @@ def check_and_unscale_(gradients: Iterable[Tensor], inverse: Tensor | None) -> T
     `inverse`: 0-d float32, or None to only check. Returns 0-d float32: 1 when some entry was inf or nan, else 0. The
     check is made on the values before the multiplication. float16 gradients are multiplied in float16.
     """
-    values = [dense_values(gradient) for gradient in gradients]
+    values = [_parts(dense_values(gradient)) for gradient in gradients]
     if not values:
         return torch.zeros((), dtype=torch.float32)
     home = values[0].device
@@ -41,9 +43,9 @@ def global_norm(gradients: Iterable[Tensor], order: float = 2.0) -> Tensor:
     if not values:
         return torch.zeros((), dtype=torch.float32)
     home = values[0].device
-    norms = []
-    for group in _grouped(values).values():
-        norms += [norm.to(home) for norm in torch._foreach_norm([_floats(value) for value in group], order)]
+    norms = [torch.zeros((), dtype=torch.float32, device=home)]
+    for group in _grouped([value for value in values if value.numel()]).values():
+        norms += [norm.to(home, torch.float32) for norm in torch._foreach_norm([_floats(value) for value in group], order)]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), order)
     return total
 
@@ -55,8 +57,8 @@ def multiply_(gradients: Iterable[Tensor], factor: Tensor) -> None:
 
 
 def clip_values_(gradients: Iterable[Tensor], limit: float) -> None:
-    """Clamp every entry of the gradients to [-limit, limit] in place."""
-    for group in _grouped([dense_values(gradient) for gradient in gradients]).values():
+    """Clamp every entry of the gradients to [-limit, limit] in place; of complex ones, both parts."""
+    for group in _grouped([_parts(dense_values(gradient)) for gradient in gradients]).values():
         torch._foreach_clamp_min_(group, -limit)
         torch._foreach_clamp_max_(group, limit)
 
@@ -73,7 +75,11 @@ def dense_values(gradient: Tensor) -> Tensor:
 
 
 def _floats(value: Tensor) -> Tensor:
-    return value if value.dtype in (torch.float32, torch.float64) else value.float()
+    return value.float() if value.dtype in LOW_DTYPES else value
+
+
+def _parts(value: Tensor) -> Tensor:
+    return torch.view_as_real(value) if value.is_complex() else value
 
 
 def _grouped(values: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:

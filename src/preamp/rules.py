@@ -194,7 +194,7 @@ def native_category(op: str, device_type: str) -> Category | Literal["refused", 
         if op == "mkldnn_rnn_layer":
             return "float16 fails"
         return NATIVE_CPU.get(op, "full")
-    return "refused" if op == "binary_cross_entropy" else _DEFAULT[op]
+    return "refused" if op == "binary_cross_entropy" else _DEFAULT.get(op, "full")
 
 
 def has_kernel(op: str, device_type: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,9 +32,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         items = [map_tensors(function, item) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
-        if hasattr(value, "_fields"):
-            return type(value)(*items)
-        return type(value)(items)
+        return _refill_list(value, items) if isinstance(value, list) else _refill_tuple(value, items)
     if isinstance(value, Mapping):
         changed = {key: map_tensors(function, item) for key, item in value.items()}
         if all(changed[key] is value[key] for key in changed):
@@ -42,7 +41,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
             return changed
         return _refill_mapping(value, changed)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
         mapped = {name: map_tensors(function, item) for name, item in fields.items()}
         if all(mapped[name] is fields[name] for name in fields):
             return value
@@ -55,12 +54,48 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 def _refill_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     """A shallow copy of a mapping of any type with new items, so that subclasses keep their type and attributes."""
-    clone: Any = copy.copy(original)
+    if isinstance(original, MappingProxyType):
+        return MappingProxyType(items)
+    # Without a __copy__ of its own, a copy of what is not a dict itself shares the dict inside: writing would reach
+    # the original.
+    if isinstance(original, dict) or hasattr(original, "__copy__"):
+        try:
+            clone: Any = copy.copy(original)
+            if clone is not original:
+                for key, item in items.items():
+                    clone[key] = item
+                return clone
+        except (TypeError, AttributeError, NotImplementedError, RuntimeError):
+            pass  # immutable
     try:
-        for key, item in items.items():
-            clone[key] = item
-    except TypeError:  # an immutable mapping: the plain form of it is the best there is
+        rebuilt: Any = type(original)(items)  # type: ignore[call-arg]
+        if isinstance(rebuilt, Mapping) and len(rebuilt) == len(items):
+            if all(rebuilt[key] is item for key, item in items.items()):
+                return rebuilt
+    except Exception:  # a constructor that takes something else
+        pass
+    return items  # the plain form of it is the best there is
+
+
+def _refill_list(original: list[Any], items: list[Any]) -> Any:
+    """A list with new items, of the original's type and with its attributes."""
+    if type(original) is list:
         return items
+    clone = copy.copy(original)
+    list.__setitem__(clone, slice(None), items)
+    return clone
+
+
+def _refill_tuple(original: tuple[Any, ...], items: list[Any]) -> Any:
+    """A tuple with new items, of the original's type and with its attributes."""
+    kind: Any = type(original)
+    if kind is tuple:
+        return tuple(items)
+    if hasattr(kind, "n_sequence_fields"):  # what torch.max(x, 0) and its like return
+        return kind(items)
+    clone = tuple.__new__(kind, items)  # whatever a constructor of its own takes
+    if hasattr(original, "__dict__"):
+        clone.__dict__.update(original.__dict__)
     return clone
 
 

@@ -45,13 +45,15 @@ class autocast(torch.autocast):
         self._outer: list[tuple[Any, ...]] = []
 
     def __enter__(self) -> autocast:
+        number = _ensure_rules(self._rules, self.device)
+        if not REGISTRY.stamp:  # never so; reading it makes dynamo guard compiled code on the rules it was traced under
+            raise AssertionError("no rules are installed")
         if self._outer:  # torch keeps what it has to restore on the object: save it from this second entry
             self._outer[-1] = (*self._outer[-1], self.prev_cache_enabled, self.prev, self.prev_fastdtype)
         self._outer.append((torch.is_autocast_enabled(MARKER), torch.get_autocast_dtype(MARKER)))
-        epoch = _ensure_rules(self._rules, self.device)
         super().__enter__()
         torch.set_autocast_enabled(MARKER, True)
-        torch.set_autocast_dtype(MARKER, MARKER_DTYPES[epoch % len(MARKER_DTYPES)])
+        torch.set_autocast_dtype(MARKER, MARKER_DTYPES[number % len(MARKER_DTYPES)])
         return self
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
@@ -84,7 +86,7 @@ class autocast(torch.autocast):
 
 
 def _ensure_rules(rules: OpRules | None, device_type: str) -> int:
-    """Rules in the dispatcher, and their epoch; run for real while dynamo traces, which then sees a constant."""
+    """Rules in the dispatcher, and their number; run for real while dynamo traces, which then sees a constant."""
     return REGISTRY.enter(rules, device_type)
 
 

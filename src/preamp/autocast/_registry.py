@@ -29,7 +29,7 @@ from . import _kernels
 
 MARKER = "ipu"
 
-# Another set of rules has another marker dtype, so that code compiled under one set is not reused under the next.
+# Another set of rules has another marker dtype, so that code compiled under one set is not reused under another.
 MARKER_DTYPES = (
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.float64, torch.complex64,
     torch.complex128, torch.qint8, torch.quint8, torch.qint32,
@@ -46,7 +46,9 @@ class Registry:
 
     def __init__(self) -> None:
         self.rules: OpRules | None = None
-        self.epoch = 0
+        self.stamp = ""
+        """Names the rules in the dispatcher ("" for none). Traced code reads it, and so is guarded on it."""
+        self._numbers: dict[OpRules, int] = {}
         self._holders = 0
         self._lingering = False
         self._libraries: dict[str, list[torch.library.Library]] = {}
@@ -54,11 +56,11 @@ class Registry:
         self._lock = threading.RLock()
 
     def enter(self, rules: OpRules | None, device_type: str) -> int:
-        """Rules for a region; they stay after it, since its backward may recompute. Returns the epoch."""
+        """Rules for a region; they stay after it, since its backward may recompute. Returns the rules' number."""
         with self._lock:
             self._ensure(rules, device_type)
             self._lingering = True
-            return self.epoch
+            return self._numbers[self.rules]  # type: ignore[index]
 
     def hold(self, rules: OpRules, device_type: str) -> None:
         """Rules for a session: kept until the matching `release()`."""
@@ -89,13 +91,24 @@ class Registry:
                     f"{str(self.rules) or 'the default'}; asked for: {str(wanted) or 'the default'}. "
                     "Close that session first, or give both the same OpRules."
                 )
+            if torch.is_autocast_enabled(MARKER):
+                raise PolicyError(
+                    "operator rules hold for the whole process, and the region around this one has others: "
+                    f"{str(self.rules) or 'the default'}; asked for: {str(wanted) or 'the default'}. "
+                    "Leave that region first, or give both the same OpRules."
+                )
             self._clear()
         if self.rules is None:
             self.rules = wanted
-            self.epoch += 1
+            self.stamp = f"rules {self._numbers.setdefault(wanted, len(self._numbers))}"
             self._tag_compile_cache(wanted)
         if device_type not in self._libraries:
-            self._libraries[device_type] = _install(self.rules, device_type)
+            try:
+                self._libraries[device_type] = _install(self.rules, device_type)
+            except BaseException:
+                if not self._libraries:  # these rules came with this call, and go with it
+                    self._clear()
+                raise
 
     def _clear(self) -> None:
         if self.rules is None:
@@ -108,7 +121,7 @@ class Registry:
             torch.compiler.config.cache_key_tag = self._users_tag
         self.rules = None
         self._lingering = False
-        self.epoch += 1
+        self.stamp = ""
 
     def _tag_compile_cache(self, rules: OpRules) -> None:
         """Make torch.compile's on-disk cache, which knows nothing of our kernels, depend on the rules."""
@@ -134,8 +147,13 @@ def _install(rules: OpRules, device_type: str) -> list[torch.library.Library]:
         for name, category in rules.ruled():
             native = native_category(name, device_type)
             op = _overload(name)
-            if op is None or category == native or (not native and category == "as-is" and name not in changed):
+            if op is None or (category == native and "::" not in name) or (not native and category == "as-is" and name not in changed):
                 continue
+            if "::" in name and has_kernel(name, device_type):
+                raise PolicyError(
+                    f"{name} has an autocast rule of its own on {device_type!r} (torch.library.register_autocast), which "
+                    "preamp could not put back: change it there, or leave it out of OpRules"
+                )
             ours = _kernels.build(op, category, device_type)
             torchs = _kernels.build(op, native, device_type) if native and has_kernel(name, device_type) else None
             namespace, _, plain = name.rpartition("::")

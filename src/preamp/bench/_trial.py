@@ -212,16 +212,11 @@ def _watched_forward(
 
 
 def _evaluate(task: Task, model: nn.Module, session: Session, size: str, device: torch.device) -> float:
-    """Quality of the model as it trained: in its own precision."""
-
-    def predict(*inputs: Tensor) -> Tensor:
-        with session.autocast():
-            output: Tensor = model(*inputs)
-            return output
-
+    """Quality of what was learnt: validated in float32, with the master weights, as README shows it."""
     model.eval()
     try:
-        return task.evaluate(predict, size, device=device)
+        with session.full_precision():
+            return task.evaluate(model, size, device=device)
     finally:
         model.train()
 

@@ -31,6 +31,8 @@ def policy(description: str | Policy | Mapping[str, Any] | None = None, **change
     elif isinstance(description, Policy):
         found = description
     elif isinstance(description, Mapping):
+        if strange := [name for name in description if not isinstance(name, str)]:
+            raise PolicyError(f"a mapping of a policy's fields has the key {strange[0]!r}, which is no field's name")
         found = _from_fields(description)
     elif isinstance(description, str):
         found = _parse(description)
@@ -72,9 +74,12 @@ def _with_rule(found: Policy, rule: str, text: str) -> Policy:
     if not arrow or not subject or not meaning:
         raise PolicyError(f"{rule!r} in the policy {text!r} should read 'module.path -> full' or 'op softmax -> low'")
     if subject.startswith("op "):
+        operator = subject[3:].strip()
+        if not operator.isprintable():
+            raise PolicyError(f"{rule!r} in the policy {text!r} names no operator")
         if found.ops is None:
             raise PolicyError(f"{rule!r}: the policy {text!r} has ops=none, so a rule for an operator has no effect")
-        changed = found.ops._with(category_named(meaning), (subject[3:].strip(),))
+        changed = found.ops._with(category_named(meaning), (operator,))
         return replace(found, ops=changed)
     return found.override(subject, meaning)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, cast
@@ -12,7 +13,7 @@ import torch
 
 from ..errors import PolicyError
 from ..formats import LOW_DTYPES, dtype_of, name_of
-from ..rules import OpRules
+from ..rules import OpRules, resolve
 
 Scale = float | Literal["dynamic"]
 """A loss scale as a policy states it: a number for a static scale (1: none), or "dynamic"."""
@@ -46,15 +47,17 @@ class Policy:
     """(regular expression over module paths, precision) pairs; see `override`."""
 
     def __post_init__(self) -> None:
+        for each in fields(self):
+            object.__setattr__(self, each.name, coerce(each.name, getattr(self, each.name)))
         _validate(self)
 
-    def replace(self, **changes: Any) -> Policy:
+    def replace(self, /, **changes: Any) -> Policy:
         """A policy with some fields changed; dtypes may be names ("fp16"). Unknown fields are a `PolicyError`."""
         legal = {f.name for f in fields(self)}
         for name in changes:
             if name not in legal:
                 raise PolicyError(f"a policy has no field {name!r}; it has {', '.join(sorted(legal))}")
-        return replace(self, **{name: coerce(name, value) for name, value in changes.items()})
+        return replace(self, **changes)
 
     def override(self, pattern: str, precision: str | torch.dtype) -> Policy:
         """A policy under which the modules whose path matches `pattern` have a precision of their own.
@@ -63,13 +66,7 @@ class Policy:
         inside a matching module follows it. `precision`: "full", "low", or a dtype. An exact path wins over a
         pattern; a path that two patterns match in different precisions is a `PolicyError` when the model is prepared.
         """
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise PolicyError(f"{pattern!r} is not a regular expression over module paths: {error}") from None
-        if ";" in pattern or "->" in pattern:
-            raise PolicyError(f"the pattern {pattern!r} may not contain ';' or '->': write \\x3b, or -[>]")
-        return replace(self, modules=(*self.modules, (pattern, precision_named(precision))))
+        return replace(self, modules=(*self.modules, (pattern, precision)))
 
     @property
     def level(self) -> str | None:
@@ -97,7 +94,7 @@ class Policy:
         for pattern, precision in self.modules:
             text += f"; {pattern} -> {precision if isinstance(precision, str) else name_of(precision)}"
         if self.ops is not None and self.ops.changes:
-            text += f"; {self.ops}"
+            text += "".join(f"; op {_spelt(op)} -> {category}" for op, category in self.ops.changes)
         return text
 
 
@@ -130,8 +127,13 @@ def _validate(policy: Policy) -> None:
 def _validate_scale(scale: Any) -> None:
     if scale == "dynamic":
         return
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale) or scale <= 0:
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
         raise PolicyError(f"scale={scale!r}: a loss scale is a finite number above 0, or 'dynamic'")
+
+
+def _spelt(op: str) -> str:
+    """An operator's name for a rule in a string: one that stands for it alone, and for no family or other overload."""
+    return op if resolve(op) == (op,) else f"{op}.default"
 
 
 def coerce(name: str, value: Any) -> Any:
@@ -151,9 +153,39 @@ def coerce(name: str, value: Any) -> Any:
             return OpRules() if value == "rules" else None
         raise PolicyError(f"ops={value!r}: write 'rules', 'none', or an OpRules")
     if name == "modules":
-        pairs: Iterable[Any] = value.items() if isinstance(value, Mapping) else value
-        return tuple((pattern, precision_named(precision)) for pattern, precision in pairs)
+        return _modules(value)
     return value
+
+
+def _modules(value: Any) -> tuple[tuple[str, Precision], ...]:
+    pairs = value.items() if isinstance(value, Mapping) else value
+    if not isinstance(pairs, Iterable) or isinstance(pairs, str):
+        raise PolicyError(f"modules={value!r}: write pairs of pattern and precision, or 'O1; head -> full' in a string")
+    rules: list[tuple[str, Precision]] = []
+    for pair in pairs:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise PolicyError(f"modules: {pair!r} should be a pair of pattern and precision: ('head', 'full')")
+        _validate_pattern(pair[0])
+        rules.append((pair[0], precision_named(pair[1])))
+    return tuple(rules)
+
+
+def _validate_pattern(pattern: Any) -> None:
+    if not isinstance(pattern, str):
+        raise PolicyError(f"{pattern!r} is not a regular expression over module paths: it is no string")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # what will be read differently one day is ambiguous today
+            re.compile(pattern)
+    except (re.error, Warning, OverflowError, RecursionError) as error:
+        raise PolicyError(f"{pattern!r} is not a regular expression over module paths: {error}") from None
+    # What follows could not be read back from the policy's string.
+    if ";" in pattern or "->" in pattern:
+        raise PolicyError(f"the pattern {pattern!r} may not contain ';' or '->': write \\x3b, or -[>]")
+    if pattern != pattern.strip() or pattern.startswith("op "):
+        raise PolicyError(f"the pattern {pattern!r} may not begin or end with a space, nor with 'op ': write [ ]")
+    if not pattern:
+        raise PolicyError("the pattern '' would match the model itself: write (?:), or .* for all that is in it too")
 
 
 def _dtype(name: str, value: Any) -> torch.dtype:
@@ -167,6 +199,8 @@ def precision_named(value: Any) -> Precision:
     if value in ("full", "low"):
         return cast(Precision, value)
     found = _dtype("precision of a module", value)
+    if found is not torch.float32 and found not in LOW_DTYPES:
+        raise PolicyError(f"a module's precision is full, low, fp32, fp16 or bf16, not {value!r}")
     return "full" if found is torch.float32 else found
 
 
@@ -185,8 +219,10 @@ def _scale(value: Any) -> Scale:
     if value in (None, "none"):
         return 1.0
     try:
+        if isinstance(value, bool):
+            raise TypeError
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise PolicyError(f"scale={value!r}: a loss scale is a finite number above 0, or 'dynamic'") from None
     _validate_scale(number)
     return number

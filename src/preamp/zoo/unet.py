@@ -87,7 +87,7 @@ class UNetTask(Task):
     held_out_batches: ClassVar[Mapping[str, int]] = {"ci": 3, "full": 8}
     recipes: ClassVar[Mapping[str, Recipe]] = {
         "ci": Recipe(
-            steps=220, batch_size=8, max_lr=1e-2, weight_decay=1e-2,
+            steps=300, batch_size=8, max_lr=5e-3, weight_decay=1e-2,
             clip=1.0, optimizer="AdamW", eval_batch_size=32,
         ),
         "full": Recipe(
