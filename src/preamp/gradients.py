@@ -40,12 +40,14 @@ def global_norm(gradients: Iterable[Tensor], order: float = 2.0) -> Tensor:
     `order`: any positive number, or inf. No gradients: 0.
     """
     values = [dense_values(gradient) for gradient in gradients]
-    if not values:
-        return torch.zeros((), dtype=torch.float32)
+    filled = [value for value in values if value.numel()]  # the largest of no numbers is an error in torch
+    if not filled:
+        return torch.zeros((), dtype=torch.float32, device=values[0].device if values else None)
     home = values[0].device
-    norms = [torch.zeros((), dtype=torch.float32, device=home)]
-    for group in _grouped([value for value in values if value.numel()]).values():
-        norms += [norm.to(home, torch.float32) for norm in torch._foreach_norm([_floats(value) for value in group], order)]
+    norms: list[Tensor] = []
+    for group in _grouped(filled).values():
+        found = torch._foreach_norm([_floats(value) for value in group], order)
+        norms += [norm.to(home, torch.float32) for norm in found]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), order)
     return total
 

@@ -69,9 +69,9 @@ def _refill_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
             pass  # immutable
     try:
         rebuilt: Any = type(original)(items)  # type: ignore[call-arg]
-        if isinstance(rebuilt, Mapping) and len(rebuilt) == len(items):
-            if all(rebuilt[key] is item for key, item in items.items()):
-                return rebuilt
+        if isinstance(rebuilt, Mapping) and rebuilt.keys() == items.keys():
+            kept = all(rebuilt[key] is item for key, item in items.items())
+            return rebuilt if kept else items
     except Exception:  # a constructor that takes something else
         pass
     return items  # the plain form of it is the best there is

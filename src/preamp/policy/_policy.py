@@ -66,7 +66,7 @@ class Policy:
         inside a matching module follows it. `precision`: "full", "low", or a dtype. An exact path wins over a
         pattern; a path that two patterns match in different precisions is a `PolicyError` when the model is prepared.
         """
-        return replace(self, modules=(*self.modules, (pattern, precision)))
+        return replace(self, modules=(*self.modules, (pattern, precision_named(precision))))
 
     @property
     def level(self) -> str | None:
@@ -133,7 +133,10 @@ def _validate_scale(scale: Any) -> None:
 
 def _spelt(op: str) -> str:
     """An operator's name for a rule in a string: one that stands for it alone, and for no family or other overload."""
-    return op if resolve(op) == (op,) else f"{op}.default"
+    try:
+        return op if resolve(op) == (op,) else f"{op}.default"
+    except PolicyError:  # of a library that is not imported now
+        return op
 
 
 def coerce(name: str, value: Any) -> Any:

@@ -1,0 +1,291 @@
+"""Reading and changing gradients, held against the same in float64, for the tensors that backward really leaves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from preamp.gradients import check_and_unscale_, clip_values_, dense_values, global_norm, multiply_
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+ORDERS = (1.0, 2.0, 3.0, math.inf)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape).to(dtype)
+
+
+def sparse(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.sparse_coo_tensor(torch.tensor([[4, 0, 2]]), torch.randn(3, 5).to(dtype), (7, 5)).coalesce()
+
+
+LAYOUTS: dict[str, Callable[[torch.dtype], list[Tensor]]] = {
+    "odd": lambda dtype: [normal(n, dtype=dtype) for n in (1, 3, 17, 255, 1031)],
+    "empty": lambda dtype: [normal(0, dtype=dtype), normal(5, dtype=dtype), normal(3, 0, 2, dtype=dtype)],
+    "only empty": lambda dtype: [normal(0, dtype=dtype)],
+    "0-d": lambda dtype: [normal(dtype=dtype), normal(2, dtype=dtype)],
+    "strided": lambda dtype: [
+        normal(9, 8, dtype=dtype)[::2, 1::3],
+        normal(6, 4, dtype=dtype).t(),
+        normal(40, dtype=dtype)[3:20],
+    ],
+    "channels_last": lambda dtype: [
+        normal(2, 5, 3, 4, dtype=dtype).to(memory_format=torch.channels_last),
+        normal(2, 5, 3, 4, dtype=dtype),
+    ],
+    "sparse": lambda dtype: [sparse(dtype), normal(3, dtype=dtype)],
+}
+EVERY = pytest.mark.parametrize("layout", LAYOUTS)
+EACH = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def mixed() -> list[Tensor]:
+    return [normal(13, dtype=d) for d in DTYPES] + [normal(4, 3, dtype=d).t() for d in DTYPES] + [sparse()]
+
+
+def values64(gradients: list[Tensor]) -> list[Tensor]:
+    return [g.to_dense().double().clone() for g in gradients]
+
+
+def rounded(reference: Tensor, like: Tensor) -> Tensor:
+    return reference.to(like.dtype).double()
+
+
+def assert_equal(gradients: list[Tensor], references: list[Tensor]) -> None:
+    for gradient, reference in zip(gradients, references, strict=True):
+        eps = torch.finfo(gradient.dtype).eps if gradient.dtype is not torch.float64 else 2**-23
+        tiny = torch.finfo(gradient.dtype).tiny * eps
+        torch.testing.assert_close(gradient.to_dense().double(), reference, rtol=eps, atol=tiny, equal_nan=True)
+
+
+# -- check_and_unscale_
+
+
+@EACH
+@EVERY
+def test_unscaling(layout: str, dtype: torch.dtype) -> None:
+    gradients = LAYOUTS[layout](dtype)
+    before = values64(gradients)
+    strides = [g.stride() for g in gradients if g.layout is torch.strided]
+    found = check_and_unscale_(gradients, torch.tensor(2.0**-5))
+    assert found.dtype is torch.float32 and found.shape == () and found == 0
+    assert_equal(gradients, [b * 2**-5 for b in before])
+    assert strides == [g.stride() for g in gradients if g.layout is torch.strided]
+
+
+def test_unscaling_of_several_dtypes_at_once() -> None:
+    gradients = mixed()
+    before = values64(gradients)
+    assert check_and_unscale_(iter(gradients), torch.tensor(0.3)) == 0
+    assert_equal(gradients, [b * float(torch.tensor(0.3)) for b in before])
+
+
+def test_checking_alone_changes_nothing() -> None:
+    gradients = mixed()
+    before = values64(gradients)
+    assert check_and_unscale_(gradients, None) == 0
+    for gradient, reference in zip(gradients, before, strict=True):
+        assert torch.equal(gradient.to_dense().double(), reference)
+
+
+def test_unscaling_writes_only_into_the_view() -> None:
+    storage = torch.ones(4, 4)
+    check_and_unscale_([storage[:, 1]], torch.tensor(0.5))
+    expected = torch.ones(4, 4)
+    expected[:, 1] = 0.5
+    assert torch.equal(storage, expected)
+
+
+def test_unscaling_in_float16_rounds_once() -> None:
+    gradient = torch.tensor([1000.0, 65504.0, 2.0**-24, 3 * 2.0**-24]).half()
+    reference = gradient.double() * 2.0**-1
+    check_and_unscale_([gradient], torch.tensor(0.5))
+    assert torch.equal(gradient.double(), rounded(reference, gradient))
+    large = torch.tensor([1000.0]).half()
+    check_and_unscale_([large], torch.tensor(2.0**-30))  # a factor that is 0 in float16
+    assert float(large) == 16 * 2.0**-24
+
+
+def test_the_check_is_made_before_the_multiplication() -> None:
+    overflowing = torch.tensor([60000.0]).half()
+    assert check_and_unscale_([overflowing], torch.tensor(4.0)) == 0
+    assert overflowing.isinf().all()
+    hidden = torch.tensor([math.inf])
+    assert check_and_unscale_([hidden], torch.tensor(0.0)) == 1
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    layout=st.sampled_from([name for name in LAYOUTS if name != "only empty"]),
+    dtype=st.sampled_from(DTYPES),
+    bad=st.lists(st.tuples(st.integers(0), st.integers(0), st.sampled_from([math.inf, -math.inf, math.nan])), max_size=3),
+    inverse=st.sampled_from([None, 0.5, 2.0**-16]),
+)
+def test_found_exactly_when_an_entry_is_not_finite(
+    layout: str, dtype: torch.dtype, bad: list[tuple[int, int, float]], inverse: float | None
+) -> None:
+    gradients = LAYOUTS[layout](dtype) + [normal(6, dtype=torch.bfloat16)]
+    filled = [g for g in gradients if dense_values(g).numel()]
+    for which, where, value in bad:
+        target = dense_values(filled[which % len(filled)])
+        index = torch.unravel_index(torch.tensor(where % (2**31) % target.numel()), target.shape)
+        target[index] = value
+    expected = any(not bool(dense_values(g).isfinite().all()) for g in gradients)
+    assert expected == bool(bad)
+    found = check_and_unscale_(gradients, None if inverse is None else torch.tensor(inverse))
+    assert found == float(expected)
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 31, 64, 1025])
+def test_an_inf_at_each_end_is_found(size: int) -> None:
+    for dtype in DTYPES:
+        for where in (0, size // 2, size - 1):
+            gradient = torch.zeros(size, dtype=dtype)
+            gradient[where] = math.inf
+            assert check_and_unscale_([torch.zeros(3), gradient], None) == 1
+
+
+def test_large_finite_numbers_are_not_taken_for_inf() -> None:
+    gradients = [torch.full((33,), torch.finfo(d).max, dtype=d) for d in DTYPES]
+    assert check_and_unscale_(gradients, None) == 0
+
+
+def test_no_gradients() -> None:
+    assert check_and_unscale_([], None) == 0
+    assert check_and_unscale_([], torch.tensor(0.5)).dtype is torch.float32
+    assert global_norm([]) == 0
+    multiply_([], torch.tensor(2.0))
+    clip_values_([], 1.0)
+
+
+# -- global_norm
+
+
+def reference_norm(gradients: list[Tensor], order: float) -> float:
+    flat = torch.cat([v.flatten() for v in values64(gradients)])
+    return float(torch.linalg.vector_norm(flat, order)) if flat.numel() else 0.0
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@EACH
+@EVERY
+def test_the_norm(layout: str, dtype: torch.dtype, order: float) -> None:
+    gradients = LAYOUTS[layout](dtype)
+    before = values64(gradients)
+    norm = global_norm(gradients, order)
+    assert norm.dtype is torch.float32 and norm.shape == ()
+    assert float(norm) == pytest.approx(reference_norm(gradients, order), rel=1e-5)
+    assert all(torch.equal(g.to_dense().double(), b) for g, b in zip(gradients, before, strict=True))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_norm_over_several_dtypes(order: float) -> None:
+    gradients = [*mixed(), torch.zeros(0), torch.zeros(0, dtype=torch.float16)]
+    norm = global_norm(gradients, order)
+    assert norm.dtype is torch.float32
+    assert float(norm) == pytest.approx(reference_norm(gradients, order), rel=1e-5)
+
+
+@pytest.mark.parametrize(("order", "expected"), [(1.0, 4096 * 60000.0), (2.0, 64 * 60000.0), (math.inf, 60000.0)])
+def test_a_norm_beyond_float16_of_float16_gradients(order: float, expected: float) -> None:
+    exact = float(torch.tensor(60000.0).half())
+    gradient = torch.full((4096,), 60000.0).half()
+    assert float(global_norm([gradient], order)) == pytest.approx(expected * exact / 60000.0, rel=1e-5)
+
+
+def test_a_norm_whose_squares_vanish_in_float16() -> None:
+    gradient = torch.full((100,), 2.0**-20).half()
+    assert float(global_norm([gradient])) == pytest.approx(10 * 2.0**-20, rel=1e-6)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_norm_of_what_is_not_finite(order: float) -> None:
+    assert global_norm([torch.ones(3), torch.tensor([1.0, math.inf]).half()], order) == math.inf
+    assert global_norm([torch.ones(3), torch.tensor([1.0, math.nan])], order).isnan()
+
+
+def test_order_2_is_the_default() -> None:
+    assert global_norm([torch.tensor([3.0]), torch.tensor([4.0]).half()]) == 5
+
+
+# -- multiply_ and clip_values_
+
+
+@EACH
+@EVERY
+def test_multiplying(layout: str, dtype: torch.dtype) -> None:
+    gradients = LAYOUTS[layout](dtype)
+    before = values64(gradients)
+    factor = torch.tensor(0.37)
+    multiply_(iter(gradients), factor)
+    assert_equal(gradients, [b * float(factor) for b in before])
+    assert all(g.dtype is dtype or g.dtype is torch.float32 for g in gradients)
+
+
+@EACH
+@EVERY
+def test_clipping_values(layout: str, dtype: torch.dtype) -> None:
+    gradients = LAYOUTS[layout](dtype)
+    before = values64(gradients)
+    clip_values_(iter(gradients), 0.5)
+    for gradient, reference in zip(gradients, before, strict=True):
+        assert torch.equal(gradient.to_dense().double(), reference.clamp(-0.5, 0.5))
+
+
+def test_clipping_mixed_dtypes_and_what_is_not_finite() -> None:
+    gradients = [*mixed(), torch.tensor([-math.inf, math.inf, math.nan, 0.1])]
+    before = values64(gradients)
+    clip_values_(gradients, 0.25)
+    for gradient, reference in zip(gradients, before, strict=True):
+        torch.testing.assert_close(
+            gradient.to_dense().double(), reference.clamp(-0.25, 0.25), rtol=0, atol=0, equal_nan=True
+        )
+
+
+# -- sparse and complex
+
+
+def test_a_sparse_gradient_keeps_its_layout_and_its_indices() -> None:
+    gradient = sparse(torch.float16)
+    indices = gradient.indices().clone()
+    multiply_([gradient], torch.tensor(2.0))
+    assert gradient.layout is torch.sparse_coo and gradient.is_coalesced()
+    assert torch.equal(gradient.indices(), indices)
+
+
+def test_a_real_embedding_gradient() -> None:
+    embedding = torch.nn.Embedding(10, 3, sparse=True)
+    embedding(torch.tensor([1, 1, 4])).sum().backward()
+    gradient = embedding.weight.grad
+    assert gradient is not None and not gradient.is_coalesced()
+    for attempt in (
+        lambda: check_and_unscale_([gradient], None),
+        lambda: global_norm([gradient]),
+        lambda: multiply_([gradient], torch.tensor(2.0)),
+        lambda: clip_values_([gradient], 1.0),
+    ):
+        with pytest.raises(ValueError, match="coalesced"):
+            attempt()
+    gradient = gradient.coalesce()
+    assert float(global_norm([gradient])) == pytest.approx(math.sqrt(3 * 4 + 3 * 1))
+    clip_values_([gradient], 1.5)
+    assert gradient.to_dense()[1].tolist() == [1.5, 1.5, 1.5]
+
+
+def test_complex_gradients() -> None:
+    gradient = torch.tensor([3 + 4j, 0 - 1j])
+    assert check_and_unscale_([gradient, torch.ones(2)], torch.tensor(2.0)) == 0
+    assert torch.equal(gradient, torch.tensor([6 + 8j, 0 - 2j]))
+    assert float(global_norm([gradient], math.inf)) == 10
+    assert float(global_norm([gradient], 1.0)) == 12
+    multiply_([gradient], torch.tensor(0.5))
+    clip_values_([gradient], 2.0)
+    assert torch.equal(gradient, torch.tensor([2 + 2j, 0 - 1j]))
+    gradient[0] = complex(1, math.inf)
+    assert check_and_unscale_([gradient], None) == 1
