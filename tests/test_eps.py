@@ -47,7 +47,7 @@ def test_what_an_epsilon_becomes_in_float16(eps: float, verdict: str, becomes: f
 
 
 def test_the_suggestion_keeps_its_precision() -> None:
-    assert SAFE_FP16_EPS >= FP16.smallest_normal
+    assert FP16.smallest_normal <= SAFE_FP16_EPS
 
 
 def test_the_message_names_the_group_the_epsilon_and_the_dtype() -> None:

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from preamp.tree import cast_floating, map_tensors, tensors
 
-Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024
+Pair = namedtuple("Pair", ["left", "right"])
 
 
 class Batch(NamedTuple):
@@ -178,10 +178,10 @@ def _inner(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         keyed.map(Upper),
         keyed.map(FrozenDict),
         st.builds(Pair, children, children),
-        st.builds(Batch, children),
-        st.builds(Plain, children),
-        st.builds(Frozen, children),
-        st.builds(Slots, children),
+        children.map(Batch),
+        children.map(Plain),
+        children.map(Frozen),
+        children.map(Slots),
     )
 
 

@@ -27,8 +27,8 @@ def policy(description: str | Policy | Mapping[str, Any] | None = None, **change
     Raises `PolicyError` for what cannot be meant.
     """
     if description is None:
-        found = _from_fields({})
-    elif isinstance(description, Policy):
+        return _from_fields(changes)
+    if isinstance(description, Policy):
         found = description
     elif isinstance(description, Mapping):
         if strange := [name for name in description if not isinstance(name, str)]:

@@ -156,3 +156,13 @@ def low_strangers(optimizer: Optimizer, masters: Masters) -> list[Parameter]:
         return []
     low = (torch.float16, torch.bfloat16)
     return [p for p in parameters_of(optimizer) if p.dtype in low and p not in masters]
+
+
+def state_like_parameters(optimizer: Optimizer) -> None:
+    """Bring an optimizer's state to the dtype that its parameters have now, where it has their shape."""
+    castable = (torch.float16, torch.bfloat16, torch.float32)
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            fits = isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype in castable
+            if fits and parameter.dtype in castable and value.dtype is not parameter.dtype:
+                state[key] = value.to(parameter.dtype)

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
@@ -19,6 +18,7 @@ from ..modules import Conversion, unwrapped
 from ..policy import Policy, auto_level
 from ..policy import policy as make_policy
 from ..scaling import LossScale, loss_scale
+from ._gradients import state_like_parameters
 from ._losses import Losses, named_values
 from ._session import Session
 
@@ -71,7 +71,7 @@ def prepare(
         raise
     for each_optimizer in optimizers.values():
         if not chosen.masters:
-            _fit_state(each_optimizer)
+            state_like_parameters(each_optimizer)
         _warn_of_eps(each_optimizer, chosen)
     return session
 
@@ -136,15 +136,6 @@ def _device_type(models: dict[str, nn.Module]) -> str:
     if len(types) > 1:
         raise SessionError(f"the model lies on devices of several kinds ({', '.join(sorted(types))}): move it to one")
     return types.pop() if types else "cpu"
-
-
-def _fit_state(optimizer: Optimizer) -> None:
-    """State made before prepare, in the dtype of the parameters now (pure 16-bit levels)."""
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            fits = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-            if fits and parameter.dtype in LOW_DTYPES and value.dtype is torch.float32:
-                state[key] = value.to(parameter.dtype)
 
 
 def _warn_of_eps(optimizer: Optimizer, policy: Policy) -> None:

@@ -11,18 +11,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..autocast import REGISTRY, autocast
-from ..errors import SessionError, StateError
-from ..formats import LOW_DTYPES
+from ..errors import SessionError
 from ..gradients import clip_values_, global_norm, multiply_
 from ..masters import Masters
 from ..modules import Conversion, unwrapped
 from ..policy import Policy
-from ._gradients import GradientBook, gradients_of, parameters_of
+from ._checks import STATE_VERSION, check_loss, check_no_sync, check_state, selected
+from ._gradients import GradientBook, gradients_of, parameters_of, state_like_parameters
 from ._losses import Losses
 from ._report import StepReport
 from ._round import Round
-
-STATE_VERSION = 1
 
 
 class Session:
@@ -117,10 +115,10 @@ class Session:
         `session.no_sync()`, which is checked. `kwargs` go to `Tensor.backward` (`retain_graph`, `inputs`).
         """
         self._check_open()
-        self._check_loss(loss)
+        check_loss(loss)
         name = self._losses.named(name)
         if not sync:
-            self._check_no_sync()
+            check_no_sync(self._models.values())
         waiting = [o for o in self._optimizers.values() if self._book.is_true(o)]
         if waiting and not self._losses.apart:
             if any(gradients_of(o) for o in waiting):
@@ -175,7 +173,7 @@ class Session:
         Until `step`, parameters with masters hold their masters, so that `.grad` has the dtype of the parameter.
         """
         self._check_open()
-        for each in self._selected(optimizer):
+        for each in selected(self._optimizers, optimizer):
             self._make_true(each)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, optimizer: Optimizer | None = None) -> Tensor:
@@ -185,7 +183,7 @@ class Session:
         step will be skipped. Nothing waits for the device.
         """
         self._check_open()
-        chosen = self._selected(optimizer)
+        chosen = selected(self._optimizers, optimizer)
         self.unscale_(optimizer)
         gradients = [g for each in chosen for g in gradients_of(each)]
         for each in chosen:
@@ -198,7 +196,7 @@ class Session:
         """Clamp every entry of the true gradients to [-clip_value, clip_value]."""
         self._check_open()
         self.unscale_(optimizer)
-        for each in self._selected(optimizer):
+        for each in selected(self._optimizers, optimizer):
             self._book.norm(each)
             clip_values_(gradients_of(each), float(clip_value))
 
@@ -211,7 +209,7 @@ class Session:
         `SessionError` when no `session.backward` came before, and `ScaleCollapse` when a scale skips without end.
         """
         self._check_open()
-        chosen = self._selected(optimizer)
+        chosen = selected(self._optimizers, optimizer)
         if not self._round.names:
             raise SessionError(
                 "step() without session.backward(): gradients made by loss.backward() are not scaled, and would vanish "
@@ -244,7 +242,7 @@ class Session:
     def zero_grad(self, set_to_none: bool = True, *, optimizer: Optimizer | None = None) -> None:
         """Clear the gradients of all optimizers (and of the models' other parameters), or of one optimizer."""
         self._check_open()
-        for each in self._selected(optimizer):
+        for each in selected(self._optimizers, optimizer):
             self._book.forget(each)
             self._round.void(each)
             each.zero_grad(set_to_none)
@@ -304,16 +302,7 @@ class Session:
         Strict: another version, policy, set of losses or of masters is a `StateError`, and nothing has changed.
         """
         self._check_open()
-        expected = {"version", "policy", "losses", "masters", "steps", "skipped"}
-        if set(state) != expected:
-            raise StateError(f"not a session's state: missing or unexpected {sorted(set(state) ^ expected)}")
-        if state["version"] != STATE_VERSION:
-            raise StateError(f"the state has version {state['version']!r}; this preamp reads version {STATE_VERSION}")
-        if state["policy"] != str(self.policy):
-            raise StateError(
-                f"the state was made under the policy {state['policy']!r}, and this session has {str(self.policy)!r}; "
-                "prepare with that policy (prepare(..., policy=...)), or load only model and optimizer"
-            )
+        check_state(state, str(self.policy))
         self._losses.check(state["losses"])
         for each in self._optimizers.values():
             self._book.forget(each)
@@ -335,7 +324,7 @@ class Session:
             conversion.undo()
         self._masters.restore()
         for each in self._optimizers.values():
-            _state_like_parameters(each)
+            state_like_parameters(each)
         if self.policy.has_regions:
             REGISTRY.release()
 
@@ -356,32 +345,6 @@ class Session:
     def _check_open(self) -> None:
         if self._closed:
             raise SessionError("this session is closed; prepare the model again to go on")
-
-    @staticmethod
-    def _check_loss(loss: Any) -> None:
-        if not isinstance(loss, Tensor) or not loss.is_floating_point():
-            raise SessionError(f"backward() takes a loss, a floating tensor; got {type(loss).__name__}: {loss!r:.60}")
-        if loss.numel() != 1:
-            raise SessionError(f"backward() takes one number and got the shape {tuple(loss.shape)}: reduce it, .mean()")
-
-    def _check_no_sync(self) -> None:
-        for model in self._models.values():
-            if isinstance(model, nn.parallel.DistributedDataParallel) and model.require_backward_grad_sync:
-                raise SessionError(
-                    "backward(sync=False) on a DistributedDataParallel model whose forward pass ran with "
-                    "synchronisation on: run forward and backward of the micro-batch inside `with session.no_sync():`"
-                )
-
-    def _selected(self, optimizer: Optimizer | None) -> list[Optimizer]:
-        if optimizer is None:
-            if not self._optimizers:
-                raise SessionError("this session was prepared without an optimizer, so there is nothing to step")
-            return list(self._optimizers.values())
-        if all(optimizer is not each for each in self._optimizers.values()):
-            raise SessionError(
-                f"this {type(optimizer).__name__} is not one of the session's optimizers: give it to prepare()"
-            )
-        return [optimizer]
 
     def _device(self) -> torch.device:
         for each in self._optimizers.values():
@@ -436,11 +399,3 @@ class Session:
 
     def _after_optimizer_load(self, optimizer: Optimizer) -> None:
         self._masters.swap_out(parameters_of(optimizer))
-
-
-def _state_like_parameters(optimizer: Optimizer) -> None:
-    """Optimizer state in the dtype of its parameters, where it has their shape (what it is after O3)."""
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype in LOW_DTYPES:
-                state[key] = value.to(parameter.dtype)

@@ -1,0 +1,59 @@
+"""What a session's methods refuse, and how they say so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..errors import SessionError, StateError
+
+STATE_VERSION = 1
+
+_FIELDS = {"version", "policy", "losses", "masters", "steps", "skipped"}
+
+
+def check_loss(loss: Any) -> None:
+    """A loss is one floating number."""
+    if not isinstance(loss, Tensor) or not loss.is_floating_point():
+        raise SessionError(f"backward() takes a loss, a floating tensor; got {type(loss).__name__}: {loss!r:.60}")
+    if loss.numel() != 1:
+        raise SessionError(f"backward() takes one number and got the shape {tuple(loss.shape)}: reduce it, .mean()")
+
+
+def check_no_sync(models: Iterable[nn.Module]) -> None:
+    """`backward(sync=False)` needs a forward pass that ran without synchronisation."""
+    for model in models:
+        if isinstance(model, nn.parallel.DistributedDataParallel) and model.require_backward_grad_sync:
+            raise SessionError(
+                "backward(sync=False) on a DistributedDataParallel model whose forward pass ran with "
+                "synchronisation on: run forward and backward of the micro-batch inside `with session.no_sync():`"
+            )
+
+
+def selected(optimizers: Mapping[str, Optimizer], optimizer: Optimizer | None) -> list[Optimizer]:
+    """All optimizers for None, else the one named, which must be the session's."""
+    if optimizer is None:
+        if not optimizers:
+            raise SessionError("this session was prepared without an optimizer, so there is nothing to step")
+        return list(optimizers.values())
+    if all(optimizer is not each for each in optimizers.values()):
+        raise SessionError(
+            f"this {type(optimizer).__name__} is not one of the session's optimizers: give it to prepare()"
+        )
+    return [optimizer]
+
+
+def check_state(state: Mapping[str, Any], policy: str) -> None:
+    """A state must be a session's, of this version, made under the same policy."""
+    if set(state) != _FIELDS:
+        raise StateError(f"not a session's state: missing or unexpected {sorted(set(state) ^ _FIELDS)}")
+    if state["version"] != STATE_VERSION:
+        raise StateError(f"the state has version {state['version']!r}; this preamp reads version {STATE_VERSION}")
+    if state["policy"] != policy:
+        raise StateError(
+            f"the state was made under the policy {state['policy']!r}, and this session has {policy!r}; "
+            "prepare with that policy (prepare(..., policy=...)), or load only model and optimizer"
+        )
