@@ -70,7 +70,7 @@ class Session:
         """A new region for the forward pass and the loss, as the policy has it; also a decorator."""
         self._check_open()
         if self._book.any_true() and not self._round.running:
-            self._discard_true()
+            self._forget_all()
         active = enabled and self.policy.has_regions
         return autocast(self.device_type, self.policy.compute if active else None, active)
 
@@ -126,7 +126,7 @@ class Session:
                     "backward() after unscale_() or clipping and before step(): true and scaled gradients would add. "
                     "Accumulate first, then unscale or clip once, then step; or throw the gradients away: zero_grad()"
                 )
-            self._discard_true()
+            self._forget_all()
         self._settle(name)
         scale = self._losses[name]
         scaled = scale.scale(loss)
@@ -304,8 +304,7 @@ class Session:
         self._check_open()
         check_state(state, str(self.policy))
         self._losses.check(state["losses"])
-        for each in self._optimizers.values():
-            self._book.forget(each)
+        self._forget_all()
         self._masters.load(state["masters"])
         self._losses.load_state_dict(state["losses"])
         self._attempts, self._skips = int(state["steps"]), int(state["skipped"])
@@ -316,8 +315,7 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        for each in self._optimizers.values():
-            self._book.forget(each)
+        self._forget_all()
         for handle in self._handles:
             handle.remove()
         for conversion in self._conversions:
@@ -381,16 +379,16 @@ class Session:
     def _settle(self, name: str | None) -> None:
         self._round.settle(name, self._first_nonfinite)
 
+    def _forget_all(self) -> None:
+        for each in self._optimizers.values():
+            self._book.forget(each)
+
     def _first_nonfinite(self) -> str | None:
         for prefix, model in self._models.items():
             for path, parameter in unwrapped(model).named_parameters():
                 if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
                     return f"{prefix}:{path}" if prefix else path
         return None
-
-    def _discard_true(self) -> None:
-        for each in self._optimizers.values():
-            self._book.forget(each)
 
     def _before_optimizer_load(self, optimizer: Optimizer, state: Any) -> None:
         """Torch casts loaded state to the parameters' dtype: let it find float32 masters, not 16-bit parameters."""
