@@ -376,3 +376,43 @@ def test_an_empty_batch_does_no_harm() -> None:
         session.backward(loss)
         session.step()
         assert same(before, weights(model))
+
+
+def test_a_backward_of_ones_own_through_scale() -> None:
+    def run(own: bool) -> list[torch.Tensor]:
+        model = mlp()
+        with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level="O2", scale=64.0) as session:
+            for index in range(3):
+                with session.autocast():
+                    loss = loss_of(model, index)
+                if own:
+                    session.scale(loss).backward()
+                else:
+                    session.backward(loss)
+                assert not session.step().skipped
+                session.zero_grad()
+        return weights(model)
+
+    assert same(run(True), run(False))
+    model = mlp()
+    with (
+        preamp.prepare(
+            model, torch.optim.SGD(model.parameters(), 0.1), level="O1", scale={"a": 8.0, "b": 2.0}
+        ) as session,
+        pytest.raises(SessionError, match="scale of its own"),
+    ):
+        session.scale(loss_of(model, 0), name="a")
+
+
+@pytest.mark.parametrize("losses", [("loss",), ("a", "b")])
+def test_backward_between_clipping_and_step_is_refused(losses: tuple[str, ...]) -> None:
+    model = mlp()
+    scales = dict.fromkeys(losses, 8.0)
+    with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level="O2", scale=scales) as session:
+        with session.autocast():
+            first, second = loss_of(model, 0), loss_of(model, 1)
+        session.backward(first, name=losses[0])
+        session.clip_grad_norm_(1.0)
+        with pytest.raises(SessionError, match="Accumulate first"):
+            session.backward(second, name=losses[-1])
+        assert not session.step().skipped

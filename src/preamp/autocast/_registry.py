@@ -147,7 +147,11 @@ def _install(rules: OpRules, device_type: str) -> list[torch.library.Library]:
         for name, category in rules.ruled():
             native = native_category(name, device_type)
             op = _overload(name)
-            if op is None or (category == native and "::" not in name) or (not native and category == "as-is" and name not in changed):
+            if (
+                op is None
+                or (category == native and "::" not in name)
+                or (not native and category == "as-is" and name not in changed)
+            ):
                 continue
             if "::" in name and has_kernel(name, device_type):
                 raise PolicyError(

@@ -273,7 +273,10 @@ class DynamicScale(LossScale):
             max_scale=state["max_scale"],
             patience=state["patience"],
         )
-        restored._start_good_steps = int(state["good_steps"])
+        good_steps = state["good_steps"]
+        if isinstance(good_steps, bool) or not isinstance(good_steps, int) or good_steps < 0:
+            raise StateError(f"the checkpoint's dynamic loss scale has good_steps={good_steps!r}: it counts steps")
+        restored._start_good_steps = good_steps
         self.__dict__.update(restored.__dict__)
 
     def __repr__(self) -> str:

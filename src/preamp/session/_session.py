@@ -19,6 +19,7 @@ from ..policy import Policy
 from ._checks import STATE_VERSION, check_loss, check_no_sync, check_state, selected
 from ._gradients import GradientBook, gradients_of, parameters_of, state_like_parameters
 from ._losses import Losses
+from ._precision import in_float32
 from ._report import StepReport
 from ._round import Round
 
@@ -83,29 +84,21 @@ class Session:
         self._check_open()
         if self._book.any_true():
             raise SessionError("full_precision() between unscale_() or clipping and step(): call step() first")
-        grads = {p: p.grad for model in self._models.values() for p in model.parameters() if p.grad is not None}
-        held = [conversion.bypass() for conversion in self._conversions]
-        self._masters.full()
-        for conversion in self._conversions:
-            conversion.to_float()
-        try:
-            with torch.autocast(self.device_type, enabled=False):
-                yield
-        finally:
-            for conversion in self._conversions:
-                conversion.to_low()
-            self._masters.low()
-            for conversion, casts in zip(self._conversions, held, strict=True):
-                conversion.resume(casts)
-            for parameter, grad in grads.items():
-                parameter.grad = grad
+        with in_float32(self._models.values(), self._masters, self._conversions, self.device_type):
+            yield
 
     # -- backward
 
     def scale(self, loss: Tensor, name: str | None = None) -> Tensor:
-        """`loss` times its scale, for a backward pass of your own; the session has to be told of it by `backward`."""
-        self._check_open()
-        return self._losses[self._losses.named(name)].scale(loss)
+        """`loss` times its scale, where `backward` cannot be called: `session.scale(loss).backward()`.
+
+        Not for losses with scales of their own, whose gradients have to be unscaled as their backward ends.
+        """
+        name = self._begin_backward(loss, name)
+        if self._losses.apart:
+            raise SessionError(f"the loss {name!r} has a scale of its own: write session.backward(loss, name={name!r})")
+        self._round.ran(name)
+        return self._losses[name].scale(loss)
 
     def backward(self, loss: Tensor, *, name: str | None = None, sync: bool = True, **kwargs: Any) -> None:
         """Gradients of `loss`, protected by its scale. Call it once a micro-batch; gradients add up until `step`.
@@ -114,20 +107,9 @@ class Session:
         follow before the step; under DistributedDataParallel the forward pass must have run inside
         `session.no_sync()`, which is checked. `kwargs` go to `Tensor.backward` (`retain_graph`, `inputs`).
         """
-        self._check_open()
-        check_loss(loss)
-        name = self._losses.named(name)
+        name = self._begin_backward(loss, name)
         if not sync:
             check_no_sync(self._models.values())
-        waiting = [o for o in self._optimizers.values() if self._book.is_true(o)]
-        if waiting and not self._losses.apart:
-            if any(gradients_of(o) for o in waiting):
-                raise SessionError(
-                    "backward() after unscale_() or clipping and before step(): true and scaled gradients would add. "
-                    "Accumulate first, then unscale or clip once, then step; or throw the gradients away: zero_grad()"
-                )
-            self._forget_all()
-        self._settle(name)
         scale = self._losses[name]
         scaled = scale.scale(loss)
         if not self._losses.apart:
@@ -339,6 +321,22 @@ class Session:
         return f"Session({level or 'custom'} on {self.device_type}, {state}: {self.policy})"
 
     # -- inside
+
+    def _begin_backward(self, loss: Tensor, name: str | None) -> str:
+        """Checks before a backward pass, and what the loss's scale still has to learn; returns the loss's name."""
+        self._check_open()
+        check_loss(loss)
+        name = self._losses.named(name)
+        waiting = [o for o in self._optimizers.values() if self._book.is_true(o)]
+        if any(gradients_of(o) for o in waiting):
+            raise SessionError(
+                "backward() after unscale_() or clipping and before step(): true and scaled gradients would add. "
+                "Accumulate first, then unscale or clip once, then step; or throw the gradients away: zero_grad()"
+            )
+        if waiting:
+            self._forget_all()
+        self._settle(name)
+        return name
 
     def _check_open(self) -> None:
         if self._closed:

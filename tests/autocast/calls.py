@@ -1,0 +1,152 @@
+"""A call for each operator whose rule preamp changes on the CPU: {name: function from a maker to arguments}."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Args = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Maker:
+    """Makes the float tensors of a call, in one dtype or in several by turns; the same values each time."""
+
+    def __init__(self, *dtypes: torch.dtype) -> None:
+        self._dtypes = dtypes
+        self._made = 0
+        self._generator = torch.Generator().manual_seed(7)
+
+    def __call__(self, *shape: int) -> Tensor:
+        return self._next(torch.randn(shape, generator=self._generator))
+
+    def positive(self, *shape: int) -> Tensor:
+        return self._next(torch.rand(shape, generator=self._generator) * 0.8 + 0.1)
+
+    def _next(self, values: Tensor) -> Tensor:
+        dtype = self._dtypes[self._made % len(self._dtypes)]
+        self._made += 1
+        # rounded through both 16-bit dtypes: every dtype holds the same values
+        return values.bfloat16().half().to(dtype)
+
+
+def _call(function: Callable[[Maker], tuple[Any, ...]], **kwargs: Any) -> Callable[[Maker], Args]:
+    return lambda t: (function(t), kwargs)
+
+
+def _cell(chunks: int, lstm: bool = False) -> Callable[[Maker], Args]:
+    def args(t: Maker) -> Args:
+        state: Any = [t(2, 3), t(2, 3)] if lstm else t(2, 3)
+        return (t(2, 3), state, t(chunks * 3, 3), t(chunks * 3, 3), t(chunks * 3), t(chunks * 3)), {}
+
+    return args
+
+
+def _index() -> Tensor:
+    return torch.tensor([0, 1])
+
+
+CONV = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+
+_one = _call(lambda t: (t(4),))
+_unit = _call(lambda t: (t.positive(4),))
+_pair = _call(lambda t: (t(4), t(4)))
+
+CALLS: dict[str, Callable[[Maker], Args]] = {
+    "mv": _call(lambda t: (t(3, 4), t(4))),
+    "chain_matmul": _call(lambda t: ([t(2, 3), t(3, 4), t(4, 2)],)),
+    "linalg_multi_dot": _call(lambda t: ([t(2, 3), t(3, 4), t(4, 2)],)),
+    "einsum": _call(lambda t: ("ij,jk->ik", [t(2, 3), t(3, 4)])),
+    "addmv": _call(lambda t: (t(3), t(3, 4), t(4))),
+    "addr": _call(lambda t: (t(3, 4), t(3), t(4))),
+    "convolution": _call(lambda t: (t(1, 2, 4, 4), t(3, 2, 2, 2), t(3), *CONV)),
+    "_convolution": _call(lambda t: (t(1, 2, 4, 4), t(3, 2, 2, 2), t(3), *CONV, False, True, True, True)),
+    "lstm_cell": _cell(4, lstm=True),
+    "gru_cell": _cell(3),
+    "rnn_tanh_cell": _cell(1),
+    "rnn_relu_cell": _cell(1),
+    "mkldnn_rnn_layer": _call(
+        lambda t: (t(2, 1, 4), t(16, 4), t(16, 4), t(16), t(16), t(1, 4), t(1, 4), False, [], 2, 4, 1, True, False,
+                   False, False)
+    ),
+    "exp": _one, "expm1": _one, "cosh": _one, "sinh": _one, "tan": _one, "softplus": _one, "sum": _one,
+    "norm.Scalar": _one, "linalg_vector_norm": _one,
+    "log": _unit, "log10": _unit, "log2": _unit, "log1p": _unit, "reciprocal": _unit, "rsqrt": _unit,
+    "acos": _unit, "asin": _unit, "erfinv": _unit,
+    "pow.Tensor_Scalar": _call(lambda t: (t.positive(4), 1.7)),
+    "pow.Tensor_Tensor": _call(lambda t: (t.positive(4), t(4))),
+    "pow.Scalar": _call(lambda t: (1.7, t(4))),
+    "sum.dim_IntList": _call(lambda t: (t(3, 4), [1])),
+    "cumsum": _call(lambda t: (t(3, 4), 1)),
+    "cumprod": _call(lambda t: (t(3, 4), 1)),
+    "softmax.int": _call(lambda t: (t(3, 4), -1)),
+    "_softmax": _call(lambda t: (t(3, 4), -1, False)),
+    "log_softmax.int": _call(lambda t: (t(3, 4), -1)),
+    "_log_softmax": _call(lambda t: (t(3, 4), -1, False)),
+    "logsumexp": _call(lambda t: (t(3, 4), [1])),
+    "layer_norm": _call(lambda t: (t(3, 4), [4], t(4), t(4))),
+    "native_layer_norm": _call(lambda t: (t(3, 4), [4], t(4), t(4), 1e-5)),
+    "group_norm": _call(lambda t: (t(3, 4), 2, t(4), t(4))),
+    "rms_norm": _call(lambda t: (t(3, 4), [4], t(4))),
+    "norm.ScalarOpt_dim": _call(lambda t: (t(3, 4), 2, [1])),
+    "linalg_matrix_norm": _call(lambda t: (t(3, 4), 1)),
+    "linalg_matrix_norm.str_ord": _call(lambda t: (t(3, 4), "fro")),
+    "frobenius_norm.dim": _call(lambda t: (t(3, 4), [0, 1])),
+    "nuclear_norm": _call(lambda t: (t(3, 4),)),
+    "nuclear_norm.dim": _call(lambda t: (t(3, 4), [0, 1])),
+    "renorm": _call(lambda t: (t(3, 4), 2, 0, 1.0)),
+    "pdist": _call(lambda t: (t(3, 4),)),
+    "dist": _pair,
+    "cosine_similarity": _call(lambda t: (t(3, 4), t(3, 4))),
+    "upsample_nearest1d": _call(lambda t: (t(1, 2, 3), [5])),
+    "upsample_nearest2d": _call(lambda t: (t(1, 2, 3, 3), [5, 5])),
+    "upsample_nearest3d": _call(lambda t: (t(1, 2, 2, 2, 2), [3, 3, 3])),
+    "_upsample_nearest_exact1d": _call(lambda t: (t(1, 2, 3), [5])),
+    "_upsample_nearest_exact2d": _call(lambda t: (t(1, 2, 3, 3), [5, 5])),
+    "_upsample_nearest_exact3d": _call(lambda t: (t(1, 2, 2, 2, 2), [3, 3, 3])),
+    "upsample_linear1d": _call(lambda t: (t(1, 2, 3), [5], False)),
+    "upsample_bilinear2d": _call(lambda t: (t(1, 2, 3, 3), [5, 5], False)),
+    "_upsample_bilinear2d_aa": _call(lambda t: (t(1, 2, 3, 3), [5, 5], False)),
+    "upsample_trilinear3d": _call(lambda t: (t(1, 2, 2, 2, 2), [3, 3, 3], False)),
+    "upsample_bicubic2d": _call(lambda t: (t(1, 2, 3, 3), [5, 5], False)),
+    "_upsample_bicubic2d_aa": _call(lambda t: (t(1, 2, 3, 3), [5, 5], False)),
+    "addcmul": _call(lambda t: (t(4), t(4), t(4))),
+    "addcdiv": _call(lambda t: (t(4), t(4), t.positive(4))),
+    "atan2": _pair, "dot": _pair, "vdot": _pair,
+    "cross": _call(lambda t: (t(2, 3), t(2, 3), 1)),
+    "tensordot": _call(lambda t: (t(2, 3), t(3, 2), [1], [0])),
+    "bilinear": _call(lambda t: (t(2, 3), t(2, 3), t(2, 3, 3), t(2))),
+    "index_put": _call(lambda t: (t(4), [_index()], t(2))),
+    "scatter_add": _call(lambda t: (t(4), 0, _index(), t(2))),
+    "grid_sampler": _call(lambda t: (t(1, 2, 3, 3), t(1, 2, 2, 2), 0, 0, False)),
+    "grid_sampler_2d": _call(lambda t: (t(1, 2, 3, 3), t(1, 2, 2, 2), 0, 0, False)),
+    "grid_sampler_3d": _call(lambda t: (t(1, 2, 3, 3, 3), t(1, 2, 2, 2, 3), 0, 0, False)),
+    "_grid_sampler_2d_cpu_fallback": _call(lambda t: (t(1, 2, 3, 3), t(1, 2, 2, 2), 0, 0, False)),
+    "binary_cross_entropy": _call(lambda t: (t.positive(4), t.positive(4))),
+    "avg_pool3d": _call(lambda t: (t(1, 2, 3, 3, 3), [2, 2, 2])),
+    "max_pool3d": _call(lambda t: (t(1, 2, 3, 3, 3), [2, 2, 2])),
+    "adaptive_avg_pool3d": _call(lambda t: (t(1, 2, 3, 3, 3), [2, 2, 2])),
+    "adaptive_max_pool3d": _call(lambda t: (t(1, 2, 3, 3, 3), [2, 2, 2])),
+    "fractional_max_pool2d": _call(lambda t: (t(1, 2, 4, 4), [2, 2], [2, 2], t.positive(1, 2, 2))),
+    "fractional_max_pool3d": _call(lambda t: (t(1, 2, 4, 4, 4), [2, 2, 2], [2, 2, 2], t.positive(1, 2, 3))),
+    "max_unpool2d": _call(lambda t: (t(1, 2, 1, 1), torch.zeros(1, 2, 1, 1, dtype=torch.long), [2, 2])),
+    "max_unpool3d": _call(
+        lambda t: (t(1, 2, 1, 1, 1), torch.zeros(1, 2, 1, 1, 1, dtype=torch.long), [2, 2, 2], [2, 2, 2], [0, 0, 0])
+    ),
+    "reflection_pad1d": _call(lambda t: (t(1, 2, 4), [1, 1])),
+    "reflection_pad2d": _call(lambda t: (t(1, 2, 4, 4), [1, 1, 1, 1])),
+    "replication_pad1d": _call(lambda t: (t(1, 2, 4), [1, 1])),
+    "replication_pad2d": _call(lambda t: (t(1, 2, 4, 4), [1, 1, 1, 1])),
+    "replication_pad3d": _call(lambda t: (t(1, 2, 4, 4, 4), [1] * 6)),
+}  # fmt: skip
+
+NO_CALL = {
+    "_scaled_dot_product_flash_attention": "needs CUDA",
+    "cudnn_convolution": "needs CUDA",
+    "cudnn_convolution_transpose": "needs CUDA",
+    "_thnn_fused_lstm_cell": "needs CUDA",
+    "_thnn_fused_gru_cell": "needs CUDA",
+}
+"""Operators that preamp rules on the CPU too, for one table everywhere, though the CPU has no kernel for them."""

@@ -1,0 +1,184 @@
+"""Plain `torch.autocast` does the same with preamp's rules in the dispatcher as without."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import preamp
+from preamp.autocast import REGISTRY
+from preamp.autocast._registry import _overload
+from preamp.errors import PolicyError
+from preamp.rules import OpRules, native_category
+from preamp.tree import tensors
+
+from .calls import CALLS, NO_CALL, Maker
+
+LOW = {"fp16": torch.float16, "bf16": torch.bfloat16}
+FP32 = torch.float32
+
+
+def overridden() -> set[str]:
+    names = {name for name, category in OpRules().ruled() if category != (native_category(name, "cpu") or "as-is")}
+    return {name for name in names if _overload(name) is not None}
+
+
+def outcome(name: str, dtypes: tuple[torch.dtype, ...], region: Any) -> list[Tensor] | type[Exception]:
+    args, kwargs = CALLS[name](Maker(*dtypes))
+    with region:
+        try:
+            found = tensors(_overload(name)(*args, **kwargs))
+            return [t for t in found if t.is_floating_point()]  # the others are indices, seeds and scratch memory
+        except (RuntimeError, ValueError) as error:
+            return type(error)
+
+
+def same(a: list[Tensor] | type[Exception], b: list[Tensor] | type[Exception]) -> bool:
+    if isinstance(a, type) or isinstance(b, type):
+        return a is b
+    return len(a) == len(b) and all(
+        x.dtype == y.dtype and torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(a, b, strict=True)
+    )
+
+
+def enter_a_region(dtype: torch.dtype) -> None:
+    with preamp.autocast("cpu", dtype=dtype):
+        assert torch.ones(2, dtype=dtype).exp().dtype is FP32  # the rules are in
+
+
+def test_the_table_of_calls_is_complete() -> None:
+    assert overridden() == set(CALLS) | set(NO_CALL)
+    assert not set(CALLS) & set(NO_CALL)
+
+
+@pytest.mark.parametrize("low", LOW.values(), ids=LOW)
+@pytest.mark.parametrize("name", CALLS)
+def test_plain_autocast_keeps_its_own_rule(name: str, low: torch.dtype) -> None:
+    def outcomes() -> dict[Any, Any]:
+        results: dict[Any, Any] = {}
+        for dtypes in ((FP32,), (low,), (FP32, low), (low, FP32), (torch.float64,)):
+            results["plain", dtypes] = outcome(name, dtypes, torch.autocast("cpu", dtype=low))
+            results["none", dtypes] = outcome(name, dtypes, torch.autocast("cpu", enabled=False))
+        return results
+
+    before = outcomes()
+    assert any(isinstance(result, list) for result in before.values()), "the call in the table never works"
+    enter_a_region(low)
+    after = outcomes()
+    different = [key for key in before if not same(before[key], after[key])]
+    assert not different, [(key, before[key], after[key]) for key in different]
+
+
+@pytest.mark.parametrize("low", LOW.values(), ids=LOW)
+@pytest.mark.parametrize("name", CALLS)
+def test_preamps_regions_follow_the_table(name: str, low: torch.dtype) -> None:
+    category = OpRules().category(name)
+    for dtypes in ((FP32,), (low,), (FP32, low), (low, FP32)):
+        ours = outcome(name, dtypes, preamp.autocast("cpu", dtype=low))
+        if category == "banned":
+            assert (ours is RuntimeError) == (low in dtypes)
+            continue
+        if category == "as-is":
+            assert same(ours, outcome(name, dtypes, torch.autocast("cpu", enabled=False))) or name == "avg_pool3d"
+            continue
+        widest = FP32 if FP32 in dtypes else low
+        run_in = {"low": (low,), "full": (FP32,), "promote": (widest,)}[category or ""]
+        if len(dtypes) == 2 and category == "promote" and len(list(tensors(CALLS[name](Maker(FP32))))) < 2:
+            continue
+        by_hand = outcome(name, run_in, torch.autocast("cpu", enabled=False))
+        if name == "mkldnn_rnn_layer" and low is torch.float16:
+            assert isinstance(ours, list) and {t.dtype for t in ours if t.numel()} <= {low}
+        else:
+            assert same(ours, by_hand), (dtypes, ours, by_hand)
+
+
+@pytest.mark.parametrize("low", LOW.values(), ids=LOW)
+def test_plain_autocast_inside_a_preamp_region_follows_the_region(low: torch.dtype) -> None:
+    """Library code that opens torch's region inside ours does not undo the rules of the user."""
+    x = torch.randn(3, 4).to(low)
+    with preamp.autocast("cpu", dtype=low):
+        with torch.autocast("cpu", enabled=False):
+            assert x.softmax(-1).dtype is low
+        assert x.softmax(-1).dtype is FP32
+    with torch.autocast("cpu", dtype=low):
+        assert x.softmax(-1).dtype is low
+        with preamp.autocast("cpu", dtype=low):
+            assert x.softmax(-1).dtype is FP32
+        assert x.softmax(-1).dtype is low
+
+
+def dumps() -> dict[str, str]:
+    names = [name for name in itertools.chain(CALLS, NO_CALL)]
+    return {name: torch._C._dispatch_dump(f"aten::{name}") for name in names}
+
+
+def without_registration_numbers(dump: str) -> list[str]:
+    """A dump's kernels; the fallthrough of a taken-out kernel and its boxing are not promised by torch."""
+    return sorted(line for line in dump.splitlines() if "AutocastCPU" in line)
+
+
+def test_nothing_is_installed_before_the_first_region_and_uninstall_restores_all() -> None:
+    before = dumps()
+    region = preamp.autocast("cpu", dtype=torch.bfloat16)
+    assert dumps() == before
+    assert REGISTRY.rules is None
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")
+    with region:
+        during = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")
+    assert set(during) > set(registered)
+    assert {name.removeprefix("aten::") for name in set(during) - set(registered)} <= overridden()
+    preamp.autocast.uninstall()
+    assert torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU") == registered
+    after = dumps()
+    for name in before:
+        assert without_registration_numbers(before[name]) == without_registration_numbers(after[name]), name
+    preamp.autocast.uninstall()  # twice does no harm
+
+
+def test_rules_may_be_taken_out_and_put_back_many_times() -> None:
+    x = torch.randn(3, 4).bfloat16()
+    for _ in range(5):
+        with preamp.autocast("cpu", dtype=torch.bfloat16):
+            assert x.softmax(-1).dtype is FP32
+        preamp.autocast.uninstall()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert x.softmax(-1).dtype is torch.bfloat16
+
+
+def _session(**changes: Any) -> preamp.Session:
+    model = torch.nn.Linear(2, 2)
+    return preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level="O4", **changes)
+
+
+def test_an_open_session_keeps_its_rules() -> None:
+    low_softmax = OpRules().with_low("softmax")
+    with _session(ops=low_softmax) as session:
+        with pytest.raises(PolicyError, match="close them first"):
+            preamp.autocast.uninstall()
+        with pytest.raises(PolicyError, match=r"op softmax.int -> low.*asked for: the default"):
+            with preamp.autocast("cpu", dtype=torch.bfloat16, rules=OpRules()):
+                pass
+        assert not torch.is_autocast_enabled("cpu")
+        with pytest.raises(PolicyError, match="Close that session first"):
+            _session()
+        with preamp.autocast("cpu", dtype=torch.bfloat16):  # no rules asked for: the session's
+            assert torch.randn(3, 4).softmax(-1).dtype is torch.bfloat16
+        with session.autocast():
+            assert torch.randn(3, 4).softmax(-1).dtype is torch.bfloat16
+        with _session(ops=low_softmax):  # equal rules may share
+            pass
+        with pytest.raises(PolicyError, match="1 open session"):
+            preamp.autocast.uninstall()
+    preamp.autocast.uninstall()
+
+
+def test_a_closed_session_leaves_nothing_unless_a_region_was_entered_outside_it() -> None:
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")
+    with _session():
+        assert REGISTRY.rules is not None
+    assert REGISTRY.rules is None
+    assert torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU") == registered
