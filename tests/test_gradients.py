@@ -133,7 +133,7 @@ def test_the_check_is_made_before_the_multiplication() -> None:
 def test_found_exactly_when_an_entry_is_not_finite(
     layout: str, dtype: torch.dtype, bad: list[tuple[int, int, float]], inverse: float | None
 ) -> None:
-    gradients = LAYOUTS[layout](dtype) + [normal(6, dtype=torch.bfloat16)]
+    gradients = [*LAYOUTS[layout](dtype), normal(6, dtype=torch.bfloat16)]
     filled = [g for g in gradients if dense_values(g).numel()]
     for which, where, value in bad:
         target = dense_values(filled[which % len(filled)])

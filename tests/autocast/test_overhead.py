@@ -119,6 +119,18 @@ def test_cuda_needs_few_kernels() -> None:
     assert rest == BCE | PARTS | {"_native_multi_head_attention", "mkldnn_rnn_layer", "trace", "index_copy"}
 
 
+def test_a_changed_part_does_not_change_the_whole_on_cuda() -> None:
+    """cross_entropy is full on CUDA through log_softmax: when that is changed, cross_entropy needs a kernel."""
+    libraries = _install(OpRules().with_low("log_softmax"), "cuda")
+    try:
+        ours = {key.split("/")[1] for library in libraries for key in library._op_impls}
+    finally:
+        for library in libraries:
+            library._destroy()
+    assert {"cross_entropy_loss", "log_softmax.int", "_log_softmax"} <= ours
+    assert not ours & {"softmax.int", "linear", "exp"}
+
+
 def test_no_library_is_registered_before_it_is_needed() -> None:
     assert REGISTRY.rules is None and not REGISTRY._libraries
     with preamp.autocast("cpu", dtype=BF16):

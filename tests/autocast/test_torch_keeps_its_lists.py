@@ -112,8 +112,7 @@ def test_plain_autocast_inside_a_preamp_region_follows_the_region(low: torch.dty
 
 
 def dumps() -> dict[str, str]:
-    names = [name for name in itertools.chain(CALLS, NO_CALL)]
-    return {name: torch._C._dispatch_dump(f"aten::{name}") for name in names}
+    return {name: torch._C._dispatch_dump(f"aten::{name}") for name in itertools.chain(CALLS, NO_CALL)}
 
 
 def without_registration_numbers(dump: str) -> list[str]:
@@ -160,8 +159,7 @@ def test_an_open_session_keeps_its_rules() -> None:
         with pytest.raises(PolicyError, match="close them first"):
             preamp.autocast.uninstall()
         with pytest.raises(PolicyError, match=r"op softmax.int -> low.*asked for: the default"):
-            with preamp.autocast("cpu", dtype=torch.bfloat16, rules=OpRules()):
-                pass
+            preamp.autocast("cpu", dtype=torch.bfloat16, rules=OpRules()).__enter__()
         assert not torch.is_autocast_enabled("cpu")
         with pytest.raises(PolicyError, match="Close that session first"):
             _session()

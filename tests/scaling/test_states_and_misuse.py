@@ -213,7 +213,7 @@ def test_misuse_is_torchs() -> None:
         with pytest.raises(AssertionError, match="No inf checks"):
             optimizer.zero_grad()
             s.step(optimizer)
-        with pytest.raises(AssertionError, match="did not use scaler.scale"):
+        with pytest.raises(AssertionError, match=r"did not use scaler\.scale"):
             scaler(kind).update()
 
 
@@ -251,8 +251,9 @@ def test_states_that_do_not_fit(scale: LossScale) -> None:
     assert scale.state_dict() == state
 
 
-@pytest.mark.parametrize("key, wrong", [("scale", 0.0), ("scale", math.nan), ("growth_factor", 1.0), ("min_scale", 99.0),
-                                        ("growth_interval", 0), ("patience", 0), ("backoff_factor", 1.5),
+@pytest.mark.parametrize("key, wrong", [("scale", 0.0), ("scale", math.nan), ("growth_factor", 1.0),
+                                        ("min_scale", 99.0), ("growth_interval", 0), ("patience", 0),
+                                        ("backoff_factor", 1.5),
                                         ("good_steps", -1), ("good_steps", 2.5), ("good_steps", None)])  # fmt: skip
 def test_a_state_with_a_wrong_value_changes_nothing(key: str, wrong: Any) -> None:
     scale = DynamicScale(8.0)

@@ -140,26 +140,28 @@ REGISTRY = Registry()
 def _install(rules: OpRules, device_type: str) -> list[torch.library.Library]:
     """A kernel for each operator whose rule differs from torch's on the device; one library a namespace."""
     libraries: dict[str, torch.library.Library] = {}
-    changed = dict(rules.changes)  # a part of a changed operator may have a rule, so "as-is" needs a kernel as well
+    changed = dict(rules.changes)
     with warnings.catch_warnings():
         # the dispatcher says that we replace a kernel, which is what we mean
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         for name, category in rules.ruled():
             native = native_category(name, device_type)
             op = _overload(name)
-            if (
-                op is None
-                or (category == native and "::" not in name)
-                or (not native and category == "as-is" and name not in changed)
+            torch_has_one = has_kernel(name, device_type)
+            if op is None:
+                continue
+            if torch_has_one and "::" in name:
+                raise PolicyError(
+                    f"{name} has an autocast rule of its own on {device_type!r} (torch.library.register_autocast), "
+                    "which preamp could not put back: change it there, or leave it out of OpRules"
+                )
+            # Where torch has no kernel, its rule or its lack of one stems from the operator's parts.
+            if category == (native or "as-is") and (
+                torch_has_one or not changed or (not native and name not in changed)
             ):
                 continue
-            if "::" in name and has_kernel(name, device_type):
-                raise PolicyError(
-                    f"{name} has an autocast rule of its own on {device_type!r} (torch.library.register_autocast), which "
-                    "preamp could not put back: change it there, or leave it out of OpRules"
-                )
             ours = _kernels.build(op, category, device_type)
-            torchs = _kernels.build(op, native, device_type) if native and has_kernel(name, device_type) else None
+            torchs = _kernels.build(op, native, device_type) if native and torch_has_one else None
             namespace, _, plain = name.rpartition("::")
             library = libraries.setdefault(namespace or "aten", torch.library.Library(namespace or "aten", "IMPL"))
             library.impl(plain, _gate(op, ours, torchs, device_type), autocast_key(device_type), with_keyset=True)
