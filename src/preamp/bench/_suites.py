@@ -121,7 +121,6 @@ def _isolated(
     contenders: Mapping[str, Callable[[], None]], rounds: int, number: int, device: torch.device
 ) -> list[Outcome]:
     """A race in which torch.autocast runs without preamp's rules in the dispatcher, as in a process of its own."""
-
     reference, ours = list(contenders)
     paired: dict[str, list[float]] = {reference: [], ours: []}
     for index in range(rounds):
