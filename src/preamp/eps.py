@@ -45,7 +45,8 @@ def safe_eps(optimizer: Optimizer, policy: Policy, *, apply: bool = False) -> tu
     """Check the epsilon of every parameter group of an optimizer under a policy.
 
     The dtype that counts is that of the arithmetic: float32 where the policy has masters or float32 parameters, and
-    for `fused=True`, whose kernels compute in float32; else the dtype of the group's parameters. Groups without an
+    else that of the group's parameters, which is the dtype of its state. `fused=True` is no way out: it adds in
+    float32, but a second moment that vanished in float16 leaves the epsilon alone in the denominator. Groups without an
     epsilon (SGD) give no row. `apply=True` also writes the suggested value into groups whose epsilon is not fine.
     """
     rows = []
@@ -69,7 +70,7 @@ def safe_eps(optimizer: Optimizer, policy: Policy, *, apply: bool = False) -> tu
 def _arithmetic(group: dict[str, object], policy: Policy) -> torch.dtype:
     members: Any = group["params"]
     parameters = [p for p in members if p.is_floating_point()]
-    if policy.masters or policy.params is torch.float32 or group.get("fused") or not parameters:
+    if policy.masters or policy.params is torch.float32 or not parameters:
         return torch.float32
     # The group may mix 16-bit weights and float32 norms: the coarsest of them decides. Before prepare() the
     # parameters are still float32 and will be the policy's dtype.

@@ -80,6 +80,6 @@ def test_a_rule_for_one_overload_reads_back_as_that_one(name: str) -> None:
 
 
 def test_fields_given_to_the_class_are_understood_alike() -> None:
-    assert Policy(params="fp16", compute="fp16", norms="fp16", output="fp32", ops="none").level == "O3"  # type: ignore
+    assert Policy(params="fp16", compute="fp16", norms="fp16", output="fp32", ops="none").level == "O3"
     assert Policy(modules=[("head", torch.float32)]).modules == (("head", "full"),)  # type: ignore[arg-type]
     assert Policy(masters="no") == Policy()  # type: ignore[arg-type]

@@ -119,8 +119,10 @@ def run_trial(
         into.append(trial)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    with warnings.catch_warnings(), prepare(model, optimizer, level=level) as session:
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*eps=.*rounds to zero")  # O3 is shown as it is
+        session = prepare(model, optimizer, level=level)
+    with session:
         began = time.perf_counter()
         batches = task.batches(size, seed=seed, steps=recipe.steps, batch_size=recipe.batch_size)
         for index, (inputs, target) in enumerate(batches):

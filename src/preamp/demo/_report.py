@@ -77,24 +77,25 @@ def build(results: Results) -> Report:
 
 def verdict(results: Results, judgements: Sequence[Judgement]) -> str:
     """The one line to remember."""
-    networks = len({t.task for t in results.whole if t.complete})
+    count = len({t.task for t in results.whole if t.complete})
+    networks = f"{count} network" + ("" if count == 1 else "s")
     if results.interrupted:
-        return f"Interrupted after {results.seconds:.0f} s: {networks} network(s) have results, the rest is missing."
+        return f"Interrupted after {results.seconds:.0f} s: {networks} have results, the rest is missing."
     if not judgements:
-        return f"{networks} network(s) trained; nothing to compare, since O0 and a 16-bit level are needed for that."
+        return f"{networks} trained; nothing to compare, since O0 and a 16-bit level are needed for that."
     below = [j for j in judgements if not j.within]
     seeds = judgements[0].seeds
     if seeds == 1:
         worst = min(judgements, key=lambda j: j.quality - j.low)
         return (
-            f"{networks} network(s) trained with one seed, too few for a band; the 16-bit level furthest below float32 "
+            f"{networks} trained with one seed, too few for a band; the 16-bit level furthest below float32 "
             f"is {worst.task} {worst.level}: {worst.metric} {worst.quality:.3f} against {worst.low:.3f}."
         )
     band = f"the band of {seeds} float32 seeds"
     if below:
         names = ", ".join(f"{j.task} {j.level}" for j in below)
         return f"{len(judgements) - len(below)} of {len(judgements)} 16-bit results reach {band}; below: {names}."
-    return f"All {len(judgements)} 16-bit results on {networks} network(s) reach {band}."
+    return f"All {len(judgements)} 16-bit results on {networks} reach {band}."
 
 
 def write(results: Results, folder: Path, report: Report) -> tuple[Path, Path]:
