@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,7 @@ def test_bench_writes_every_sample(tmp_path: Path) -> None:
     invoke("bench", "-s", "regions", "--rounds", "3", "--device", "cpu", "--out", str(tmp_path))
     data = json.loads((tmp_path / "results.json").read_text())
     assert data["schema"] == "preamp-bench/1" and data["environment"]["commit"]
+    assert data["environment"]["heap kept"] is (platform.libc_ver()[0] == "glibc")
     rows = data["suites"]["regions"]
     assert [c["name"] for c in rows[0]["contenders"]] == ["torch.autocast", "preamp.autocast"]
     assert all(len(c["seconds"]) == 3 for row in rows for c in row["contenders"])

@@ -2,6 +2,6 @@
 
 from ._decorators import float_function, half_function, promote_function
 from ._region import autocast
-from ._registry import REGISTRY, rules_hold_here
+from ._registry import REGISTRY
 
-__all__ = ["REGISTRY", "autocast", "float_function", "half_function", "promote_function", "rules_hold_here"]
+__all__ = ["REGISTRY", "autocast", "float_function", "half_function", "promote_function"]

@@ -36,11 +36,6 @@ MARKER_DTYPES = (
 )  # fmt: skip
 
 
-def rules_hold_here() -> bool:
-    """Whether preamp's rules apply to the operator being dispatched: in a region of this thread, or in backward."""
-    return torch.is_autocast_enabled(MARKER) or torch._C._current_graph_task_id() != -1
-
-
 class Registry:
     """The rules that are in the dispatcher now. There is one (`REGISTRY`), because there is one dispatcher."""
 
@@ -169,13 +164,15 @@ def _install(rules: OpRules, device_type: str) -> list[torch.library.Library]:
 
 
 def _gate(op: Any, ours: _kernels.Kernel, torchs: _kernels.Kernel | None, device_type: str) -> _kernels.Kernel:
-    """A kernel that asks whose rules hold. Without a rule of torch's (None), the operator goes on to the next dispatch
-    key with autocast still on, so that torch's rules for its parts apply: exactly as if no kernel were here.
+    """A kernel that asks whose rules hold: preamp's in a region of this thread, and in backward. Without a rule of
+    torch's (None), the operator goes on to the next dispatch key with autocast still on, so that torch's rules for its
+    parts apply: exactly as if no kernel were here.
     """
     below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, autocast_key(device_type)))
+    enabled, graph_task = torch.is_autocast_enabled, torch._C._current_graph_task_id
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if rules_hold_here():
+        if enabled(MARKER) or graph_task() != -1:
             return ours(*args, **kwargs)
         if torchs is None:
             return op.redispatch(keyset & below, *args, **kwargs)

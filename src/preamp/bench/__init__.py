@@ -1,6 +1,6 @@
 """Measuring: training runs of the zoo, and races between contenders."""
 
-from ._machine import environment
+from ._machine import environment, keep_heap
 from ._race import Outcome, race
 from ._range_test import RangeTest, lr_chart, range_test
 from ._suites import SUITES, Row, suite_named
@@ -15,6 +15,7 @@ __all__ = [
     "Row",
     "Trial",
     "environment",
+    "keep_heap",
     "lr_chart",
     "make_optimizer",
     "race",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import subprocess
@@ -32,6 +33,21 @@ def environment(device: torch.device) -> dict[str, Any]:
         found["cuda"] = torch.version.cuda
         found["tf32"] = torch.backends.cuda.matmul.allow_tf32
     return found
+
+
+def keep_heap() -> bool:
+    """Have the C library keep freed memory for this process, if it is glibc; returns whether it will.
+
+    By default glibc gives the large blocks of activations back to the system and faults them in again, step after
+    step, or not, depending on which small block happens to lie on top of the heap: several percent of a step, awarded
+    to contenders by chance.
+    """
+    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return False
+    return bool(mallopt(mmap_threshold, 32 << 20) and mallopt(trim_threshold, 1 << 30))  # 32 MiB: the most it takes
 
 
 def cpu_name() -> str:

@@ -35,6 +35,8 @@ Suite = Callable[[torch.device, int, Callable[[str], None]], list[Row]]
 class Block(nn.Module):
     """A transformer layer; with `by_hand` its attention is written out, so that the rule for softmax is at work too."""
 
+    softmax_dtype: torch.dtype | None = None
+
     def __init__(self, width: int, heads: int, by_hand: bool) -> None:
         super().__init__()
         self.heads, self.by_hand = heads, by_hand
@@ -47,7 +49,8 @@ class Block(nn.Module):
         n, t, width = x.shape
         q, k, v = self.qkv(self.first(x)).view(n, t, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         if self.by_hand:
-            attended = (q @ k.transpose(-1, -2) * (width // self.heads) ** -0.5).softmax(-1) @ v
+            scores = q @ k.transpose(-1, -2) * (width // self.heads) ** -0.5
+            attended = scores.softmax(-1, dtype=self.softmax_dtype) @ v
         else:
             attended = F.scaled_dot_product_attention(q, k, v)
         x = x + self.out(attended.transpose(1, 2).reshape(n, t, width))
@@ -78,6 +81,19 @@ def regions(device: torch.device, rounds: int, tell: Callable[[str], None]) -> l
 
         return step
 
+    def train_step_full_softmax(region: Callable[..., Any]) -> Callable[[], None]:
+        """torch.autocast doing by request of the model what preamp's rule does: for the cost without the meaning."""
+        step = train_step(region, by_hand=True)
+
+        def asked() -> None:
+            Block.softmax_dtype = torch.float32
+            try:
+                step()
+            finally:
+                Block.softmax_dtype = None
+
+        return asked
+
     def enter(region: Callable[..., Any]) -> Callable[[], None]:
         def go() -> None:
             with region(device.type, dtype=dtype):
@@ -103,6 +119,11 @@ def regions(device: torch.device, rounds: int, tell: Callable[[str], None]) -> l
             "the same with its softmax written out, which torch leaves in bfloat16 on a CPU",
             3,
             lambda region: train_step(region, by_hand=True),
+        ),
+        "transformer step, the same casts": (
+            "attention by hand again; for torch the model itself asks for softmax in float32",
+            3,
+            lambda region: train_step_full_softmax(region) if region is torch.autocast else train_step(region, True),
         ),
         "empty region": ("enter and leave", 500, enter),
         "unruled operator": ("200 x gelu of 8x8", 20, lambda region: operator(region, lambda: F.gelu(low))),

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from ..bench import SUITES, environment, suite_named
+from ..bench import SUITES, environment, keep_heap, suite_named
 from ..report import Column, Table
 from ..report.files import write_text
 
@@ -19,6 +19,7 @@ def run_suites(
     names: list[str] | None, rounds: int, device_name: str | None, out: Path, console: Console
 ) -> tuple[list[Table], Path]:
     """Run the suites named (all), and write `results.json`."""
+    heap_kept = keep_heap()
     device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = {name: suite_named(name) for name in names or SUITES}
     tables, suites = [], {}
@@ -39,5 +40,10 @@ def run_suites(
                    Column("smallest", "x", 3), Column("largest", "x", 3))  # fmt: skip
         notes = ("ratio: time of the first contender / time of this one, median over rounds; above 1 is faster",)
         tables.append(Table(f"Suite {name}", columns, cells, notes))
-    content = {"schema": SCHEMA, "environment": environment(device), "rounds": rounds, "suites": suites}
+    content = {
+        "schema": SCHEMA,
+        "environment": {**environment(device), "heap kept": heap_kept},
+        "rounds": rounds,
+        "suites": suites,
+    }
     return tables, write_text(out / "results.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
