@@ -13,14 +13,14 @@ session.zero_grad()
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
-from . import errors
+from . import errors, optim
 from ._version import __version__
 from .autocast import autocast, float_function, half_function, promote_function
 from .eps import safe_eps
 from .errors import PreampError, PreampWarning
 from .policy import Policy, policy
 from .rules import OpRules
-from .scaling import DynamicScale, GradScaler, NoScale, StaticScale
+from .scaling import DynamicScale, GradScaler, HysteresisScale, NoScale, StaticScale, WindowScale
 from .session import Session, StepReport, prepare
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DynamicScale",
     "GradScaler",
+    "HysteresisScale",
     "NoScale",
     "OpRules",
     "Policy",
@@ -37,6 +38,7 @@ __all__ = [
     "Session",
     "StaticScale",
     "StepReport",
+    "WindowScale",
     "__version__",
     "autocast",
     "checkpoint",
@@ -44,6 +46,7 @@ __all__ = [
     "float_function",
     "half_function",
     "lr_finder",
+    "optim",
     "policy",
     "prepare",
     "promote_function",

@@ -6,6 +6,7 @@
         ScaleCollapse                     too many skipped steps in a row: training cannot go on
       SessionError         (RuntimeError) a step, backward or state used out of order, or after close()
       StateError           (ValueError)   a state_dict that does not fit
+      OptimizerError       (ValueError)   hyper-parameters or gradients that an optimizer of preamp.optim cannot step
       CheckpointError      (RuntimeError) a file that is not a checkpoint of preamp, or is damaged
       MissingExtra         (ImportError)  an optional package is not installed
 
@@ -24,6 +25,10 @@ class PreampError(Exception):
 
 class PolicyError(PreampError, ValueError):
     """A policy, level, rule or per-module override that is misspelt, ambiguous or contradictory."""
+
+
+class OptimizerError(PreampError, ValueError):
+    """A hyper-parameter, parameter or gradient that an optimizer of `preamp.optim` cannot step."""
 
 
 class ScaleError(PreampError, ValueError):

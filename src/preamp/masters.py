@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .errors import PreampWarning, StateError
+from .errors import OptimizerError, PreampWarning, StateError
+from .fused import join, split
 
 AUDITS = 4
 """Steps at the start in which parameters are compared with their masters."""
@@ -37,16 +38,39 @@ class _Entry:
     low_grad: Tensor | None = None
 
 
+class _Verdict:
+    """A flag on its way from an accelerator to the host."""
+
+    def __init__(self, name: str, flag: Tensor) -> None:
+        self.name = name
+        self._here = torch.empty((), dtype=torch.bool, pin_memory=flag.device.type == "cuda")
+        self._here.copy_(flag, non_blocking=True) if flag.device.type != "meta" else self._here.zero_()
+        self._event = torch.Event(flag.device) if flag.device.type != "meta" else None
+        if self._event is not None:
+            self._event.record()
+
+    def ready(self) -> bool:
+        """Whether it has arrived; asking does not wait."""
+        return self._event is None or bool(self._event.query())
+
+    def guilty(self) -> bool:
+        """The flag."""
+        return bool(self._here)
+
+
 class Masters:
     """The masters of a session's low parameters, by parameter."""
 
     wanted = True
     """Whether a low parameter that turns up later should get a master too."""
+    split = False
+    """Whether masters lie in the parameters and 16 bits beside them, not in float32."""
 
     def __init__(self) -> None:
         self._entries: dict[Parameter, _Entry] = {}
         self._inside: dict[Parameter, _Entry] = {}
         self._audits_left = AUDITS
+        self._verdicts: list[_Verdict] = []
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -67,9 +91,10 @@ class Masters:
             parameter.grad = None
         self._entries[parameter] = _Entry(name, master, parameter.data, parameter._version)
 
-    def adopt(self, name: str, parameter: Parameter) -> None:
-        """Make a master for a parameter that is already low."""
-        self._entries[parameter] = _Entry(name, parameter.data.float(), parameter.data, parameter._version)
+    def adopt(self, name: str, parameter: Parameter, master: Tensor | None = None) -> None:
+        """Make a master for a parameter that is already low, or take the one that was kept for it."""
+        kept = parameter.data.float() if master is None else master
+        self._entries[parameter] = _Entry(name, kept, parameter.data, parameter._version)
 
     def refresh(self, parameters: Iterable[Parameter] | None = None) -> None:
         """Let the masters follow parameters that were written from outside since the last step."""
@@ -77,12 +102,13 @@ class Masters:
             entry = self._entries.get(parameter)
             if entry is None or parameter in self._inside:
                 continue
-            data = parameter.data
-            if parameter._version == entry.version and data.data_ptr() == entry.low.data_ptr():
+            if parameter._version == entry.version and parameter.data_ptr() == entry.low.data_ptr():
                 continue
+            data = parameter.data
             master = entry.master.to(data.device)
             kept = data == master.to(data.dtype)
-            entry.master = torch.where(kept, master, data.float()) if data.dtype is not torch.float32 else data.clone()
+            written = torch.where(kept, master, data.float()) if data.dtype is not torch.float32 else data.detach()
+            entry.master = master.detach().copy_(written)  # in place: an optimizer's state may hold it too
             entry.low, entry.version = data, parameter._version
 
     def refresh_before_step(self, parameters: Sequence[Parameter]) -> None:
@@ -92,23 +118,50 @@ class Masters:
         parameters, so it is done at the start of training only, unless it finds something: then always.
         """
         self.refresh(parameters)
+        for verdict in [v for v in self._verdicts if v.ready()]:
+            self._verdicts.remove(verdict)
+            self._judge(verdict.name if verdict.guilty() else None)
         if not self._audits_left:
             return
-        written = [p for p in parameters if p in self._entries and not self._agrees(p)]
+        own = [p for p in parameters if p in self._entries]
+        if own and own[0].device.type != "cpu":
+            self._audit_on_device(own)
+            return
+        written = [p for p in own if not self._agrees(p)]
         for parameter in written:
             self._entries[parameter].version = -1
         self.refresh(written)
-        if written and self._audits_left > 0:
+        self._judge(self._entries[written[0]].name if written else None)
+
+    def _judge(self, culprit: str | None) -> None:
+        if culprit is not None and self._audits_left >= 0:
             self._audits_left = -1
             warnings.warn(
-                f"{self._entries[written[0]].name} was written through .data, which leaves no trace, so every step "
-                "has to compare parameters with their masters from now on. Write through the parameter itself: "
+                f"{culprit} was written through .data, which leaves no trace, so every step has to compare parameters "
+                "with their masters from now on. Write through the parameter itself: "
                 "`with torch.no_grad(): p.clamp_(...)`",
                 PreampWarning,
                 stacklevel=2,
             )
         elif self._audits_left > 0:
             self._audits_left -= 1
+
+    def _audit_on_device(self, parameters: Sequence[Parameter]) -> None:
+        """Compare and follow without waiting: whether anything was written is read when it has arrived."""
+        differ = []
+        for parameter in parameters:
+            entry, low = self._entries[parameter], parameter.data
+            kept = (low == entry.master.to(low.dtype)) | low.isnan()
+            entry.master.copy_(torch.where(kept, entry.master, low.float()))
+            differ.append(~kept.all())
+        if self._audits_left < 0:  # known already
+            return
+        if low.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._audits_left -= 1
+            return
+        names = ", ".join(self._entries[p].name for p in parameters[:3])
+        self._verdicts.append(_Verdict(f"one of {names}, ...", torch.stack(differ).any()))
+        self._audits_left -= 1
 
     def _agrees(self, parameter: Parameter) -> bool:
         entry = self._entries[parameter]
@@ -142,6 +195,20 @@ class Masters:
             parameter.grad, entry.low_grad = entry.low_grad, None
             entry.version = parameter._version
 
+    def followed(self, parameters: Sequence[Parameter]) -> list[Tensor]:
+        """Masters, up to date, for a step that writes them and their parameters itself; `published` comes after it."""
+        self.refresh(parameters)
+        return [self._entries[parameter].master for parameter in parameters]
+
+    def published(self, parameters: Iterable[Parameter]) -> None:
+        """Parameters were written with what their masters round to."""
+        for parameter in parameters:
+            self._entries[parameter].version = parameter._version
+
+    def of(self, parameter: Parameter) -> Tensor:
+        """A parameter's master."""
+        return self._entries[parameter].master
+
     def full(self) -> None:
         """Every parameter in float32, without a gradient, for as long as it takes; `low` is the way back."""
         self.refresh()
@@ -169,20 +236,24 @@ class Masters:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take masters by name, and round them into the parameters. `StateError`, changing nothing, if not fitting."""
         self.swap_out()
+        self._check_fit(state)
         by_name = {entry.name: (parameter, entry) for parameter, entry in self._entries.items()}
-        missing, foreign = sorted(by_name.keys() - state.keys()), sorted(state.keys() - by_name.keys())
-        if missing or foreign:
-            raise StateError(f"masters do not fit this model: missing {missing[:5]}, unexpected {foreign[:5]}")
-        for name, (_, entry) in by_name.items():
-            if state[name].shape != entry.master.shape:
-                seen, expected = tuple(state[name].shape), tuple(entry.master.shape)
-                raise StateError(f"the master {name!r} has shape {seen} in the state and {expected} here")
         with torch.no_grad():
             for name, (parameter, entry) in by_name.items():
                 entry.master.copy_(state[name])
                 entry.low = parameter.data
                 entry.low.copy_(entry.master)
                 entry.version = parameter._version
+
+    def _check_fit(self, state: Mapping[str, Tensor]) -> None:
+        by_name = {entry.name: tuple(parameter.shape) for parameter, entry in self._entries.items()}
+        missing, foreign = sorted(by_name.keys() - state.keys()), sorted(state.keys() - by_name.keys())
+        if missing or foreign:
+            raise StateError(f"masters do not fit this model: missing {missing[:5]}, unexpected {foreign[:5]}")
+        for name, shape in by_name.items():
+            if tuple(state[name].shape) != shape:
+                seen = tuple(state[name].shape)
+                raise StateError(f"the master {name!r} has shape {seen} in the state and {shape} here")
 
 
 class NoMasters(Masters):
@@ -200,7 +271,7 @@ class NoMasters(Masters):
         parameter.data = parameter.data.to(dtype)
         self._lowered[parameter] = dtype
 
-    def adopt(self, name: str, parameter: Parameter) -> None:
+    def adopt(self, name: str, parameter: Parameter, master: Tensor | None = None) -> None:
         """A low parameter stays as it is."""
 
     def full(self) -> None:
@@ -218,3 +289,93 @@ class NoMasters(Masters):
         """Every lowered parameter in float32 for good."""
         self.full()
         self._lowered.clear()
+
+
+class SplitMasters(Masters):
+    """Masters of bfloat16 parameters without float32 copies: 16 bits beside each weight, of which it is the upper part.
+
+    Together they are the float32 number, exactly (`fused.split`). A weight written from outside keeps the bits below
+    its precision, as nobody knows what it was before.
+    """
+
+    split = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bits: dict[Parameter, Tensor] = {}
+
+    def lower(self, name: str, parameter: Parameter, dtype: torch.dtype) -> None:
+        """Turn a float32 parameter into a bfloat16 one with bits beside it."""
+        weight, bits = split(parameter.data)
+        parameter.data, parameter.grad = weight, None
+        self._keep(name, parameter, bits)
+
+    def adopt(self, name: str, parameter: Parameter, master: Tensor | None = None) -> None:
+        """Keep bits for a parameter that is bfloat16 already: zeros, or those that were kept for it (int16)."""
+        if parameter.dtype is not torch.bfloat16:
+            raise OptimizerError(
+                f"master='split' keeps the lower half of float32 beside bfloat16 weights, and a parameter is "
+                f"{parameter.dtype}: use master='float32'"
+            )
+        self._keep(name, parameter, torch.zeros_like(parameter, dtype=torch.int16) if master is None else master)
+
+    def _keep(self, name: str, parameter: Parameter, bits: Tensor) -> None:
+        self._entries[parameter] = _Entry(name, bits, parameter.data, parameter._version)
+        self._bits[parameter] = bits
+
+    def of(self, parameter: Parameter) -> Tensor:
+        """The bits beside a parameter, int16."""
+        return self._bits[parameter]
+
+    def refresh(self, parameters: Iterable[Parameter] | None = None) -> None:
+        """Note where parameters lie that were given other data."""
+        for parameter in self._entries if parameters is None else parameters:
+            entry = self._entries.get(parameter)
+            if entry is not None and parameter not in self._inside:
+                entry.low = parameter.data
+
+    def refresh_before_step(self, parameters: Sequence[Parameter]) -> None:
+        """The same: a weight and its bits always agree."""
+        self.refresh(parameters)
+
+    def swap_in(self, parameters: Iterable[Parameter], gradients: Mapping[Parameter, Tensor] | None = None) -> None:
+        """Give parameters float32 data, made for the purpose, and the float32 `gradients`."""
+        chosen = [p for p in parameters if p in self._entries and p not in self._inside]
+        for parameter in chosen:
+            self._entries[parameter].master = join(parameter.data, self._bits[parameter])
+        super().swap_in(chosen, gradients)
+
+    def swap_out(self, parameters: Iterable[Parameter] | None = None) -> None:
+        """Split the float32 data again, and give the bfloat16 parameters back."""
+        leaving = list(self._inside if parameters is None else (p for p in parameters if p in self._inside))
+        wide = {parameter: parameter.data for parameter in leaving}
+        super().swap_out(leaving)
+        for parameter in leaving:
+            entry, (weight, bits) = self._entries[parameter], split(wide[parameter])
+            entry.low.copy_(weight)
+            entry.master = self._bits[parameter].copy_(bits)
+
+    def restore(self) -> None:
+        """Give every parameter float32 data for good."""
+        self.full()
+        for parameter in self._entries:
+            parameter.grad = None
+        self._inside.clear()
+        self._entries.clear()
+        self._bits.clear()
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, master) pairs in float32, made for the purpose."""
+        self.refresh()
+        for parameter, entry in self._entries.items():
+            yield entry.name, join(entry.low, self._bits[parameter])
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take float32 masters by name. `StateError`, changing nothing, if not fitting."""
+        self.full()
+        try:
+            super()._check_fit(state)
+            for parameter, entry in self._entries.items():
+                parameter.data.copy_(state[entry.name])
+        finally:
+            self.low()

@@ -13,9 +13,10 @@ import preamp
 SOURCE = Path(preamp.__file__).parent
 
 PUBLIC = [
-    "DynamicScale", "GradScaler", "NoScale", "OpRules", "Policy", "PreampError", "PreampWarning", "Session",
-    "StaticScale", "StepReport", "__version__", "autocast", "checkpoint", "errors", "float_function", "half_function",
-    "lr_finder", "policy", "prepare", "promote_function", "report", "safe_eps", "zoo",
+    "DynamicScale", "GradScaler", "HysteresisScale", "NoScale", "OpRules", "Policy", "PreampError", "PreampWarning",
+    "Session", "StaticScale", "StepReport", "WindowScale", "__version__", "autocast", "checkpoint", "errors",
+    "float_function", "half_function", "lr_finder", "optim", "policy", "prepare", "promote_function", "report",
+    "safe_eps", "zoo",
 ]  # fmt: skip
 
 

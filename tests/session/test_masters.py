@@ -10,6 +10,7 @@ from torch.func import functional_call
 
 import preamp
 
+from ..optim.pairs import PAIRS
 from .toys import MASTER_LEVELS, batch, loss_of, mlp, same, weights
 
 OPTIMIZERS = {
@@ -52,15 +53,18 @@ def reference(make_optimizer, dtype: torch.dtype, scale: float, steps: int) -> l
 
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *PAIRS])
 def test_masters_step_as_the_reference_bit_for_bit(level: str, name: str) -> None:
+    """Also preamp.optim, handed gradients that are low and scaled, against torch's optimizer on float32 masters."""
     scale = 1024.0 if level == "O2" else 1.0
     dtype = preamp.policy(level).params
-    expected = reference(OPTIMIZERS[name], dtype, scale, steps=12)
+    steps = 12 if name not in PAIRS else 20 if "maximize" in name else 200
+    ours, torchs = PAIRS[name] if name in PAIRS else (OPTIMIZERS[name], OPTIMIZERS[name])
+    expected = reference(torchs, dtype, scale, steps)
     model = mlp(norm=False)
-    optimizer = OPTIMIZERS[name](model.parameters())
+    optimizer = ours(model.parameters())
     with preamp.prepare(model, optimizer, level=level, scale=scale) as session:
-        for step in range(12):
+        for step in range(steps):
             with session.autocast():
                 loss = loss_of(model, step)
             session.backward(loss)

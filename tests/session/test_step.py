@@ -66,7 +66,7 @@ def test_accumulation_equals_one_large_batch(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
-@pytest.mark.parametrize("kind", ["norm", "inf-norm", "value", "torch"])
+@pytest.mark.parametrize("kind", ["norm", "norm, unscaled", "inf-norm", "inf-norm, unscaled", "value", "torch"])
 def test_clipping_is_of_true_gradients(level: str, kind: str) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
@@ -77,14 +77,18 @@ def test_clipping_is_of_true_gradients(level: str, kind: str) -> None:
         with session.autocast():
             loss = loss_of(model, 0)
         session.backward(loss)
-        if kind == "norm":
-            norm = session.clip_grad_norm_(0.01)
+        seen: list[torch.Tensor] = []  # what a hook on the optimizer's step sees: true and clipped, always
+        optimizer.register_step_pre_hook(
+            lambda *_: seen.append(torch.cat([p.grad.detach().clone().flatten() for p in model.parameters()]))
+        )
+        if "norm" in kind and "unscaled" in kind:
+            session.unscale_()
+        if kind.startswith("norm"):
+            norm = session.clip_grad_norm_(0.02)
             assert torch.allclose(norm, true, rtol=2e-2)
-            clipped = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-            assert abs(float(clipped) - 0.01) < 1e-5
-        elif kind == "inf-norm":
+            assert float(session.clip_grad_norm_(0.01)) == pytest.approx(0.02, rel=1e-3)  # a second one sees the first
+        elif kind.startswith("inf-norm"):
             session.clip_grad_norm_(0.001, norm_type=float("inf"))
-            assert abs(max(float(p.grad.abs().max()) for p in model.parameters()) - 0.001) < 1e-5
         elif kind == "value":
             session.clip_grad_value_(0.001)
             assert max(float(p.grad.abs().max()) for p in model.parameters()) <= 0.001 + 1e-9
@@ -96,8 +100,13 @@ def test_clipping_is_of_true_gradients(level: str, kind: str) -> None:
         before = torch.cat([p.detach().float().flatten() for p in model.parameters()])
         report = session.step()
         assert report.grad_norm == pytest.approx(float(true), rel=2e-2) or kind == "torch"
+        assert len(seen) == 1 and seen[0].dtype is torch.float32
+        if kind.startswith("norm") or kind == "torch":
+            assert float(seen[0].norm()) == pytest.approx(0.01, abs=1e-5)
+        else:
+            assert float(seen[0].abs().max()) == pytest.approx(0.001, abs=1e-5)
         after = torch.cat([p.detach().float().flatten() for p in model.parameters()])
-        if kind in ("norm", "torch") and level in ("O0", "O1"):
+        if (kind.startswith("norm") or kind == "torch") and level in ("O0", "O1"):
             assert float((after - before).norm()) == pytest.approx(0.01, rel=1e-3)
 
 

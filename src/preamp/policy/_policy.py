@@ -15,8 +15,13 @@ from ..errors import PolicyError
 from ..formats import LOW_DTYPES, dtype_of, name_of
 from ..rules import OpRules, resolve
 
-Scale = float | Literal["dynamic"]
-"""A loss scale as a policy states it: a number for a static scale (1: none), or "dynamic"."""
+Scale = float | Literal["dynamic", "hysteresis", "window"]
+"""A loss scale as a policy states it: a number for a static scale (1: none), or the name of a schedule."""
+
+SCHEDULES = ("dynamic", "hysteresis", "window")
+"""Names of schedules; "backoff" is another word for "dynamic"."""
+
+_SCALES = "a loss scale is a finite number above 0, or 'dynamic', 'hysteresis' or 'window'"
 
 Precision = Literal["full", "low"] | torch.dtype
 """Precision of a module override: "full" (float32), "low" (the policy's compute dtype), or a dtype."""
@@ -40,7 +45,7 @@ class Policy:
     masters: bool = False
     """Whether the optimizer steps a float32 copy of each low parameter."""
     scale: Scale = 1.0
-    """Loss scale: a number above 0, or "dynamic"."""
+    """Loss scale: a number above 0, or a schedule: "dynamic", "hysteresis", "window" (`docs/loss-scaling.md`)."""
     ops: OpRules | None = field(default_factory=OpRules)
     """Operator rules of the regions; None: no regions, operations run in the dtype of their inputs."""
     modules: tuple[tuple[str, Precision], ...] = ()
@@ -125,10 +130,10 @@ def _validate(policy: Policy) -> None:
 
 
 def _validate_scale(scale: Any) -> None:
-    if scale == "dynamic":
+    if isinstance(scale, str) and scale in SCHEDULES:
         return
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
-        raise PolicyError(f"scale={scale!r}: a loss scale is a finite number above 0, or 'dynamic'")
+        raise PolicyError(f"scale={scale!r}: {_SCALES}")
 
 
 def _spelt(op: str) -> str:
@@ -217,8 +222,8 @@ def _yes_or_no(value: Any) -> bool:
 
 
 def _scale(value: Any) -> Scale:
-    if value == "dynamic":
-        return "dynamic"
+    if isinstance(value, str) and value in (*SCHEDULES, "backoff"):
+        return cast(Scale, "dynamic" if value == "backoff" else value)
     if value in (None, "none"):
         return 1.0
     try:
@@ -226,6 +231,6 @@ def _scale(value: Any) -> Scale:
             raise TypeError
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise PolicyError(f"scale={value!r}: a loss scale is a finite number above 0, or 'dynamic'") from None
+        raise PolicyError(f"scale={value!r}: {_SCALES}") from None
     _validate_scale(number)
     return number

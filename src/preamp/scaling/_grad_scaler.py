@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from ..errors import ScaleCollapse
-from ._schedules import PATIENCE, check_bounds, check_count, check_factors, check_scale
+from ..errors import ScaleCollapse, ScaleError
+from ..gradients import Reading, read
+from ._checks import PATIENCE, check_bounds, check_count, check_factors, check_scale
+from ._dynamic import HysteresisScale, Moving
+from ._window import WindowScale
 
 HISTORY = 1000
 """How many updates `GradScaler.history` keeps."""
@@ -33,6 +38,8 @@ class GradScaler(torch.amp.GradScaler):
       subnormal or 0, where it applies steps with infinite gradients;
     * tells by `skipped` whether the last `step` was skipped, for fused optimizers too (reading it waits);
     * keeps the last updates in `history`;
+    * learns by another schedule if asked: `schedule="hysteresis"`, "window", or a loss scale of yours
+      (`HysteresisScale(...)`), which then holds the start and the factors; its state is in the state_dict;
     * raises `ScaleCollapse` after `patience` skipped updates in a row (None: never), naming the first parameter whose
       gradient is not finite.
 
@@ -52,17 +59,37 @@ class GradScaler(torch.amp.GradScaler):
         min_scale: float | None = None,
         max_scale: float | None = None,
         patience: int | None = PATIENCE,
+        schedule: str | Moving = "backoff",
     ) -> None:
         check_factors(growth_factor, backoff_factor, growth_interval)
         start = check_scale(init_scale, "init_scale")
         self._floor, self._ceiling = check_bounds(start, min_scale, max_scale)
         self._patience = None if patience is None else check_count(patience, "patience", "it counts skipped updates")
         super().__init__(device, start, float(growth_factor), float(backoff_factor), growth_interval, enabled)
+        self._schedule = self._scheduled(schedule, start, min_scale, max_scale)
+        self._reading: Reading | None = None
         self._last_found: tuple[Tensor, ...] = ()
-        self._in_a_row: Tensor | None = None
+        self._in_a_row: Tensor | int = 0
         self._history: deque[tuple[Tensor, Tensor]] = deque(maxlen=HISTORY)
         self._seen: list[Optimizer] = []
         self._updates = 0
+
+    def _scheduled(
+        self, schedule: str | Moving, start: float, min_scale: float | None, max_scale: float | None
+    ) -> Moving | None:
+        """The schedule in torch's place; None for torch's own."""
+        if schedule in ("backoff", "dynamic"):
+            return None
+        bounds: dict[str, Any] = {"min_scale": min_scale, "max_scale": max_scale, "patience": None}
+        if schedule == "hysteresis":
+            factors = (self._growth_factor, self._backoff_factor, self._growth_interval)
+            return HysteresisScale(start, *factors, **bounds)
+        if schedule == "window":
+            return WindowScale(start, **bounds)
+        if not isinstance(schedule, Moving):
+            raise ScaleError(f"schedule={schedule!r}: write 'backoff', 'hysteresis', 'window', or WindowScale(...)")
+        self._init_scale = schedule.state_dict()["scale"]
+        return schedule
 
     @property
     def skipped(self) -> bool:
@@ -75,13 +102,81 @@ class GradScaler(torch.amp.GradScaler):
         return (ScaleEvent(float(scale), bool(found)) for scale, found in tuple(self._history))
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """As torch's: unscale if need be, then `optimizer.step()` unless a gradient is not finite."""
-        result = super().step(optimizer, *args, **kwargs)
+        """As torch's: unscale if need be, then `optimizer.step()` unless a gradient is not finite.
+
+        For the optimizers of `preamp.optim` the check and the unscaling of float32 gradients are one pass on a CPU;
+        elsewhere unscaling happens inside their step.
+        """
+        state = self._per_optimizer_states[id(optimizer)] if self._enabled else {}
+        if self._enabled and getattr(optimizer, "takes_masters", False) and state["stage"] is not OptState.STEPPED:
+            result = self._step_fused(optimizer, state, *args, **kwargs)
+        else:
+            result = super().step(optimizer, *args, **kwargs)
         if self._enabled:
-            found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-            self._last_found = tuple(found.values())
+            self._last_found = tuple(state["found_inf_per_device"].values())
             self._seen.append(optimizer)
         return result
+
+    def _step_fused(self, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> float | None:
+        scale, _ = self._check_scale_growth_tracker("step")
+        if "closure" in kwargs:
+            raise RuntimeError("a closure cannot be used under a GradScaler: its gradients would not be unscaled")
+        ready = state["stage"] is OptState.READY
+        if ready:
+            optimizer.gradients_at_hand = gathered = optimizer.gathered()
+            lists = [gradients for _, gradients in gathered]
+            low = any(gradients[0].dtype is torch.float16 for gradients in lists)
+            found = torch.zeros((), dtype=torch.float32, device=scale.device)
+            if (
+                scale.device.type == "cpu" and not low and not self._needs_reading
+            ):  # one pass that checks and unscales; 16 bits would not hold it
+                ready, inverse = False, scale.double().reciprocal().float()
+                for gradients in lists:
+                    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+            else:
+                found = self._read([g for gradients in lists for g in gradients]).found.to(scale.device)
+            state["found_inf_per_device"] = {scale.device: found} if lists else {}
+        every = list(state["found_inf_per_device"].values())
+        if not every:
+            optimizer.gradients_at_hand = None
+            raise AssertionError("No inf checks were recorded for this optimizer: no parameter has a gradient.")
+        found = every[0] if len(every) == 1 else torch.stack([f.to(scale.device) for f in every]).amax()
+        optimizer.grad_scale, optimizer.found_inf = (scale if ready else None), found
+        try:
+            result: float | None = optimizer.step(*args, **kwargs)
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+            optimizer.gradients_at_hand = None
+        state["stage"] = OptState.STEPPED
+        return result
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Torch's bookkeeping for every parameter takes longer than the work on small ones: ask once for all."""
+        gradients = _gradients(optimizer)
+        dtypes = set(map(_DTYPE, gradients))
+        alike = len(dtypes) == 1 and set(map(_LAYOUT, gradients)) == {torch.strided}
+        if not alike or set(map(_DEVICE, gradients)) != {found_inf.device}:
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        if not allow_fp16 and torch.float16 in dtypes:
+            raise ValueError("Attempting to unscale FP16 gradients.")
+        if self._needs_reading:
+            self._read(gradients)
+        with torch.no_grad():
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
+        return {found_inf.device: found_inf}
+
+    @property
+    def _needs_reading(self) -> bool:
+        return self._schedule is not None and self._schedule.needs_statistics
+
+    def _read(self, gradients: list[Tensor]) -> Reading:
+        """Read scaled gradients, and keep what the schedule has to learn of all optimizers."""
+        reading = read(gradients, statistics=self._needs_reading)
+        if self._needs_reading:
+            self._reading = reading if self._reading is None else self._reading.merged(reading)
+        return reading
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """As torch's, then keeps the scale within its bounds. `new_scale`: a number, or a 0-d float32 tensor."""
@@ -91,8 +186,12 @@ class GradScaler(torch.amp.GradScaler):
             new_scale = check_scale(new_scale, "new_scale")
         used, found = self._scale, self._found_in_any_optimizer()
         used = used.clone() if used is not None else None
-        super().update(new_scale)
-        scale: Tensor = self._scale  # type: ignore[assignment]
+        scale: Tensor
+        if self._schedule is None:
+            super().update(new_scale)
+            scale = self._scale  # type: ignore[assignment]
+        else:
+            scale = self._update_by_schedule(self._schedule, new_scale, found)
         if isinstance(new_scale, Tensor):
             scale.nan_to_num_(nan=self._floor)
         scale.clamp_(self._floor, self._ceiling)
@@ -101,27 +200,41 @@ class GradScaler(torch.amp.GradScaler):
             self._watch_for_collapse(found, used)
         self._seen.clear()
 
+    def _update_by_schedule(self, schedule: Moving, new_scale: Any, found: Tensor | None) -> Tensor:
+        scale, _ = self._check_scale_growth_tracker("update")
+        if new_scale is not None:
+            raise ScaleError(f"update({new_scale!r}) under {schedule!r}, which chooses the scale: make another scaler")
+        if found is None:
+            raise AssertionError("No inf checks were recorded prior to update: call step() or unscale_() first.")
+        schedule.after_step(found.to(scale.device), self._reading)
+        scale.copy_(schedule.current(scale.device))
+        self._reading = None
+        self._per_optimizer_states.clear()
+        return scale
+
     def _found_in_any_optimizer(self) -> Tensor | None:
         found = [
-            flag.to(self._scale.device, non_blocking=True)  # type: ignore[union-attr]
-            for state in self._per_optimizer_states.values()
-            for flag in state["found_inf_per_device"].values()
+            flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
         ]
-        if not found:
-            return None
-        return (torch.stack([flag.reshape(()) for flag in found]).sum() > 0).float()
+        if len(found) < 2:
+            return found[0] if found else None
+        home = self._scale.device  # type: ignore[union-attr]
+        return torch.stack([flag.to(home, non_blocking=True).reshape(()) for flag in found]).amax()
 
     def _watch_for_collapse(self, found: Tensor, used: Tensor) -> None:
         if self._patience is None:
             return
         self._updates += 1
-        run = self._in_a_row if self._in_a_row is not None else torch.zeros_like(found)
-        self._in_a_row = (run + 1) * found
-        # On an accelerator the count is read once in `patience` updates, so that no step waits for it.
-        due = found.device.type == "cpu" or self._updates % self._patience == 0
-        if due and int(self._in_a_row) >= self._patience:
-            skipped = int(self._in_a_row)
-            self._in_a_row = None
+        run: Tensor | int
+        if found.device.type == "cpu":
+            run = self._in_a_row = int(self._in_a_row) + 1 if found.item() else 0
+            due = True
+        else:
+            run = self._in_a_row = (self._in_a_row + 1) * found
+            due = self._updates % self._patience == 0  # read once in so many updates, so that no step waits for it
+        if due and int(run) >= self._patience:
+            skipped = int(run)
+            self._in_a_row = 0
             parameter = _first_nonfinite(self._seen)
             raise ScaleCollapse(
                 f"{skipped} updates in a row were skipped because gradients were not finite, and the loss scale fell "
@@ -131,11 +244,23 @@ class GradScaler(torch.amp.GradScaler):
                 name="loss", scale=float(used), skipped=skipped, parameter=parameter,
             )  # fmt: skip
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; with another schedule also that one's state, under "schedule"."""
+        state = super().state_dict()
+        return {**state, "schedule": self._schedule.state_dict()} if self._enabled and self._schedule else state
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; a scale outside the bounds is a `ScaleError` and changes nothing."""
+        """As torch's; a scale outside the bounds is a `ScaleError` and changes nothing.
+
+        A state without "schedule", of torch's scaler or of another schedule, sets where this one goes on from.
+        """
         if self._enabled and "scale" in state_dict:
             scale = check_scale(state_dict["scale"], "scale in the state_dict")
             check_bounds(scale, self._floor, self._ceiling, "scale in the state_dict")
+            if self._schedule is not None:
+                given = state_dict.get("schedule", {})
+                fits = given.get("kind") == self._schedule.kind
+                self._schedule.load_state_dict(given if fits else {**self._schedule.state_dict(), "scale": scale})
         super().load_state_dict(state_dict)
 
     def set_growth_factor(self, new_factor: float) -> None:
@@ -155,8 +280,15 @@ class GradScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        state.update(_last_found=(), _in_a_row=None, _history=deque(maxlen=HISTORY), _seen=[])
+        state.update(_last_found=(), _reading=None, _in_a_row=0, _history=deque(maxlen=HISTORY), _seen=[])
         return state
+
+
+_DTYPE, _LAYOUT, _DEVICE = attrgetter("dtype"), attrgetter("layout"), attrgetter("device")
+
+
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    return [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
 
 
 def _first_nonfinite(optimizers: list[Optimizer]) -> str | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import SessionError, StateError
+from ..modules import unwrapped
 
 STATE_VERSION = 1
 
@@ -57,3 +58,23 @@ def check_state(state: Mapping[str, Any], policy: str) -> None:
             f"the state was made under the policy {state['policy']!r}, and this session has {policy!r}; "
             "prepare with that policy (prepare(..., policy=...)), or load only model and optimizer"
         )
+
+
+def first_nonfinite(models: Mapping[str, nn.Module]) -> str | None:
+    """The path of the first parameter whose gradient is not finite; waits for the device."""
+    for path, parameter in _named(models):
+        if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
+            return path
+    return None
+
+
+def names_of(parameters: Sequence[nn.Parameter], models: Mapping[str, nn.Module]) -> list[str]:
+    """Paths of parameters in the models, "(not in the model)" for those of an optimizer alone."""
+    paths = {parameter: path for path, parameter in _named(models)}
+    return [paths.get(parameter, "(not in the model)") for parameter in parameters]
+
+
+def _named(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    for prefix, model in models.items():
+        for path, parameter in unwrapped(model).named_parameters():
+            yield f"{prefix}:{path}" if prefix else path, parameter

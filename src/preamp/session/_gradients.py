@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ..gradients import check_and_unscale_, global_norm
+from ..gradients import Reading, global_norm, multiply_, read
 from ..masters import Masters
 
 
@@ -23,45 +23,103 @@ class _True:
     version: int
 
 
-class GradientBook:
-    """Knows of every optimizer's gradients whether they are still scaled.
+@dataclass(slots=True)
+class _Look:
+    """What was read of an optimizer's gradients before its step, and what is to be done to them."""
 
-    One loss: gradients accumulate scaled, and `make_true` unscales them before the step. Several losses with scales of
-    their own: `backward_apart` unscales each loss's gradients at once and adds them up, in float32 for low parameters.
+    reading: Reading
+    parameters: list[Parameter]
+    inverse: Tensor | None
+    """0-d float32 that makes them true; None: they are."""
+    clip: Tensor | None = None
+    """0-d float32, by which they are to shrink besides."""
+    true: bool = False
+    """Whether `inverse` and `clip` have been applied, so that anybody may read and change them."""
+    norm: Tensor | None = None
+    """L2 norm of the true gradients before clipping, once asked for."""
+
+    @property
+    def factor(self) -> Tensor | None:
+        """What the gradients are still to be multiplied by."""
+        if self.true or self.inverse is None or self.clip is None:
+            return None if self.true else (self.clip if self.inverse is None else self.inverse)
+        return self.inverse * self.clip
+
+
+class GradientBook:
+    """Knows of every optimizer's gradients what has been read of them and whether they are still scaled.
+
+    One loss: gradients accumulate and rest scaled; unscaling and clipping are a factor, applied by the step.
+    `make_true` applies it earlier. Several losses with scales of their own: `backward_apart` unscales each loss's
+    gradients at once and adds them up, in float32 for low parameters.
     """
 
     def __init__(self, masters: Masters) -> None:
         self._masters = masters
         self._kept: dict[Parameter, _True] = {}
-        self._found: dict[Optimizer, Tensor] = {}
-        self._norms: dict[Optimizer, Tensor] = {}
+        self._looks: dict[Optimizer, _Look] = {}
+
+    def has_read(self, optimizer: Optimizer) -> bool:
+        """Whether `look` has run since the optimizer's last step."""
+        return optimizer in self._looks
+
+    def any_read(self) -> bool:
+        """Whether some optimizer waits for its step with gradients that were read."""
+        return bool(self._looks)
+
+    def parameters(self, optimizer: Optimizer) -> list[Parameter]:
+        """The parameters whose gradients were read, in the order of the reading."""
+        return self._looks[optimizer].parameters
 
     def is_true(self, optimizer: Optimizer) -> bool:
-        """Whether `make_true` has run since the optimizer's last step."""
-        return optimizer in self._found
+        """Whether an optimizer's gradients were made true."""
+        return optimizer in self._looks and self._looks[optimizer].true
 
-    def any_true(self) -> bool:
-        """Whether some optimizer waits for its step with true gradients."""
-        return bool(self._found)
+    def look(self, optimizer: Optimizer, inverse: Tensor | None, statistics: bool) -> Reading:
+        """Read an optimizer's gradients, once; `inverse` makes them true (None: they are)."""
+        if optimizer not in self._looks:
+            for index, parameter in enumerate(low_strangers(optimizer, self._masters)):
+                self._masters.adopt(f"(added later):{index}:{len(self._masters)}", parameter)
+            parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
+            gradients = []
+            for parameter in parameters:
+                grad = parameter.grad
+                assert grad is not None
+                if grad.layout is torch.sparse_coo:
+                    grad = parameter.grad = grad.coalesce()
+                gradients.append(self._float_gradient(parameter) if parameter in self._kept else grad)
+            reading = read(gradients, statistics=statistics)
+            self._looks[optimizer] = _Look(reading, parameters, inverse)
+        return self._looks[optimizer].reading
 
-    def make_true(self, optimizer: Optimizer, inverse: Tensor | None) -> None:
-        """Unscale an optimizer's gradients by `inverse` (None: they are true), once; low parameters get masters in."""
-        if optimizer in self._found:
+    def make_true(self, optimizer: Optimizer) -> None:
+        """Unscale and clip an optimizer's gradients, once; low parameters get float32 ones, and their masters in."""
+        look = self._looks[optimizer]
+        if look.true:
             return
-        for index, parameter in enumerate(low_strangers(optimizer, self._masters)):
-            self._masters.adopt(f"(added later):{index}:{len(self._masters)}", parameter)
-        parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
-        for parameter in parameters:
-            if parameter.grad is not None and parameter.grad.layout is torch.sparse_coo:
-                parameter.grad = parameter.grad.coalesce()
-        self._masters.refresh_before_step(parameters)
-        low = [p for p in parameters if p in self._masters]
-        wide = {p: self._float_gradient(p) for p in low}
-        for parameter in low:
+        self._masters.refresh_before_step(look.parameters)
+        wide = {p: self._float_gradient(p) for p in look.parameters if p in self._masters}
+        for parameter in wide:
             self._kept.pop(parameter, None)
-        gradients = [wide.get(p, p.grad) for p in parameters]
-        self._found[optimizer] = check_and_unscale_([g for g in gradients if g is not None], inverse)
-        self._masters.swap_in(low, wide)
+        factor = look.factor
+        if factor is not None:
+            multiply_([wide.get(p, p.grad) for p in look.parameters if p.grad is not None], factor)
+        self._masters.swap_in(wide, wide)
+        look.norm, look.true = self.norm(optimizer) if look.clip is not None else None, True
+
+    def clip(self, optimizer: Optimizer, coefficient: Tensor) -> None:
+        """Shrink an optimizer's gradients: at once if they are true, else as a part of their factor."""
+        look = self._looks[optimizer]
+        if look.true:
+            multiply_(gradients_of(optimizer), coefficient)
+        else:
+            look.clip = coefficient if look.clip is None else look.clip * coefficient
+
+    def hand_over(self, optimizer: Optimizer) -> Tensor | None:
+        """What an optimizer that steps 16-bit gradients and masters itself has to multiply its gradients by."""
+        look = self._looks[optimizer]
+        self._masters.refresh_before_step(look.parameters)
+        return look.factor
 
     def _float_gradient(self, parameter: Parameter) -> Tensor:
         grad = parameter.grad
@@ -74,11 +132,11 @@ class GradientBook:
         return torch.where(grad == kept.value.to(grad.dtype), kept.value, grad.float())  # somebody wrote into it
 
     def backward_apart(
-        self, run: Callable[[], None], inverse: Tensor | None, optimizers: Iterable[Optimizer]
-    ) -> dict[Optimizer, Tensor]:
+        self, run: Callable[[], None], inverse: Tensor | None, optimizers: Iterable[Optimizer], statistics: bool
+    ) -> dict[Optimizer, Reading]:
         """Run a backward pass, unscale what it adds by `inverse`, and add that to the true gradients so far.
 
-        Returns a finite flag for each optimizer that got gradients from it. Whatever happens in `run`, the gradients
+        Returns what was read for each optimizer that got gradients from it. Whatever happens in `run`, the gradients
         that were there before stay.
         """
         optimizers = list(optimizers)
@@ -101,17 +159,19 @@ class GradientBook:
             if grad is not None:
                 grad = grad.coalesce() if grad.layout is torch.sparse_coo else grad
                 added[parameter] = grad.float() if parameter in self._masters else grad
-        found = {}
+        readings = {}
         scaled = dict(added)
         for optimizer in optimizers:
             own = [scaled.pop(p) for p in parameters_of(optimizer) if p in scaled]
             if own:
-                found[optimizer] = check_and_unscale_(own, inverse)
+                readings[optimizer] = read(own, statistics=statistics)
+                if inverse is not None:
+                    multiply_(own, inverse)
         for parameter, grad in before.items():
             parameter.grad = grad
             if parameter in added:
                 self._add(parameter, added[parameter])
-        return found
+        return readings
 
     def _add(self, parameter: Parameter, gradient: Tensor) -> None:
         if parameter not in self._masters:
@@ -122,21 +182,28 @@ class GradientBook:
         parameter.grad = shown
         self._kept[parameter] = _True(total, shown, shown._version)
 
-    def found(self, optimizer: Optimizer) -> Tensor:
-        """0-d float32: 1 if a gradient of the optimizer was not finite when it was made true."""
-        return self._found[optimizer]
-
     def norm(self, optimizer: Optimizer) -> Tensor:
         """L2 norm of an optimizer's true gradients, before clipping."""
-        if optimizer not in self._norms:
-            self._norms[optimizer] = global_norm(gradients_of(optimizer))
-        return self._norms[optimizer]
+        look = self._looks[optimizer]
+        if look.norm is None:
+            if look.true:  # somebody may have changed them since they were read
+                look.norm = global_norm(gradients_of(optimizer))
+            else:
+                look.norm = look.reading.norm if look.inverse is None else look.reading.norm * look.inverse
+        return look.norm
+
+    def norm_now(self, optimizer: Optimizer, order: float) -> Tensor:
+        """The norm that an optimizer's true gradients have now, after the clipping so far; of any order."""
+        look = self._looks[optimizer]
+        if look.true or order != 2.0:
+            norm = global_norm(gradients_of(optimizer), order)
+            return norm if look.factor is None else norm * look.factor
+        return look.reading.norm if look.factor is None else look.reading.norm * look.factor
 
     def forget(self, optimizer: Optimizer) -> None:
         """The optimizer has stepped, or its gradients were thrown away."""
         self._masters.swap_out(parameters_of(optimizer))
-        self._found.pop(optimizer, None)
-        self._norms.pop(optimizer, None)
+        self._looks.pop(optimizer, None)
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Parameter]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ScaleCollapse, SessionError, StateError
+from ..gradients import Reading
 from ..scaling import LossScale
 
 
@@ -46,15 +47,32 @@ class Losses:
         """Whether losses have scales of their own, so that their gradients can be added only once they are true."""
         return len(self._scales) > 1 and any(scale.kind != "none" for scale in self._scales.values())
 
-    def after_step(self, name: str, found: Tensor, known: bool | None, offender: Callable[[], str | None]) -> None:
+    @property
+    def need_statistics(self) -> bool:
+        """Whether a scale learns from more than the finite flag."""
+        return any(scale.needs_statistics for scale in self._scales.values())
+
+    def after_step(self, name: str, reading: Reading, known: bool | None, offender: Callable[[], str | None]) -> None:
         """Let a scale learn from a step, and raise `ScaleCollapse` when it has skipped too long."""
+        scale, found = self._scales[name], reading.found
+        if scale.kind == "none":
+            return
+        used = scale.current(found.device) if scale.patience is not None else found
+        scale.after_step(found, reading if scale.needs_statistics else None)
+        self._give_up(name, self._runs[name].add(found, known, scale.patience), used, offender)
+
+    def replayed(self, steps: int, offender: Callable[[], str | None]) -> None:
+        """A CUDA graph takes steps that the host does not see: now and then, ask how many were skipped in a row."""
+        for name, scale in self._scales.items():
+            run = self._runs[name].replayed(steps, scale.patience)
+            if run is not None:
+                self._give_up(name, run, torch.tensor(float("nan")), offender)
+
+    def _give_up(self, name: str, run: int | None, used: Tensor, offender: Callable[[], str | None]) -> None:
         scale = self._scales[name]
-        used = scale.current(found.device)
-        scale.after_step(found)
-        run = self._runs[name].add(found, known, scale.patience)
         if scale.patience is None or run is None or run < scale.patience:
             return
-        self._runs[name] = _Run()
+        self._runs[name].reset()
         parameter = offender()
         layer = (parameter or "").rpartition(".")[0]
         raise ScaleCollapse(
@@ -113,11 +131,25 @@ class _Run:
             return self._host
         if self._device is None:
             self._device = torch.full_like(found, float(self._host))
-        self._device = (self._device + 1) * found
-        self._unread += 1
-        if patience is None or (found.device.type != "cpu" and self._unread % patience):
+        self._device.add_(1).mul_(found)  # in place, so that a captured step counts too
+        return self.replayed(1, patience)
+
+    def reset(self) -> None:
+        """Start counting anew."""
+        self._host = 0
+        if self._device is not None:
+            self._device.zero_()
+
+    def replayed(self, steps: int, patience: int | None) -> int | None:
+        """The run's length after steps that only the device saw, once in `patience` of them; else None."""
+        found = self._device
+        if found is None or (found.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return None
-        return int(self._device)
+        self._unread += steps
+        if patience is None or (found.device.type != "cpu" and self._unread < patience):
+            return None
+        self._unread = 0
+        return int(found)
 
 
 def named_values(value: Any, what: str) -> dict[str, Any]:

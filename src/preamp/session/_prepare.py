@@ -7,13 +7,14 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from ..eps import safe_eps
 from ..errors import PolicyError, PreampWarning, SessionError
-from ..formats import LOW_DTYPES
-from ..masters import Masters, NoMasters
+from ..formats import LOW_DTYPES, name_of
+from ..masters import Masters, NoMasters, SplitMasters
 from ..modules import Conversion, unwrapped
 from ..policy import Policy, auto_level
 from ..policy import policy as make_policy
@@ -21,6 +22,7 @@ from ..scaling import LossScale, loss_scale
 from ._gradients import state_like_parameters
 from ._losses import Losses, named_values
 from ._session import Session
+from ._step import SKIPS
 
 _log = logging.getLogger("preamp")
 
@@ -36,6 +38,7 @@ def prepare(
     policy: Policy | str | Mapping[str, Any] | None = None,
     losses: Sequence[str] = ("loss",),
     scale: float | str | LossScale | Mapping[str, float | str | LossScale] | None = None,
+    skip: str = "auto",
     **overrides: Any,
 ) -> Session:
     """Bring a model and its optimizer under a level or policy, in place, and return the session that trains them.
@@ -44,7 +47,10 @@ def prepare(
     LBFGS, made from the model's parameters; one, several, or None for inference. `level`: "O0".."O5", an alias, or
     "auto" (the default; it suits the device, and the log and `repr(session)` say which); or `policy`: a policy or its
     string. `losses`: names of the losses, each with a scale of its own. `scale`: in place of the policy's, for all
-    losses or by name. `overrides`: single fields of the policy (`norms="fp16"`, `modules={"head": "full"}`).
+    losses or by name. `skip`: who decides whether an optimizer steps that takes no flag: "host" reads the flag, one
+    wait a step; "device" steps it and puts parameters and states back where gradients were not finite, which costs a
+    copy of them; "auto" is "device" for capturable optimizers on an accelerator, else "host". `overrides`: single
+    fields of the policy (`norms="fp16"`, `modules={"head": "full"}`).
 
     Raises `PolicyError` for a policy that cannot be meant or does not fit the model, `SessionError` for objects that
     cannot be prepared; then nothing has been changed. Warns once when an epsilon would vanish (see `safe_eps`).
@@ -54,16 +60,18 @@ def prepare(
     models = named_values(model, "model")
     optimizers = {} if optimizer is None else named_values(optimizer, "optimizer")
     _check_kinds(models, optimizers)
+    if skip not in SKIPS:
+        raise SessionError(f"skip={skip!r}: write one of {', '.join(map(repr, SKIPS))}")
     device_type = _device_type(models)
     chosen = _choose_policy(level, policy, device_type, overrides)
     scales = _scales(chosen, losses, scale)
     _check_wrapping(models, chosen)
-    masters = Masters() if chosen.masters else NoMasters()
+    masters = _masters_for(chosen, optimizers)
     conversions: list[Conversion] = []
     try:
         for name, each in models.items():
             conversions.append(Conversion(each, chosen, masters, f"{name}:" if name else ""))
-        session = Session(models, optimizers, chosen, Losses(scales), masters, conversions, device_type)
+        session = Session(models, optimizers, chosen, Losses(scales), masters, conversions, device_type, skip)
     except BaseException:
         for conversion in conversions:
             conversion.undo()
@@ -74,6 +82,20 @@ def prepare(
             state_like_parameters(each_optimizer)
         _warn_of_eps(each_optimizer, chosen)
     return session
+
+
+def _masters_for(policy: Policy, optimizers: Mapping[str, Optimizer]) -> Masters:
+    if not policy.masters:
+        return NoMasters()
+    wanted = {getattr(optimizer, "master", "float32") or "float32" for optimizer in optimizers.values()}
+    if wanted == {"split"} and policy.params is torch.bfloat16:
+        return SplitMasters()
+    if "split" in wanted:
+        raise PolicyError(
+            f"an optimizer has master='split', which needs every optimizer of the session to have it, and bfloat16 "
+            f"parameters (these are {name_of(policy.params)}): use level='O5', or master='float32'"
+        )
+    return Masters()
 
 
 def _choose_policy(level: str | None, given: Any, device_type: str, overrides: dict[str, Any]) -> Policy:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from torch import Tensor
 
 
@@ -11,14 +13,25 @@ class StepReport:
     A report is a value of its own: later steps do not change it.
     """
 
-    __slots__ = ("_found", "_norm", "_scale", "index")
+    __slots__ = ("_found", "_names", "_nonfinite", "_norm", "_parts", "_scale", "index")
 
-    def __init__(self, index: int, found: Tensor, scale: Tensor, norm: Tensor) -> None:
+    def __init__(
+        self,
+        index: int,
+        found: Tensor,
+        scale: Tensor,
+        norm: Tensor,
+        nonfinite: Tensor,
+        names: Callable[[], Sequence[str]],
+    ) -> None:
         self.index = index
         """Which attempt at a step this was, counted from 0."""
         self._found: Tensor | bool = found
         self._scale: Tensor | float = scale
         self._norm: Tensor | float = norm
+        self._nonfinite: Tensor | tuple[str, ...] = nonfinite
+        self._names = names
+        self._parts = (found, scale, norm, nonfinite)
 
     @property
     def skipped(self) -> bool:
@@ -37,6 +50,21 @@ class StepReport:
         """L2 norm of the true gradients before clipping, over all the optimizers stepped; not finite if skipped."""
         self._norm = float(self._norm)
         return self._norm
+
+    @property
+    def nonfinite(self) -> tuple[str, ...]:
+        """Paths of the parameters whose gradient was not finite; empty if the step was taken."""
+        if isinstance(self._nonfinite, Tensor):
+            flags = self._nonfinite.tolist()
+            self._nonfinite = tuple(n for n, bad in zip(self._names(), flags, strict=True) if bad) if any(flags) else ()
+        return self._nonfinite
+
+    def after_replay(self, index: int) -> StepReport:
+        """A report of the same step, run again by a CUDA graph that wrote new values into its tensors."""
+        found, scale, norm, nonfinite = (part.clone() for part in self._parts)
+        report = StepReport(index, found, scale, norm, nonfinite, self._names)
+        report._parts = self._parts
+        return report
 
     def __repr__(self) -> str:
         return (

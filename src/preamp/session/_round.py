@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
-from ..gradients import multiply_
+from ..gradients import Reading, multiply_
 from ._gradients import GradientBook, gradients_of
 from ._losses import Losses
 
@@ -24,8 +22,8 @@ class Round:
         self._losses, self._book, self._optimizers = losses, book, list(optimizers)
         self._ran: set[str] = set()
         self._stepped: set[Optimizer] = set()
-        self._due: dict[str, tuple[Tensor, bool | None]] = {}
-        self._records: dict[Optimizer, dict[str, Tensor]] = {}
+        self._due: dict[str, tuple[Reading, bool | None]] = {}
+        self._records: dict[Optimizer, dict[str, Reading]] = {}
 
     @property
     def names(self) -> list[str]:
@@ -41,11 +39,11 @@ class Round:
         """A backward pass of a loss has run."""
         self._ran.add(name)
 
-    def record(self, name: str, found: dict[Optimizer, Tensor]) -> None:
+    def record(self, name: str, readings: dict[Optimizer, Reading]) -> None:
         """What a loss with a scale of its own gave each optimizer."""
-        for optimizer, flag in found.items():
+        for optimizer, reading in readings.items():
             record = self._records.setdefault(optimizer, {})
-            record[name] = torch.maximum(record[name], flag) if name in record else flag
+            record[name] = record[name].merged(reading) if name in record else reading
 
     def void(self, optimizer: Optimizer) -> None:
         """The optimizer's gradients were thrown away: what was found in them teaches nothing."""
@@ -57,44 +55,42 @@ class Round:
             if not gradients_of(optimizer):
                 self.void(optimizer)
 
-    def stepped(self, chosen: Sequence[Optimizer], found: Tensor, known: bool | None) -> None:
-        """Optimizers have stepped, or skipped: `found` on the device, `known` on the host if it is."""
+    def stepped(self, chosen: Sequence[Optimizer], reading: Reading, known: bool | None) -> None:
+        """Optimizers have stepped, or skipped: `reading` of their gradients, and `known` if the host knows which."""
         self._stepped.update(chosen)
         if not self._losses.apart:
             for name in self._ran:
-                self._owe(name, found, known)
+                self._owe(name, reading, known)
         for optimizer in chosen:
-            for name, flag in self._records.pop(optimizer, {}).items():
-                self._owe(name, flag, bool(flag) if flag.device.type == "cpu" else None)
+            for name, own in self._records.pop(optimizer, {}).items():
+                self._owe(name, own, bool(own.found) if own.found.device.type == "cpu" else None)
         if len(chosen) == len(self._optimizers):
             self._ran.clear()
 
-    def _owe(self, name: str, found: Tensor, known: bool | None) -> None:
+    def _owe(self, name: str, reading: Reading, known: bool | None) -> None:
         if name in self._due:
             earlier, sure = self._due[name]
-            found = torch.maximum(earlier, found.to(earlier.device))
+            reading = earlier.merged(reading)
             known = None if known is None or sure is None else known or sure
-        self._due[name] = (found, known)
+        self._due[name] = (reading, known)
 
     def settle(self, name: str | None, offender: Callable[[], str | None]) -> None:
         """Let the scale of a loss (None: every scale) learn. May raise `ScaleCollapse`, naming `offender()`."""
         for each in [due for due in self._due if name in (None, due)]:
-            found, known = self._due.pop(each)
+            reading, known = self._due.pop(each)
             self._ran.discard(each)
-            before = self._losses[each].current(found.device)
+            outstanding = [] if self._losses.apart else [o for o in self._optimizers if o not in self._stepped]
+            outstanding = [o for o in outstanding if not self._book.has_read(o)]
+            device = reading.found.device
+            before = self._losses[each].current(device) if outstanding else None
             try:
-                self._losses.after_step(each, found, known, offender)
+                self._losses.after_step(each, reading, known, offender)
             finally:
-                self._rescale_outstanding(self._losses[each].current(found.device) / before)
+                if before is not None:  # they go on accumulating: bring their gradients to the new scale
+                    ratio = self._losses[each].current(device) / before
+                    for optimizer in outstanding:
+                        multiply_(gradients_of(optimizer), ratio)
         self._stepped.clear()
-
-    def _rescale_outstanding(self, ratio: Tensor) -> None:
-        """Optimizers that did not step in this round go on accumulating: bring their gradients to the new scale."""
-        if self._losses.apart:
-            return
-        for optimizer in self._optimizers:
-            if optimizer not in self._stepped and not self._book.is_true(optimizer):
-                multiply_(gradients_of(optimizer), ratio)
 
     def clear(self) -> None:
         """Forget everything; nothing is learnt."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -10,69 +11,36 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..autocast import REGISTRY, autocast
+from ..autocast import autocast
 from ..errors import SessionError
-from ..gradients import clip_values_, global_norm, multiply_
-from ..masters import Masters
-from ..modules import Conversion, unwrapped
-from ..policy import Policy
-from ._checks import STATE_VERSION, check_loss, check_no_sync, check_state, selected
-from ._gradients import GradientBook, gradients_of, parameters_of, state_like_parameters
-from ._losses import Losses
+from ..gradients import Reading, clip_values_
+from ._base import SessionBase
+from ._capture import CapturedStep
+from ._casts import KeepingRegion
+from ._checks import check_loss, check_no_sync, names_of, selected
+from ._gradients import gradients_of
 from ._precision import in_float32
 from ._report import StepReport
-from ._round import Round
+from ._step import step_unless
 
 
-class Session:
+class Session(SessionBase):
     """Made by `preamp.prepare`. Owns what mixed precision adds to a training loop: regions, scales, masters, skips.
 
     A context manager: leaving it, or `close()`, gives model, optimizer and torch back as they were, with the values
     that training gave them.
     """
 
-    def __init__(
-        self,
-        models: Mapping[str, nn.Module],
-        optimizers: Mapping[str, Optimizer],
-        policy: Policy,
-        losses: Losses,
-        masters: Masters,
-        conversions: Sequence[Conversion],
-        device_type: str,
-    ) -> None:
-        self.policy = policy
-        """The policy in force."""
-        self.device_type = device_type
-        self._models, self._optimizers = dict(models), dict(optimizers)
-        self._losses, self._masters, self._conversions = losses, masters, list(conversions)
-        self._book = GradientBook(masters)
-        self._round = Round(losses, self._book, list(self._optimizers.values()))
-        self._attempts = 0
-        self._skips: Tensor | int = 0
-        self._closed = False
-        self.last_step: StepReport | None = None
-        """The report of the last `step`."""
-        if policy.has_regions:
-            assert policy.ops is not None
-            REGISTRY.hold(policy.ops, device_type)
-        self._handles = [
-            handle
-            for optimizer in self._optimizers.values()
-            for handle in (
-                optimizer.register_load_state_dict_pre_hook(self._before_optimizer_load),
-                optimizer.register_load_state_dict_post_hook(self._after_optimizer_load),
-            )
-        ]
-
     # -- forward
 
     def autocast(self, enabled: bool = True) -> autocast:
         """A new region for the forward pass and the loss, as the policy has it; also a decorator."""
         self._check_open()
-        if self._book.any_true() and not self._round.running:
+        if self._book.any_read() and not self._round.running:
             self._forget_all()
         active = enabled and self.policy.has_regions
+        if active and self.policy.params is torch.float32:
+            return KeepingRegion(self.device_type, self.policy.compute, self._casts)
         return autocast(self.device_type, self.policy.compute if active else None, active)
 
     @contextmanager
@@ -82,7 +50,7 @@ class Session:
         Between steps only: gradients of low parameters are put aside while it lasts. Not in compiled code.
         """
         self._check_open()
-        if self._book.any_true():
+        if self._book.any_read():
             raise SessionError("full_precision() between unscale_() or clipping and step(): call step() first")
         with in_float32(self._models.values(), self._masters, self._conversions, self.device_type):
             yield
@@ -107,7 +75,7 @@ class Session:
         follow before the step; under DistributedDataParallel the forward pass must have run inside
         `session.no_sync()`, which is checked. `kwargs` go to `Tensor.backward` (`retain_graph`, `inputs`).
         """
-        name = self._begin_backward(loss, name)
+        name = self._begin_backward(loss, name, more_follow=not sync)
         if not sync:
             check_no_sync(self._models.values())
         scale = self._losses[name]
@@ -116,10 +84,11 @@ class Session:
             scaled.backward(**kwargs)
         else:
             self._round.void_zeroed()
-            found = self._book.backward_apart(
-                lambda: scaled.backward(**kwargs), scale.inverse(loss.device), self._optimizers.values()
-            )
-            self._round.record(name, found)
+            readings = self._book.backward_apart(
+                lambda: scaled.backward(**kwargs), scale.inverse(loss.device), self._optimizers.values(),
+                scale.needs_statistics,
+            )  # fmt: skip
+            self._round.record(name, readings)
         self._round.ran(name)
 
     def grad(
@@ -156,22 +125,26 @@ class Session:
         """
         self._check_open()
         for each in selected(self._optimizers, optimizer):
-            self._make_true(each)
+            self._look(each)
+            self._book.make_true(each)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, optimizer: Optimizer | None = None) -> Tensor:
         """Shrink the true gradients so that their common norm is at most `max_norm`.
 
         Over the parameters of all optimizers, or of one. Returns the norm before, 0-d float32, not finite when the
-        step will be skipped. Nothing waits for the device.
+        step will be skipped. Nothing waits for the device. Gradients that `unscale_` has not made true stay as they
+        are until `step`, which shrinks them as it unscales them.
         """
         self._check_open()
         chosen = selected(self._optimizers, optimizer)
-        self.unscale_(optimizer)
-        gradients = [g for each in chosen for g in gradients_of(each)]
         for each in chosen:
+            self._look(each)
             self._book.norm(each)  # what the report tells is the norm before clipping
-        norm = self._norm(chosen) if norm_type == 2.0 else global_norm(gradients, norm_type)
-        multiply_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        norms = [self._book.norm_now(each, norm_type).to(self._device()) for each in chosen]
+        norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for each in chosen:
+            self._book.clip(each, coefficient)
         return norm
 
     def clip_grad_value_(self, clip_value: float, *, optimizer: Optimizer | None = None) -> None:
@@ -199,27 +172,57 @@ class Session:
             )
         device = self._device()
         scales = [self._losses[name].current(device) for name in self._round.names]
-        for each in chosen:
-            self._make_true(each)
-        found = [self._book.found(each).to(device) for each in chosen]
+        readings = [self._look(each) for each in chosen]
         norm = self._norm(chosen)
+        parameters = [parameter for each in chosen for parameter in self._book.parameters(each)]
         known: list[bool | None] = []
         try:
-            for each, flag in zip(chosen, found, strict=True):
-                known.append(self._step_one(each, flag))
+            for each, reading in zip(chosen, readings, strict=True):
+                known.append(self._step_one(each, reading.found.to(device)))
         finally:
+            self._casts.stepped()
             for each in chosen:
                 self._book.forget(each)
-        any_found = torch.stack(found).amax()
-        report = StepReport(self._attempts, any_found, scales[0], norm)
+        read = functools.reduce(Reading.merged, readings)
+        names = functools.partial(names_of, parameters, self._models)
+        report = StepReport(self._attempts, read.found, scales[0], norm, read.nonfinite, names)
         self._attempts += 1
         skipped = any(k for k in known if k) if None not in known else None
-        self._skips = self._skips + (any_found if skipped is None else int(skipped))
+        if skipped is not None:
+            self._skips += skipped
+        elif self._device_skips is None:
+            self._device_skips = read.found.clone()
+        else:
+            self._device_skips.add_(read.found)  # in place, for a captured step to count too
         self.last_step = report
-        self._round.stepped(chosen, any_found, skipped)
+        self._round.stepped(chosen, read, skipped)
         if optimizer is None or len(self._optimizers) == 1:
             self._settle(None)
         return report
+
+    def capture(self, function: Callable[..., Any], *, warmup: int = 3) -> CapturedStep:
+        """`function`, a whole training step on tensors, as a CUDA graph: it pays where kernels are short.
+
+        The first `warmup` calls run as written, the next is captured, later ones replay it. Arguments keep their
+        shapes; learning rates become tensors, which schedulers write into; results are copies. Any optimizer that
+        does not need the host will do: fused, capturable, of preamp.optim, or `skip="device"`. Warns and changes
+        nothing elsewhere than on CUDA.
+
+        >>> step = session.capture(train_step)
+        >>> for x, y in loader:
+        ...     loss = step(x, y)
+        """
+        self._check_open()
+        return CapturedStep(self, function, warmup)
+
+    def _replayed(self, steps: int) -> None:
+        """The host's part of steps that a graph takes."""
+        self._attempts += steps
+        self._losses.replayed(steps, lambda: None)
+
+    def _after_replay(self) -> None:
+        if self.last_step is not None:
+            self.last_step = self.last_step.after_replay(self._attempts - 1)
 
     def zero_grad(self, set_to_none: bool = True, *, optimizer: Optimizer | None = None) -> None:
         """Clear the gradients of all optimizers (and of the models' other parameters), or of one optimizer."""
@@ -233,101 +236,14 @@ class Session:
             for model in self._models.values():
                 model.zero_grad(set_to_none)
 
-    @property
-    def models(self) -> dict[str, nn.Module]:
-        """The session's models by name; a single one has the name ""."""
-        return dict(self._models)
-
-    @property
-    def optimizers(self) -> dict[str, Optimizer]:
-        """The session's optimizers by name; a single one has the name ""."""
-        return dict(self._optimizers)
-
-    @property
-    def steps(self) -> int:
-        """Attempts at a step so far, skipped ones included."""
-        return self._attempts
-
-    @property
-    def skipped(self) -> int:
-        """Skipped steps so far; waits for the device."""
-        return int(self._skips)
-
-    def loss_scale(self, name: str | None = None) -> float:
-        """The present scale of a loss; waits for the device."""
-        name = self._losses.named(name)
-        self._settle(name)
-        return float(self._losses[name].current(self._device()))
-
-    # -- state
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that preamp adds to a training run: scales, masters, counters. Save it beside model and optimizer.
-
-        Tensors, numbers and strings only, so `torch.load(weights_only=True)` reads it. The tensors are the live ones,
-        as in torch's own state dicts: clone them to keep a moment.
-        """
-        self._check_open()
-        self._settle(None)
-        return {
-            "version": STATE_VERSION,
-            "policy": str(self.policy),
-            "losses": self._losses.state_dict(),
-            "masters": dict(self._masters.named()),
-            "steps": self._attempts,
-            "skipped": self.skipped,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` gave; before or after the model's and the optimizer's own state, as you like.
-
-        Strict: another version, policy, set of losses or of masters is a `StateError`, and nothing has changed.
-        """
-        self._check_open()
-        check_state(state, str(self.policy))
-        self._losses.check(state["losses"])
-        self._forget_all()
-        self._masters.load(state["masters"])
-        self._losses.load_state_dict(state["losses"])
-        self._attempts, self._skips = int(state["steps"]), int(state["skipped"])
-        self._round.clear()
-
-    def close(self) -> None:
-        """Give model, optimizer and torch back as they were; the second call does nothing."""
-        if self._closed:
-            return
-        self._closed = True
-        self._forget_all()
-        for handle in self._handles:
-            handle.remove()
-        for conversion in self._conversions:
-            conversion.undo()
-        self._masters.restore()
-        for each in self._optimizers.values():
-            state_like_parameters(each)
-        if self.policy.has_regions:
-            REGISTRY.release()
-
-    def __enter__(self) -> Session:
-        self._check_open()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        level = self.policy.level
-        state = "closed" if self._closed else f"{self._attempts} steps"
-        return f"Session({level or 'custom'} on {self.device_type}, {state}: {self.policy})"
-
     # -- inside
 
-    def _begin_backward(self, loss: Tensor, name: str | None) -> str:
+    def _begin_backward(self, loss: Tensor, name: str | None, more_follow: bool = False) -> str:
         """Checks before a backward pass, and what the loss's scale still has to learn; returns the loss's name."""
         self._check_open()
         check_loss(loss)
         name = self._losses.named(name)
-        waiting = [o for o in self._optimizers.values() if self._book.is_true(o)]
+        waiting = [o for o in self._optimizers.values() if self._book.has_read(o)]
         if any(gradients_of(o) for o in waiting):
             raise SessionError(
                 "backward() after unscale_() or clipping and before step(): true and scaled gradients would add. "
@@ -336,62 +252,22 @@ class Session:
         if waiting:
             self._forget_all()
         self._settle(name)
+        self._casts.before_backward(more_follow)
         return name
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SessionError("this session is closed; prepare the model again to go on")
-
-    def _device(self) -> torch.device:
-        for each in self._optimizers.values():
-            for parameter in parameters_of(each):
-                return parameter.device
-        return torch.device(self.device_type)
-
-    def _make_true(self, optimizer: Optimizer) -> None:
+    def _look(self, optimizer: Optimizer) -> Reading:
         inverse = None
-        if not self._losses.apart and not self._book.is_true(optimizer):
+        if not self._losses.apart and not self._book.has_read(optimizer):
             names = self._round.names or list(self._losses)
             inverse = self._losses[names[0]].inverse(self._device())
-        self._book.make_true(optimizer, inverse)
+        return self._book.look(optimizer, inverse, self._losses.need_statistics and not self._losses.apart)
 
-    def _norm(self, chosen: Iterable[Optimizer]) -> Tensor:
+    def _norm(self, chosen: Sequence[Optimizer]) -> Tensor:
+        if len(chosen) == 1:
+            return self._book.norm(chosen[0])
         device = self._device()
         norm: Tensor = torch.linalg.vector_norm(torch.stack([self._book.norm(each).to(device) for each in chosen]))
         return norm
 
     def _step_one(self, optimizer: Optimizer, found: Tensor) -> bool | None:
-        """Step unless `found`; returns whether it skipped, or None when only the device knows."""
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
-            optimizer.grad_scale, optimizer.found_inf = None, found  # type: ignore[attr-defined]
-            try:
-                optimizer.step()
-            finally:
-                del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-            return bool(found) if found.device.type == "cpu" else None
-        skipped = bool(found)
-        if not skipped:
-            optimizer.step()
-        return skipped
-
-    def _settle(self, name: str | None) -> None:
-        self._round.settle(name, self._first_nonfinite)
-
-    def _forget_all(self) -> None:
-        for each in self._optimizers.values():
-            self._book.forget(each)
-
-    def _first_nonfinite(self) -> str | None:
-        for prefix, model in self._models.items():
-            for path, parameter in unwrapped(model).named_parameters():
-                if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
-                    return f"{prefix}:{path}" if prefix else path
-        return None
-
-    def _before_optimizer_load(self, optimizer: Optimizer, state: Any) -> None:
-        """Torch casts loaded state to the parameters' dtype: let it find float32 masters, not 16-bit parameters."""
-        self._masters.refresh(parameters_of(optimizer))
-        self._masters.swap_in(parameters_of(optimizer))
-
-    def _after_optimizer_load(self, optimizer: Optimizer) -> None:
-        self._masters.swap_out(parameters_of(optimizer))
+        return step_unless(found, optimizer, self._book, self._losses.apart, self._skip)

@@ -1,0 +1,108 @@
+"""Changing gradients in place: without the loss scale, clipped; and norms of any order.
+
+Everything returned stays on the gradients' device. Gradients may be dense or sparse, of several dtypes, on several
+devices; the flags and norms of several devices are gathered on that of the first.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+
+from ..formats import LOW_DTYPES
+
+
+def check_and_unscale_(gradients: Iterable[Tensor], inverse: Tensor | None) -> Tensor:
+    """Multiply gradients by `inverse` in place, and say whether all of them were finite.
+
+    `inverse`: 0-d float32, or None to only check. Returns 0-d float32: 1 when some entry was inf or nan, else 0. The
+    check is made on the values before the multiplication. float16 gradients are multiplied in float16.
+    """
+    groups = grouped(list(gradients))
+    if not groups:
+        return torch.zeros((), dtype=torch.float32)
+    home = groups[0][0].device
+    flags = []
+    for group in groups:
+        found = torch.zeros((), dtype=torch.float32, device=group[0].device)
+        factor = torch.ones_like(found) if inverse is None else inverse.to(found.device)
+        torch._amp_foreach_non_finite_check_and_unscale_(group, found, factor)
+        flags.append(found.to(home))
+    return flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+
+
+def global_norm(gradients: Iterable[Tensor], order: float = 2.0) -> Tensor:
+    """The norm of all gradients taken as one vector: 0-d float32, computed in float32 whatever their dtype.
+
+    `order`: any positive number, or inf. No gradients: 0.
+    """
+    gradients = list(gradients)
+    norms: list[Tensor] = []
+    for group in grouped(gradients, complex_as_real=False):
+        filled = [value for value in group if value.numel()]  # the largest of no numbers is an error in torch
+        if filled:
+            norms += torch._foreach_norm([in_float32(value) for value in filled], order)
+    if not norms:
+        return torch.zeros((), dtype=torch.float32, device=gradients[0].device if gradients else None)
+    home = norms[0].device
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(home, torch.float32) for norm in norms]), order)
+    return total
+
+
+def multiply_(gradients: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply gradients in place by a 0-d float32 tensor."""
+    for group in grouped(list(gradients), complex_as_real=False):
+        torch._foreach_mul_(group, factor.to(group[0].device))
+
+
+def clip_values_(gradients: Iterable[Tensor], limit: float) -> None:
+    """Clamp every entry of the gradients to [-limit, limit] in place; of complex ones, both parts."""
+    for group in grouped(list(gradients)):
+        torch._foreach_clamp_min_(group, -limit)
+        torch._foreach_clamp_max_(group, limit)
+
+
+_DTYPE, _LAYOUT, _DEVICE = attrgetter("dtype"), attrgetter("layout"), attrgetter("device")
+
+
+def grouped(gradients: list[Tensor], *, complex_as_real: bool = True) -> list[list[Tensor]]:
+    """The numbers of gradients in lists of one device and one dtype each: what torch's foreach operators are fast on.
+
+    Most often all are alike, and asking that of a thousand tensors has to take less time than stepping them.
+    """
+    if not gradients:
+        return []
+    alike = len(set(map(_DTYPE, gradients))) == len(set(map(_DEVICE, gradients))) == 1
+    if alike and set(map(_LAYOUT, gradients)) == {torch.strided} and not gradients[0].is_complex():
+        return [gradients]
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        value = dense_values(gradient)
+        value = as_real(value) if complex_as_real else value
+        groups[(value.device, value.dtype)].append(value)
+    return list(groups.values())
+
+
+def dense_values(gradient: Tensor) -> Tensor:
+    """The numbers of a gradient: itself, or the values of a coalesced sparse one (sharing its memory)."""
+    if gradient.layout is torch.strided:
+        return gradient
+    if gradient.layout is torch.sparse_coo:
+        if not gradient.is_coalesced():
+            raise ValueError("a sparse gradient must be coalesced first: equal indices may add up to an overflow")
+        return gradient._values()
+    return gradient.values()
+
+
+def in_float32(value: Tensor) -> Tensor:
+    """A 16-bit gradient as float32; any other as it is."""
+    return value.float() if value.dtype in LOW_DTYPES else value
+
+
+def as_real(value: Tensor) -> Tensor:
+    """A view of complex numbers as pairs of real ones; real numbers as they are."""
+    return torch.view_as_real(value) if value.is_complex() else value

@@ -1,0 +1,135 @@
+"""One look at an optimizer's gradients that tells all a step has to know of them.
+
+The finite flag decides about the step, the norm about clipping, the largest magnitude and the counts about the loss
+scale and the doctor's report, and the flags by gradient name the layer when something went wrong. On CUDA one Triton
+kernel reads each gradient once and gives all of that; elsewhere the same numbers come from torch's own operators, and
+those that cost a pass of their own are made only on request.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+
+from ..formats import FP16
+from ..multi_tensor import triton_runs_on
+from ._edit import as_real, dense_values, grouped, in_float32
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What `read` found, of the gradients as they were: scaled, if a loss scale was on them.
+
+    All fields are tensors on the device of the first gradient; reading their values is what waits for it.
+    """
+
+    found: Tensor
+    """0-d float32: 1 if some entry is inf or nan, else 0."""
+    norm: Tensor
+    """0-d float32: L2 norm of all entries; not finite if `found`."""
+    nonfinite: Tensor
+    """(number of gradients,) bool: which of them have an entry that is inf or nan."""
+    entries: int
+    """How many numbers were read."""
+    amax: Tensor | None = None
+    """0-d float32: the largest magnitude; inf or nan if `found`. None unless statistics were asked for."""
+    subnormals: Tensor | None = None
+    """0-d int64: how many entries are not 0 and below the smallest normal number of the low dtype."""
+    zeros: Tensor | None = None
+    """0-d int64: how many entries are 0."""
+
+    def merged(self, other: Reading) -> Reading:
+        """Both readings as one, on the device of this one."""
+
+        def both(mine: Tensor | None, theirs: Tensor | None) -> list[Tensor] | None:
+            return None if mine is None or theirs is None else [mine, theirs.to(mine.device)]
+
+        amaxes, below = both(self.amax, other.amax), both(self.subnormals, other.subnormals)
+        zeros = both(self.zeros, other.zeros)
+        return Reading(
+            torch.maximum(self.found, other.found.to(self.found.device)),
+            torch.hypot(self.norm, other.norm.to(self.norm.device)),
+            torch.cat([self.nonfinite, other.nonfinite.to(self.nonfinite.device)]),
+            self.entries + other.entries,
+            None if amaxes is None else torch.maximum(*amaxes),
+            None if below is None else below[0] + below[1],
+            None if zeros is None else zeros[0] + zeros[1],
+        )
+
+
+def read(gradients: Sequence[Tensor], *, statistics: bool = False, tiny: float = FP16.smallest_normal) -> Reading:
+    """Read gradients once: dense or coalesced sparse, of any floating or complex dtype, on one or several devices.
+
+    `statistics`: also the largest magnitude and the counts. `tiny`: below it a non-zero entry counts as subnormal;
+    by default float16's smallest normal number, 2**-14, whatever the dtype in which the gradients are stored, since
+    what matters is the dtype of the backward pass that made them.
+    """
+    if not gradients:
+        zero, nothing = torch.zeros((), dtype=torch.float32), torch.zeros((), dtype=torch.int64)
+        statistics_of_none = (zero, nothing, nothing) if statistics else ()
+        return Reading(zero, zero, torch.zeros(0, dtype=torch.bool), 0, *statistics_of_none)
+    if triton_runs_on(gradients[0].device):
+        from . import _triton
+
+        if _triton.readable(gradients):
+            seen = _triton.read(gradients, tiny)
+            entries = sum(map(Tensor.numel, gradients))
+            return Reading(seen.found, seen.norm, seen.nonfinite, entries, seen.amax, *seen.counts.unbind())
+    if len(set(map(attrgetter("device"), gradients))) == 1:
+        parts = [_on_one_device(list(gradients), statistics, tiny)]
+        norms, nonfinite, *rest = parts[0]
+    else:
+        places: dict[torch.device, list[int]] = defaultdict(list)
+        for place, gradient in enumerate(gradients):
+            places[gradient.device].append(place)
+        home = gradients[0].device
+        parts = [_on_one_device([gradients[i] for i in own], statistics, tiny) for own in places.values()]
+        order = torch.tensor([i for own in places.values() for i in own], device=home).argsort()
+        norms = torch.cat([part[0].to(home) for part in parts])
+        nonfinite = torch.cat([part[1].to(home) for part in parts])[order]
+        rest = [torch.stack([part[k].to(home) for part in parts]) for k in range(2, len(parts[0]))]
+        rest = [rest[0].amax(), rest[1].sum(), rest[2].sum()] if rest else []
+    entries = sum(value.numel() for group in grouped(list(gradients)) for value in group)
+    wide = torch.float32 if norms.device.type == "mps" else torch.float64  # for squares of large norms
+    norm = torch.linalg.vector_norm(norms, dtype=wide).float()
+    return Reading(nonfinite.any().float(), norm, nonfinite, entries, *rest)
+
+
+def _on_one_device(gradients: list[Tensor], statistics: bool, tiny: float) -> list[Tensor]:
+    """[norms of parts, whether each gradient is not finite], and with statistics [amax, subnormals, zeros] of all."""
+    on_cpu = gradients[0].device.type == "cpu"
+    if on_cpu and not statistics:
+        norms = torch.cat([_part_norms(group) for group in grouped(gradients)])
+        if bool(norms.isfinite().all()):  # a finite sum of squares proves all entries finite, in one pass
+            return [norms, torch.zeros(len(gradients), dtype=torch.bool)]
+    floats = [in_float32(as_real(dense_values(gradient))) for gradient in gradients]
+    largest = [value.abs().amax().float() if value.numel() else value.new_zeros(()) for value in floats]
+    nonfinite = ~torch.stack(largest).isfinite()
+    norms = torch.stack([norm.float() for norm in torch._foreach_norm(floats)])
+    if on_cpu and not bool((norms.isfinite() | nonfinite).all()):  # finite entries whose squares float32 cannot hold
+        norms = torch.stack([torch.linalg.vector_norm(value, dtype=torch.float64).float() for value in floats])
+    if not statistics:
+        return [norms, nonfinite]
+    zeros = torch.stack([(value == 0).sum() for value in floats]).sum()
+    below = torch.stack([(value.abs() < tiny).sum() for value in floats]).sum()
+    return [norms, nonfinite, torch.stack(largest).amax(), below - zeros, zeros]
+
+
+SMALL = 16384
+"""Entries up to which gradients on a CPU are copied side by side: the calls saved are worth more than the copy."""
+
+
+def _part_norms(group: list[Tensor]) -> Tensor:
+    """Norms whose norm is that of the group: of each large gradient, and of all small ones together."""
+    small = [value for value in group if value.numel() <= SMALL]
+    large = [value for value in group if value.numel() > SMALL] if len(small) < len(group) else []
+    norms = list(torch._foreach_norm([in_float32(value) for value in large])) if large else []
+    if small:
+        flat = in_float32(torch._C._nn.flatten_dense_tensors(small))
+        norms.append(torch.linalg.vector_norm(flat))
+    return torch.stack([norm.float() for norm in norms])

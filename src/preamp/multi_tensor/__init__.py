@@ -1,0 +1,14 @@
+"""One launch over hundreds of tensors: where they lie in memory, and which program works on which piece.
+
+A kernel gets a table of addresses and a plan that cuts every tensor into chunks, one chunk a program. Plans are kept
+for each list of sizes and tables for each list of addresses, so that a step which finds its tensors where they were
+uploads nothing. Nothing here needs Triton; the kernels that use it do.
+"""
+
+from ._layout import laid_out_like, same_walk, split_by_walk, walkable
+from ._parts import Part, Plan, parts_of, plan_of
+from ._runs import triton_runs_on
+
+__all__ = [
+    "Part", "Plan", "laid_out_like", "parts_of", "plan_of", "same_walk", "split_by_walk", "triton_runs_on", "walkable",
+]  # fmt: skip

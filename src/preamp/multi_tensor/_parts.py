@@ -1,0 +1,156 @@
+"""Plans and tables of addresses, on the device.
+
+A table is never written to after it was made: a CUDA graph that was captured with it reads it at every replay, and
+kernels in flight may. New addresses get a new table; those made during a capture, and the pinned memory that the
+graph copies them from, are kept for the life of the process. Copies from pinned memory do not wait for the device.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 16
+"""Bytes that one thread reads at once; addresses that are a multiple of it let kernels do so."""
+
+_KEPT = 32  # tables: a training loop uses one or two for each list, a second model a few more
+_tables: OrderedDict[tuple[object, ...], tuple[Part, ...]] = OrderedDict()
+_plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
+_captured: list[object] = []
+_spares: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Plan:
+    """How a list of tensors is cut into chunks of `chunk` elements; the last of a tensor may be shorter."""
+
+    chunk: int
+    tensors: int
+    chunks: int
+    tensor_of: Tensor
+    """(chunks,) int32: the tensor that a chunk belongs to."""
+    block_of: Tensor
+    """(chunks,) int32: the place of a chunk within its tensor, in chunks."""
+    sizes: Tensor
+    """(tensors,) int64: elements of each tensor."""
+    first: Tensor
+    """(tensors + 1,) int32: the first chunk of each tensor, and their number."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Part:
+    """Tensors that one launch works on: all with aligned addresses, or those without."""
+
+    plan: Plan
+    table: Tensor
+    """(lists + 1, tensors) int64: addresses, one row for each list, then the positions in the caller's lists."""
+    aligned: bool
+    """Whether every address is a multiple of `ALIGNMENT`."""
+
+
+def parts_of(lists: Sequence[Sequence[Tensor]], chunk: int, positions: Sequence[int] | None = None) -> tuple[Part, ...]:
+    """Plans and address tables for kernels over `lists`: parameters, gradients, states, ... of equal lengths.
+
+    All tensors are on one device and walkable in the same order (`same_walk`). `positions`: the numbers in the last
+    row of the table, by default 0, 1, 2, ... Tensors without elements are in no chunk.
+    """
+    device = lists[0][0].device
+    sizes = tuple(map(Tensor.numel, lists[0]))
+    addresses = tuple([tuple(map(Tensor.data_ptr, tensors)) for tensors in lists])
+    spots = tuple(positions) if positions is not None else None
+    key = (device, chunk, sizes, spots, addresses)
+    inside = capturing(device)
+    with _lock:
+        found = _tables.get(key)
+        if found is not None:
+            _tables.move_to_end(key)
+            if inside:
+                _captured.append(found)
+            return found
+    rows = (*addresses, spots if spots is not None else tuple(range(len(sizes))))
+    odd = {i for row in addresses for i, address in enumerate(row) if address % ALIGNMENT}
+    parts = []
+    for aligned in (True, False):
+        chosen = [i for i in range(len(sizes)) if (i not in odd) is aligned and sizes[i]]
+        if chosen:
+            table = torch.tensor([[row[i] for i in chosen] for row in rows], dtype=torch.int64)
+            plan = plan_of(tuple([sizes[i] for i in chosen]), chunk, device)
+            parts.append(Part(plan, upload(table, device), aligned))
+    made = tuple(parts)
+    with _lock:
+        if inside:
+            _captured.append(made)  # filled only when the graph runs, so no other launch may find it
+        else:
+            _tables[key] = made
+            while len(_tables) > _KEPT:
+                _tables.popitem(last=False)
+    return made
+
+
+def plan_of(sizes: tuple[int, ...], chunk: int, device: torch.device) -> Plan:
+    """The plan for tensors of `sizes` elements, kept for the next call."""
+    key = (sizes, chunk, device)
+    with _lock:
+        found = _plans.get(key)
+        if found is not None:
+            _plans.move_to_end(key)
+            return found
+    made = _make_plan(sizes, chunk, device)
+    if not capturing(device):
+        with _lock:
+            _plans[key] = made
+            while len(_plans) > _KEPT:
+                _plans.popitem(last=False)
+    return made
+
+
+def _make_plan(sizes: tuple[int, ...], chunk: int, device: torch.device) -> Plan:
+    counts = torch.tensor([-(-size // chunk) for size in sizes], dtype=torch.int64)
+    ends = counts.cumsum(0)
+    chunks = int(ends[-1]) if sizes else 0
+    tensor_of = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+    block_of = torch.arange(chunks) - (ends - counts)[tensor_of]
+    first = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
+    return Plan(
+        chunk=chunk,
+        tensors=len(sizes),
+        chunks=chunks,
+        tensor_of=upload(tensor_of.to(torch.int32), device),
+        block_of=upload(block_of.to(torch.int32), device),
+        sizes=upload(torch.tensor(sizes, dtype=torch.int64), device),
+        first=upload(first.to(torch.int32), device),
+    )
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream records a CUDA graph instead of running."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def upload(values: Tensor, device: torch.device) -> Tensor:
+    """A copy on `device` of a CPU tensor, without waiting for the device.
+
+    While a graph is captured the copy becomes part of it; its pinned source is one that an earlier upload of the same
+    length laid aside, since pinned memory cannot be allocated then with every version of CUDA.
+    """
+    if device.type != "cuda":
+        return values.to(device)
+    kind, inside = (values.numel(), values.dtype), capturing(device)
+    with _lock:
+        spares = _spares.setdefault(kind, [])
+        spare = spares.pop() if inside and spares else None
+    staging = torch.empty(values.numel(), dtype=values.dtype, pin_memory=True) if spare is None else spare
+    staging.copy_(values.reshape(-1))
+    copied = staging.to(device, non_blocking=True).view(values.shape)
+    with _lock:
+        if inside:
+            _captured.append((staging, copied))
+        elif len(spares) < 8:
+            spares.append(torch.empty(values.numel(), dtype=values.dtype, pin_memory=True))
+    return copied

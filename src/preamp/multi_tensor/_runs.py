@@ -1,0 +1,34 @@
+"""Whether Triton kernels run on a device."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from functools import cache
+
+import torch
+
+
+def triton_runs_on(device: torch.device) -> bool:
+    """Whether kernels written in Triton can work on tensors of `device`, here and now.
+
+    That is so if Triton can be imported, and the device is a GPU or `TRITON_INTERPRET=1` was set when the first
+    kernel was about to be made: Triton's interpreter then runs them on the CPU, slowly, for tests.
+    `PREAMP_NO_TRITON=1` in the environment says no everywhere. The answer is remembered for the process.
+    """
+    return _runs_on(device.type)
+
+
+@cache
+def _runs_on(device_type: str) -> bool:
+    if os.environ.get("PREAMP_NO_TRITON") == "1":
+        return False
+    if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return False
+    if device_type not in ("cuda", "cpu"):
+        return False
+    try:
+        importlib.import_module("triton")
+    except ImportError:
+        return False
+    return True

@@ -1,0 +1,8 @@
+"""Optimizers of torch's names and arguments that keep float32 masters of 16-bit parameters and step in one pass."""
+
+from ._adam import Adam, AdamW
+from ._base import FusedOptimizer
+from ._layerwise import LAMB, NovoGrad
+from ._sgd import SGD, Adagrad
+
+__all__ = ["LAMB", "SGD", "Adagrad", "Adam", "AdamW", "FusedOptimizer", "NovoGrad"]

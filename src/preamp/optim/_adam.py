@@ -1,0 +1,144 @@
+"""Adam and AdamW."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..errors import OptimizerError
+from ..fused import adam_, adam_split_, adam_stochastic_
+from ._base import FusedOptimizer, check_hyper, refuse_differentiable
+from ._plan import Bucket
+
+
+class Adam(FusedOptimizer):
+    """Adam (Kingma and Ba 2015) with the arguments, groups and state_dict of `torch.optim.Adam`.
+
+    `foreach`, `capturable` and `fused` are taken for compatibility: every step is fused and may be captured.
+    `master`: "float32" keeps masters of 16-bit parameters; "split", for bfloat16 ones, keeps the same numbers in 2
+    bytes a parameter less; None steps them in their own dtype, and then `rounding="stochastic"` rounds bfloat16 up or
+    down by chance, so that small updates are not lost (reproducible by `seed`; states are float32). On a CPU float32
+    parameters come out bit for bit as with `torch.optim.Adam(fused=True)`. Raises `OptimizerError`, a ValueError, for
+    hyper-parameters out of range.
+    """
+
+    master_kinds: tuple[str | None, ...] = ("float32", "split", None)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        master: str | None = "float32",
+        rounding: str = "nearest",
+        seed: int = 0,
+    ) -> None:
+        refuse_differentiable(differentiable)
+        check_hyper("lr", lr)
+        check_hyper("eps", eps)
+        check_hyper("weight_decay", weight_decay)
+        for i, beta in enumerate(betas):
+            check_hyper(f"betas[{i}]", beta, high=1.0)
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad,
+            "maximize": maximize, "capturable": capturable, "decoupled_weight_decay": decoupled_weight_decay,
+        }  # fmt: skip
+        if rounding not in ("nearest", "stochastic") or (rounding == "stochastic" and master is not None):
+            raise OptimizerError(
+                f"rounding={rounding!r} with master={master!r}: write 'nearest', or 'stochastic' with master=None, "
+                "since masters lose nothing that chance could save"
+            )
+        self.rounding, self.seed = rounding, seed
+        super().__init__(params, defaults, master)
+
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """First and second moment, and the largest second moment of AMSGrad."""
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if group["amsgrad"] else 2]
+
+    def new_state(self, name: str, group: dict[str, Any], param: Parameter, dtype: torch.dtype) -> Tensor:
+        """Zeros; float32 too for what is rounded by chance."""
+        return super().new_state(name, group, param, torch.float32 if self._by_chance(param) else dtype)
+
+    def _by_chance(self, param: Tensor) -> bool:
+        return self.rounding == "stochastic" and param.dtype is torch.bfloat16
+
+    def _advance(
+        self, bucket: Bucket, targets: list[Tensor], lows: list[Tensor] | None, grads: list[Tensor],
+        factor: Tensor | None, found: Tensor | None,
+    ) -> None:  # fmt: skip
+        assert bucket.step is not None
+        arguments = self._arguments(bucket, factor, found)
+        moments = self._moments(bucket)
+        if lows is None and self._by_chance(targets[0]):
+            adam_stochastic_(targets, grads, *moments, bucket.step, seed=self.seed, **arguments)
+        else:
+            adam_(targets, grads, *moments, lows, bucket.step, **arguments)
+
+    def _advance_split(
+        self, bucket: Bucket, params: list[Tensor], bits: list[Tensor], grads: list[Tensor],
+        factor: Tensor | None, found: Tensor | None,
+    ) -> None:  # fmt: skip
+        assert bucket.step is not None
+        arguments = self._arguments(bucket, factor, found)
+        adam_split_(params, bits, grads, *self._moments(bucket), bucket.step, **arguments)
+
+    def _moments(self, bucket: Bucket) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        states = bucket.states
+        return states["exp_avg"], states["exp_avg_sq"], states.get("max_exp_avg_sq", [])
+
+    def _arguments(self, bucket: Bucket, factor: Tensor | None, found: Tensor | None) -> dict[str, Any]:
+        group = bucket.group
+        return {
+            "lr": group["lr"], "beta1": float(group["betas"][0]), "beta2": float(group["betas"][1]),
+            "eps": group["eps"], "weight_decay": group["weight_decay"],
+            "decoupled": group.get("decoupled_weight_decay", False), "amsgrad": group["amsgrad"],
+            "maximize": group["maximize"], "factor": factor, "found": found,
+        }  # fmt: skip
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "rounding": self.rounding, "seed": self.seed}
+
+
+class AdamW(Adam):
+    """AdamW (Loshchilov and Hutter 2019) with the arguments, groups and state_dict of torch.optim.AdamW; see `Adam`."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master: str | None = "float32",
+        rounding: str = "nearest",
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, capturable=capturable,
+            differentiable=differentiable, decoupled_weight_decay=True, master=master, rounding=rounding, seed=seed,
+        )  # fmt: skip
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # a checkpoint of an older torch does not say so
+            group["decoupled_weight_decay"] = True

@@ -1,0 +1,236 @@
+"""What the fused optimizers share: torch's protocol, masters of 16-bit parameters, the plan, saving and loading."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ..errors import OptimizerError
+from ..formats import LOW_DTYPES
+from ..masters import Masters, SplitMasters
+from ._plan import Bucket, Plan, share_steps
+
+
+class FusedOptimizer(Optimizer):
+    """A `torch.optim.Optimizer` that steps all its parameters in one pass, under a flag that stays on the device.
+
+    16-bit parameters get float32 masters and float32 states (`master="float32"`), kept in its state under "master"
+    unless a session lends its own; bfloat16 ones may have split masters (`"split"`): only the bits that the weight
+    lacks are kept, under "master_bits". With `master=None` they are stepped in their own dtype, as torch would.
+    Before a step, `found_inf` (0-d float32, above 0: skip), `grad_scale` (gradients are divided by it) and
+    `grad_factor` (and multiplied by it) may be set as attributes: the protocol of torch.amp.GradScaler, and one more.
+    """
+
+    _step_supports_amp_scaling = True
+    takes_masters = True
+    """Tells a session and `preamp.GradScaler` that 16-bit gradients, masters and a factor may be handed over."""
+
+    master_kinds: tuple[str | None, ...] = ("float32", None)
+    """What `master` may be."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any], master: str | None) -> None:
+        if master not in self.master_kinds:
+            raise OptimizerError(
+                f"{type(self).__name__} with master={master!r}: write {' or '.join(map(repr, self.master_kinds))}. "
+                "'float32' keeps masters of 16-bit parameters, 'split' the same in less memory, None keeps none"
+            )
+        self.master = master
+        self._prepare()
+        super().__init__(params, {**defaults, "foreach": None, "differentiable": False, "fused": True})
+
+    def _prepare(self) -> None:
+        self._plan: Plan | None = None
+        self._masters = self._own_masters()
+        self._lent = False
+        self.unstarted: set[Parameter] = set()
+        """Parameters whose state was made and has not seen a step; kept by those to whom it matters."""
+
+    def _own_masters(self) -> Masters:
+        return SplitMasters() if self.master == "split" else Masters()
+
+    # -- what a kind of optimizer says
+
+    counts_steps = True
+
+    @abstractmethod
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Names of the states that have a parameter's shape."""
+
+    def new_state(self, name: str, group: dict[str, Any], param: Parameter, dtype: torch.dtype) -> Tensor:
+        """A state before the first step: zeros like the parameter."""
+        return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+
+    @abstractmethod
+    def _advance(
+        self, bucket: Bucket, targets: list[Tensor], lows: list[Tensor] | None, grads: list[Tensor],
+        factor: Tensor | None, found: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Step the float32 `targets`, and write them rounded into `lows`."""
+
+    def _advance_split(
+        self, bucket: Bucket, params: list[Tensor], bits: list[Tensor], grads: list[Tensor],
+        factor: Tensor | None, found: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Step bfloat16 `params` with the lower halves of their masters."""
+        raise NotImplementedError(f"{type(self).__name__} has no split masters")
+
+    def _survey(self, gathered: list[tuple[Bucket, list[Tensor]]], factor: Tensor | None) -> None:
+        """A look at all gradients before the first bucket steps, for those whose step depends on all."""
+
+    # -- stepping
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step of every parameter that has a gradient, or none where `found_inf` says so.
+
+        `closure`: evaluates the model again and returns the loss, as in torch. Nothing waits for the device.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found: Tensor | None = getattr(self, "found_inf", None)
+        if found is not None and found.device.type == "cpu":
+            if found.item() > 0:
+                return loss
+            found = None
+        factor = self._factor()
+        at_hand = getattr(self, "gradients_at_hand", None)
+        if closure is not None or self._optimizer_step_pre_hooks:  # they may have put other gradients in place
+            at_hand = None
+        gathered = self.gathered() if at_hand is None else at_hand
+        self._survey(gathered, factor)
+        for bucket, grads in gathered:
+            params: list[Tensor] = list(bucket.params)
+            if bucket.mastered and self._masters.split:
+                bits = [self._masters.of(param) for param in bucket.params]
+                self._advance_split(bucket, params, bits, grads, factor, found)
+            elif bucket.mastered:
+                self._advance(bucket, self._masters.followed(bucket.params), params, grads, factor, found)
+                self._masters.published(bucket.params)
+            else:
+                self._advance(bucket, params, None, grads, factor, found)
+        return loss
+
+    def gathered(self) -> list[tuple[Bucket, list[Tensor]]]:
+        """What a step would work on now: buckets of parameters, each with its gradients.
+
+        Who has asked already may set it as `gradients_at_hand` for the length of a step.
+        """
+        present = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        if self._plan is None or not self._plan.fits(self, present):
+            self._plan = self._planned(present)
+        return [(b, [p.grad for p in b.params if p.grad is not None]) for b in self._plan.buckets]
+
+    def _factor(self) -> Tensor | None:
+        factor: Tensor | None = getattr(self, "grad_factor", None)
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        if scale is None:
+            return factor
+        inverse = scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
+        return inverse if factor is None else inverse * factor
+
+    def _planned(self, present: list[list[Parameter]]) -> Plan:
+        for params in present:
+            for param in params:
+                self._check(param)
+                if not self._lent and self.is_mastered(param) and param not in self._masters:
+                    kept = self.state[param].get(self._master_key)
+                    self._masters.adopt(f"{len(self._masters)}", param, kept)
+        plan = Plan(self, present)
+        if not self._lent:
+            for bucket in plan.buckets:
+                for param in bucket.params if bucket.mastered else ():
+                    self.state[param][self._master_key] = self._masters.of(param)
+        return plan
+
+    def is_mastered(self, param: Parameter) -> bool:
+        """Whether a parameter is 16-bit and stepped by way of a float32 master."""
+        return param in self._masters if self._lent else param.dtype in LOW_DTYPES and self.master is not None
+
+    def _check(self, param: Parameter) -> None:
+        grad = param.grad
+        if grad is not None and grad.layout is not torch.strided:
+            raise OptimizerError(
+                f"{type(self).__name__} got a sparse gradient of shape {tuple(grad.shape)} and steps dense ones: use "
+                "torch.optim.SparseAdam or SGD for such parameters, or sparse=False in the embedding"
+            )
+        if not param.is_floating_point():
+            raise OptimizerError(f"{type(self).__name__} steps real floating parameters; one is {param.dtype}")
+
+    # -- masters
+
+    @property
+    def _master_key(self) -> str:
+        return "master_bits" if self.master == "split" else "master"
+
+    def lend(self, masters: Masters | None) -> None:
+        """Step with the masters of a session, which saves them itself; None gives them back."""
+        self._masters, self._lent = (self._own_masters(), False) if masters is None else (masters, True)
+        self._plan = None
+        for state in self.state.values():
+            state.pop(self._master_key, None)
+
+    # -- saving and loading
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with float32 masters under "master"; every parameter has a step count of its own."""
+        packed = super().state_dict()
+        packed["state"] = {
+            key: {name: value.clone() if name == "step" else value for name, value in state.items()}
+            if isinstance(state, dict)
+            else state
+            for key, state in packed["state"].items()
+        }
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's. States of 16-bit parameters stay float32, and masters in the state are written to them."""
+        low = {} if self._lent or self.master is None else self._low_data()
+        try:
+            for param in low:  # torch casts states to the dtype of their parameter
+                param.data = param.data.float()
+            super().load_state_dict(state_dict)
+        finally:
+            for param, data in low.items():
+                param.data = data
+        self._masters = self._masters if self._lent else self._own_masters()
+        with torch.no_grad():
+            for param in low:
+                master = self.state.get(param, {}).get(self._master_key)
+                if master is not None and self.master == "split":
+                    self.state[param][self._master_key] = master.to(torch.int16)  # torch made it a float
+                elif master is not None:
+                    param.copy_(master)
+
+    def _low_data(self) -> dict[Parameter, Tensor]:
+        return {p: p.data for group in self.param_groups for p in group["params"] if p.dtype in LOW_DTYPES}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_plan" not in self.__dict__:  # unpickled, or copied
+            self._prepare()
+        self._plan = None
+        share_steps(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "master": self.master}
+
+
+def check_hyper(name: str, value: Any, *, low: float = 0.0, high: float = float("inf")) -> None:
+    """`OptimizerError` unless a number lies in [low, high)."""
+    number = float(value) if not isinstance(value, Tensor) or value.numel() == 1 else float("nan")
+    if not low <= number < high:
+        raise OptimizerError(f"{name}={value!r} must lie in [{low:g}, {high:g})")
+
+
+def refuse_differentiable(differentiable: bool) -> None:
+    """`OptimizerError` for `differentiable=True`."""
+    if differentiable:
+        raise OptimizerError("a fused step cannot be differentiated through: use torch.optim with differentiable=True")

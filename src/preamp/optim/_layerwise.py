@@ -1,0 +1,141 @@
+"""LAMB and NovoGrad, which torch.optim does not have: Adam's relatives for large batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..errors import OptimizerError
+from ..fused import lamb_, novograd_
+from ..gradients import global_norm
+from ._base import FusedOptimizer, check_hyper
+from ._plan import Bucket
+
+
+class LAMB(FusedOptimizer):
+    """LAMB (You et al. 2020): each tensor's update is scaled by norm of the parameter over norm of the update.
+
+    `max_grad_norm`: all gradients are first shrunk so that their common norm is at most this (None: not).
+    `bias_correction`, `grad_averaging` (a new gradient weighs 1 - beta1, else 1), `adam_w_mode` (weight decay in the
+    update, else in the gradient), `use_nvlamb` (scale also tensors without weight decay): as in Apex's FusedLAMB.
+    `master`: "float32" keeps masters of 16-bit parameters. Raises `OptimizerError`, a ValueError.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        *,
+        bias_correction: bool = True,
+        grad_averaging: bool = True,
+        adam_w_mode: bool = True,
+        max_grad_norm: float | None = 1.0,
+        use_nvlamb: bool = False,
+        maximize: bool = False,
+        master: str | None = "float32",
+    ) -> None:
+        _check(lr, betas, eps, weight_decay)
+        check_hyper("max_grad_norm", 0.0 if max_grad_norm is None else max_grad_norm)
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction,
+            "grad_averaging": grad_averaging, "adam_w_mode": adam_w_mode, "max_grad_norm": max_grad_norm,
+            "use_nvlamb": use_nvlamb, "maximize": maximize,
+        }  # fmt: skip
+        super().__init__(params, defaults, master)
+        self._grad_norm: Tensor | None = None
+
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """First and second moment."""
+        return ("exp_avg", "exp_avg_sq")
+
+    def _survey(self, gathered: list[tuple[Bucket, list[Tensor]]], factor: Tensor | None) -> None:
+        """The norm that is limited is that of all groups together."""
+        norm = global_norm([gradient for _, gradients in gathered for gradient in gradients])
+        self._grad_norm = norm if factor is None else norm * factor
+
+    def _advance(
+        self, bucket: Bucket, targets: list[Tensor], lows: list[Tensor] | None, grads: list[Tensor],
+        factor: Tensor | None, found: Tensor | None,
+    ) -> None:  # fmt: skip
+        group = bucket.group
+        assert bucket.step is not None
+        names = ("lr", "betas", "eps", "weight_decay", "bias_correction", "grad_averaging", "adam_w_mode",
+                 "max_grad_norm", "use_nvlamb", "maximize")  # fmt: skip
+        lamb_(
+            targets, grads, bucket.states["exp_avg"], bucket.states["exp_avg_sq"], lows, bucket.step,
+            factor=factor, found=found, grad_norm=self._grad_norm, **{name: group[name] for name in names},
+        )  # fmt: skip
+
+
+class NovoGrad(FusedOptimizer):
+    """NovoGrad (Ginsburg et al. 2019): gradients are normed tensor by tensor before they enter the first moment.
+
+    `norm_type`: 2 for the L2 norm, 0 for the largest magnitude. `init_zero`: the running norm starts from 0, else from
+    the first one. `reg_inside_moment`: weight decay goes into the first moment. `bias_correction`, `grad_averaging`:
+    as in Apex's FusedNovoGrad. `master`: "float32" keeps masters of 16-bit parameters. Raises `OptimizerError`, a
+    ValueError.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        bias_correction: bool = True,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: int = 2,
+        init_zero: bool = False,
+        maximize: bool = False,
+        master: str | None = "float32",
+    ) -> None:
+        _check(lr, betas, eps, weight_decay)
+        if norm_type not in (0, 2):
+            raise OptimizerError(f"norm_type={norm_type!r}: write 2 for the L2 norm, or 0 for the largest magnitude")
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction,
+            "reg_inside_moment": reg_inside_moment, "grad_averaging": grad_averaging, "norm_type": norm_type,
+            "init_zero": init_zero, "maximize": maximize,
+        }  # fmt: skip
+        super().__init__(params, defaults, master)
+
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """First moment, and the running norm of the tensor's gradient, 0-d."""
+        return ("exp_avg", "norm")
+
+    def new_state(self, name: str, group: dict[str, Any], param: Parameter, dtype: torch.dtype) -> Tensor:
+        """Zeros; of one number for the norm."""
+        if name == "norm":
+            return torch.zeros((), dtype=torch.float32, device=param.device)
+        return super().new_state(name, group, param, dtype)
+
+    def _advance(
+        self, bucket: Bucket, targets: list[Tensor], lows: list[Tensor] | None, grads: list[Tensor],
+        factor: Tensor | None, found: Tensor | None,
+    ) -> None:  # fmt: skip
+        group, norms = bucket.group, torch.stack(bucket.states["norm"])
+        assert bucket.step is not None
+        names = ("lr", "betas", "eps", "weight_decay", "bias_correction", "reg_inside_moment", "grad_averaging",
+                 "norm_type", "init_zero", "maximize")  # fmt: skip
+        novograd_(
+            targets, grads, bucket.states["exp_avg"], norms, lows, bucket.step,
+            factor=factor, found=found, **{name: group[name] for name in names},
+        )  # fmt: skip
+        torch._foreach_copy_(bucket.states["norm"], norms.unbind())
+
+
+def _check(lr: Any, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    check_hyper("lr", lr)
+    check_hyper("eps", eps)
+    check_hyper("weight_decay", weight_decay)
+    for i, beta in enumerate(betas):
+        check_hyper(f"betas[{i}]", beta, high=1.0)

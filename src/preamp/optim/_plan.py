@@ -1,0 +1,107 @@
+"""Which tensors an optimizer steps together: worked out once, and again only when something has changed.
+
+torch's optimizers collect parameters, gradients and states anew at every step, which for small tensors takes longer
+than stepping them. Here the lists stay, as long as the same parameters have gradients.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Parameters of one group, device, dtype and age, with their states in the same order."""
+
+    group: dict[str, Any]
+    params: list[Parameter]
+    mastered: bool
+    """Whether they are 16-bit, with float32 masters beside them."""
+    states: dict[str, list[Tensor]] = field(default_factory=dict)
+    step: Tensor | None = None
+    """0-d float32 on the device, steps taken; one for all, which this bucket alone counts up."""
+
+
+class Plan:
+    """The buckets of an optimizer for the parameters that had gradients when it was made."""
+
+    def __init__(self, optimizer: Any, present: list[list[Parameter]]) -> None:
+        self._state = optimizer.state
+        self._key = _key(present)
+        self.buckets: list[Bucket] = []
+        for group, params in zip(optimizer.param_groups, present, strict=True):
+            alike: dict[tuple[torch.device, torch.dtype], list[Parameter]] = defaultdict(list)
+            for param in params:
+                alike[(param.device, param.dtype)].append(param)
+            for own in alike.values():
+                self.buckets += _buckets_of(optimizer, group, own)
+        self._first = [
+            (b.params[0], b.params[0].dtype, {name: tensors[0] for name, tensors in b.states.items()})
+            for b in self.buckets
+        ]
+
+    def fits(self, optimizer: Any, present: list[list[Parameter]]) -> bool:
+        """Whether the plan still holds: the same parameters with gradients, the same states."""
+        if self._state is not optimizer.state or self._key != _key(present):
+            return False
+        for param, dtype, states in self._first:  # one speaks for all: states are changed by loading or clearing them
+            now = self._state.get(param, {})
+            if param.dtype is not dtype or any(now.get(name) is not tensor for name, tensor in states.items()):
+                return False
+        return True
+
+
+def _key(present: Sequence[list[Parameter]]) -> list[list[int]]:
+    return [list(map(id, params)) for params in present]
+
+
+def _buckets_of(optimizer: Any, group: dict[str, Any], params: list[Parameter]) -> list[Bucket]:
+    """Buckets of like parameters, split by how many steps they have seen; states are made where there are none."""
+    state: dict[Parameter, dict[str, Any]] = optimizer.state
+    mastered, names = optimizer.is_mastered(params[0]), optimizer.state_names(group)
+    started = torch.zeros((), dtype=torch.float32, device=params[0].device)
+    by_age: dict[tuple[int, bool], list[Parameter]] = defaultdict(list)
+    for param in params:
+        own = state[param] if names or optimizer.counts_steps else {}
+        if optimizer.counts_steps:
+            own.setdefault("step", started)
+        for name in names:
+            if own.get(name) is None:
+                own[name] = optimizer.new_state(name, group, param, torch.float32 if mastered else param.dtype)
+        by_age[(id(own.get("step")), param in optimizer.unstarted)].append(param)
+    sharing = Counter(id(own.get("step")) for own in state.values())
+    buckets = []
+    for (identity, _), alike in by_age.items():
+        step = state[alike[0]]["step"] if optimizer.counts_steps else None
+        if step is not None and sharing[identity] != len(alike):  # others that do not step now count for themselves
+            step = step.clone()
+            for param in alike:
+                state[param]["step"] = step
+        states = {name: [state[param][name] for param in alike] for name in names}
+        buckets.append(Bucket(group, alike, mastered, states, step))
+    return buckets
+
+
+def share_steps(optimizer: Any) -> None:
+    """Give parameters of one group that have seen equally many steps one tensor to count them, as loaded states have
+    one each. Waits for the device, once.
+    """
+    places: dict[tuple[int, torch.device, torch.dtype], list[Parameter]] = defaultdict(list)
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if "step" in optimizer.state.get(param, {}):
+                places[(number, param.device, param.dtype)].append(param)
+    for (_, device, _), params in places.items():
+        steps = [torch.as_tensor(optimizer.state[p]["step"], dtype=torch.float32, device=device) for p in params]
+        shared: dict[float, Tensor] = {}
+        for param, value in zip(params, torch.stack([s.reshape(()) for s in steps]).tolist(), strict=True):
+            if value not in shared:
+                shared[value] = torch.full((), value, dtype=torch.float32, device=device)
+            optimizer.state[param]["step"] = shared[value]

@@ -1,0 +1,140 @@
+"""SGD and Adagrad."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..errors import OptimizerError
+from ..fused import adagrad_, sgd_
+from ._base import FusedOptimizer, check_hyper, refuse_differentiable
+from ._plan import Bucket
+
+
+class SGD(FusedOptimizer):
+    """Gradient descent with the arguments, groups and state_dict of `torch.optim.SGD`: momentum, dampening, Nesterov.
+
+    `foreach` and `fused` are taken for compatibility. `master`: "float32" keeps masters of 16-bit parameters, None
+    steps them in their own dtype. Raises `OptimizerError`, a ValueError, for hyper-parameters out of range.
+    """
+
+    counts_steps = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master: str | None = "float32",
+    ) -> None:
+        refuse_differentiable(differentiable)
+        check_hyper("lr", lr)
+        check_hyper("momentum", momentum)
+        check_hyper("weight_decay", weight_decay)
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise OptimizerError(
+                f"nesterov=True with momentum={momentum!r} and dampening={dampening!r}: it looks ahead along the "
+                "momentum, so it needs momentum above 0 and dampening=0"
+            )
+        defaults = {
+            "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
+            "nesterov": nesterov, "maximize": maximize,
+        }  # fmt: skip
+        super().__init__(params, defaults, master)
+
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The momentum buffer, where there is momentum."""
+        return ("momentum_buffer",) if group["momentum"] else ()
+
+    def new_state(self, name: str, group: dict[str, Any], param: Parameter, dtype: torch.dtype) -> Tensor:
+        """Zeros, which the first step replaces by its gradient."""
+        self.unstarted.add(param)
+        return super().new_state(name, group, param, dtype)
+
+    def _advance(
+        self, bucket: Bucket, targets: list[Tensor], lows: list[Tensor] | None, grads: list[Tensor],
+        factor: Tensor | None, found: Tensor | None,
+    ) -> None:  # fmt: skip
+        group = bucket.group
+        first = bucket.params[0] in self.unstarted
+        if first and found is not None:
+            if group["dampening"] == 0:
+                first = False  # zeros times the momentum, plus the gradient: the same, and right if this is skipped
+            elif bool(found):  # only the host can tell the next step that it is still the first
+                return
+            self.unstarted.difference_update(bucket.params)
+        elif first:
+            self.unstarted.difference_update(bucket.params)
+        sgd_(
+            targets, grads, bucket.states.get("momentum_buffer", []), lows, lr=group["lr"],
+            momentum=group["momentum"], dampening=group["dampening"], weight_decay=group["weight_decay"],
+            nesterov=group["nesterov"], maximize=group["maximize"], first=first, factor=factor, found=found,
+        )  # fmt: skip
+
+
+class Adagrad(FusedOptimizer):
+    """Adagrad (Duchi, Hazan and Singer 2011) with the arguments, groups and state_dict of `torch.optim.Adagrad`.
+
+    Dense gradients only. `master`: "float32" keeps masters of 16-bit parameters, None steps them in their own dtype.
+    Raises `OptimizerError`, a ValueError, for hyper-parameters out of range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master: str | None = "float32",
+    ) -> None:
+        refuse_differentiable(differentiable)
+        check_hyper("lr", lr)
+        check_hyper("lr_decay", lr_decay)
+        check_hyper("weight_decay", weight_decay)
+        check_hyper("initial_accumulator_value", initial_accumulator_value)
+        check_hyper("eps", eps)
+        defaults = {
+            "lr": lr, "lr_decay": lr_decay, "eps": eps, "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value, "maximize": maximize,
+        }  # fmt: skip
+        super().__init__(params, defaults, master)
+
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The sum of squared gradients."""
+        return ("sum",)
+
+    def new_state(self, name: str, group: dict[str, Any], param: Parameter, dtype: torch.dtype) -> Tensor:
+        """The accumulator at its initial value."""
+        return torch.full_like(
+            param, group["initial_accumulator_value"], dtype=dtype, memory_format=torch.preserve_format
+        )
+
+    def _advance(
+        self, bucket: Bucket, targets: list[Tensor], lows: list[Tensor] | None, grads: list[Tensor],
+        factor: Tensor | None, found: Tensor | None,
+    ) -> None:  # fmt: skip
+        group = bucket.group
+        assert bucket.step is not None
+        adagrad_(
+            targets, grads, bucket.states["sum"], lows, bucket.step, lr=group["lr"], lr_decay=group["lr_decay"],
+            weight_decay=group["weight_decay"], eps=group["eps"], maximize=group["maximize"], factor=factor,
+            found=found,
+        )  # fmt: skip

@@ -1,0 +1,205 @@
+"""Schedules that learn from overflows alone: back off after a bad step, or after several.
+
+All arithmetic stays on the gradients' device; nothing here waits for it, and state changes in place, so that a step
+can be captured in a CUDA graph. `DynamicScale` is torch's schedule: after a step with a non-finite gradient the scale
+is multiplied by `backoff_factor`; after `growth_interval` good steps in a row by `growth_factor` (Micikevicius et al.
+2018, section 3.2, and `torch.amp.GradScaler`, which it follows bit for bit). It adds what that lacks: a floor and a
+ceiling. Below the smallest normal float32, 1/scale overflows, every unscaled gradient becomes infinite after it was
+found finite, and the step destroys the parameters.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..errors import StateError
+from ._checks import PATIENCE, check_bounds, check_count, check_factors, check_scale
+from ._fixed import LossScale, at_least_float32
+
+if TYPE_CHECKING:
+    from ..gradients import Reading
+
+Self = TypeVar("Self", bound="Moving")
+
+
+class Moving(LossScale):
+    """A scale that changes. Its state is tensors by name, one of them "scale", where the gradients were last."""
+
+    def __init__(self, init_scale: float, min_scale: float | None, max_scale: float | None, patience: int | None):
+        self._start = check_scale(init_scale, "init_scale")
+        self._floor, self._ceiling = check_bounds(self._start, min_scale, max_scale)
+        self.min_scale, self.max_scale = min_scale, max_scale
+        self.patience = None if patience is None else check_count(patience, "patience", "it counts skipped steps")
+        self._state = {"scale": torch.tensor(self._start, dtype=torch.float32, device="cpu")}
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """`loss` times the scale, in float32."""
+        return at_least_float32(loss) * self._on(loss.device)["scale"]
+
+    def inverse(self, device: torch.device) -> Tensor:
+        """1/scale, 0-d float32, rounded once from float64 as torch does."""
+        return self._on(device)["scale"].double().reciprocal().float()
+
+    def current(self, device: torch.device) -> Tensor:
+        """The scale, 0-d float32; a copy."""
+        return self._on(device)["scale"].clone()
+
+    def _on(self, device: torch.device) -> dict[str, Tensor]:
+        if self._state["scale"].device != device:
+            self._state = {name: value.to(device) for name, value in self._state.items()}
+        return self._state
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Take over a restored twin's fields, but write its state into tensors that a CUDA graph may hold."""
+        fields = dict(self._from_state(state).__dict__)
+        restored = fields.pop("_state")
+        self.__dict__.update(fields)
+        if all(value.shape == self._state[name].shape for name, value in restored.items()):
+            for name, value in restored.items():
+                self._state[name].copy_(value)
+        else:
+            self._state = restored
+
+    @abstractmethod
+    def _from_state(self: Self, state: Mapping[str, Any]) -> Self:
+        """A new schedule of this kind with that state, every value checked."""
+
+    def _set_count(self, state: Mapping[str, Any], name: str) -> None:
+        """Take a count of steps from a state_dict."""
+        value = state[name]
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+            raise StateError(f"the checkpoint's {self.kind} loss scale has {name}={value!r}: it counts steps")
+        self._state[name].fill_(value)
+
+    def _arguments(self) -> dict[str, Any]:
+        """What the constructor was given, but for where the scale started."""
+        return {"min_scale": self.min_scale, "max_scale": self.max_scale, "patience": self.patience}
+
+    def __repr__(self) -> str:
+        told = {"init_scale": self._start, **self._arguments()}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in told.items())})"
+
+
+class DynamicScale(Moving):
+    """The largest scale that does not overflow, found by trying; defaults are those of `torch.amp.GradScaler`.
+
+    `init_scale`: where it starts. `growth_factor` (> 1), `backoff_factor` (in (0, 1)), `growth_interval` (steps, >= 1):
+    the schedule. `min_scale`, `max_scale`: bounds (None: the limits of float32). `patience`: skipped steps in a row
+    after which the session raises `ScaleCollapse` (None: never). Raises `ScaleError` for anything out of range.
+    """
+
+    kind = "dynamic"
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        *,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        patience: int | None = PATIENCE,
+    ) -> None:
+        check_factors(growth_factor, backoff_factor, growth_interval)
+        super().__init__(init_scale, min_scale, max_scale, patience)
+        self.growth_factor = float(growth_factor)
+        self.backoff_factor = float(backoff_factor)
+        self.growth_interval = growth_interval
+        self._state["good_steps"] = torch.tensor(0, dtype=torch.int32, device="cpu")  # since the last change
+
+    def after_step(self, found_inf: Tensor, reading: Reading | None = None) -> None:
+        """Back off after a bad step, grow after enough good ones, stay within the bounds."""
+        state = self._on(found_inf.device)
+        torch._amp_update_scale_(
+            state["scale"],
+            state["good_steps"],
+            found_inf,
+            self.growth_factor,
+            self.backoff_factor,
+            self.growth_interval,
+        )
+        state["scale"].clamp_(self._floor, self._ceiling)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every field as plain numbers; reads the scale from the device."""
+        return {
+            "kind": self.kind,
+            "scale": float(self._state["scale"]),
+            "good_steps": int(self._state["good_steps"]),
+            **self._arguments(),
+        }
+
+    def _arguments(self) -> dict[str, Any]:
+        names = ("growth_factor", "backoff_factor", "growth_interval")
+        return {**{name: getattr(self, name) for name in names}, **super()._arguments()}
+
+    def _from_state(self: Self, state: Mapping[str, Any]) -> Self:
+        made = type(self)(state["scale"], **{name: state[name] for name in self._arguments()})
+        made._set_count(state, "good_steps")
+        return made
+
+
+class HysteresisScale(DynamicScale):
+    """As `DynamicScale`, but it backs off only at the `hysteresis`-th bad step; the ones before are skipped too.
+
+    For gradients that overflow now and then in a single batch, which no smaller scale would help. As in Megatron-LM
+    and DeepSpeed the bad steps need not follow each other: what is left of the tolerance lasts until the scale grows,
+    and then all of it is back. `hysteresis` (bad steps, >= 1): 1 is `DynamicScale`, bit for bit. The other arguments
+    are those of `DynamicScale`. Raises `ScaleError` for anything out of range.
+    """
+
+    kind = "hysteresis"
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        *,
+        hysteresis: int = 2,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        patience: int | None = PATIENCE,
+    ) -> None:
+        super().__init__(
+            init_scale, growth_factor, backoff_factor, growth_interval,
+            min_scale=min_scale, max_scale=max_scale, patience=patience,
+        )  # fmt: skip
+        self.hysteresis = check_count(hysteresis, "hysteresis", "the scale backs off at that many bad steps")
+        self._state["tolerated"] = torch.tensor(0, dtype=torch.int32, device="cpu")  # bad steps since it last grew
+
+    def after_step(self, found_inf: Tensor, reading: Reading | None = None) -> None:
+        """Back off after the bad step that is one too many, grow after enough good ones, stay within the bounds."""
+        state = self._on(found_inf.device)
+        scale, good_steps, tolerated = state["scale"], state["good_steps"], state["tolerated"]
+        bad = found_inf > 0
+        seen = (tolerated + bad).clamp_(max=self.hysteresis)
+        good = (good_steps + 1) * ~bad
+        grows = good == self.growth_interval
+        exact = scale.double()  # rounded once, as torch does
+        grown = (exact * self.growth_factor).float()
+        backed_off = (exact * self.backoff_factor).float()
+        after_bad = torch.where(seen >= self.hysteresis, backed_off, scale)
+        after_good = torch.where(grows & grown.isfinite(), grown, scale)
+        scale.copy_(torch.where(bad, after_bad, after_good).clamp_(self._floor, self._ceiling))
+        good_steps.copy_(good * ~grows)
+        tolerated.copy_(seen * ~grows)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every field as plain numbers; reads the scale from the device."""
+        return {**super().state_dict(), "tolerated": int(self._state["tolerated"])}
+
+    def _arguments(self) -> dict[str, Any]:
+        return {"hysteresis": self.hysteresis, **super()._arguments()}
+
+    def _from_state(self: Self, state: Mapping[str, Any]) -> Self:
+        made = super()._from_state(state)
+        made._set_count(state, "tolerated")
+        return made

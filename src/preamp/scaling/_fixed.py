@@ -1,0 +1,137 @@
+"""What every loss scale is, and the two that learn nothing: none, and static."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..errors import StateError
+from ._checks import PATIENCE, check_count, check_scale
+
+if TYPE_CHECKING:
+    from ..gradients import Reading
+
+
+class LossScale(ABC):
+    """What a session asks of a loss scale."""
+
+    kind: str
+    patience: int | None = None
+    """Skipped steps in a row after which training cannot go on; None: never."""
+    needs_statistics: bool = False
+    """Whether `after_step` wants a reading with statistics, so that nobody makes one in vain."""
+
+    @abstractmethod
+    def scale(self, loss: Tensor) -> Tensor:
+        """`loss` times the scale, in float32 if it was 16-bit (65536 does not fit float16)."""
+
+    @abstractmethod
+    def inverse(self, device: torch.device) -> Tensor | None:
+        """1/scale, 0-d float32 on `device`; None when the scale is 1, so that there is nothing to undo."""
+
+    @abstractmethod
+    def current(self, device: torch.device) -> Tensor:
+        """The scale, 0-d float32 on `device`; a copy."""
+
+    @abstractmethod
+    def after_step(self, found_inf: Tensor, reading: Reading | None = None) -> None:
+        """Learn from a step, without waiting for the device.
+
+        `found_inf`: 0-d float32, above 0 where a gradient was not finite. `reading`: what was read of the gradients
+        while this scale was on them; only a schedule that `needs_statistics` looks at it.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Every field, as plain numbers and lists; waits for the device."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave; `StateError` for another kind of scale or missing fields."""
+        expected = self.state_dict()
+        if state.get("kind") != self.kind:
+            raise StateError(f"the checkpoint's loss scale is {state.get('kind')!r}, this session's is {self.kind!r}")
+        if set(state) != set(expected):
+            difference = sorted(set(state) ^ set(expected))
+            raise StateError(f"the checkpoint's {self.kind} loss scale differs in fields: {', '.join(difference)}")
+        self._restore(state)
+
+    @abstractmethod
+    def _restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class NoScale(LossScale):
+    """A scale of 1 that never changes: for float32 and bfloat16."""
+
+    kind = "none"
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss itself."""
+        return loss
+
+    def inverse(self, device: torch.device) -> None:
+        """None: there is nothing to undo."""
+
+    def current(self, device: torch.device) -> Tensor:
+        """1."""
+        return torch.ones((), dtype=torch.float32, device=device)
+
+    def after_step(self, found_inf: Tensor, reading: Reading | None = None) -> None:
+        """Nothing to learn."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Only the kind."""
+        return {"kind": self.kind}
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Nothing to restore."""
+
+    def __repr__(self) -> str:
+        return "NoScale()"
+
+
+class StaticScale(LossScale):
+    """A scale that never changes: `StaticScale(512.)`. Powers of two scale without rounding.
+
+    Unlike Apex, a step whose gradients are not finite is skipped under a static scale too.
+    """
+
+    kind = "static"
+
+    def __init__(self, value: float, *, patience: int | None = PATIENCE) -> None:
+        self._value = check_scale(value)
+        self.patience = None if patience is None else check_count(patience, "patience", "it counts skipped steps")
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """`loss` times the scale, in float32."""
+        return at_least_float32(loss) * self._value
+
+    def inverse(self, device: torch.device) -> Tensor:
+        """1/scale, 0-d float32."""
+        return torch.full((), 1.0 / self._value, dtype=torch.float32, device=device)
+
+    def current(self, device: torch.device) -> Tensor:
+        """The scale, 0-d float32."""
+        return torch.full((), self._value, dtype=torch.float32, device=device)
+
+    def after_step(self, found_inf: Tensor, reading: Reading | None = None) -> None:
+        """Nothing to learn."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Kind, value and patience."""
+        return {"kind": self.kind, "scale": self._value, "patience": self.patience}
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self._value = check_scale(state["scale"])
+        self.patience = state["patience"]
+
+    def __repr__(self) -> str:
+        return f"StaticScale({self._value!r})"
+
+
+def at_least_float32(loss: Tensor) -> Tensor:
+    """`loss` itself, or in float32 if it is 16-bit."""
+    return loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss

@@ -1,0 +1,187 @@
+"""What a session is, apart from what it does in a step: its parts, its state, its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..autocast import REGISTRY
+from ..errors import SessionError
+from ..masters import Masters
+from ..modules import Conversion
+from ..optim import FusedOptimizer
+from ..policy import Policy
+from ._casts import KeptCasts
+from ._checks import STATE_VERSION, check_state, first_nonfinite
+from ._gradients import GradientBook, parameters_of, state_like_parameters
+from ._losses import Losses
+from ._report import StepReport
+from ._round import Round
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class SessionBase:
+    """The models, optimizers, scales and masters of a training run, held together until `close()`."""
+
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        optimizers: Mapping[str, Optimizer],
+        policy: Policy,
+        losses: Losses,
+        masters: Masters,
+        conversions: Sequence[Conversion],
+        device_type: str,
+        skip: str = "auto",
+    ) -> None:
+        self.policy = policy
+        """The policy in force."""
+        self.device_type = device_type
+        self._models, self._optimizers = dict(models), dict(optimizers)
+        self._losses, self._masters, self._conversions = losses, masters, list(conversions)
+        self._book = GradientBook(masters)
+        self._round = Round(losses, self._book, list(self._optimizers.values()))
+        self._casts = KeptCasts(lambda: (p for each in self._models.values() for p in each.parameters()))
+        self._skip, self._attempts = skip, 0
+        self._skips = 0
+        self._device_skips: Tensor | None = None
+        self._closed = False
+        self.last_step: StepReport | None = None
+        """The report of the last `step`."""
+        for optimizer in self._optimizers.values():
+            if isinstance(optimizer, FusedOptimizer):
+                optimizer.lend(masters)
+        if policy.has_regions:
+            assert policy.ops is not None
+            REGISTRY.hold(policy.ops, device_type)
+        self._handles = [
+            handle
+            for optimizer in self._optimizers.values()
+            for handle in (
+                optimizer.register_load_state_dict_pre_hook(self._before_optimizer_load),
+                optimizer.register_load_state_dict_post_hook(self._after_optimizer_load),
+            )
+        ]
+
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        """The session's models by name; a single one has the name ""."""
+        return dict(self._models)
+
+    @property
+    def optimizers(self) -> dict[str, Optimizer]:
+        """The session's optimizers by name; a single one has the name ""."""
+        return dict(self._optimizers)
+
+    @property
+    def steps(self) -> int:
+        """Attempts at a step so far, skipped ones included."""
+        return self._attempts
+
+    @property
+    def skipped(self) -> int:
+        """Skipped steps so far; waits for the device."""
+        return self._skips + (0 if self._device_skips is None else int(self._device_skips))
+
+    def loss_scale(self, name: str | None = None) -> float:
+        """The present scale of a loss; waits for the device."""
+        name = self._losses.named(name)
+        self._settle(name)
+        return float(self._losses[name].current(self._device()))
+
+    # -- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that preamp adds to a training run: scales, masters, counters. Save it beside model and optimizer.
+
+        Tensors, numbers and strings only, so `torch.load(weights_only=True)` reads it. The tensors are the live ones,
+        as in torch's own state dicts: clone them to keep a moment.
+        """
+        self._check_open()
+        self._settle(None)
+        return {
+            "version": STATE_VERSION,
+            "policy": str(self.policy),
+            "losses": self._losses.state_dict(),
+            "masters": dict(self._masters.named()),
+            "steps": self._attempts,
+            "skipped": self.skipped,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave; before or after the model's and the optimizer's own state, as you like.
+
+        Strict: another version, policy, set of losses or of masters is a `StateError`, and nothing has changed.
+        """
+        self._check_open()
+        check_state(state, str(self.policy))
+        self._losses.check(state["losses"])
+        self._forget_all()
+        self._masters.load(state["masters"])
+        self._losses.load_state_dict(state["losses"])
+        self._attempts, self._skips, self._device_skips = int(state["steps"]), int(state["skipped"]), None
+        self._round.clear()
+
+    def close(self) -> None:
+        """Give model, optimizer and torch back as they were; the second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._casts.drop()
+        self._forget_all()
+        for handle in self._handles:
+            handle.remove()
+        for conversion in self._conversions:
+            conversion.undo()
+        self._masters.restore()
+        for each in self._optimizers.values():
+            state_like_parameters(each)
+            if isinstance(each, FusedOptimizer):
+                each.lend(None)
+        if self.policy.has_regions:
+            REGISTRY.release()
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        level = self.policy.level
+        state = "closed" if self._closed else f"{self._attempts} steps"
+        return f"Session({level or 'custom'} on {self.device_type}, {state}: {self.policy})"
+
+    # -- inside
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SessionError("this session is closed; prepare the model again to go on")
+
+    def _device(self) -> torch.device:
+        for each in self._optimizers.values():
+            for parameter in parameters_of(each):
+                return parameter.device
+        return torch.device(self.device_type)
+
+    def _settle(self, name: str | None) -> None:
+        self._round.settle(name, lambda: first_nonfinite(self._models))
+
+    def _forget_all(self) -> None:
+        for each in self._optimizers.values():
+            self._book.forget(each)
+
+    def _before_optimizer_load(self, optimizer: Optimizer, state: Any) -> None:
+        """Torch casts loaded state to the parameters' dtype: let it find float32 masters, not 16-bit parameters."""
+        self._masters.refresh(parameters_of(optimizer))
+        self._masters.swap_in(parameters_of(optimizer))
+
+    def _after_optimizer_load(self, optimizer: Optimizer) -> None:
+        self._masters.swap_out(parameters_of(optimizer))

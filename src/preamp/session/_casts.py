@@ -1,0 +1,86 @@
+"""Low copies of float32 weights, kept from one micro-batch to the next.
+
+autocast casts a weight at its first use in a region and forgets the copy when the region ends. With gradients
+accumulated over micro-batches that is one cast a micro-batch of weights that have not changed. Here a session's
+region leaves the copies in torch's cache; a step, a write to a weight, or a backward pass that no other is to follow
+drops them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..autocast import autocast
+from ..rules import OpRules
+
+_VERSION = attrgetter("_version")
+
+
+class KeptCasts:
+    """Whether torch's cache holds casts of a session's weights outside a region, and whether they are still right."""
+
+    def __init__(self, weights: Callable[[], Iterable[Tensor]]) -> None:
+        self._weights = weights
+        self._list: list[Tensor] = []
+        self._versions: list[int] | None = None
+        self._passes = 0
+        self._accumulates = False
+
+    def entering(self) -> None:
+        """A region begins: casts of weights that were written since must not be used in it."""
+        if self._versions is not None and self._versions != list(map(_VERSION, self._list)):
+            self.drop()
+
+    def left(self) -> None:
+        """A region has ended without clearing the cache."""
+        self._list = list(self._weights())
+        self._versions = list(map(_VERSION, self._list))
+
+    def before_backward(self, more_follow: bool) -> None:
+        """Keep casts for another micro-batch, if one follows or this loop is one that accumulates; else free them."""
+        self._passes += 1
+        if not (more_follow or self._accumulates):
+            self.drop()
+
+    def stepped(self) -> None:
+        """Weights have changed. Whoever made several backward passes before this step will do so before the next."""
+        self._accumulates, self._passes = self._passes > 1, 0
+        self.drop()
+
+    def drop(self) -> None:
+        """Free what is kept."""
+        if self._versions is not None:
+            self._versions, self._list = None, []
+            torch.clear_autocast_cache()
+
+
+class KeepingRegion(autocast):
+    """A region that leaves its casts in the cache; in compiled code and without gradients it is one as any other."""
+
+    def __init__(
+        self, device_type: str, dtype: torch.dtype | None, casts: KeptCasts, *, rules: OpRules | None = None
+    ) -> None:
+        super().__init__(device_type, dtype, rules=rules)
+        self._casts = casts
+
+    def __enter__(self) -> KeepingRegion:
+        if not torch.compiler.is_compiling():
+            self._casts.entering()
+        super().__enter__()
+        return self
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        if torch.compiler.is_compiling() or exc_type is not None or not torch.is_grad_enabled():
+            super().__exit__(exc_type, exc_val, exc_tb)
+            return
+        torch.autocast_increment_nesting()  # so that leaving the outermost region does not clear the cache
+        try:
+            super().__exit__(exc_type, exc_val, exc_tb)
+        finally:
+            if torch.autocast_decrement_nesting() == 0:
+                self._casts.left()

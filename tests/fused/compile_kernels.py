@@ -1,0 +1,78 @@
+"""Compiles every kernel for a GPU that need not be there, and prints, as JSON, how each reads memory.
+
+Run as a script, without TRITON_INTERPRET: Triton's compiler needs no device, only the name of one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from preamp.fused import _kernels, _layerwise_kernels
+from preamp.gradients import _kernels as reading
+
+TARGET = GPUTarget("cuda", 90, 32)
+POINTERS = {
+    "tensor_of": "*i32", "block_of": "*i32", "sizes": "*i64", "table": "*i64", "first": "*i32", "counts": "*i64",
+    "squares": "*fp64", "lows": "*i32", "zeros": "*i32", "flags": "*u8",
+    **dict.fromkeys(
+        ("scalars", "step", "out", "found", "factor", "rate", "norm", "partials", "norms", "below", "ratios", "tops",
+         "floats"), "*fp32",
+    ),
+}  # fmt: skip
+WHOLE = {"tensors": "i32", "seed_high": "i32", "seed_low": "i32", "tiny": "i32", "base": "i32", "chunks": "i32"}
+ADAM = {"DECAY": 2, "AMSGRAD": True, "ALIGNED": True, "CHUNK": 1024}
+CASES: list[tuple[Any, dict[str, Any], int]] = [
+    (_kernels.adam, {**ADAM, "GRAD": tl.float16, "LOW": tl.float16, "KIND": 0}, 4),
+    (_kernels.adam, {**ADAM, "GRAD": tl.bfloat16, "LOW": tl.bfloat16, "KIND": 0}, 4),
+    (_kernels.adam, {**ADAM, "GRAD": tl.float32, "LOW": None, "KIND": 0}, 4),
+    (_kernels.adam, {**ADAM, "GRAD": tl.bfloat16, "LOW": None, "KIND": 1}, 4),
+    (_kernels.adam, {**ADAM, "GRAD": tl.bfloat16, "LOW": None, "KIND": 2}, 4),
+    *[
+        (_kernels.simple, {"GRAD": tl.float16, "LOW": tl.float16, "RULE": rule, "NESTEROV": rule == 2, "ALIGNED": True,
+                           "CHUNK": 1024}, 4)
+        for rule in range(4)
+    ],
+    (_kernels.prepare, dict.fromkeys(
+        ("COUNTS", "HAS_FOUND", "HAS_FACTOR", "HAS_RATE", "CLIPS", "UPHILL", "CORRECTS", "FOLDS"), True), 1),
+    (_layerwise_kernels.chunk_norms, {"GRAD": tl.float16, "HAS_FACTOR": True, "SQUARES": True, "ALIGNED": True,
+                                      "CHUNK": 1024}, 4),
+    (_layerwise_kernels.novograd_norms, {"SQUARES": True, "FROM_ZERO": False, "ROW": 3, "BLOCK": 1024}, 4),
+    (_layerwise_kernels.novograd, {"GRAD": tl.float16, "LOW": tl.bfloat16, "INSIDE": False, "ALIGNED": True,
+                                   "CHUNK": 1024}, 4),
+    (_layerwise_kernels.lamb_moments, {"GRAD": tl.float16, "TRUSTS": True, "ALIGNED": True, "CHUNK": 1024}, 4),
+    (_layerwise_kernels.lamb_ratios, {"BLOCK": 1024}, 4),
+    (_layerwise_kernels.lamb_apply, {"LOW": tl.float16, "TRUSTS": True, "ALIGNED": True, "CHUNK": 1024}, 4),
+    *[
+        (reading.read, {"KIND": kind, "INTEGER": integer, "ALIGNED": True, "CHUNK": 16384, "BLOCK": 2048}, 8)
+        for kind, integer in ((0, tl.int16), (1, tl.int16), (2, tl.int32))
+    ],
+    (reading.finish, {"BLOCK": 1024}, 4),
+]  # fmt: skip
+
+
+def compiled(kernel: Any, constants: dict[str, Any], warps: int) -> str:
+    signature = {
+        name: "constexpr" if name in constants else POINTERS.get(name) or WHOLE.get(name) or "fp32"
+        for name in kernel.arg_names
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    made = triton.compile(source, target=TARGET, options={"num_warps": warps, "enable_fp_fusion": False})
+    return str(made.asm["ptx"])
+
+
+def accesses(ptx: str) -> dict[str, int]:
+    """How often each kind of global load and store stands in the code that is not masked."""
+    plain = [line.strip() for line in ptx.splitlines() if not line.strip().startswith("@")]
+    return Counter(m[0] for line in plain if (m := re.match(r"(ld|st)\.global\S*", line)))
+
+
+if __name__ == "__main__":
+    print(json.dumps([[kernel.__name__, accesses(compiled(kernel, constants, w))] for kernel, constants, w in CASES]))

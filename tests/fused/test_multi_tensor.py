@@ -1,0 +1,106 @@
+"""Plans, tables of addresses, and what may be walked together."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from preamp.multi_tensor import parts_of, plan_of, same_walk, split_by_walk, walkable
+
+CPU = torch.device("cpu")
+
+
+@given(sizes=st.lists(st.integers(0, 50), max_size=8), chunk=st.sampled_from([1, 4, 16, 64]))
+def test_a_plan_covers_every_element_once(sizes: list[int], chunk: int) -> None:
+    plan = plan_of(tuple(sizes), chunk, CPU)
+    seen = [
+        (int(tensor), int(block) * chunk + k)
+        for tensor, block in zip(plan.tensor_of, plan.block_of, strict=True)
+        for k in range(chunk)
+        if int(block) * chunk + k < sizes[int(tensor)]
+    ]
+    assert sorted(seen) == [(i, k) for i, size in enumerate(sizes) for k in range(size)]
+    assert plan.chunks == len(plan.tensor_of) == int(plan.first[-1])
+    for i in range(len(sizes)):
+        assert plan.tensor_of[plan.first[i] : plan.first[i + 1]].eq(i).all()
+    assert plan_of(tuple(sizes), chunk, CPU) is plan
+
+
+def test_parts_hold_addresses_and_positions() -> None:
+    flat = torch.zeros(100)
+    tensors = [torch.zeros(0), torch.zeros(5), flat[1:40], torch.zeros(3000)]
+    states = [torch.zeros_like(t) for t in tensors]
+    aligned, odd = parts_of([tensors, states], 1024)
+    assert aligned.aligned and not odd.aligned
+    assert aligned.table.tolist() == [
+        [tensors[1].data_ptr(), tensors[3].data_ptr()], [states[1].data_ptr(), states[3].data_ptr()], [1, 3],
+    ]  # fmt: skip
+    assert odd.table.tolist() == [[tensors[2].data_ptr()], [states[2].data_ptr()], [2]]
+    assert parts_of([tensors, states], 1024) == (aligned, odd)
+    moved = [*states[:3], torch.zeros(3000)]
+    assert parts_of([tensors, moved], 1024)[0] is not aligned
+    assert parts_of([tensors, states], 1024, [9, 8, 7, 6])[0].table[2].tolist() == [8, 6]
+    assert parts_of([[torch.zeros(0)]], 1024) == ()
+
+
+def test_tables_do_not_pile_up() -> None:
+    from preamp.multi_tensor import _parts
+
+    kept = [torch.zeros(3) for _ in range(100)]
+    for tensor in kept:
+        parts_of([[tensor]], 16)
+    assert len(_parts._tables) <= _parts._KEPT
+    assert len(_parts._plans) <= _parts._KEPT
+
+
+def test_walks() -> None:
+    plain = torch.zeros(4, 3, 5, 5)
+    last = plain.to(memory_format=torch.channels_last)
+    assert walkable(plain) and walkable(last) and walkable(torch.zeros(3, 4).t()) and walkable(torch.zeros(()))
+    assert not walkable(torch.zeros(4, 6)[:, ::2]) and not walkable(torch.zeros(3, 1).expand(3, 4))
+    assert walkable(torch.zeros(0, 3)) and walkable(torch.zeros(5, 1, 7).transpose(0, 2))
+    assert same_walk(plain, torch.ones_like(plain)) and same_walk(last, torch.ones_like(last))
+    assert not same_walk(plain, last) and not same_walk(last, plain)
+    one = torch.zeros(4, 3, 1, 1)
+    assert same_walk(one, one.to(memory_format=torch.channels_last))
+    assert split_by_walk([[plain, one], [plain, one]]) is None
+    assert split_by_walk([[last, one], [last, one]]) is None
+    assert split_by_walk([[plain, one, plain[:, :2]], [last, one, plain[:, :2]]]) == ([1], [0, 2])
+
+
+RUNS = """
+import sys, torch
+from preamp.multi_tensor import triton_runs_on
+import preamp.fused
+before = "triton" in sys.modules
+print(triton_runs_on(torch.device("cpu")), triton_runs_on(torch.device("cuda")), before, "triton" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({}, "False True False True"),
+        ({"TRITON_INTERPRET": "1"}, "True True False True"),
+        ({"TRITON_INTERPRET": "1", "PREAMP_NO_TRITON": "1"}, "False False False False"),
+    ],
+)
+def test_where_triton_runs(variables: dict[str, str], said: str) -> None:
+    pytest.importorskip("triton")
+    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PREAMP_NO_TRITON")}
+    environment |= variables
+    done = subprocess.run([sys.executable, "-c", RUNS], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == said
+
+
+def test_without_triton() -> None:
+    code = "import sys; sys.modules['triton'] = None\n" + RUNS.replace("before =", "before = False and")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[:2] == ["False", "False"]

@@ -1,0 +1,208 @@
+"""The fused steps and the reading of gradients on a CUDA device: right, without waiting for it, and in graphs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from preamp import fused
+from tests.fused.steps import ADAM, NAMES, SETTINGS, Run, awkward, awkward_for, by_operators, far, gradients
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("triton")
+
+LOWS = [None, torch.float16, torch.bfloat16]
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def number(value: float) -> Tensor:
+    return torch.tensor(value, device="cuda")
+
+
+@pytest.mark.parametrize("low", LOWS, ids=str)
+@pytest.mark.parametrize(("name", "options"), SETTINGS, ids=NAMES)
+def test_kernels_do_what_operators_do(name: str, options: dict[str, Any], low: torch.dtype | None) -> None:
+    params = awkward_for(name, "cuda", 500)
+    run = Run(name, options, params, [p.to(low) for p in params] if low else None)
+    twin = run.twin()
+    for i, factor in enumerate([None, 0.25, 0.3, 2.0**-16, 1.0]):
+        grads = gradients(params, low or torch.float32, i, same_layout=i != 1)
+        times = None if factor is None else number(factor)
+        with by_operators():
+            twin.take([g.clone() for g in grads], times, number(0.0))
+        run.take(grads, times, number(0.0) if i else None)
+    layerwise = name in ("lamb", "novograd")  # norms of hundreds of thousands of numbers, summed in another order
+    assert far(run.params, twin.params) <= (64 if layerwise else 8)
+    for a, b in zip(run.states, twin.states, strict=True):
+        assert far(a, b) <= (64 if layerwise else 8)
+    for p, published in zip(params, run.lows or [], strict=low is not None):
+        assert published is not None and torch.equal(published, p.to(published.dtype))
+    assert float(run.step) == float(twin.step)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize(("name", "options"), SETTINGS, ids=NAMES)
+def test_found_writes_nothing_and_nothing_waits(name: str, options: dict[str, Any], kernels: bool) -> None:
+    params = awkward_for(name, "cuda")
+    run = Run(name, options, params, [p.to(torch.bfloat16) for p in params])
+    good, bad = gradients(params, torch.bfloat16, 0), gradients(params, torch.bfloat16, 1)
+    bad[2][3, 3] = torch.inf
+    half, clear, flag = number(0.5), number(0.0), number(1.0)
+
+    def take() -> None:
+        run.take(good, half, clear)
+        run.take(bad, half, flag)
+
+    def all_steps() -> None:
+        take()
+        before = [t.clone() for t in run.everything()]
+        with no_waiting():
+            run.take(bad, half, flag)
+        assert all(torch.equal(a, b) for a, b in zip(before, run.everything(), strict=True))
+        with no_waiting():
+            take()
+
+    if kernels:
+        all_steps()
+    else:
+        with by_operators():
+            all_steps()
+
+
+@pytest.mark.parametrize(("name", "options"), SETTINGS, ids=NAMES)
+def test_a_captured_step_is_the_step(name: str, options: dict[str, Any]) -> None:
+    """The gradients of a capture have addresses of their own, and later steps outside it must not disturb it."""
+    params = awkward("cuda", 50)[1:8]
+    options = {**options, "lr": number(float(options["lr"]))}
+    run = Run(name, options, params, [p.to(torch.float16) for p in params])
+    source = [torch.zeros_like(p, dtype=torch.float16) for p in params]
+    factor, found = number(0.5), number(0.0)
+    warm = run.twin()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for i in range(3):
+            warm.take(gradients(params, torch.float16, i), factor, found)
+    torch.cuda.current_stream().wait_stream(side)
+    run.first = False  # the first step of gradient descent with momentum is another kernel
+    twin = run.twin()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run.take([s * 1 for s in source], factor, found)
+    for i in range(6):
+        values = gradients(params, torch.float16, 10 + i)
+        for s, value in zip(source, values, strict=True):
+            s.copy_(value)
+        found.fill_(float(i == 3))
+        options["lr"].mul_(0.9)
+        graph.replay()
+        twin.take(values, factor, found)
+        warm.take(values, factor, found)
+        assert all(torch.equal(a, b) for a, b in zip(run.everything(), twin.everything(), strict=True)), i
+
+
+@pytest.mark.parametrize("kind", ["split", "stochastic"])
+def test_weights_without_masters(kind: str) -> None:
+    masters = [torch.randn(n, device="cuda") for n in (1, 1000, 100_003)]
+
+    def run() -> list[Tensor]:
+        lows, bits = (list(half) for half in zip(*map(fused.split, masters), strict=True))
+        states = [[torch.zeros_like(p) for p in masters] for _ in range(2)]
+        step = number(0.0)
+        for i in range(20):
+            grads = gradients(masters, torch.bfloat16, i)
+            options = {**ADAM, "factor": number(0.5), "found": number(float(i == 5))}
+            if kind == "split":
+                fused.adam_split_(lows, bits, grads, *states, [], step, **options)
+            else:
+                fused.adam_stochastic_(lows, grads, *states, [], step, seed=2**40 + 3, **options)
+        assert float(step) == 19
+        return [fused.join(w, b) for w, b in zip(lows, bits, strict=True)] if kind == "split" else lows
+
+    ours = run()
+    with by_operators():
+        theirs = run()
+    if kind == "split":
+        assert far(ours, theirs) <= 8
+    else:  # a last bit of float32 decides about rounding up once in thousands of times
+        for a, b in zip(ours, theirs, strict=True):
+            assert float((a != b).float().mean()) <= 1e-2
+            assert torch.allclose(a.float(), b.float(), rtol=2.0**-6, atol=1e-3)
+
+
+def test_split_steps_are_those_of_masters_bit_for_bit() -> None:
+    masters = [torch.randn(n, device="cuda") for n in (1, 1000, 100_003)]
+    lows, bits = (list(half) for half in zip(*map(fused.split, masters), strict=True))
+    ours, theirs = ([[torch.zeros_like(p) for p in masters] for _ in range(2)] for _ in range(2))
+    step, step_ = number(0.0), number(0.0)
+    for i in range(200):
+        grads = gradients(masters, torch.bfloat16, i)
+        fused.adam_(masters, grads, *theirs, [], None, step_, **ADAM)
+        fused.adam_split_(lows, bits, grads, *ours, [], step, **ADAM)
+    assert all(torch.equal(fused.join(w, b), p) for w, b, p in zip(lows, bits, masters, strict=True))
+
+
+READ: list[Callable[[], list[Tensor]]] = [
+    lambda: [torch.randn(n, device="cuda").half() for n in (0, 1, 1000, 3_000_001)],
+    lambda: [torch.randn(n, device="cuda") * 1e-5 for n in (5, 20_000_000)],
+    lambda: [torch.full((20_000_001,), 1e-8, device="cuda").half(), torch.zeros(50_000_000, device="cuda").half()],
+    lambda: [torch.full((3,), 1e30, device="cuda"), torch.randn(70_000, device="cuda").bfloat16()],
+    lambda: [torch.full((300_000,), 1e-30, device="cuda")],
+    lambda: [torch.randn(64, 64, 3, 3, device="cuda").to(memory_format=torch.channels_last),
+             torch.randn(300, 300, device="cuda")[:, ::3]],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", range(len(READ)))
+def test_reading(case: int) -> None:
+    from preamp.gradients._triton import read
+
+    grads = READ[case]()
+    tiny = 2.0**-14
+    read(grads, tiny)
+    with no_waiting():
+        got = read(grads, tiny)
+    sizes = [g.double().abs().reshape(-1) for g in grads]
+    assert float(got.found) == 0 and not got.nonfinite.any()
+    assert float(got.amax) == max(float(s.max()) for s in sizes if len(s))
+    assert int(got.counts[1]) == sum(int((s == 0).sum()) for s in sizes)
+    assert int(got.counts[0]) == sum(int(((s > 0) & (s < tiny)).sum()) for s in sizes)
+    norm = math.sqrt(sum(float(s.square().sum()) for s in sizes))
+    assert float(got.norm) == pytest.approx(norm, rel=1e-6)
+    assert torch.equal(read(grads, tiny).norm, got.norm)
+    if not grads[0].numel():
+        grads = grads[1:]
+    grads[0].view(-1)[0] = torch.nan
+    got = read(grads, tiny)
+    assert float(got.found) == 1 and got.nonfinite.tolist() == [True] + [False] * (len(grads) - 1)
+    assert not torch.isfinite(got.norm)
+
+
+def test_reading_in_a_graph() -> None:
+    from preamp.gradients._triton import read
+
+    source = [torch.zeros(n, device="cuda", dtype=torch.float16) for n in (5, 100_000)]
+    read([s * 1 for s in source], 1e-4)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = read([s * 1 for s in source], 1e-4)
+    for value in (1.0, 0.5, math.inf):
+        source[1].fill_(value)
+        graph.replay()
+        assert float(got.amax) == value
+        assert float(got.found) == float(value == math.inf)
+        assert got.nonfinite.tolist() == [False, value == math.inf]

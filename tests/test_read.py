@@ -1,0 +1,120 @@
+"""`gradients.read`: one look that tells everything, against float64 and numpy."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from preamp.gradients import dense_values, read
+from preamp.gradients._read import SMALL
+
+from .test_gradients import EACH, EVERY, LAYOUTS, mixed, normal, sparse
+
+TINY = 2.0**-14
+
+
+def flat64(gradients: list[Tensor]) -> np.ndarray:
+    parts = [dense_values(g).double().numpy().ravel() for g in gradients]
+    return np.concatenate(parts) if parts else np.zeros(0)
+
+
+def check(gradients: list[Tensor], tiny: float = TINY) -> None:
+    values = flat64(gradients)
+    before = [g.clone() for g in gradients]
+    for statistics in (False, True):
+        reading = read(gradients, statistics=statistics, tiny=tiny)
+        bad = [not np.isfinite(flat64([g])).all() for g in gradients]
+        assert reading.nonfinite.tolist() == bad
+        assert bool(reading.found) == any(bad) and reading.found.dtype is torch.float32
+        assert reading.entries == values.size
+        if not any(bad):
+            assert float(reading.norm) == pytest.approx(float(np.linalg.norm(values)), rel=2e-5, abs=1e-30)
+        else:
+            assert not math.isfinite(float(reading.norm))
+        if not statistics:
+            assert reading.amax is reading.subnormals is reading.zeros is None
+            continue
+        assert reading.amax is not None and reading.subnormals is not None and reading.zeros is not None
+        if not any(bad):
+            assert float(reading.amax) == np.abs(values).max(initial=0.0).astype(np.float32)
+        else:
+            assert not math.isfinite(float(reading.amax))
+        assert int(reading.zeros) == int((values == 0).sum())
+        assert int(reading.subnormals) == int(((values != 0) & (np.abs(values) < tiny)).sum())
+    for gradient, copy in zip(gradients, before, strict=True):
+        assert torch.equal(dense_values(gradient).nan_to_num(), dense_values(copy).nan_to_num()), "read wrote"
+
+
+@EVERY
+@EACH
+def test_layouts_and_dtypes(layout: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    check(LAYOUTS[layout](dtype))
+
+
+def test_mixed_dtypes_and_sizes() -> None:
+    torch.manual_seed(2)
+    check(mixed())
+    check([normal(SMALL + 1), normal(3), normal(SMALL), sparse(), normal(2 * SMALL, dtype=torch.bfloat16)])
+
+
+def test_none() -> None:
+    reading = read([], statistics=True)
+    assert (float(reading.found), float(reading.norm), reading.entries, len(reading.nonfinite)) == (0, 0, 0, 0)
+
+
+places = st.tuples(st.integers(0, 3), st.integers(0, 10**6), st.sampled_from([math.inf, -math.inf, math.nan]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(places, max_size=3), st.sampled_from([torch.float16, torch.bfloat16, torch.float32]))
+def test_wherever_something_is_not_finite(bad: list[tuple[int, int, float]], dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    gradients = [normal(n, dtype=dtype) for n in (1, 7, 300, SMALL + 5)]
+    for which, where, value in bad:
+        gradients[which][where % gradients[which].numel()] = value
+    check(gradients)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=40))
+def test_every_float16_pattern_is_counted_as_numpy_counts(patterns: list[int]) -> None:
+    values = np.array(patterns, dtype=np.uint16).view(np.float16)
+    check([torch.from_numpy(values.copy()), torch.zeros(2)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_finite_gradients_are_finite(dtype: torch.dtype) -> None:
+    """The square of 1e30 is not a float32, and a step must not be skipped for that."""
+    large = torch.full((11,), 1e30, dtype=dtype)
+    check([large, normal(3).to(dtype)])
+    check([torch.full((SMALL + 1,), 2e36, dtype=dtype), normal(3).to(dtype)])
+    check([large, torch.tensor([math.nan], dtype=dtype)])
+
+
+def test_the_threshold_is_the_callers() -> None:
+    check([torch.tensor([0.0, -0.0, 1e-30, -1e-39, 2e-38, 1.0])], tiny=torch.finfo(torch.float32).tiny)
+
+
+class Syncs(TorchDispatchMode):
+    """Counts what would make the host wait, on devices other than the CPU."""
+
+    seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.seen += "_local_scalar_dense" in str(func) or "nonzero" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_on_accelerators_nothing_waits() -> None:
+    with torch.device("meta"), Syncs() as syncs:
+        reading = read([torch.ones(4), torch.ones(2, 3).half()], statistics=True)
+    assert reading.found.device.type == "meta" and syncs.seen == 0
+    assert reading.zeros is not None and reading.zeros.dtype is torch.int64
