@@ -1,4 +1,4 @@
-"""Writes the generated parts of the documents anew: tables from the code, figures from committed results.
+"""Writes the generated parts of the documents anew: tables from the code, figures and pictures from committed results.
 
 Generated text stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`. `./dev docs` writes it, and a test fails
 when a document is behind. Run as `python -m preamp.docs_tables ROOT`.
@@ -16,10 +16,11 @@ from typing import Any
 
 from .formats import FORMATS
 from .policy import LEVELS
-from .report import Column, Table
+from .report import Column, LineChart, Series, Table, to_svg
+from .report.files import write_text
 from .rules import TABLE
 
-DOCUMENTS = ("README.md", "docs/levels.md", "docs/rules.md")
+DOCUMENTS = ("README.md", "docs/levels.md", "docs/loss-scaling.md", "docs/rules.md")
 
 
 def levels(root: Path) -> str:
@@ -122,12 +123,65 @@ def bench(root: Path) -> str:
     return f"{Table('', columns, rows).to_markdown()}\n\n{text}"
 
 
+def schedules(root: Path) -> str:
+    """Skips and flushed gradients of every schedule, network and start, from the newest committed replays."""
+    path = newest(root, "schedules")
+    if path is None:
+        return "(no results committed yet)"
+    results = json.loads(path.read_text(encoding="utf-8"))
+    rows = results["suites"]["schedules"]
+    names = [each["name"] for each in rows[0]["contenders"]]
+    columns = ("network", "start", *(f"{name}: {figure}" for name in names for figure in ("skips", "flushed")))
+    cells = [
+        (row["task"], row["start"], *(
+            cell for each in row["contenders"] for cell in (str(each["skips"]), _share(each["flushed"]))
+        ))
+        for row in rows
+    ]  # fmt: skip
+    steps = {row["task"]: row["contenders"][0]["steps"] for row in rows}
+    told = ", ".join(f"{task} {count}" for task, count in steps.items())
+    text = (
+        f"Skipped steps, and the share of non-zero weight gradients that became zero in the steps not skipped; {told} "
+        f"steps, from {rows[0]['seeds']} seeds each. Replayed by preamp at {results['environment']['commit']}: "
+        f"`{path.relative_to(root).as_posix()}`."
+    )
+    return f"{Table('', columns, cells).to_markdown()}\n\n{text}"
+
+
+def _share(share: float) -> str:
+    return f"{share:.1e}" if share else "0"
+
+
+def schedule_pictures(root: Path) -> dict[str, LineChart]:
+    """The scale by step, by path of the picture; empty without committed results."""
+    path = newest(root, "schedules")
+    if path is None:
+        return {}
+    rows = json.loads(path.read_text(encoding="utf-8"))["suites"]["schedules"]
+    wanted = {("bert", "2^20 too high"): "scale-too-high", ("flights", "2^20 too low"): "scale-too-low"}
+    return {
+        f"docs/pictures/{wanted[key]}.svg": _scale_chart(row)
+        for row in rows
+        if (key := (row["task"], row["start"])) in wanted
+    }
+
+
+def _scale_chart(row: dict[str, Any]) -> LineChart:
+    limit = row["log2 largest scale"]
+    series = [Series("largest that does not overflow", range(len(limit)), [2.0**x for x in limit], dashed=True)]
+    for each in row["contenders"]:
+        scales = [2.0**log2 for log2, steps in each["first"]["log2 scale, steps"] for _ in range(steps)]
+        series.append(Series(each["name"], range(len(scales)), scales, steps=True))
+    return LineChart(f"Loss scale of {row['name']}", "step", "loss scale", series, y_log2=True)
+
+
 GENERATORS: dict[str, Callable[[Path], str]] = {
     "bench": bench,
     "demo": demo,
     "formats": formats,
     "levels": levels,
     "rules": rules,
+    "schedules": schedules,
 }
 
 _PART = re.compile(r"(<!-- begin: (\w+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
@@ -147,6 +201,9 @@ def main(root: Path) -> None:
         if after != before:
             path.write_text(after, encoding="utf-8")
         print(f"{name}: {'written' if after != before else 'up to date'}")
+    for name, chart in schedule_pictures(root).items():
+        write_text(root / name, to_svg(chart))
+        print(f"{name}: written")
 
 
 if __name__ == "__main__":

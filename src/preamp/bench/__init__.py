@@ -1,25 +1,42 @@
 """Measuring: training runs of the zoo, and races between contenders."""
 
+from ._counting import Counts, count
 from ._machine import environment, keep_heap
-from ._race import Outcome, race
+from ._race import Outcome, Row, race
 from ._range_test import RangeTest, lr_chart, range_test
-from ._suites import SUITES, Row, suite_named
+from ._replay import Replay, replay
+from ._schedules import ScheduleRow, record_traces, schedule_table, schedules, write_schedules
+from ._suites import SUITES, suite_named, suite_table
+from ._traces import Trace, load_trace, record
 from ._trial import EXPONENTS, GradientHistogram, Trial, make_optimizer, run_trial
 
 __all__ = [
     "EXPONENTS",
     "SUITES",
+    "Counts",
     "GradientHistogram",
     "Outcome",
     "RangeTest",
+    "Replay",
     "Row",
+    "ScheduleRow",
+    "Trace",
     "Trial",
+    "count",
     "environment",
     "keep_heap",
+    "load_trace",
     "lr_chart",
     "make_optimizer",
     "race",
     "range_test",
+    "record",
+    "record_traces",
+    "replay",
     "run_trial",
+    "schedule_table",
+    "schedules",
     "suite_named",
+    "suite_table",
+    "write_schedules",
 ]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from ..report import Column, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,25 @@ class Outcome:
             "seconds": list(self.seconds),
             "ratio": {"median": self.ratio, "min": min(self.ratios), "max": max(self.ratios)},
         }
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison: contenders on one piece of work, the first being the reference."""
+
+    name: str
+    what: str
+    outcomes: list[Outcome]
+    counts: Mapping[str, Mapping[str, int | None]] = field(default_factory=dict)
+    """By contender, what one call of it does, where that was counted."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every outcome."""
+        rows = [{**outcome.to_dict(), **self._counted(outcome.name)} for outcome in self.outcomes]
+        return {"name": self.name, "what": self.what, "contenders": rows}
+
+    def _counted(self, name: str) -> dict[str, Any]:
+        return {"counts": dict(self.counts[name])} if name in self.counts else {}
 
 
 def race(
@@ -86,3 +107,28 @@ def _now(device: torch.device | None) -> float:
     if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def race_table(name: str, rows: Sequence[Row]) -> Table:
+    """Medians and ratios of races, and what was counted of each contender."""
+    counted = any(row.counts for row in rows)
+    columns = [Column("work"), Column("contender"), Column("median", "us", 1), Column("ratio", "x", 3),
+               Column("smallest", "x", 3), Column("largest", "x", 3)]  # fmt: skip
+    if counted:
+        columns += [Column("moved", "MB", 2), *(Column(what, digits=0) for what in ("casts", "calls", "waits"))]
+    cells = []
+    for row in rows:
+        for outcome in row.outcomes:
+            median, ratios = statistics.median(outcome.seconds), outcome.ratios
+            cell: list[str | int | float | bool | None]
+            cell = [row.name, outcome.name, 1e6 * median, outcome.ratio, min(ratios), max(ratios)]
+            found = row.counts.get(outcome.name, {})
+            if counted:
+                moved = found.get("bytes")
+                cell += [
+                    None if moved is None else moved / 1e6,
+                    *(found.get(what) for what in ("casts", "calls", "waits")),
+                ]
+            cells.append(tuple(cell))
+    notes = ("ratio: time of the first contender / time of this one, median over rounds; above 1 is faster",)
+    return Table(f"Suite {name}", tuple(columns), cells, notes)

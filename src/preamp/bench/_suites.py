@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,24 +11,13 @@ from torch import Tensor, nn
 
 from ..autocast import autocast
 from ..errors import PolicyError
+from ..report import Table
 from ..session import prepare
-from ._race import Outcome, race
+from ._race import Outcome, Row, race, race_table
+from ._schedules import ScheduleRow, schedule_table, schedules
+from ._step_suite import step
 
-
-@dataclass(frozen=True)
-class Row:
-    """One comparison: contenders on one piece of work, the first being the reference."""
-
-    name: str
-    what: str
-    outcomes: list[Outcome]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Every outcome."""
-        return {"name": self.name, "what": self.what, "contenders": [outcome.to_dict() for outcome in self.outcomes]}
-
-
-Suite = Callable[[torch.device, int, Callable[[str], None]], list[Row]]
+Suite = Callable[[torch.device, int, Callable[[str], None]], Sequence[Row | ScheduleRow]]
 
 
 class Block(nn.Module):
@@ -198,7 +186,7 @@ def sessions(device: torch.device, rounds: int, tell: Callable[[str], None]) -> 
     return [Row("training step", "4 layers, width 256, batch 4 x 64, AdamW(fused), clipping", outcomes)]
 
 
-SUITES: dict[str, Suite] = {"regions": regions, "sessions": sessions}
+SUITES: dict[str, Suite] = {"regions": regions, "sessions": sessions, "step": step, "schedules": schedules}
 
 
 def suite_named(name: str) -> Suite:
@@ -206,3 +194,9 @@ def suite_named(name: str) -> Suite:
     if name not in SUITES:
         raise PolicyError(f"there is no suite {name!r}; the suites are {', '.join(SUITES)}")
     return SUITES[name]
+
+
+def suite_table(name: str, rows: Sequence[Row | ScheduleRow]) -> Table:
+    """What a suite's rows are printed as."""
+    replays = [row for row in rows if isinstance(row, ScheduleRow)]
+    return schedule_table(replays) if replays else race_table(name, [row for row in rows if isinstance(row, Row)])

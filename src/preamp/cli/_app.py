@@ -102,7 +102,9 @@ def lr_find(
 
 @app.command()
 def bench(
-    suite: Annotated[list[str] | None, typer.Option("--suite", "-s", help="regions, sessions; all of them.")] = None,
+    suite: Annotated[
+        list[str] | None, typer.Option("--suite", "-s", help="regions, sessions, step or schedules; else all.")
+    ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=3, help="Rounds; each gives one ratio.")] = 15,
     device: _Device = None,
     out: _Out = Path("preamp-bench"),

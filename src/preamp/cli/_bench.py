@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from ..bench import SUITES, environment, keep_heap, suite_named
-from ..report import Column, Table
+from ..bench import SUITES, environment, keep_heap, suite_named, suite_table
+from ..report import Table
 from ..report.files import write_text
 
 SCHEMA = "preamp-bench/1"
@@ -30,16 +30,7 @@ def run_suites(
 
         rows = suite(device, rounds, tell)
         suites[name] = [row.to_dict() for row in rows]
-        cells = [
-            (row.name, outcome.name, 1e6 * outcome.to_dict()["stats"]["median"], outcome.ratio, min(outcome.ratios),
-             max(outcome.ratios))
-            for row in rows
-            for outcome in row.outcomes
-        ]  # fmt: skip
-        columns = (Column("work"), Column("contender"), Column("median", "us", 1), Column("ratio", "x", 3),
-                   Column("smallest", "x", 3), Column("largest", "x", 3))  # fmt: skip
-        notes = ("ratio: time of the first contender / time of this one, median over rounds; above 1 is faster",)
-        tables.append(Table(f"Suite {name}", columns, cells, notes))
+        tables.append(suite_table(name, rows))
     content = {
         "schema": SCHEMA,
         "environment": {**environment(device), "heap kept": heap_kept},

@@ -1,0 +1,126 @@
+"""The step suite: scaler and optimizer alone, without forward and backward, on lists of tensors."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .. import optim
+from ..scaling import GradScaler
+from ._counting import count, launches
+from ._race import Row, race
+
+Step = Callable[[], None]
+
+
+def bert_shapes(layers: int, width: int) -> list[tuple[int, ...]]:
+    """The parameter tensors of a BERT encoder with its masked-language head (Devlin et al. 2019)."""
+    vocabulary, positions = 30522, 512
+    shapes: list[tuple[int, ...]] = [(vocabulary, width), (positions, width), (2, width), (width,), (width,)]
+    for _ in range(layers):
+        shapes += [(width, width), (width,)] * 4 + [(width,)] * 4
+        shapes += [(4 * width, width), (4 * width,), (width, 4 * width), (width,)]
+    return [*shapes, (width, width), (width,), (width,), (width,), (vocabulary,)]
+
+
+LISTS: dict[str, tuple[list[tuple[int, ...]], int]] = {
+    "150 x 1k": ([(25, 40)] * 150, 20),
+    "1500 x 1k": ([(25, 40)] * 1500, 4),
+    "150 x 100k": ([(250, 400)] * 150, 3),
+    "1500 x 100k": ([(250, 400)] * 1500, 1),
+    "BERT-base": (bert_shapes(12, 768), 1),
+    "BERT-large": (bert_shapes(24, 1024), 1),
+}
+"""Shapes, and how many steps are timed at once."""
+
+KINDS: dict[str, dict[str, Any]] = {"Adam": {"lr": 1e-9}, "SGD": {"lr": 1e-9, "momentum": 0.9}}
+
+LARGEST_ON_CPU = 200_000_000
+"""Lists with more entries are left to accelerators: contenders' states would not fit a small machine."""
+
+
+def step(device: torch.device, rounds: int, tell: Callable[[str], None]) -> list[Row]:
+    """`scaler.step(optimizer); scaler.update()`, torch's and ours, and the same for 16-bit parameters with masters."""
+    rows = []
+    for kind, arguments in KINDS.items():
+        for name, (shapes, number) in LISTS.items():
+            entries = sum(torch.Size(shape).numel() for shape in shapes)
+            if device.type == "cpu" and entries > LARGEST_ON_CPU:
+                tell(f"{kind}, {name}: left out on a CPU")
+                continue
+            tell(f"{kind}, {name}")
+            few = max(rounds // 5, 3) if entries > 50_000_000 else rounds
+            rows.append(_row(f"{kind}, {name}", _float32(kind, arguments, shapes, device), few, number, device))
+            if (kind == "Adam" and entries <= 20_000_000) or device.type == "cuda":
+                contenders = _low(kind, arguments, shapes, device)
+                rows.append(_row(f"{kind}, {name}, 16-bit parameters", contenders, few, number, device))
+            gc.collect()
+    return rows
+
+
+def _row(name: str, contenders: Mapping[str, Step], rounds: int, number: int, device: torch.device) -> Row:
+    for contender in contenders.values():  # states are made, lists are cached
+        contender()
+        contender()
+    counts = {who: {**count(work).to_dict(), "launches": launches(work)} for who, work in contenders.items()}
+    outcomes = race(contenders, rounds=rounds, number=number, device=device)
+    return Row(name, "scaler.step and update", outcomes, counts)
+
+
+def _leaves(shapes: list[tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> list[Parameter]:
+    """Parameters with gradients, which the contenders of a row share: each has states of its own only."""
+    torch.manual_seed(0)
+    leaves = []
+    for shape in shapes:
+        leaf = Parameter(torch.randn(shape, device=device, dtype=dtype) * 0.02)
+        leaf.grad = torch.randn_like(leaf) * 1e-3
+        leaves.append(leaf)
+    return leaves
+
+
+def _float32(
+    kind: str, arguments: dict[str, Any], shapes: list[tuple[int, ...]], device: torch.device
+) -> dict[str, Step]:
+    leaves = _leaves(shapes, device, torch.float32)
+    of_torch, ours = getattr(torch.optim, kind), getattr(optim, kind)
+    return {
+        "GradScaler + fused": _scaled(torch.amp.GradScaler, of_torch(leaves, fused=True, **arguments), device),
+        "GradScaler + foreach": _scaled(torch.amp.GradScaler, of_torch(leaves, foreach=True, **arguments), device),
+        "preamp.GradScaler + fused": _scaled(GradScaler, of_torch(leaves, fused=True, **arguments), device),
+        "preamp.GradScaler + preamp.optim": _scaled(GradScaler, ours(leaves, **arguments), device),
+    }
+
+
+def _low(kind: str, arguments: dict[str, Any], shapes: list[tuple[int, ...]], device: torch.device) -> dict[str, Step]:
+    """Master weights by hand with torch.amp, the way O2 was written for Apex, against one call of ours."""
+    dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
+    leaves = _leaves(shapes, device, dtype)
+    masters = [Parameter(leaf.detach().float()) for leaf in leaves]
+    inner = _scaled(torch.amp.GradScaler, getattr(torch.optim, kind)(masters, fused=True, **arguments), device)
+
+    @torch.no_grad()
+    def by_hand() -> None:
+        for leaf, master in zip(leaves, masters, strict=True):
+            master.grad = leaf.grad.float() if leaf.grad is not None else None
+        inner()
+        torch._foreach_copy_(list[Tensor](leaves), list[Tensor](masters))
+
+    twins = _leaves(shapes, device, dtype)
+    ours = _scaled(GradScaler, getattr(optim, kind)(twins, **arguments), device)
+    return {"masters by hand": by_hand, "preamp.GradScaler + preamp.optim": ours}
+
+
+def _scaled(kind: type[torch.amp.GradScaler], optimizer: torch.optim.Optimizer, device: torch.device) -> Step:
+    scaler = kind(device.type, init_scale=1.0)  # gradients are unscaled in place by some, and must not shrink
+    scaler.scale(torch.zeros((), device=device))
+
+    def go() -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    return go
