@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -112,9 +113,31 @@ def _casting_class(original: type[nn.Module]) -> type[nn.Module]:
     return _SUBCLASSES[original]
 
 
-def _wants_float32(module: nn.Module) -> bool:
-    """Whether a norm layer has to be given float32; batch norm takes 16-bit activations with float32 weights."""
-    return isinstance(module, NORMS) and not isinstance(module, _BatchNorm)
+@lru_cache
+def _mixes(kind: type[nn.Module], device_type: str, low: torch.dtype) -> bool:
+    """Whether torch's kernel for a norm takes 16-bit activations with float32 weights: asked of it once, by trying.
+
+    Where it does, it computes in float32 inside, and two casts of the activations in each direction are spared. Batch
+    norm does everywhere; for the others it depends on the device and on the version of torch.
+    """
+    if issubclass(kind, _BatchNorm):
+        return True
+    probes: dict[type[nn.Module], tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+        nn.LayerNorm: (lambda: nn.LayerNorm(8, device=device_type), (2, 8)),
+        nn.GroupNorm: (lambda: nn.GroupNorm(2, 4, device=device_type), (2, 4, 3)),
+        _InstanceNorm: (lambda: nn.InstanceNorm1d(4, affine=True, device=device_type), (2, 4, 3)),
+    }
+    for base, (make, shape) in probes.items():
+        if issubclass(kind, base):
+            try:
+                with torch.enable_grad(), torch.autocast(device_type, enabled=False):
+                    given = torch.zeros(shape, dtype=low, device=device_type, requires_grad=True)
+                    result = make()(given)
+                    result.sum().backward()
+            except (RuntimeError, NotImplementedError):
+                return False
+            return result.dtype is low
+    return False
 
 
 class Keeper(Protocol):
@@ -222,14 +245,22 @@ class Conversion:
             casting = Casting(inputs=inside, outputs=outside, region=self._region(precision))
         elif low and precision is not torch.float32 and isinstance(module, _RNNS):
             casting = Casting(inputs=precision or low)
-        elif low and precision is not torch.float32 and policy.norms is torch.float32 and _wants_float32(module):
-            casting = Casting(inputs=torch.float32, outputs_as_inputs=True, region=torch.float32)
+        elif low and precision is not torch.float32 and policy.norms is torch.float32 and isinstance(module, NORMS):
+            casting = self._norm_casting(module, precision or low)
         if is_root:
             if low and precision is None and casting == NOTHING:
                 casting = replace(casting, inputs=low)
             if policy.output is not None:
                 casting = replace(casting, outputs=policy.output, outputs_as_inputs=False)
         return casting
+
+    def _norm_casting(self, module: nn.Module, low: torch.dtype) -> Casting:
+        if isinstance(module, _BatchNorm):
+            return NOTHING
+        weight = next((p for p in module.parameters(recurse=False)), None)
+        if weight is not None and _mixes(type(module), weight.device.type, low):
+            return Casting(region=torch.float32)  # no region, whose rule would cast what the kernel takes as it is
+        return Casting(inputs=torch.float32, outputs_as_inputs=True, region=torch.float32)
 
     def _region(self, precision: torch.dtype | None) -> torch.dtype | None:
         if not self._policy.has_regions:

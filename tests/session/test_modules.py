@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import warnings
 from collections import OrderedDict, namedtuple
@@ -265,3 +266,51 @@ def test_activation_checkpointing_changes_nothing(level: str, reentrant: bool) -
 
     for a, b in zip(run(True), run(False), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("norm", "shape"),
+    [
+        (lambda: nn.LayerNorm(48), (5, 48)),
+        (lambda: nn.GroupNorm(4, 16), (3, 16, 6, 6)),
+        (lambda: nn.InstanceNorm2d(16, affine=True), (3, 16, 6, 6)),
+        (lambda: nn.RMSNorm(48), (5, 48)),
+    ],
+    ids=["LayerNorm", "GroupNorm", "InstanceNorm2d", "RMSNorm"],
+)
+def test_norms_compute_in_float32_whether_they_cast_or_not(norm, shape, dtype) -> None:  # type: ignore[no-untyped-def]
+    """Where torch's kernel takes mixed dtypes no activation is cast, and the numbers are those of a float32 norm."""
+    torch.manual_seed(0)
+    reference = norm()
+    with torch.no_grad():
+        for p in reference.parameters():
+            p.copy_(torch.randn_like(p))
+    model = nn.Sequential(nn.Identity(), copy.deepcopy(reference))
+    level = "O2" if dtype is torch.float16 else "O5"
+    x = (3 * torch.randn(shape) + 1).to(dtype)
+    gradient = torch.randn(shape).to(dtype)
+    wide = x.float().requires_grad_()
+    expected = reference(wide)
+    expected.backward(gradient.float())
+    with preamp.prepare(model, None, level=level, output=None) as session:
+        low = x.clone().requires_grad_()
+        casts = 0
+
+        class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+                nonlocal casts
+                casts += "_to_copy" in str(func)
+                return func(*args, **(kwargs or {}))
+
+        with Counting(), session.autocast():
+            result = model(low)
+        result.backward(gradient)
+        assert casts == (2 if isinstance(reference, nn.RMSNorm) else 0)
+        assert result.dtype is dtype and low.grad.dtype is dtype
+        ulp = torch.finfo(dtype).eps
+        assert torch.allclose(result.float(), expected, rtol=ulp, atol=ulp)
+        assert torch.allclose(low.grad.float(), wide.grad, rtol=4 * ulp, atol=4 * ulp)
+        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            assert mine.dtype is torch.float32
+            assert torch.allclose(mine.grad, theirs.grad, rtol=1e-2, atol=1e-2)
