@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -23,6 +24,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from .errors import PolicyError, SessionError
 from .formats import LOW_DTYPES, name_of
+from .masters import Masters
 from .policy import Policy, Precision
 from .tree import cast_floating, tensors
 
@@ -44,6 +46,8 @@ class Casting:
     """Floating outputs are cast to the dtype that the first floating input came in."""
     region: torch.dtype | None = None
     """The dtype that an autocast region around the call has inside this module; float32 switches it off."""
+    through: Callable[[Tensor], Tensor] | None = None
+    """What a linear or convolution layer computes with in place of a parameter, inside a region."""
 
 
 NOTHING = Casting()
@@ -62,7 +66,10 @@ class CastingModule(nn.Module):
         if casting.inputs is not None:
             args, kwargs = cast_floating(args, casting.inputs), cast_floating(kwargs, casting.inputs)
         with _region(casting.region, came_in):
-            result = super().forward(*args, **kwargs)
+            if casting.through is not None and _in_low_region(self):
+                result = _computed_through(self, casting.through, *args, **kwargs)
+            else:
+                result = super().forward(*args, **kwargs)
         outputs = came_in.dtype if casting.outputs_as_inputs and came_in is not None else casting.outputs
         return result if outputs is None else cast_floating(result, outputs)
 
@@ -84,6 +91,23 @@ class CastingModule(nn.Module):
         memo[id(self)] = clone
         clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return clone
+
+
+def _in_low_region(module: Any) -> bool:
+    return torch.is_autocast_enabled(module.weight.device.type)
+
+
+def _computed_through(module: Any, through: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+    """The forward pass of a linear or convolution layer with other tensors as its parameters."""
+    weight, bias = through(module.weight), None if module.bias is None else through(module.bias)
+    if isinstance(module, nn.Linear):
+        return F.linear(input, weight, bias)
+    result: Tensor = module._conv_forward(input, weight, bias)
+    return result
+
+
+SHADOWED: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""Modules whose parameters may have shadows: exactly these classes, since a subclass may use its weight otherwise."""
 
 
 def _first_floating(args: Any, kwargs: Any) -> Tensor | None:
@@ -140,16 +164,6 @@ def _mixes(kind: type[nn.Module], device_type: str, low: torch.dtype) -> bool:
     return False
 
 
-class Keeper(Protocol):
-    """Who turns parameters low and can turn them back: masters, or the absence of them."""
-
-    def lower(self, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-        """Turn a float32 parameter low."""
-
-    def adopt(self, name: str, parameter: nn.Parameter) -> None:
-        """Take charge of a parameter that is low already."""
-
-
 class Conversion:
     """A model brought under a policy; `undo()` brings its modules and buffers back (`keeper` its parameters).
 
@@ -157,7 +171,7 @@ class Conversion:
     so that several models can be told apart. When the policy does not fit the model, nothing has been changed.
     """
 
-    def __init__(self, model: nn.Module, policy: Policy, keeper: Keeper, prefix: str = "") -> None:
+    def __init__(self, model: nn.Module, policy: Policy, keeper: Masters, prefix: str = "") -> None:
         self._policy, self._keeper, self._prefix = policy, keeper, prefix
         root = unwrapped(model)
         if any(isinstance(module, CastingModule) for module in root.modules()):
@@ -174,9 +188,12 @@ class Conversion:
             else:
                 keeper.lower(name, parameter, dtype)
         self._lower_buffers(root, precisions)
+        through = self._shadowed(root, precisions)
         for path, module in root.named_modules():
             parent = precisions[path.rpartition(".")[0]] if path else None
             casting = self._casting(module, precisions[path], parent, is_root=path == "")
+            if module in through:
+                casting = replace(casting, through=keeper.through)
             if casting != NOTHING:
                 self._wrap(module, casting)
             if isinstance(module, nn.RNNBase) and policy.params in LOW_DTYPES:
@@ -222,6 +239,19 @@ class Conversion:
             return policy.norms if policy.norms is torch.float32 else precision or policy.params
         return precision or policy.params
 
+    def _shadowed(self, root: nn.Module, precisions: dict[str, torch.dtype | None]) -> set[nn.Module]:
+        """Give weights shadows, if that is wanted: those used in nothing but low linear layers and convolutions."""
+        if not self._keeper.shadows:
+            return set()
+        fitting = {m for path, m in root.named_modules() if type(m) in SHADOWED and precisions[path] is None}
+        elsewhere = {p for m in root.modules() if m not in fitting for p in m.parameters(recurse=False)}
+        for module in fitting:
+            for parameter in module.parameters(recurse=False):
+                fits = parameter.requires_grad and parameter.dtype is torch.float32 and parameter not in elsewhere
+                if fits and parameter not in self._keeper:
+                    self._keeper.shadow(parameter)
+        return fitting
+
     def _lower_buffers(self, root: nn.Module, precisions: dict[str, torch.dtype | None]) -> None:
         for path, module in root.named_modules():
             dtype = self._storage(module, precisions[path])
@@ -258,7 +288,8 @@ class Conversion:
         if isinstance(module, _BatchNorm):
             return NOTHING
         weight = next((p for p in module.parameters(recurse=False)), None)
-        if weight is not None and _mixes(type(module), weight.device.type, low):
+        kind: Any = type(module)
+        if weight is not None and _mixes(kind, weight.device.type, low):
             return Casting(region=torch.float32)  # no region, whose rule would cast what the kernel takes as it is
         return Casting(inputs=torch.float32, outputs_as_inputs=True, region=torch.float32)
 

@@ -425,3 +425,36 @@ def test_backward_between_clipping_and_step_is_refused(losses: tuple[str, ...]) 
         with pytest.raises(SessionError, match="Accumulate first"):
             session.backward(second, name=losses[-1])
         assert not session.step().skipped
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_report_names_the_parameters_that_overflowed(level: str, ours: bool) -> None:
+    """From the one reading of the step, after the gradients are gone; "" for a loss that is well."""
+    model = mlp()
+    optimizer = (preamp.optim.SGD if ours else torch.optim.SGD)(model.parameters(), 1e-3)
+    with preamp.prepare(model, optimizer, level=level, scale=2.0) as session:
+        for bad in (False, True):
+            with session.autocast():
+                loss = loss_of(model, 0)
+            session.backward(loss)
+            if bad:
+                model[3].weight.grad[0, 0] = float("inf")
+                model[0].bias.grad[1] = float("nan")
+            report = session.step()
+            session.zero_grad()
+            assert report.skipped is bad
+            assert set(report.nonfinite) == ({"0.bias", "3.weight"} if bad else set())
+    assert session.last_step.nonfinite == report.nonfinite, "a report outlives its session"
+
+
+def test_names_of_several_models_and_of_strangers() -> None:
+    one, two, stray = mlp(), mlp(), torch.nn.Parameter(torch.ones(2))
+    optimizers = [torch.optim.SGD([*one.parameters(), stray], 0.1), torch.optim.SGD(two.parameters(), 0.1)]
+    with preamp.prepare({"a": one, "b": two}, optimizers, level="O4") as session:
+        with session.autocast():
+            loss = loss_of(one, 0) + loss_of(two, 0) + stray.sum()
+        session.backward(loss)
+        for p in (stray, two[0].weight):
+            p.grad.view(-1)[0] = float("nan")
+        assert session.step().nonfinite == ("(not in the model)", "b:0.weight")

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from ..errors import OptimizerError
 from ..fused import adam_, adam_split_, adam_stochastic_
-from ._base import FusedOptimizer, check_hyper, refuse_differentiable
+from ._base import FusedOptimizer, Lows, check_hyper, refuse_differentiable
 from ._plan import Bucket
 
 
@@ -76,7 +76,7 @@ class Adam(FusedOptimizer):
         return self.rounding == "stochastic" and param.dtype is torch.bfloat16
 
     def _advance(
-        self, bucket: Bucket, targets: list[Tensor], lows: list[Tensor] | None, grads: list[Tensor],
+        self, bucket: Bucket, targets: list[Tensor], lows: Lows, grads: list[Tensor],
         factor: Tensor | None, found: Tensor | None,
     ) -> None:  # fmt: skip
         assert bucket.step is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from ..errors import OptimizerError
 from ..formats import LOW_DTYPES
 from ..masters import Masters, SplitMasters
 from ._plan import Bucket, Plan, share_steps
+
+Lows = Sequence[Tensor | None] | None
 
 
 class FusedOptimizer(Optimizer):
@@ -68,7 +70,7 @@ class FusedOptimizer(Optimizer):
 
     @abstractmethod
     def _advance(
-        self, bucket: Bucket, targets: list[Tensor], lows: list[Tensor] | None, grads: list[Tensor],
+        self, bucket: Bucket, targets: list[Tensor], lows: Lows, grads: list[Tensor],
         factor: Tensor | None, found: Tensor | None,
     ) -> None:  # fmt: skip
         """Step the float32 `targets`, and write them rounded into `lows`."""
@@ -115,7 +117,8 @@ class FusedOptimizer(Optimizer):
                 self._advance(bucket, self._masters.followed(bucket.params), params, grads, factor, found)
                 self._masters.published(bucket.params)
             else:
-                self._advance(bucket, params, None, grads, factor, found)
+                self._advance(bucket, params, self._masters.twins(bucket.params), grads, factor, found)
+                self._masters.published(bucket.params)
         return loss
 
     def gathered(self) -> list[tuple[Bucket, list[Tensor]]]:
@@ -152,7 +155,7 @@ class FusedOptimizer(Optimizer):
 
     def is_mastered(self, param: Parameter) -> bool:
         """Whether a parameter is 16-bit and stepped by way of a float32 master."""
-        return param in self._masters if self._lent else param.dtype in LOW_DTYPES and self.master is not None
+        return param.dtype in LOW_DTYPES and (param in self._masters if self._lent else self.master is not None)
 
     def _check(self, param: Parameter) -> None:
         grad = param.grad

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from ..errors import OptimizerError
 from ..fused import lamb_, novograd_
 from ..gradients import global_norm
-from ._base import FusedOptimizer, check_hyper
+from ._base import FusedOptimizer, Lows, check_hyper
 from ._plan import Bucket
 
 
@@ -60,7 +60,7 @@ class LAMB(FusedOptimizer):
         self._grad_norm = norm if factor is None else norm * factor
 
     def _advance(
-        self, bucket: Bucket, targets: list[Tensor], lows: list[Tensor] | None, grads: list[Tensor],
+        self, bucket: Bucket, targets: list[Tensor], lows: Lows, grads: list[Tensor],
         factor: Tensor | None, found: Tensor | None,
     ) -> None:  # fmt: skip
         group = bucket.group
@@ -119,7 +119,7 @@ class NovoGrad(FusedOptimizer):
         return super().new_state(name, group, param, dtype)
 
     def _advance(
-        self, bucket: Bucket, targets: list[Tensor], lows: list[Tensor] | None, grads: list[Tensor],
+        self, bucket: Bucket, targets: list[Tensor], lows: Lows, grads: list[Tensor],
         factor: Tensor | None, found: Tensor | None,
     ) -> None:  # fmt: skip
         group, norms = bucket.group, torch.stack(bucket.states["norm"])

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from ..errors import OptimizerError
 from ..fused import adagrad_, sgd_
-from ._base import FusedOptimizer, check_hyper, refuse_differentiable
+from ._base import FusedOptimizer, Lows, check_hyper, refuse_differentiable
 from ._plan import Bucket
 
 
@@ -63,7 +63,7 @@ class SGD(FusedOptimizer):
         return super().new_state(name, group, param, dtype)
 
     def _advance(
-        self, bucket: Bucket, targets: list[Tensor], lows: list[Tensor] | None, grads: list[Tensor],
+        self, bucket: Bucket, targets: list[Tensor], lows: Lows, grads: list[Tensor],
         factor: Tensor | None, found: Tensor | None,
     ) -> None:  # fmt: skip
         group = bucket.group
@@ -128,7 +128,7 @@ class Adagrad(FusedOptimizer):
         )
 
     def _advance(
-        self, bucket: Bucket, targets: list[Tensor], lows: list[Tensor] | None, grads: list[Tensor],
+        self, bucket: Bucket, targets: list[Tensor], lows: Lows, grads: list[Tensor],
         factor: Tensor | None, found: Tensor | None,
     ) -> None:  # fmt: skip
         group = bucket.group

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,7 +47,7 @@ class SessionBase:
         self._losses, self._masters, self._conversions = losses, masters, list(conversions)
         self._book = GradientBook(masters)
         self._round = Round(losses, self._book, list(self._optimizers.values()))
-        self._casts = KeptCasts(lambda: (p for each in self._models.values() for p in each.parameters()))
+        self._casts = KeptCasts(self._weights, masters.refresh if masters.shadows else lambda: None)
         self._skip, self._attempts = skip, 0
         self._skips = 0
         self._device_skips: Tensor | None = None
@@ -160,6 +160,10 @@ class SessionBase:
         return f"Session({level or 'custom'} on {self.device_type}, {state}: {self.policy})"
 
     # -- inside
+
+    def _weights(self) -> Iterator[Tensor]:
+        for model in self._models.values():
+            yield from model.parameters()
 
     def _check_open(self) -> None:
         if self._closed:

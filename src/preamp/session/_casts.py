@@ -24,15 +24,16 @@ _VERSION = attrgetter("_version")
 class KeptCasts:
     """Whether torch's cache holds casts of a session's weights outside a region, and whether they are still right."""
 
-    def __init__(self, weights: Callable[[], Iterable[Tensor]]) -> None:
-        self._weights = weights
+    def __init__(self, weights: Callable[[], Iterable[Tensor]], refresh: Callable[[], None]) -> None:
+        self._weights, self._refresh = weights, refresh
         self._list: list[Tensor] = []
         self._versions: list[int] | None = None
         self._passes = 0
         self._accumulates = False
 
     def entering(self) -> None:
-        """A region begins: casts of weights that were written since must not be used in it."""
+        """A region begins: copies of weights that were written since must not be used in it."""
+        self._refresh()
         if self._versions is not None and self._versions != list(map(_VERSION, self._list)):
             self.drop()
 

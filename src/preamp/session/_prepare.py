@@ -14,8 +14,9 @@ from torch.optim import LBFGS, Optimizer
 from ..eps import safe_eps
 from ..errors import PolicyError, PreampWarning, SessionError
 from ..formats import LOW_DTYPES, name_of
-from ..masters import Masters, NoMasters, SplitMasters
+from ..masters import Masters, NoMasters, Shadows, SplitMasters, shadows_work
 from ..modules import Conversion, unwrapped
+from ..optim import FusedOptimizer
 from ..policy import Policy, auto_level
 from ..policy import policy as make_policy
 from ..scaling import LossScale, loss_scale
@@ -39,6 +40,7 @@ def prepare(
     losses: Sequence[str] = ("loss",),
     scale: float | str | LossScale | Mapping[str, float | str | LossScale] | None = None,
     skip: str = "auto",
+    shadow: bool = False,
     **overrides: Any,
 ) -> Session:
     """Bring a model and its optimizer under a level or policy, in place, and return the session that trains them.
@@ -49,8 +51,9 @@ def prepare(
     string. `losses`: names of the losses, each with a scale of its own. `scale`: in place of the policy's, for all
     losses or by name. `skip`: who decides whether an optimizer steps that takes no flag: "host" reads the flag, one
     wait a step; "device" steps it and puts parameters and states back where gradients were not finite, which costs a
-    copy of them; "auto" is "device" for capturable optimizers on an accelerator, else "host". `overrides`: single
-    fields of the policy (`norms="fp16"`, `modules={"head": "full"}`).
+    copy of them; "auto" is "device" for capturable optimizers on an accelerator, else "host". `shadow`: for O1 and O4
+    with an optimizer of preamp.optim: keep 16-bit copies of weights, so that none is cast, and gradients rest, and add
+    up, in 16 bits. `overrides`: single fields of the policy (`norms="fp16"`, `modules={"head": "full"}`).
 
     Raises `PolicyError` for a policy that cannot be meant or does not fit the model, `SessionError` for objects that
     cannot be prepared; then nothing has been changed. Warns once when an epsilon would vanish (see `safe_eps`).
@@ -66,7 +69,7 @@ def prepare(
     chosen = _choose_policy(level, policy, device_type, overrides)
     scales = _scales(chosen, losses, scale)
     _check_wrapping(models, chosen)
-    masters = _masters_for(chosen, optimizers)
+    masters = _shadows(chosen, models, optimizers, len(scales)) if shadow else _masters_for(chosen, optimizers)
     conversions: list[Conversion] = []
     try:
         for name, each in models.items():
@@ -96,6 +99,28 @@ def _masters_for(policy: Policy, optimizers: Mapping[str, Optimizer]) -> Masters
             f"parameters (these are {name_of(policy.params)}): use level='O5', or master='float32'"
         )
     return Masters()
+
+
+def _shadows(
+    policy: Policy, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], losses: int
+) -> Masters:
+    device_type = _device_type(dict(models))
+    wrapped = any(isinstance(m, (nn.parallel.DistributedDataParallel, nn.DataParallel)) for m in models.values())
+    if policy.params is not torch.float32 or not policy.has_regions:
+        why = (
+            f"the policy has {name_of(policy.params)} parameters: use level='O1' or 'O4', since others cast no weights"
+        )
+    elif not optimizers or not all(isinstance(optimizer, FusedOptimizer) for optimizer in optimizers.values()):
+        why = "only the optimizers of preamp.optim step float32 parameters by 16-bit gradients and write the copies"
+    elif losses > 1 and policy.scale != 1:
+        why = "several losses with scales of their own add up in float32: leave it out, or use one loss"
+    elif wrapped:
+        why = "the parallel wrapper exchanges gradients in the dtype of the parameters: leave it out there"
+    elif not shadows_work(device_type, policy.compute):
+        why = f"torch {torch.__version__} cannot leave 16-bit gradients on float32 parameters; torch 2.13 can"
+    else:
+        return Shadows(policy.compute)
+    raise PolicyError(f"prepare() got shadow=True, and {why}")
 
 
 def _choose_policy(level: str | None, given: Any, device_type: str, overrides: dict[str, Any]) -> Policy:

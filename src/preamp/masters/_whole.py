@@ -14,20 +14,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .errors import OptimizerError, PreampWarning, StateError
-from .fused import join, split
+from ..errors import PreampWarning, StateError
 
 AUDITS = 4
 """Steps at the start in which parameters are compared with their masters."""
 
 
 @dataclass(slots=True)
-class _Entry:
+class Entry:
     name: str
     master: Tensor
     """float32, of the parameter's shape; the parameter's data while swapped in."""
@@ -65,10 +65,12 @@ class Masters:
     """Whether a low parameter that turns up later should get a master too."""
     split = False
     """Whether masters lie in the parameters and 16 bits beside them, not in float32."""
+    shadows = False
+    """Whether it is the other way round: float32 parameters with 16-bit copies beside them."""
 
     def __init__(self) -> None:
-        self._entries: dict[Parameter, _Entry] = {}
-        self._inside: dict[Parameter, _Entry] = {}
+        self._entries: dict[Parameter, Entry] = {}
+        self._inside: dict[Parameter, Entry] = {}
         self._audits_left = AUDITS
         self._verdicts: list[_Verdict] = []
 
@@ -89,12 +91,12 @@ class Masters:
         parameter.data = master.to(dtype)
         if parameter.grad is not None:
             parameter.grad = None
-        self._entries[parameter] = _Entry(name, master, parameter.data, parameter._version)
+        self._entries[parameter] = Entry(name, master, parameter.data, parameter._version)
 
     def adopt(self, name: str, parameter: Parameter, master: Tensor | None = None) -> None:
         """Make a master for a parameter that is already low, or take the one that was kept for it."""
         kept = parameter.data.float() if master is None else master
-        self._entries[parameter] = _Entry(name, kept, parameter.data, parameter._version)
+        self._entries[parameter] = Entry(name, kept, parameter.data, parameter._version)
 
     def refresh(self, parameters: Iterable[Parameter] | None = None) -> None:
         """Let the masters follow parameters that were written from outside since the last step."""
@@ -202,8 +204,22 @@ class Masters:
 
     def published(self, parameters: Iterable[Parameter]) -> None:
         """Parameters were written with what their masters round to."""
-        for parameter in parameters:
-            self._entries[parameter].version = parameter._version
+        for parameter in parameters if self._entries else ():
+            if parameter in self._entries:
+                self._entries[parameter].version = parameter._version
+
+    def twins(self, parameters: Sequence[Parameter]) -> list[Tensor | None] | None:
+        """16-bit copies that a step of float32 parameters writes too; None where there are none at all."""
+        return None
+
+    def shadow(self, parameter: Parameter) -> None:
+        """Keep a 16-bit copy beside a float32 parameter."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no shadows")
+
+    def through(self, parameter: Any) -> Tensor:
+        """What the forward pass computes with in place of a parameter."""
+        given: Tensor = parameter
+        return given
 
     def of(self, parameter: Parameter) -> Tensor:
         """A parameter's master."""
@@ -289,93 +305,3 @@ class NoMasters(Masters):
         """Every lowered parameter in float32 for good."""
         self.full()
         self._lowered.clear()
-
-
-class SplitMasters(Masters):
-    """Masters of bfloat16 parameters without float32 copies: 16 bits beside each weight, of which it is the upper part.
-
-    Together they are the float32 number, exactly (`fused.split`). A weight written from outside keeps the bits below
-    its precision, as nobody knows what it was before.
-    """
-
-    split = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._bits: dict[Parameter, Tensor] = {}
-
-    def lower(self, name: str, parameter: Parameter, dtype: torch.dtype) -> None:
-        """Turn a float32 parameter into a bfloat16 one with bits beside it."""
-        weight, bits = split(parameter.data)
-        parameter.data, parameter.grad = weight, None
-        self._keep(name, parameter, bits)
-
-    def adopt(self, name: str, parameter: Parameter, master: Tensor | None = None) -> None:
-        """Keep bits for a parameter that is bfloat16 already: zeros, or those that were kept for it (int16)."""
-        if parameter.dtype is not torch.bfloat16:
-            raise OptimizerError(
-                f"master='split' keeps the lower half of float32 beside bfloat16 weights, and a parameter is "
-                f"{parameter.dtype}: use master='float32'"
-            )
-        self._keep(name, parameter, torch.zeros_like(parameter, dtype=torch.int16) if master is None else master)
-
-    def _keep(self, name: str, parameter: Parameter, bits: Tensor) -> None:
-        self._entries[parameter] = _Entry(name, bits, parameter.data, parameter._version)
-        self._bits[parameter] = bits
-
-    def of(self, parameter: Parameter) -> Tensor:
-        """The bits beside a parameter, int16."""
-        return self._bits[parameter]
-
-    def refresh(self, parameters: Iterable[Parameter] | None = None) -> None:
-        """Note where parameters lie that were given other data."""
-        for parameter in self._entries if parameters is None else parameters:
-            entry = self._entries.get(parameter)
-            if entry is not None and parameter not in self._inside:
-                entry.low = parameter.data
-
-    def refresh_before_step(self, parameters: Sequence[Parameter]) -> None:
-        """The same: a weight and its bits always agree."""
-        self.refresh(parameters)
-
-    def swap_in(self, parameters: Iterable[Parameter], gradients: Mapping[Parameter, Tensor] | None = None) -> None:
-        """Give parameters float32 data, made for the purpose, and the float32 `gradients`."""
-        chosen = [p for p in parameters if p in self._entries and p not in self._inside]
-        for parameter in chosen:
-            self._entries[parameter].master = join(parameter.data, self._bits[parameter])
-        super().swap_in(chosen, gradients)
-
-    def swap_out(self, parameters: Iterable[Parameter] | None = None) -> None:
-        """Split the float32 data again, and give the bfloat16 parameters back."""
-        leaving = list(self._inside if parameters is None else (p for p in parameters if p in self._inside))
-        wide = {parameter: parameter.data for parameter in leaving}
-        super().swap_out(leaving)
-        for parameter in leaving:
-            entry, (weight, bits) = self._entries[parameter], split(wide[parameter])
-            entry.low.copy_(weight)
-            entry.master = self._bits[parameter].copy_(bits)
-
-    def restore(self) -> None:
-        """Give every parameter float32 data for good."""
-        self.full()
-        for parameter in self._entries:
-            parameter.grad = None
-        self._inside.clear()
-        self._entries.clear()
-        self._bits.clear()
-
-    def named(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, master) pairs in float32, made for the purpose."""
-        self.refresh()
-        for parameter, entry in self._entries.items():
-            yield entry.name, join(entry.low, self._bits[parameter])
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take float32 masters by name. `StateError`, changing nothing, if not fitting."""
-        self.full()
-        try:
-            super()._check_fit(state)
-            for parameter, entry in self._entries.items():
-                parameter.data.copy_(state[entry.name])
-        finally:
-            self.low()

@@ -1,0 +1,103 @@
+"""Split masters: bfloat16 weights and the bits they lack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..errors import OptimizerError
+from ..fused import join, split
+from ._whole import Entry, Masters
+
+
+class SplitMasters(Masters):
+    """Masters of bfloat16 parameters without float32 copies: 16 bits beside each weight, of which it is the upper part.
+
+    Together they are the float32 number, exactly (`fused.split`). A weight written from outside keeps the bits below
+    its precision, as nobody knows what it was before.
+    """
+
+    split = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bits: dict[Parameter, Tensor] = {}
+
+    def lower(self, name: str, parameter: Parameter, dtype: torch.dtype) -> None:
+        """Turn a float32 parameter into a bfloat16 one with bits beside it."""
+        weight, bits = split(parameter.data)
+        parameter.data, parameter.grad = weight, None
+        self._keep(name, parameter, bits)
+
+    def adopt(self, name: str, parameter: Parameter, master: Tensor | None = None) -> None:
+        """Keep bits for a parameter that is bfloat16 already: zeros, or those that were kept for it (int16)."""
+        if parameter.dtype is not torch.bfloat16:
+            raise OptimizerError(
+                f"master='split' keeps the lower half of float32 beside bfloat16 weights, and a parameter is "
+                f"{parameter.dtype}: use master='float32'"
+            )
+        self._keep(name, parameter, torch.zeros_like(parameter, dtype=torch.int16) if master is None else master)
+
+    def _keep(self, name: str, parameter: Parameter, bits: Tensor) -> None:
+        self._entries[parameter] = Entry(name, bits, parameter.data, parameter._version)
+        self._bits[parameter] = bits
+
+    def of(self, parameter: Parameter) -> Tensor:
+        """The bits beside a parameter, int16."""
+        return self._bits[parameter]
+
+    def refresh(self, parameters: Iterable[Parameter] | None = None) -> None:
+        """Note where parameters lie that were given other data."""
+        for parameter in self._entries if parameters is None else parameters:
+            entry = self._entries.get(parameter)
+            if entry is not None and parameter not in self._inside:
+                entry.low = parameter.data
+
+    def refresh_before_step(self, parameters: Sequence[Parameter]) -> None:
+        """The same: a weight and its bits always agree."""
+        self.refresh(parameters)
+
+    def swap_in(self, parameters: Iterable[Parameter], gradients: Mapping[Parameter, Tensor] | None = None) -> None:
+        """Give parameters float32 data, made for the purpose, and the float32 `gradients`."""
+        chosen = [p for p in parameters if p in self._entries and p not in self._inside]
+        for parameter in chosen:
+            self._entries[parameter].master = join(parameter.data, self._bits[parameter])
+        super().swap_in(chosen, gradients)
+
+    def swap_out(self, parameters: Iterable[Parameter] | None = None) -> None:
+        """Split the float32 data again, and give the bfloat16 parameters back."""
+        leaving = list(self._inside if parameters is None else (p for p in parameters if p in self._inside))
+        wide = {parameter: parameter.data for parameter in leaving}
+        super().swap_out(leaving)
+        for parameter in leaving:
+            entry, (weight, bits) = self._entries[parameter], split(wide[parameter])
+            entry.low.copy_(weight)
+            entry.master = self._bits[parameter].copy_(bits)
+
+    def restore(self) -> None:
+        """Give every parameter float32 data for good."""
+        self.full()
+        for parameter in self._entries:
+            parameter.grad = None
+        self._inside.clear()
+        self._entries.clear()
+        self._bits.clear()
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, master) pairs in float32, made for the purpose."""
+        self.refresh()
+        for parameter, entry in self._entries.items():
+            yield entry.name, join(entry.low, self._bits[parameter])
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take float32 masters by name. `StateError`, changing nothing, if not fitting."""
+        self.full()
+        try:
+            super()._check_fit(state)
+            for parameter, entry in self._entries.items():
+                parameter.data.copy_(state[entry.name])
+        finally:
+            self.low()
