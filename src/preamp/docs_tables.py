@@ -20,7 +20,7 @@ from .report import Column, LineChart, Series, Table, to_svg
 from .report.files import write_text
 from .rules import TABLE
 
-DOCUMENTS = ("README.md", "docs/levels.md", "docs/loss-scaling.md", "docs/rules.md")
+DOCUMENTS = ("README.md", "docs/levels.md", "docs/loss-scaling.md", "docs/rules.md", "docs/step.md")
 
 
 def levels(root: Path) -> str:
@@ -123,6 +123,35 @@ def bench(root: Path) -> str:
     return f"{Table('', columns, rows).to_markdown()}\n\n{text}"
 
 
+def step(root: Path) -> str:
+    """The newest committed ratios of the suite "step", and what was counted."""
+    path = newest(root, "step")
+    if path is None:
+        return "(no results committed yet: `./dev bench --suite step` makes them)"
+    results = json.loads(path.read_text(encoding="utf-8"))
+    rows: list[tuple[Any, ...]] = []
+    for row in results["suites"]["step"]:
+        for c in row["contenders"]:
+            counts, ratio = c["counts"], c["ratio"]
+            told = (ratio["median"], ratio["min"], ratio["max"], counts["bytes"] / 1e6)
+            counted = (counts["casts"], counts["calls"], counts["waits"])
+            rows.append((row["name"], c["name"], 1e3 * c["stats"]["median"], *told, *counted))
+    columns = (
+        "tensors", "contender", Column("median", "ms", 2), Column("ratio", digits=2), Column("smallest", digits=2),
+        Column("largest", digits=2), Column("moved", "MB", 1), Column("casts", digits=0), Column("calls", digits=0),
+        Column("waits", digits=0),
+    )  # fmt: skip
+    machine = results["environment"]
+    text = (
+        "`scaler.step(optimizer); scaler.update()` on tensors that have gradients. Ratio: time of the row's first "
+        "contender over time of this one, round by round; above 1 is faster. Counted in one call: megabytes that "
+        "operators read and write, tensors converted, operators called (a fused one is one call), values read by the "
+        f"host (free on a CPU). {machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, preamp at "
+        f"{machine['commit']}, {results['rounds']} rounds; `{path.relative_to(root).as_posix()}`."
+    )
+    return f"{Table('', columns, rows).to_markdown()}\n\n{text}"
+
+
 def schedules(root: Path) -> str:
     """Skips and flushed gradients of every schedule, network and start, from the newest committed replays."""
     path = newest(root, "schedules")
@@ -182,6 +211,7 @@ GENERATORS: dict[str, Callable[[Path], str]] = {
     "levels": levels,
     "rules": rules,
     "schedules": schedules,
+    "step": step,
 }
 
 _PART = re.compile(r"(<!-- begin: (\w+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)

@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from preamp.fused import _kernels, _layerwise_kernels
+from preamp.fused import _eight_bit_kernels, _kernels, _layerwise_kernels
 from preamp.gradients import _kernels as reading
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -55,6 +55,11 @@ CASES: list[tuple[Any, dict[str, Any], int]] = [
         for kind, integer in ((0, tl.int16), (1, tl.int16), (2, tl.int32))
     ],
     (reading.finish, {"BLOCK": 1024}, 4),
+    *[
+        (_eight_bit_kernels.adam_8bit, {"GRAD": tl.bfloat16, "LOW": low, "KIND": kind, "DECAY": 2, "ALIGNED": True,
+                                        "CHUNK": 1024}, 4)
+        for kind, low in ((0, tl.bfloat16), (1, None), (2, None), (3, tl.bfloat16))
+    ],
 ]  # fmt: skip
 
 

@@ -28,7 +28,10 @@ triton = pytest.importorskip("triton")
 OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INSIDE, reason="run by test_in_the_interpreter in a process of its own")
-FILES = [str(Path(__file__).with_name(name)) for name in ("test_kernels.py", "test_read_kernel.py")]
+FILES = [
+    str(Path(__file__).with_name(name))
+    for name in ("test_kernels.py", "test_read_kernel.py", "test_eight_bit_kernels.py")
+]
 LOWS = [None, torch.float16, torch.bfloat16]
 
 STEP_ULP = 4

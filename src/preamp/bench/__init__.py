@@ -9,6 +9,7 @@ from ._schedules import ScheduleRow, record_traces, schedule_table, schedules, w
 from ._suites import SUITES, suite_named, suite_table
 from ._traces import Trace, load_trace, record
 from ._trial import EXPONENTS, GradientHistogram, Trial, make_optimizer, run_trial
+from .training import TrainingRow, goals, goals_table
 
 __all__ = [
     "EXPONENTS",
@@ -21,9 +22,12 @@ __all__ = [
     "Row",
     "ScheduleRow",
     "Trace",
+    "TrainingRow",
     "Trial",
     "count",
     "environment",
+    "goals",
+    "goals_table",
     "keep_heap",
     "load_trace",
     "lr_chart",

@@ -87,12 +87,14 @@ def _float32(
     kind: str, arguments: dict[str, Any], shapes: list[tuple[int, ...]], device: torch.device
 ) -> dict[str, Step]:
     leaves = _leaves(shapes, device, torch.float32)
+    apart = _leaves(shapes, device, torch.float32)  # laid side by side, which the others must not share
     of_torch, ours = getattr(torch.optim, kind), getattr(optim, kind)
     return {
         "GradScaler + fused": _scaled(torch.amp.GradScaler, of_torch(leaves, fused=True, **arguments), device),
         "GradScaler + foreach": _scaled(torch.amp.GradScaler, of_torch(leaves, foreach=True, **arguments), device),
         "preamp.GradScaler + fused": _scaled(GradScaler, of_torch(leaves, fused=True, **arguments), device),
         "preamp.GradScaler + preamp.optim": _scaled(GradScaler, ours(leaves, **arguments), device),
+        "the same, flat": _scaled(GradScaler, ours(apart, flat=True, **arguments), device),
     }
 
 

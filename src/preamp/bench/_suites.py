@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,13 +12,17 @@ from torch import Tensor, nn
 
 from ..autocast import autocast
 from ..errors import PolicyError
+from ..masters import shadows_work
+from ..optim import AdamW
 from ..report import Table
 from ..session import prepare
 from ._race import Outcome, Row, race, race_table
 from ._schedules import ScheduleRow, schedule_table, schedules
 from ._step_suite import step
+from .training import TrainingRow, training, training_table
 
-Suite = Callable[[torch.device, int, Callable[[str], None]], Sequence[Row | ScheduleRow]]
+AnyRow = Row | ScheduleRow | TrainingRow
+Suite = Callable[[torch.device, int, Callable[[str], None]], Sequence[AnyRow]]
 
 
 class Block(nn.Module):
@@ -165,10 +170,10 @@ def sessions(device: torch.device, rounds: int, tell: Callable[[str], None]) -> 
 
         return step
 
-    def with_session(level: str) -> Callable[[], None]:
+    def with_session(level: str, kind: Callable[..., torch.optim.Optimizer], **choices: Any) -> Callable[[], None]:
         model = transformer(4).to(device)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        session = prepare(model, optimizer, level=level)
+        optimizer = kind(model.parameters())
+        session = prepare(model, optimizer, level=level, **choices)
 
         def step() -> None:
             with session.autocast():
@@ -180,13 +185,25 @@ def sessions(device: torch.device, rounds: int, tell: Callable[[str], None]) -> 
 
         return step
 
+    fused = functools.partial(torch.optim.AdamW, fused=True)
     tell("transformer, 4 layers")
-    contenders = {"torch.amp": with_torch(), "preamp O4": with_session("O4"), "preamp O5": with_session("O5")}
+    contenders = {"torch.amp": with_torch()}
+    for level in ("O4", "O5"):
+        contenders[f"preamp {level}"] = with_session(level, fused)
+        contenders[f"preamp {level}, preamp.optim"] = with_session(level, AdamW)
+    if shadows_work(device.type, torch.bfloat16):
+        contenders["preamp O4, preamp.optim, shadow"] = with_session("O4", AdamW, shadow=True)
     outcomes = race(contenders, rounds=rounds, device=device)
     return [Row("training step", "4 layers, width 256, batch 4 x 64, AdamW(fused), clipping", outcomes)]
 
 
-SUITES: dict[str, Suite] = {"regions": regions, "sessions": sessions, "step": step, "schedules": schedules}
+SUITES: dict[str, Suite] = {
+    "regions": regions,
+    "sessions": sessions,
+    "step": step,
+    "schedules": schedules,
+    "training": training,
+}
 
 
 def suite_named(name: str) -> Suite:
@@ -196,7 +213,10 @@ def suite_named(name: str) -> Suite:
     return SUITES[name]
 
 
-def suite_table(name: str, rows: Sequence[Row | ScheduleRow]) -> Table:
+def suite_table(name: str, rows: Sequence[AnyRow]) -> Table:
     """What a suite's rows are printed as."""
     replays = [row for row in rows if isinstance(row, ScheduleRow)]
+    trained = [row for row in rows if isinstance(row, TrainingRow)]
+    if trained:
+        return training_table(trained)
     return schedule_table(replays) if replays else race_table(name, [row for row in rows if isinstance(row, Row)])

@@ -103,17 +103,24 @@ def lr_find(
 @app.command()
 def bench(
     suite: Annotated[
-        list[str] | None, typer.Option("--suite", "-s", help="regions, sessions, step or schedules; else all.")
+        list[str] | None,
+        typer.Option("--suite", "-s", help="regions, sessions, step, schedules or training; else all."),
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=3, help="Rounds; each gives one ratio.")] = 15,
     device: _Device = None,
     out: _Out = Path("preamp-bench"),
+    size: Annotated[
+        str | None, typer.Option("--size", help="Of the suite training: full or tiny; else full on a GPU.")
+    ] = None,
+    budget: Annotated[
+        float | None, typer.Option("--budget", min=1, help="Seconds for the suite training; else as its size has.")
+    ] = None,
 ) -> None:
     """Measure preamp against torch.amp, contenders interleaved in one process, as ratios."""
     from ._bench import run_suites
 
     console = Console()
-    tables, path = run_suites(suite, rounds, device, out, console)
+    tables, path = run_suites(suite, rounds, device, out, console, size=size, budget=budget)
     for table in tables:
         show(table, console)
     console.print(f"data: {path}", highlight=False, soft_wrap=True)

@@ -7,8 +7,13 @@ over all tensors on CUDA.
 
 from ._adam import adam_
 from ._bits import join, split
+from ._eight_bit import adam_8bit_
+from ._eight_bit_codes import blocks_of, dequantize, quantize
 from ._first_order import adagrad_, sgd_
 from ._layerwise import lamb_, novograd_
 from ._low_adam import adam_split_, adam_stochastic_
 
-__all__ = ["adagrad_", "adam_", "adam_split_", "adam_stochastic_", "join", "lamb_", "novograd_", "sgd_", "split"]
+__all__ = [
+    "adagrad_", "adam_", "adam_8bit_", "adam_split_", "adam_stochastic_", "blocks_of", "dequantize", "join", "lamb_",
+    "novograd_", "quantize", "sgd_", "split",
+]  # fmt: skip

@@ -16,6 +16,7 @@ def adam_(
     max_exp_avg_sqs: list[Tensor], lows: Lows, step: Tensor, *, lr: float | Tensor,
     beta1: float, beta2: float, eps: float, weight_decay: float, decoupled: bool, amsgrad: bool, maximize: bool,
     factor: Tensor | None = None, found: Tensor | None = None, contiguous: bool = False,
+    alike: bool = False,
 ) -> None:  # fmt: skip
     """One step of Adam (Kingma and Ba 2015), or of AdamW (Loshchilov and Hutter 2019) if `decoupled`, in place.
 
@@ -28,7 +29,8 @@ def adam_(
     `factor`: 0-d float32 that every gradient is multiplied by in float32. `found`: 0-d float32; above 0 nothing is
     written: no parameter, no twin, no state, no step. `lr`: a number or a 0-d tensor. In a CUDA graph a number is
     frozen, a tensor on the device is read at every replay. `contiguous`: the caller knows that parameters, states and
-    twins are contiguous, and saves the time to look; gradients are looked at all the same.
+    twins are contiguous, and saves the time to look; gradients are looked at all the same. `alike`: it knows that
+    gradients have the parameters' dtype.
 
     On the CPU this is bit for bit `torch.optim.Adam(fused=True)` on float32 gradients multiplied by `factor`. Where
     Triton runs it is one launch for each dtype of gradients, and one for the few numbers that all of them need.
@@ -38,7 +40,7 @@ def adam_(
     o = AdamOptions(
         lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, decoupled=decoupled, amsgrad=amsgrad,
         maximize=maximize, factor=factor, found=found,
-        contiguous=contiguous,
+        contiguous=contiguous, alike=alike,
     )  # fmt: skip
     adam_step([params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs], lows, step, o)
 

@@ -46,26 +46,26 @@ def round_by_chance(values: Tensor, chances: Tensor) -> Tensor:
     return (number >> 16).to(torch.int16).view(torch.bfloat16)
 
 
-def chances_like(tensor: Tensor, seed: int, step: Tensor, position: int) -> Tensor:
+def chances_like(tensor: Tensor, seed: int, step: Tensor, position: int, start: int = 0) -> Tensor:
     """Random numbers in [0, 2**32), int64, of the shape and memory order of `tensor`.
 
     They depend on nothing but `seed` (62 bits of it count), `step` (0-d, a whole number), the tensor's `position` in
-    its list and each element's place in memory: the kernels make the same ones.
+    its list and each element's place in memory, which begins at `start`: the kernels make the same ones.
     """
     if step.device.type == "cpu":
         count: int | Tensor = int(step)
     else:
         count = step.to(torch.int64)
-    key = _mix((_mix((seed & 0x7FFFFFFF) ^ _mix(seed >> 31 & 0x7FFFFFFF)) + count) & _MASK)
-    of_tensor = _mix((key + position * 0x9E3779B9) & _MASK)
-    places = torch.arange(tensor.numel(), device=tensor.device)
-    made = _mix((_mix((places & _MASK) ^ of_tensor) + (places >> 32)) & _MASK)
+    key = mix((mix((seed & 0x7FFFFFFF) ^ mix(seed >> 31 & 0x7FFFFFFF)) + count) & _MASK)
+    of_tensor = mix((key + position * 0x9E3779B9) & _MASK)
+    places = torch.arange(start, start + tensor.numel(), device=tensor.device)
+    made = mix((mix((places & _MASK) ^ of_tensor) + (places >> 32)) & _MASK)
     ordered = torch.empty_like(tensor, dtype=torch.int64)
     ordered.as_strided((tensor.numel(),), (1,)).copy_(made)
     return ordered
 
 
-def _mix(value: Any) -> Any:
+def mix(value: Any) -> Any:
     """Scramble 32 bits, each of which then depends on all (the finalizer of MurmurHash3)."""
     value = value ^ (value >> 16)
     value = (value * 0x85EBCA6B) & _MASK

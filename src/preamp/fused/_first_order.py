@@ -16,6 +16,7 @@ def sgd_(
     lows: Lows, *, lr: float | Tensor, momentum: float, dampening: float,
     weight_decay: float, nesterov: bool, maximize: bool, first: bool,
     factor: Tensor | None = None, found: Tensor | None = None, contiguous: bool = False,
+    alike: bool = False,
 ) -> None:  # fmt: skip
     """One step of stochastic gradient descent, in place; `torch.optim.SGD` defines what the numbers mean.
 
@@ -27,7 +28,7 @@ def sgd_(
     o = SGDOptions(
         lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov,
         maximize=maximize, first=first, factor=factor, found=found,
-        contiguous=contiguous,
+        contiguous=contiguous, alike=alike,
     )  # fmt: skip
     lists = [params, grads, momentum_buffers if momentum else []]
     carry_out(lists, lows, None, o, kernel=_sgd_kernel, stock=("_fused_sgd_", _stock.sgd), plain=_maths.sgd)
@@ -37,6 +38,7 @@ def adagrad_(
     params: list[Tensor], grads: Sequence[Tensor], sums: list[Tensor], lows: Lows,
     step: Tensor, *, lr: float | Tensor, lr_decay: float, weight_decay: float, eps: float, maximize: bool,
     factor: Tensor | None = None, found: Tensor | None = None, contiguous: bool = False,
+    alike: bool = False,
 ) -> None:  # fmt: skip
     """One step of Adagrad (Duchi, Hazan and Singer 2011), in place.
 
@@ -54,6 +56,7 @@ def adagrad_(
         factor=factor,
         found=found,
         contiguous=contiguous,
+        alike=alike,
     )
     lists, stock = [params, grads, sums], ("_fused_adagrad_", _stock.adagrad)
     carry_out(lists, lows, step, o, kernel=_adagrad_kernel, stock=stock, plain=_maths.adagrad)

@@ -8,11 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from ._options import Lists, Lows
+
+_DTYPE = attrgetter("dtype")
 
 LOW = (torch.float16, torch.bfloat16)
 
@@ -56,14 +59,15 @@ def gate_of(device: torch.device, found: Tensor | None) -> Gate | None:
     return Gate((found.to(device) > 0).to(torch.float32))
 
 
-def slices(lists: Lists, lows: Lows) -> Iterator[tuple[Lists, Lows]]:
+def slices(lists: Lists, lows: Lows, alike: bool) -> Iterator[tuple[Lists, Lows]]:
     """The lists in runs of about `SLICE` elements, longer tensors cut; whole, if nothing has to be cast.
 
-    All tensors of a position must lie in memory in one order.
+    All tensors of a position must lie in memory in one order. `alike`: gradients are known to have the parameters'
+    dtype.
     """
     params, grads, *_ = lists
     dtype = params[0].dtype
-    if params[0].device.type != "cpu" or (not lows and all(grad.dtype is dtype for grad in grads)):
+    if params[0].device.type != "cpu" or (not lows and (alike or set(map(_DTYPE, grads)) == {dtype})):
         yield lists, lows
         return
     begin, total = 0, 0
@@ -96,14 +100,14 @@ def publish(gate: Gate, params: Sequence[Tensor], lows: Sequence[Tensor | None] 
 
 
 def true_gradients(
-    params: Sequence[Tensor], grads: Sequence[Tensor], factor: Tensor | None
+    params: Sequence[Tensor], grads: Sequence[Tensor], factor: Tensor | None, alike: bool
 ) -> tuple[list[Tensor], Tensor | None]:
     """Gradients in the dtype of `params`, and what torch's fused operators still have to divide them by, or None.
 
     Gradients are multiplied in float32. Those that are float32 already may be multiplied in place.
     """
     dtype, device = params[0].dtype, params[0].device
-    ready = [grad if grad.dtype is dtype else grad.to(dtype) for grad in grads]
+    ready = list(grads) if alike else [grad if grad.dtype is dtype else grad.to(dtype) for grad in grads]
     if factor is None:
         return ready, None
     if device.type != "cpu" or dtype in LOW:

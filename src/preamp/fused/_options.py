@@ -23,6 +23,8 @@ class Options:
     found: Tensor | None
     contiguous: bool = False
     """Whether parameters, states and twins are known to be contiguous, so that nobody has to look."""
+    alike: bool = False
+    """Whether gradients are known to have the parameters' dtype, so that nobody has to look."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -39,9 +39,9 @@ def adam(lists: Lists, lows: Lows, step: Tensor, o: AdamOptions) -> None:
         return
     gate.bump(step)
     operator = torch._fused_adamw_ if o.decoupled else torch._fused_adam_
-    for part, twins in slices(lists, lows):
+    for part, twins in slices(lists, lows, o.alike):
         params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs = map(list, part)
-        ready, scale = true_gradients(params, grads, o.factor)
+        ready, scale = true_gradients(params, grads, o.factor, o.alike)
         operator(
             params, ready, exp_avgs, exp_avg_sqs, max_exp_avg_sqs,
             [step] * len(params),  # read only, so one tensor may stand for all
@@ -57,9 +57,9 @@ def sgd(lists: Lists, lows: Lows, step: None, o: SGDOptions) -> None:
     gate = gate_of(lists[0][0].device, o.found)
     if gate is None:
         return
-    for part, twins in slices(lists, lows):
+    for part, twins in slices(lists, lows, o.alike):
         params, grads, momentum_buffers = map(list, part)
-        ready, scale = true_gradients(params, grads, o.factor)
+        ready, scale = true_gradients(params, grads, o.factor, o.alike)
         torch._fused_sgd_(
             params, ready, momentum_buffers, weight_decay=o.weight_decay, momentum=o.momentum, lr=o.lr,
             dampening=o.dampening, nesterov=o.nesterov, maximize=o.maximize,
@@ -74,9 +74,9 @@ def adagrad(lists: Lists, lows: Lows, step: Tensor, o: AdagradOptions) -> None:
     if gate is None:
         return
     gate.bump(step)
-    for part, twins in slices(lists, lows):
+    for part, twins in slices(lists, lows, o.alike):
         params, grads, sums = map(list, part)
-        ready, scale = true_gradients(params, grads, o.factor)
+        ready, scale = true_gradients(params, grads, o.factor, o.alike)
         torch._fused_adagrad_(
             params, ready, sums, [step] * len(params), lr=o.lr, lr_decay=o.lr_decay, weight_decay=o.weight_decay,
             eps=o.eps, maximize=o.maximize, grad_scale=scale, found_inf=gate.flag,

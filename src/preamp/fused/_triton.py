@@ -22,7 +22,7 @@ CHUNK = 1024
 WARPS = 4
 
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-_DECAYS = {None: 0, False: 1, True: 2}
+DECAYS = {None: 0, False: 1, True: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ def _adam(kind: int, lists: Lists, lows: Lows, step: Tensor, o: AdamOptions, see
         for bucket, part in pieces(lists, lows):
             launch(
                 _kernels.adam, part, (scalars, step), (*map(float, numbers), *seeds), GRAD=type_of(bucket.grad),
-                LOW=type_of(bucket.low), KIND=kind, DECAY=_DECAYS[o.decoupled if o.weight_decay else None],
+                LOW=type_of(bucket.low), KIND=kind, DECAY=DECAYS[o.decoupled if o.weight_decay else None],
                 AMSGRAD=o.amsgrad,
             )  # fmt: skip
     wrote(lists[0], lows)

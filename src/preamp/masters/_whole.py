@@ -120,6 +120,8 @@ class Masters:
         parameters, so it is done at the start of training only, unless it finds something: then always.
         """
         self.refresh(parameters)
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return  # a graph would repeat the comparison for ever, and must not ask for what is on its way
         for verdict in [v for v in self._verdicts if v.ready()]:
             self._verdicts.remove(verdict)
             self._judge(verdict.name if verdict.guilty() else None)
@@ -157,9 +159,6 @@ class Masters:
             entry.master.copy_(torch.where(kept, entry.master, low.float()))
             differ.append(~kept.all())
         if self._audits_left < 0:  # known already
-            return
-        if low.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self._audits_left -= 1
             return
         names = ", ".join(self._entries[p].name for p in parameters[:3])
         self._verdicts.append(_Verdict(f"one of {names}, ...", torch.stack(differ).any()))

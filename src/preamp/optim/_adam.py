@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..errors import OptimizerError
-from ..fused import adam_, adam_split_, adam_stochastic_
+from ..fused import adam_, adam_8bit_, adam_split_, adam_stochastic_
 from ._base import FusedOptimizer, Lows, check_hyper, refuse_differentiable
+from ._eight_bit import NAMES, as_8bit, as_float32, is_8bit, is_large, new_8bit
 from ._plan import Bucket
 
 
@@ -20,9 +21,12 @@ class Adam(FusedOptimizer):
     `foreach`, `capturable` and `fused` are taken for compatibility: every step is fused and may be captured.
     `master`: "float32" keeps masters of 16-bit parameters; "split", for bfloat16 ones, keeps the same numbers in 2
     bytes a parameter less; None steps them in their own dtype, and then `rounding="stochastic"` rounds bfloat16 up or
-    down by chance, so that small updates are not lost (reproducible by `seed`; states are float32). On a CPU float32
-    parameters come out bit for bit as with `torch.optim.Adam(fused=True)`. Raises `OptimizerError`, a ValueError, for
-    hyper-parameters out of range.
+    down by chance, so that small updates are not lost (reproducible by `seed`; states are float32). `states`: "8bit"
+    keeps both moments of a parameter of 4096 elements or more in 8 bits (`preamp.fused.adam_8bit_`), not with
+    `amsgrad`; states of either kind load into an optimizer of the other. `flat=True` lays small float32 parameters on
+    a CPU side by side in one tensor, of which they are views. On a CPU float32 parameters with float32 states come out
+    bit for bit as with `torch.optim.Adam(fused=True)`. Raises `OptimizerError`, a ValueError, for hyper-parameters out
+    of range.
     """
 
     master_kinds: tuple[str | None, ...] = ("float32", "split", None)
@@ -44,7 +48,9 @@ class Adam(FusedOptimizer):
         decoupled_weight_decay: bool = False,
         master: str | None = "float32",
         rounding: str = "nearest",
+        states: str = "float32",
         seed: int = 0,
+        flat: bool = False,
     ) -> None:
         refuse_differentiable(differentiable)
         check_hyper("lr", lr)
@@ -61,19 +67,47 @@ class Adam(FusedOptimizer):
                 f"rounding={rounding!r} with master={master!r}: write 'nearest', or 'stochastic' with master=None, "
                 "since masters lose nothing that chance could save"
             )
-        self.rounding, self.seed = rounding, seed
+        if states not in ("float32", "8bit"):
+            raise OptimizerError(f"states={states!r}: write 'float32', or '8bit' for moments in 8 bits")
+        self.rounding, self.states, self.seed, self.flat = rounding, states, seed, flat
         super().__init__(params, defaults, master)
+        for group in self.param_groups:
+            self._refuse_amsgrad(group)
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """First and second moment, and the largest second moment of AMSGrad."""
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if group["amsgrad"] else 2]
 
+    def names_for(self, group: dict[str, Any], param: Parameter) -> tuple[str, ...]:
+        """With the scales of moments in 8 bits, where they are."""
+        self._refuse_amsgrad(group)
+        return NAMES if self.states == "8bit" and is_large(param) else self.state_names(group)
+
+    def _refuse_amsgrad(self, group: dict[str, Any]) -> None:
+        if self.states == "8bit" and group["amsgrad"]:
+            raise OptimizerError(
+                "states='8bit' with amsgrad=True: a largest second moment would grow by every rounding up; write "
+                "amsgrad=False, or states='float32'"
+            )
+
     def new_state(self, name: str, group: dict[str, Any], param: Parameter, dtype: torch.dtype) -> Tensor:
-        """Zeros; float32 too for what is rounded by chance."""
+        """Zeros; float32 too for what is rounded by chance; codes and scales where they are in 8 bits."""
+        if self.names_for(group, param) == NAMES:
+            return new_8bit(name, param)
         return super().new_state(name, group, param, torch.float32 if self._by_chance(param) else dtype)
 
     def _by_chance(self, param: Tensor) -> bool:
         return self.rounding == "stochastic" and param.dtype is torch.bfloat16
+
+    def _has_wide_states(self, param: Parameter) -> bool:
+        coded = self.states == "8bit" and is_large(param)
+        return coded or self._by_chance(param) or super()._has_wide_states(param)
+
+    def _mend(self, param: Parameter, state: dict[str, Any]) -> None:
+        if self.states == "8bit" and is_large(param):
+            as_8bit(state)
+        else:
+            as_float32(state)
 
     def _advance(
         self, bucket: Bucket, targets: list[Tensor], lows: Lows, grads: list[Tensor],
@@ -81,11 +115,17 @@ class Adam(FusedOptimizer):
     ) -> None:  # fmt: skip
         assert bucket.step is not None
         arguments = self._arguments(bucket, factor, found)
+        if is_8bit(bucket.states):
+            self._advance_8bit(bucket, targets, lows, grads, arguments)
+            return
         moments = self._moments(bucket)
         if lows is None and self._by_chance(targets[0]):
             adam_stochastic_(targets, grads, *moments, bucket.step, seed=self.seed, **arguments)
         else:
-            adam_(targets, grads, *moments, lows, bucket.step, **arguments)
+            adam_(
+                targets, grads, *moments, lows, bucket.step, contiguous=bucket.contiguous, alike=lows is None,
+                **arguments,
+            )  # fmt: skip
 
     def _advance_split(
         self, bucket: Bucket, params: list[Tensor], bits: list[Tensor], grads: list[Tensor],
@@ -93,7 +133,22 @@ class Adam(FusedOptimizer):
     ) -> None:  # fmt: skip
         assert bucket.step is not None
         arguments = self._arguments(bucket, factor, found)
+        if is_8bit(bucket.states):
+            self._advance_8bit(bucket, params, None, grads, arguments, bits)
+            return
         adam_split_(params, bits, grads, *self._moments(bucket), bucket.step, **arguments)
+
+    def _advance_8bit(
+        self, bucket: Bucket, params: list[Tensor], lows: Lows, grads: list[Tensor],
+        arguments: dict[str, Any], bits: list[Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        assert bucket.step is not None
+        first, first_scales, second, second_scales = (bucket.states[name] for name in NAMES)
+        adam_8bit_(
+            params, grads, first, first_scales, second, second_scales, lows, bucket.step, seed=self.seed, bits=bits,
+            by_chance=bits is None and self._by_chance(params[0]),
+            **{name: value for name, value in arguments.items() if name != "amsgrad"},
+        )  # fmt: skip
 
     def _moments(self, bucket: Bucket) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         states = bucket.states
@@ -109,7 +164,7 @@ class Adam(FusedOptimizer):
         }  # fmt: skip
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "rounding": self.rounding, "seed": self.seed}
+        return {**super().__getstate__(), "rounding": self.rounding, "states": self.states, "seed": self.seed}
 
 
 class AdamW(Adam):
@@ -131,11 +186,14 @@ class AdamW(Adam):
         fused: bool | None = None,
         master: str | None = "float32",
         rounding: str = "nearest",
+        states: str = "float32",
         seed: int = 0,
+        flat: bool = False,
     ) -> None:
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, capturable=capturable,
-            differentiable=differentiable, decoupled_weight_decay=True, master=master, rounding=rounding, seed=seed,
+            differentiable=differentiable, decoupled_weight_decay=True, master=master, rounding=rounding, states=states,
+            seed=seed, flat=flat,
         )  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:

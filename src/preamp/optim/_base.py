@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from ..errors import OptimizerError
 from ..formats import LOW_DTYPES
@@ -17,6 +20,9 @@ from ..masters import Masters, SplitMasters
 from ._plan import Bucket, Plan, share_steps
 
 Lows = Sequence[Tensor | None] | None
+
+
+_GRAD = attrgetter("grad")
 
 
 class FusedOptimizer(Optimizer):
@@ -30,6 +36,8 @@ class FusedOptimizer(Optimizer):
     """
 
     _step_supports_amp_scaling = True
+    flat = False
+    """Whether small float32 parameters on a CPU are laid side by side (`Flat`)."""
     takes_masters = True
     """Tells a session and `preamp.GradScaler` that 16-bit gradients, masters and a factor may be handed over."""
 
@@ -63,6 +71,10 @@ class FusedOptimizer(Optimizer):
     @abstractmethod
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Names of the states that have a parameter's shape."""
+
+    def names_for(self, group: dict[str, Any], param: Parameter) -> tuple[str, ...]:
+        """Names of all states of one parameter; those of `state_names` unless it is an exception."""
+        return self.state_names(group)
 
     def new_state(self, name: str, group: dict[str, Any], param: Parameter, dtype: torch.dtype) -> Tensor:
         """A state before the first step: zeros like the parameter."""
@@ -104,12 +116,12 @@ class FusedOptimizer(Optimizer):
             found = None
         factor = self._factor()
         at_hand = getattr(self, "gradients_at_hand", None)
-        if closure is not None or self._optimizer_step_pre_hooks:  # they may have put other gradients in place
+        if closure is not None or self.is_hooked:
             at_hand = None
         gathered = self.gathered() if at_hand is None else at_hand
         self._survey(gathered, factor)
         for bucket, grads in gathered:
-            params: list[Tensor] = list(bucket.params)
+            params = bucket.tensors()
             if bucket.mastered and self._masters.split:
                 bits = [self._masters.of(param) for param in bucket.params]
                 self._advance_split(bucket, params, bits, grads, factor, found)
@@ -117,19 +129,25 @@ class FusedOptimizer(Optimizer):
                 self._advance(bucket, self._masters.followed(bucket.params), params, grads, factor, found)
                 self._masters.published(bucket.params)
             else:
-                self._advance(bucket, params, self._masters.twins(bucket.params), grads, factor, found)
+                lows = None if bucket.flat is not None else self._masters.twins(bucket.params)
+                self._advance(bucket, params, lows, grads, factor, found)
                 self._masters.published(bucket.params)
         return loss
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether hooks run before a step, which may put other gradients in place."""
+        return bool(self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
 
     def gathered(self) -> list[tuple[Bucket, list[Tensor]]]:
         """What a step would work on now: buckets of parameters, each with its gradients.
 
         Who has asked already may set it as `gradients_at_hand` for the length of a step.
         """
-        present = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        present = [_present(group["params"]) for group in self.param_groups]
         if self._plan is None or not self._plan.fits(self, present):
             self._plan = self._planned(present)
-        return [(b, [p.grad for p in b.params if p.grad is not None]) for b in self._plan.buckets]
+        return [(bucket, bucket.gradients()) for bucket in self._plan.buckets]
 
     def _factor(self) -> Tensor | None:
         factor: Tensor | None = getattr(self, "grad_factor", None)
@@ -152,6 +170,11 @@ class FusedOptimizer(Optimizer):
                 for param in bucket.params if bucket.mastered else ():
                     self.state[param][self._master_key] = self._masters.of(param)
         return plan
+
+    @property
+    def lays_flat(self) -> bool:
+        """Whether small parameters are laid side by side: not where each has a copy that is written too."""
+        return self.flat and not self._masters.shadows
 
     def is_mastered(self, param: Parameter) -> bool:
         """Whether a parameter is 16-bit and stepped by way of a float32 master."""
@@ -195,7 +218,7 @@ class FusedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's. States of 16-bit parameters stay float32, and masters in the state are written to them."""
-        low = {} if self._lent or self.master is None else self._low_data()
+        low = self._low_data()
         try:
             for param in low:  # torch casts states to the dtype of their parameter
                 param.data = param.data.float()
@@ -205,15 +228,28 @@ class FusedOptimizer(Optimizer):
                 param.data = data
         self._masters = self._masters if self._lent else self._own_masters()
         with torch.no_grad():
-            for param in low:
+            for param in low if self.master is not None and not self._lent else ():
                 master = self.state.get(param, {}).get(self._master_key)
                 if master is not None and self.master == "split":
                     self.state[param][self._master_key] = master.to(torch.int16)  # torch made it a float
                 elif master is not None:
                     param.copy_(master)
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if param in self.state:
+                        self._mend(param, self.state[param])
 
     def _low_data(self) -> dict[Parameter, Tensor]:
-        return {p: p.data for group in self.param_groups for p in group["params"] if p.dtype in LOW_DTYPES}
+        params = (p for group in self.param_groups for p in group["params"] if p.dtype in LOW_DTYPES)
+        lent = self._masters if self._lent else ()  # the session makes those float32 itself
+        return {p: p.data for p in params if p not in lent and self._has_wide_states(p)}
+
+    def _has_wide_states(self, param: Parameter) -> bool:
+        """Whether a 16-bit parameter without a lent master has float32 states."""
+        return self.master is not None and not self._lent
+
+    def _mend(self, param: Parameter, state: dict[str, Any]) -> None:
+        """Give loaded states back what torch took: their dtypes, where those are neither float32 nor the weight's."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -223,7 +259,17 @@ class FusedOptimizer(Optimizer):
         share_steps(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "master": self.master}
+        return {**super().__getstate__(), "master": self.master, "flat": self.flat}
+
+
+_IS_THERE = partial(is_not, None)
+
+
+def _present(params: list[Parameter]) -> list[Parameter]:
+    """Those that have gradients; most often all, which is quicker to see than to collect."""
+    if all(map(_IS_THERE, map(_GRAD, params))):
+        return params
+    return [param for param in params if param.grad is not None]
 
 
 def check_hyper(name: str, value: Any, *, low: float = 0.0, high: float = float("inf")) -> None:

@@ -9,16 +9,21 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ._flat import Flat, fits
+
+_GRAD = attrgetter("grad")
+
 
 @dataclass(slots=True)
 class Bucket:
-    """Parameters of one group, device, dtype and age, with their states in the same order."""
+    """Parameters of one group, device, dtype, age and kinds of state, with their states in the same order."""
 
     group: dict[str, Any]
     params: list[Parameter]
@@ -27,6 +32,19 @@ class Bucket:
     states: dict[str, list[Tensor]] = field(default_factory=dict)
     step: Tensor | None = None
     """0-d float32 on the device, steps taken; one for all, which this bucket alone counts up."""
+    contiguous: bool = False
+    """Whether parameters and states are contiguous, so that a step need not look at their strides."""
+    flat: Flat | None = None
+    """Where parameters and states lie side by side, if they do; `states` are then one tensor each."""
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients that the parameters have now; one tensor if they lie side by side."""
+        gradients = list(map(_GRAD, self.params))
+        return gradients if self.flat is None else [self.flat.gathered(gradients)]
+
+    def tensors(self) -> list[Tensor]:
+        """What is stepped."""
+        return list(self.params) if self.flat is None else [self.flat.param]
 
 
 class Plan:
@@ -37,13 +55,14 @@ class Plan:
         self._key = _key(present)
         self.buckets: list[Bucket] = []
         for group, params in zip(optimizer.param_groups, present, strict=True):
-            alike: dict[tuple[torch.device, torch.dtype], list[Parameter]] = defaultdict(list)
+            alike: dict[tuple[object, ...], list[Parameter]] = defaultdict(list)
             for param in params:
-                alike[(param.device, param.dtype)].append(param)
+                names = optimizer.names_for(group, param)
+                alike[(param.device, param.dtype, names, optimizer.lays_flat and fits(param))].append(param)
             for own in alike.values():
                 self.buckets += _buckets_of(optimizer, group, own)
         self._first = [
-            (b.params[0], b.params[0].dtype, {name: tensors[0] for name, tensors in b.states.items()})
+            (b.params[0], b.params[0].dtype, {name: optimizer.state[b.params[0]][name] for name in b.states})
             for b in self.buckets
         ]
 
@@ -51,6 +70,11 @@ class Plan:
         """Whether the plan still holds: the same parameters with gradients, the same states."""
         if self._state is not optimizer.state or self._key != _key(present):
             return False
+        for bucket in self.buckets:
+            if bucket.flat is not None and not bucket.flat.holds():
+                return False
+            if bucket.contiguous and not all(map(Tensor.is_contiguous, bucket.params)):
+                return False
         for param, dtype, states in self._first:  # one speaks for all: states are changed by loading or clearing them
             now = self._state.get(param, {})
             if param.dtype is not dtype or any(now.get(name) is not tensor for name, tensor in states.items()):
@@ -65,7 +89,7 @@ def _key(present: Sequence[list[Parameter]]) -> list[list[int]]:
 def _buckets_of(optimizer: Any, group: dict[str, Any], params: list[Parameter]) -> list[Bucket]:
     """Buckets of like parameters, split by how many steps they have seen; states are made where there are none."""
     state: dict[Parameter, dict[str, Any]] = optimizer.state
-    mastered, names = optimizer.is_mastered(params[0]), optimizer.state_names(group)
+    mastered, names = optimizer.is_mastered(params[0]), optimizer.names_for(group, params[0])
     started = torch.zeros((), dtype=torch.float32, device=params[0].device)
     by_age: dict[tuple[int, bool], list[Parameter]] = defaultdict(list)
     for param in params:
@@ -85,7 +109,13 @@ def _buckets_of(optimizer: Any, group: dict[str, Any], params: list[Parameter]) 
             for param in alike:
                 state[param]["step"] = step
         states = {name: [state[param][name] for param in alike] for name in names}
-        buckets.append(Bucket(group, alike, mastered, states, step))
+        dense = all(all(map(Tensor.is_contiguous, tensors)) for tensors in (alike, *states.values()))
+        bucket = Bucket(group, alike, mastered, states, step, dense)
+        plain = names == optimizer.state_names(group)
+        if optimizer.lays_flat and plain and len(alike) > 1 and all(map(fits, alike)):
+            bucket.flat = Flat(alike, [state[param] for param in alike], names)
+            bucket.states = bucket.flat.states
+        buckets.append(bucket)
     return buckets
 
 

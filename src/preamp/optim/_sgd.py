@@ -18,7 +18,8 @@ class SGD(FusedOptimizer):
     """Gradient descent with the arguments, groups and state_dict of `torch.optim.SGD`: momentum, dampening, Nesterov.
 
     `foreach` and `fused` are taken for compatibility. `master`: "float32" keeps masters of 16-bit parameters, None
-    steps them in their own dtype. Raises `OptimizerError`, a ValueError, for hyper-parameters out of range.
+    steps them in their own dtype. `flat=True` lays small float32 parameters on a CPU side by side in one tensor, of
+    which they are views. Raises `OptimizerError`, a ValueError, for hyper-parameters out of range.
     """
 
     counts_steps = False
@@ -37,6 +38,7 @@ class SGD(FusedOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         master: str | None = "float32",
+        flat: bool = False,
     ) -> None:
         refuse_differentiable(differentiable)
         check_hyper("lr", lr)
@@ -51,6 +53,7 @@ class SGD(FusedOptimizer):
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
             "nesterov": nesterov, "maximize": maximize,
         }  # fmt: skip
+        self.flat = flat
         super().__init__(params, defaults, master)
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -80,6 +83,7 @@ class SGD(FusedOptimizer):
             targets, grads, bucket.states.get("momentum_buffer", []), lows, lr=group["lr"],
             momentum=group["momentum"], dampening=group["dampening"], weight_decay=group["weight_decay"],
             nesterov=group["nesterov"], maximize=group["maximize"], first=first, factor=factor, found=found,
+            contiguous=bucket.contiguous, alike=lows is None,
         )  # fmt: skip
 
 
@@ -87,7 +91,7 @@ class Adagrad(FusedOptimizer):
     """Adagrad (Duchi, Hazan and Singer 2011) with the arguments, groups and state_dict of `torch.optim.Adagrad`.
 
     Dense gradients only. `master`: "float32" keeps masters of 16-bit parameters, None steps them in their own dtype.
-    Raises `OptimizerError`, a ValueError, for hyper-parameters out of range.
+    `flat`: as in `SGD`. Raises `OptimizerError`, a ValueError, for hyper-parameters out of range.
     """
 
     def __init__(
@@ -104,6 +108,7 @@ class Adagrad(FusedOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         master: str | None = "float32",
+        flat: bool = False,
     ) -> None:
         refuse_differentiable(differentiable)
         check_hyper("lr", lr)
@@ -115,6 +120,7 @@ class Adagrad(FusedOptimizer):
             "lr": lr, "lr_decay": lr_decay, "eps": eps, "weight_decay": weight_decay,
             "initial_accumulator_value": initial_accumulator_value, "maximize": maximize,
         }  # fmt: skip
+        self.flat = flat
         super().__init__(params, defaults, master)
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -136,5 +142,5 @@ class Adagrad(FusedOptimizer):
         adagrad_(
             targets, grads, bucket.states["sum"], lows, bucket.step, lr=group["lr"], lr_decay=group["lr_decay"],
             weight_decay=group["weight_decay"], eps=group["eps"], maximize=group["maximize"], factor=factor,
-            found=found,
+            found=found, contiguous=bucket.contiguous, alike=lows is None,
         )  # fmt: skip

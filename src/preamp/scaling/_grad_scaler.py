@@ -121,34 +121,45 @@ class GradScaler(torch.amp.GradScaler):
         scale, _ = self._check_scale_growth_tracker("step")
         if "closure" in kwargs:
             raise RuntimeError("a closure cannot be used under a GradScaler: its gradients would not be unscaled")
-        ready = state["stage"] is OptState.READY
-        if ready:
-            optimizer.gradients_at_hand = gathered = optimizer.gathered()
-            lists = [gradients for _, gradients in gathered]
-            low = any(gradients[0].dtype is torch.float16 for gradients in lists)
-            found = torch.zeros((), dtype=torch.float32, device=scale.device)
-            if (
-                scale.device.type == "cpu" and not low and not self._needs_reading
-            ):  # one pass that checks and unscales; 16 bits would not hold it
-                ready, inverse = False, scale.double().reciprocal().float()
-                for gradients in lists:
-                    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
-            else:
-                found = self._read([g for gradients in lists for g in gradients]).found.to(scale.device)
-            state["found_inf_per_device"] = {scale.device: found} if lists else {}
-        every = list(state["found_inf_per_device"].values())
-        if not every:
-            optimizer.gradients_at_hand = None
-            raise AssertionError("No inf checks were recorded for this optimizer: no parameter has a gradient.")
-        found = every[0] if len(every) == 1 else torch.stack([f.to(scale.device) for f in every]).amax()
-        optimizer.grad_scale, optimizer.found_inf = (scale if ready else None), found
+        scaled = state["stage"] is OptState.READY
         try:
+            if scaled:
+                scaled = not self._check_and_unscale(optimizer, state, scale)
+            every = list(state["found_inf_per_device"].values())
+            if not every:
+                raise AssertionError("No inf checks were recorded for this optimizer: no parameter has a gradient.")
+            found = every[0] if len(every) == 1 else torch.stack([f.to(scale.device) for f in every]).amax()
+            optimizer.grad_scale, optimizer.found_inf = (scale if scaled else None), found
             result: float | None = optimizer.step(*args, **kwargs)
         finally:
-            del optimizer.grad_scale, optimizer.found_inf
-            optimizer.gradients_at_hand = None
+            for name in ("grad_scale", "found_inf", "gradients_at_hand"):
+                vars(optimizer).pop(name, None)
         state["stage"] = OptState.STEPPED
         return result
+
+    def _check_and_unscale(self, optimizer: Any, state: dict[str, Any], scale: Tensor) -> bool:
+        """Check an optimizer's gradients; on a CPU unscale them in the same pass. Returns whether they are unscaled.
+
+        float16 gradients stay scaled, since float16 would not hold what comes out.
+        """
+        gathered = optimizer.gathered()
+        lists = [gradients for _, gradients in gathered]
+        here = all(gradients[0].device == scale.device for gradients in lists)
+        if optimizer.is_hooked or not here or (self._needs_reading and scale.device.type == "cpu"):
+            low = any(gradients[0].dtype is torch.float16 for gradients in lists)
+            self._check_inf_per_device(optimizer) if low else self.unscale_(optimizer)
+            return not low
+        optimizer.gradients_at_hand = gathered
+        found = torch.zeros((), dtype=torch.float32, device=scale.device)
+        unscaled = scale.device.type == "cpu" and all(gradients[0].dtype is not torch.float16 for gradients in lists)
+        if unscaled:
+            inverse = scale.double().reciprocal().float()
+            for gradients in lists:
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+        elif lists:
+            found = self._read([gradient for gradients in lists for gradient in gradients]).found
+        state["found_inf_per_device"] = {scale.device: found} if lists else {}
+        return unscaled
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

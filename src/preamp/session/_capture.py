@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..errors import PreampWarning, SessionError
+from ..optim import FusedOptimizer
 from ..tree import map_tensors, tensors
 from ._step import needs_host
 
@@ -86,11 +88,11 @@ class CapturedStep:
     def _capture(self, args: Any, kwargs: Any) -> None:
         self.reset()
         session = self._session
-        waiting = [type(o).__name__ for o in session.optimizers.values() if needs_host(o, session._skip)]
+        waiting = [type(o).__name__ for o in session.optimizers.values() if _refuses(o, session._skip)]
         if waiting:
             raise SessionError(
-                f"{', '.join(waiting)} has to ask the host whether to step, which a graph cannot: use preamp.optim, "
-                "fused=True, capturable=True, or prepare(..., skip='device')"
+                f"{', '.join(waiting)} cannot step inside a graph as it is: use preamp.optim, make it with "
+                "capturable=True (fused=True may stay), or prepare(..., skip='device') if it has no such argument"
             )
         session._casts.drop()
         torch.clear_autocast_cache()
@@ -129,3 +131,9 @@ class CapturedStep:
             for optimizer in self._session.optimizers.values()
             for group in optimizer.param_groups
         ]
+
+
+def _refuses(optimizer: Optimizer, skip: str) -> bool:
+    """Whether an optimizer asks the host whether to step, or is one of torch's that want capturable=True in a graph."""
+    told = [group["capturable"] for group in optimizer.param_groups if "capturable" in group]
+    return needs_host(optimizer, skip) or (not isinstance(optimizer, FusedOptimizer) and not all(told))

@@ -1,0 +1,25 @@
+"""The suite `training`: whole training steps against torch.amp, in a fixed time, and what they say about the goals."""
+
+from ._contenders import Contender, Trainer
+from ._goals import goals, goals_table
+from ._measure import Clock
+from ._models import ResNet, feed_forward
+from ._rows import TrainingRow, training_table
+from ._suite import SIZES, training
+from ._works import Work, works
+
+__all__ = [
+    "SIZES",
+    "Clock",
+    "Contender",
+    "ResNet",
+    "Trainer",
+    "TrainingRow",
+    "Work",
+    "feed_forward",
+    "goals",
+    "goals_table",
+    "training",
+    "training_table",
+    "works",
+]

@@ -1,0 +1,277 @@
+"""The goals of speed, memory and parity, judged from the JSON of a bench and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...report import Column, Table
+from ._contenders import (
+    BF16,
+    CAPTURED,
+    COMPILED,
+    COMPILED_REFERENCE,
+    EAGER,
+    FIRST_LAYOUT,
+    FP16,
+    O2,
+    O2_COMPILED,
+    O5_SPLIT,
+    REFERENCE,
+    UNSCALED,
+)
+from ._optimizer import FOREACH
+
+Rows = Sequence[Mapping[str, Any]]
+
+NEVER_SLOWER = 0.98
+PARITY = 0.005
+"""By how much a final loss may differ from float32's, relatively, if seeds differ by less."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a goal's figure is (None: not measured), whether it is met, and what to say besides."""
+
+    measured: float | None
+    met: bool | None
+    note: str = ""
+
+
+_ABSENT = _Found(None, None, "not measured")
+
+
+class _Results:
+    """Rows by part and name."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = {(str(row["part"]), str(row["name"])): row for row in rows}
+
+    def part(self, part: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Name and row of every row of a part."""
+        return ((name, row) for (kind, name), row in self._rows.items() if kind == part)
+
+    def of(self, part: str, name: str, contender: str) -> Mapping[str, Any] | None:
+        """What was found of a contender, unless it failed or the part was dropped."""
+        row = self._rows.get((part, name), {})
+        return next((c for c in row.get("contenders", ()) if c["name"] == contender and not c.get("error")), None)
+
+    def times(self, part: str, name: str, ours: str, theirs: str | None = None) -> float | None:
+        """How many times faster `ours` is than `theirs` (None: the row's reference), median over rounds."""
+        own = self.of(part, name, ours)
+        if own is None:
+            return None
+        if theirs is None:
+            return own["ratio"]["median"] if own.get("ratio") else None
+        other = self.of(part, name, theirs)
+        if other is None:
+            return None
+        ratios = sorted(b / a for a, b in zip(own["seconds"], other["seconds"], strict=False))
+        middle = len(ratios) // 2
+        return None if not ratios else (ratios[middle] + ratios[-1 - middle]) / 2
+
+
+def goals(suites: Mapping[str, Rows]) -> list[dict[str, Any]]:
+    """Each goal: its name, what it asks, target, figure, and whether it is met (None: not known).
+
+    `suites`: the part of a bench's JSON of that name. The rows of `training` are enough for all but the underflow of
+    G11, for which those of `schedules` are read.
+    """
+    rows = suites.get("training", ())
+    found = _Results(rows)
+    small = any(row["part"] == "machine" and row.get("size", "full") != "full" for row in rows)
+    told = []
+    for goal, what, target, judge in _GOALS:
+        result = judge(found, suites)
+        if small and result.met is not None:
+            result = _Found(result.measured, None, "goals are for the full size, on an H200")
+        told.append(
+            {"goal": goal, "what": what, "target": target, "measured": result.measured, "met": result.met,
+             "note": result.note}
+        )  # fmt: skip
+    return told
+
+
+def goals_table(judged: Sequence[Mapping[str, Any]]) -> Table:
+    """The goals as they are printed."""
+    said = {True: "met", False: "not met", None: "open"}
+    rows = [(g["goal"], g["what"], g["target"], g["measured"], said[g["met"]], g["note"]) for g in judged]
+    return Table("Goals", ("goal", "what", "target", Column("measured", digits=3), "", "note"), rows)
+
+
+# -- judges
+
+Judge = Callable[[_Results, Mapping[str, Rows]], _Found]
+
+_LARGE, _BASE, _SMALL, _FF = "BERT-large b16", "BERT-base b32", "BERT-base b4", "feed-forward"
+_LIST = "Adam, BERT-large"
+
+
+def _at_least(target: float, value: float | None, note: str = "") -> _Found:
+    return _ABSENT if value is None else _Found(value, value >= target, note)
+
+
+def _faster(
+    target: float, part: str, name: str, contender: str = O2.name, theirs: str | None = None, note: str = ""
+) -> Judge:
+    def judge(found: _Results, _: Mapping[str, Rows]) -> _Found:
+        return _at_least(target, found.times(part, name, contender, theirs), note)
+
+    return judge
+
+
+def _bandwidth(found: _Results, _: Mapping[str, Rows]) -> _Found:
+    own = found.of("optimizer", _LIST, O2.name)
+    return _at_least(0.9, own.get("roofline") if own else None, "30 bytes a parameter / time / copy bandwidth")
+
+
+def _not_built(_: _Results, __: Mapping[str, Rows]) -> _Found:
+    return _Found(None, None, "not built")
+
+
+def _convnet(target: float, name: str) -> Judge:
+    """The better of eager and compiled, against the reference in the layout that torch starts from."""
+
+    def judge(found: _Results, _: Mapping[str, Rows]) -> _Found:
+        eager = found.times("steps", name, O2.name, FIRST_LAYOUT.name)
+        note = f"{O2.name}; in the same layout {_written(found.times('steps', name, O2.name))}"
+        layout = found.times("steps", name, REFERENCE.name, FIRST_LAYOUT.name)
+        compiled = found.times("compiled", f"{name}, compiled", O2_COMPILED.name)
+        if compiled is not None and layout is not None:
+            note += f"; compiled {_written(compiled * layout)}"
+        return _at_least(target, eager, note)
+
+    return judge
+
+
+def _memory(target: float, contender: str) -> Judge:
+    def judge(found: _Results, _: Mapping[str, Rows]) -> _Found:
+        own, theirs = found.of("steps", _LARGE, contender), found.of("steps", _LARGE, REFERENCE.name)
+        if own is None or theirs is None or not theirs.get("peak bytes"):
+            return _ABSENT
+        share = own["peak bytes"] / theirs["peak bytes"]
+        batches = [found.of("largest batch", f"largest batch, {_LARGE}", each) for each in (contender, REFERENCE.name)]
+        note = "largest batch " + " against ".join(str(b["batch"]) for b in batches if b) if all(batches) else ""
+        return _Found(share, share <= target, note)
+
+    return judge
+
+
+def _waits(found: _Results, _: Mapping[str, Rows]) -> _Found:
+    ours = {c.name for c in (*EAGER, *COMPILED) if c.ours}
+    counted = {
+        f"{name}, {each['name']}": each["waits"]
+        for part in ("steps", "compiled")
+        for name, row in found.part(part)
+        for each in row["contenders"]
+        if each["name"] in ours and each.get("waits") is not None
+    }
+    if not counted:
+        return _ABSENT
+    worst = max(counted, key=lambda name: counted[name])
+    return _Found(counted[worst], counted[worst] == 0, f"of {len(counted)}; most: {worst}" if counted[worst] else "")
+
+
+def _launches(found: _Results, _: Mapping[str, Rows]) -> _Found:
+    scaled, plain = (found.of("steps", _SMALL, contender.name) for contender in (O2, UNSCALED))
+    if not scaled or not plain or scaled.get("launches") is None or plain.get("launches") is None:
+        return _ABSENT
+    extra = scaled["launches"] - plain["launches"]
+    return _Found(extra, extra <= 4)
+
+
+def _slowest(found: _Results, _: Mapping[str, Rows]) -> _Found:
+    """Ours against torch.amp of the same dtype, compiled against compiled."""
+    same = {c.name: f"torch.amp {'bf16' if c.level in ('O4', 'O5') else 'fp16'}" for c in EAGER if c.ours}
+    pairs = [("steps", name, ours, theirs) for name, _ in found.part("steps") for ours, theirs in same.items()]
+    pairs += [("compiled", name, O2_COMPILED.name, COMPILED_REFERENCE.name) for name, _ in found.part("compiled")]
+    ratios = {(name, ours): found.times(part, name, ours, theirs) for part, name, ours, theirs in pairs}
+    known = {pair: value for pair, value in ratios.items() if value is not None}
+    if not known:
+        return _ABSENT
+    worst = min(known, key=lambda pair: known[pair])
+    slow = sum(value < NEVER_SLOWER for value in known.values())
+    return _Found(known[worst], not slow, f"{slow} of {len(known)} below; least: {', '.join(worst)}")
+
+
+def _parity(found: _Results, _: Mapping[str, Rows]) -> _Found:
+    worst, broken, seen = 0.0, [], 0
+    for name, row in found.part("parity"):
+        by_name = {c["name"]: c for c in row.get("contenders", ()) if not c.get("error")}
+        if "fp32" not in by_name:
+            continue
+        band = abs((by_name.get("fp32, another seed") or {}).get("against fp32") or 0.0)
+        allowed = _late(by_name[REFERENCE.name], row) if REFERENCE.name in by_name else 0
+        for each in by_name.values():
+            if not each["name"].startswith("preamp"):
+                continue
+            seen += 1
+            gap = abs(each["against fp32"]) if each["against fp32"] is not None else float("inf")
+            worst = max(worst, gap)
+            if gap > max(PARITY, band) or _late(each, row) > allowed:
+                broken.append(f"{name}, {each['name']}")
+    return _ABSENT if not seen else _Found(worst, not broken, "; ".join(broken) or f"{seen} runs")
+
+
+def _late(each: Mapping[str, Any], row: Mapping[str, Any]) -> int:
+    return sum(index >= row["settled after"] for index in each["skips"])
+
+
+def _scales(found: _Results, suites: Mapping[str, Rows]) -> _Found:
+    """Late skips of the window schedule in the runs for parity, and its underflow in replays, if those were made."""
+    late = [
+        _late(each, row)
+        for _, row in found.part("parity")
+        for each in row.get("contenders", ())
+        if each["name"] == "preamp O2, window" and not each.get("error")
+    ]
+    if not late:
+        return _ABSENT
+    behind, replayed = [], 0
+    for row in suites.get("schedules", ()):
+        flushed = {each["name"]: each["flushed"] for each in row["contenders"]}
+        if "window" in flushed and "backoff" in flushed:
+            replayed += 1
+            if flushed["window"] > flushed["backoff"]:
+                behind.append(row["name"])
+    note = f"{len(late)} runs; " + (f"underflow above backoff's: {len(behind)} of {replayed} replays" if replayed else
+                                    "underflow: see the suite schedules")  # fmt: skip
+    return _Found(sum(late), sum(late) == 0 and not behind if replayed else (False if sum(late) else None), note)
+
+
+def _written(value: float | None) -> str:
+    return "-" if value is None else f"x{value:.2f}"
+
+
+_CLIPPED = f"{_LIST}, clipping"
+assert {FP16, BF16} == {c.dtype for c in EAGER if c.dtype}  # _slowest names the reference by dtype
+
+_GOALS: tuple[tuple[str, str, str, Judge], ...] = (
+    ("G1", "optimizer and casts, BERT-large", ">= 1.6x", _faster(1.6, "optimizer", _LIST)),
+    ("G1", "the same with clipping", ">= 1.8x", _faster(1.8, "optimizer", _CLIPPED)),
+    ("G1b", "the same, against foreach", ">= 2.7x", _faster(2.7, "optimizer", _LIST, theirs=FOREACH)),
+    ("G1c", "share of copy bandwidth", ">= 0.90", _bandwidth),
+    ("G2", "8-bit states", ">= 2.3x", _not_built),
+    ("G3", "step, BERT-base b32", ">= 1.15x", _faster(1.15, "steps", _BASE)),
+    ("G3", "step, BERT-large", ">= 1.12x", _faster(1.12, "steps", _LARGE)),
+    ("G3b", "compiled against eager, BERT-base b32", ">= 1.35x",
+     _faster(1.35, "compiled", f"{_BASE}, compiled", O2_COMPILED.name)),
+    ("G3b", "compiled against eager, BERT-large", ">= 1.25x",
+     _faster(1.25, "compiled", f"{_LARGE}, compiled", O2_COMPILED.name)),
+    ("G3c", "compiled against compiled, BERT-base b32", ">= 1.05x",
+     _faster(1.05, "compiled", f"{_BASE}, compiled", O2_COMPILED.name, COMPILED_REFERENCE.name)),
+    ("G3c", "compiled against compiled, BERT-large", ">= 1.05x",
+     _faster(1.05, "compiled", f"{_LARGE}, compiled", O2_COMPILED.name, COMPILED_REFERENCE.name)),
+    ("G4", "captured step, feed-forward", ">= 3x", _faster(3.0, "steps", _FF, CAPTURED.name)),
+    ("G4", "captured step, BERT-base b4", ">= 3x", _faster(3.0, "steps", _SMALL, CAPTURED.name)),
+    ("G5", "UNet against NCHW", ">= 1.5x", _convnet(1.5, "UNet")),
+    ("G5", "ResNet-50 against NCHW", ">= 1.4x", _convnet(1.4, "ResNet-50")),
+    ("G7", "peak memory, BERT-large, O2", "<= 0.80", _memory(0.80, O2.name)),
+    ("G7", "peak memory, BERT-large, split masters (8-bit: not built)", "<= 0.70", _memory(0.70, O5_SPLIT.name)),
+    ("G8", "waits a step, most of any of preamp's", "0", _waits),
+    ("G8", "kernels that scaling adds to a step", "<= 4", _launches),
+    ("G9", "never slower than torch.amp alike, least ratio", ">= 0.98x", _slowest),
+    ("G10", "final loss against fp32, largest gap", "<= 0.5 % or as seeds", _parity),
+    ("G11", "skips after step 50, window schedule", "0", _scales),
+)  # fmt: skip

@@ -1,0 +1,275 @@
+"""Measuring contenders that take turns: time by events on the device, memory, waits, kernels; and the suite's clock."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .._counting import launches
+from ._contenders import Contender, Trainer, rules_away
+from ._rows import TrainingRow
+from ._works import Work
+
+
+class Clock:
+    """The time that a suite has, in seconds. `now` gives the present one."""
+
+    def __init__(self, budget: float, now: Callable[[], float] = time.monotonic) -> None:
+        self.budget, self._now = budget, now
+        self._started = now()
+
+    @property
+    def used(self) -> float:
+        """Seconds since the start."""
+        return self._now() - self._started
+
+    @property
+    def left(self) -> float:
+        """Seconds until the end."""
+        return self.budget - self.used
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How long contenders are measured: `rounds` turns each, of up to `steps` steps but `seconds` at the most."""
+
+    rounds: int
+    steps: int
+    seconds: float
+    warm_up: int
+    backend: str = "inductor"
+    """torch.compile's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """What the machine does at best: bytes copied (read and written) and bfloat16 operations, a second."""
+
+    copy: float
+    product: float
+
+    def share(self, work: Work, seconds: float) -> float:
+        """How much of a step's time its products, or the least traffic of its optimizer, would take at best."""
+        return max(work.flop() / self.product, 30 * work.parameters / self.copy) / seconds
+
+
+@dataclass
+class _Entry:
+    contender: Contender
+    trainer: Trainer | None = None
+    steps: int = 0
+    rounds: list[list[float]] = field(default_factory=list)
+    found: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+def heat(
+    part: str, work: Work, contenders: Sequence[Contender], device: torch.device, pace: Pace, clock: Clock,
+    speeds: Speeds | None, reserve: float = 0.0, name: str | None = None,
+) -> TrainingRow:  # fmt: skip
+    """Train a work by every contender, by turns; the first one is the reference.
+
+    One that fails is reported as failed, and one that would start when no more than `reserve` seconds are left as left
+    out. Those of torch run without preamp's operator rules in the dispatcher.
+    """
+    entries = [_Entry(contender) for contender in contenders]
+    try:
+        for entry in entries:
+            if clock.left <= reserve:
+                entry.error = f"left out: {clock.used:.0f} s of {clock.budget:.0f} s were used"
+            else:
+                with _turn(entry, entries):
+                    _begin(entry, work, device, pace)
+        for index in range(pace.rounds):
+            if index and clock.left <= reserve / 2:
+                break
+            for entry in entries if index % 2 == 0 else entries[::-1]:
+                if entry.trainer is not None:
+                    with _turn(entry, entries):
+                        entry.rounds.append(_round(entry, device))
+    finally:
+        for entry in entries:
+            _end(entry)
+        free()
+    reference = entries[0]
+    told = [_told(entry, reference, work, speeds) for entry in entries]
+    about = {"parameters": work.parameters, "flop": work.flop()}
+    return TrainingRow(part=part, name=name or work.name, what=work.what, contenders=told, about=about)
+
+
+@contextlib.contextmanager
+def _turn(entry: _Entry, entries: Sequence[_Entry]) -> Iterator[None]:
+    """Whatever goes wrong inside is the entry's error; it gets no further turn."""
+    sessions = [e.trainer.session for e in entries if e.trainer is not None and e.trainer.session is not None]
+    away = contextlib.nullcontext() if entry.contender.ours else rules_away(sessions)
+    try:
+        with away:
+            yield
+    except Exception as error:
+        entry.error = described(error)
+    if entry.error:
+        _end(entry)
+        free()
+        if entry.contender.captured:
+            _mend_generator()
+
+
+def _mend_generator() -> None:
+    """Random numbers work again on the device after a capture that broke off, which leaves its generator at it."""
+    if torch.cuda.is_available():
+        fresh = torch.Generator("cuda")
+        generator: Any = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(fresh.graphsafe_get_state())
+
+
+def described(error: BaseException) -> str:
+    """The kind of an error and its first line."""
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first.strip()}"[:300]
+
+
+def _begin(entry: _Entry, work: Work, device: torch.device, pace: Pace) -> None:
+    """Make the trainer, warm it up, and measure what needs no race: memory, waits, kernels."""
+    before = _allocated(device)
+    trainer = entry.trainer = Trainer(entry.contender, work, device, backend=pace.backend)
+    trainer.take_turn()
+    took = warm_up(trainer, device, pace.warm_up)
+    entry.steps = max(2, min(pace.steps, int(pace.seconds / took)))
+    if device.type != "cuda":
+        return
+    if not entry.contender.captured:  # a graph's memory was taken while it was captured
+        torch.cuda.reset_peak_memory_stats(device)
+        for _ in range(2):
+            trainer.step()
+    torch.cuda.synchronize(device)
+    entry.found["peak bytes"] = torch.cuda.max_memory_allocated(device) - before
+    entry.found |= waits(trainer)
+    with contextlib.suppress(RuntimeError):  # no profiler on this machine is no reason to measure nothing
+        entry.found["launches"] = launches(trainer.step)
+
+
+def _allocated(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def warm_up(trainer: Trainer, device: torch.device, fewest: int) -> float:
+    """Take steps until two in a row take about the same time (compiling and capturing take steps too); that time."""
+    times: list[float] = []
+    while len(times) < fewest or (len(times) < 4 * fewest and abs(times[-1] / times[-2] - 1) > 0.25):
+        started = time.perf_counter()
+        trainer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def waits(trainer: Trainer, steps: int = 3) -> dict[str, Any]:
+    """How often a step waits for the device. preamp's are first run with waiting forbidden."""
+    found: dict[str, Any] = {}
+    try:
+        if trainer.contender.ours:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                for _ in range(steps):
+                    trainer.step()
+                return {"waits": 0.0}
+            except RuntimeError as error:
+                found["wait"] = described(error)
+                torch.cuda.set_sync_debug_mode("default")
+                trainer.recover()
+        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(steps):
+                trainer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    counted = sum("called a synchronizing" in str(warning.message) for warning in caught)
+    return {**found, "waits": counted / steps}
+
+
+def _round(entry: _Entry, device: torch.device) -> list[float]:
+    assert entry.trainer is not None
+    entry.trainer.take_turn()
+    for _ in range(2):  # (others' turns, and rules that come and go, leave cold caches behind)
+        entry.trainer.step()
+    return timed(entry.trainer.step, entry.steps, device)
+
+
+def timed(work: Callable[[], Any], count: int, device: torch.device) -> list[float]:
+    """Seconds of each of `count` calls, by events on the device that nothing waits for until the end."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        if device.type != "cuda":
+            moments = [time.perf_counter()]
+            for _ in range(count):
+                work()
+                moments.append(time.perf_counter())
+            return [b - a for a, b in itertools.pairwise(moments)]
+        events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        torch.cuda.synchronize(device)
+        events[0].record()
+        for event in events[1:]:
+            work()
+            event.record()
+        torch.cuda.synchronize(device)
+        return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _end(entry: _Entry) -> None:
+    if entry.trainer is not None:
+        entry.trainer.close()
+        entry.trainer = None
+
+
+def free() -> None:
+    """Give memory of what is gone back to the device, for whoever comes next."""
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _told(entry: _Entry, reference: _Entry, work: Work, speeds: Speeds | None) -> dict[str, Any]:
+    name = entry.contender.name
+    if entry.error or not entry.rounds:
+        return {"name": name, "error": entry.error or "no round was run", **entry.found}
+    medians = [statistics.median(samples) for samples in entry.rounds]
+    everything = [sample for samples in entry.rounds for sample in samples]
+    median = statistics.median(everything)
+    stats = {
+        "median": median, "min": min(everything), "max": max(everything), "rounds": len(medians),
+        "steps a round": entry.steps,
+    }  # fmt: skip
+    return {
+        "name": name,
+        "stats": stats,
+        "seconds": medians,
+        "samples": [[round(sample, 8) for sample in samples] for samples in entry.rounds],
+        "ratio": None if reference.error else ratio(reference.rounds, entry.rounds),
+        **entry.found,
+        "roofline": None if speeds is None else speeds.share(work, median),
+    }
+
+
+def ratio(reference: Sequence[Sequence[float]], own: Sequence[Sequence[float]]) -> dict[str, float] | None:
+    """How many times faster than the reference, by rounds: median, smallest, largest. None without common rounds."""
+    ratios = [statistics.median(theirs) / statistics.median(ours) for theirs, ours in zip(reference, own, strict=False)]
+    return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)} if ratios else None

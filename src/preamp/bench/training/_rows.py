@@ -1,0 +1,96 @@
+"""What the suite gives: a row for each part, with its contenders, in types that JSON takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...report import Cell, Column, Table, to_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRow:
+    """A part of the suite: what was done, and what was found of each contender.
+
+    `part`: machine, optimizer, steps, compiled, parity or largest batch. `contenders`: one mapping each, with `name`
+    and either `error` or what was measured; times in seconds, memory in bytes. `about`: what all of them share;
+    `dropped` in it says why the part was left out.
+    """
+
+    part: str
+    name: str
+    what: str = ""
+    contenders: Sequence[dict[str, Any]] = ()
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything; numbers that are not finite become null."""
+        plain: dict[str, Any] = to_json(
+            {"part": self.part, "name": self.name, "what": self.what, **self.about,
+             "contenders": [dict(each) for each in self.contenders]}
+        )  # fmt: skip
+        return plain
+
+
+def lines(row: TrainingRow) -> list[str]:
+    """The row for somebody who watches, a line for each contender."""
+    if "dropped" in row.about:
+        return [f"{row.name}: dropped, {row.about['dropped']}"]
+    if "error" in row.about:
+        return [f"{row.name}: {row.about['error']}"]
+    if not row.contenders:
+        return [f"{row.name}: " + ", ".join(f"{key} {_short(value)}" for key, value in row.about.items())]
+    return [f"{row.name}: {each['name']}: {_told(each)}" for each in row.contenders]
+
+
+def _told(each: dict[str, Any]) -> str:
+    if each.get("error"):
+        return f"failed: {each['error']}"
+    said = []
+    if "stats" in each:
+        said.append(f"{1e3 * each['stats']['median']:.3f} ms")
+    if each.get("ratio"):
+        said.append(f"x{each['ratio']['median']:.3f}")
+    if each.get("peak bytes"):
+        said.append(f"{each['peak bytes'] / 2**20:.0f} MiB")
+    said += [f"{key} {_short(each[key])}" for key in ("waits", "launches", "roofline") if each.get(key) is not None]
+    said += [f"{key} {_short(each[key])}" for key in ("loss", "against fp32", "skips", "batch") if key in each]
+    return ", ".join(said)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{len(value)}" if isinstance(value, list) else str(value)
+
+
+def training_table(rows: Sequence[TrainingRow]) -> Table:
+    """What is printed at the end: every contender of every part."""
+    columns = ("work", "contender", Column("median", "ms", 3), Column("ratio", "x", 3), Column("smallest", "x", 3),
+               Column("largest", "x", 3), Column("peak", "MiB", 0), Column("waits", digits=1),
+               Column("launches", digits=0), Column("roofline", "%", 0), "besides")  # fmt: skip
+    cells: list[tuple[Cell, ...]] = []
+    for row in rows:
+        if "dropped" in row.about or "error" in row.about:
+            why = f"dropped: {row.about['dropped']}" if "dropped" in row.about else f"failed: {row.about['error']}"
+            cells.append((row.name, "-", *[None] * 8, why))
+        cells += [_cells(row.name, each) for each in row.contenders]
+    notes = (
+        "ratio: time of the first contender / time of this one, median over rounds; above 1 is faster",
+        "waits: times a step that the host waits for the device; launches: kernels of a step",
+        "roofline: share of what products and the optimizer's memory traffic would need at the speeds measured first",
+    )
+    return Table("Suite training", columns, cells, notes)
+
+
+def _cells(work: str, each: dict[str, Any]) -> tuple[Cell, ...]:
+    if each.get("error"):
+        return (work, each["name"], *[None] * 8, f"failed: {each['error']}")
+    ratio, stats, peak, roofline = each.get("ratio"), each.get("stats"), each.get("peak bytes"), each.get("roofline")
+    ratios: tuple[Cell, ...] = (ratio["median"], ratio["min"], ratio["max"]) if ratio else (None, None, None)
+    besides = [f"{key} {_short(each[key])}" for key in ("loss", "against fp32", "skips", "batch") if key in each]
+    return (
+        work, each["name"], 1e3 * stats["median"] if stats else None, *ratios, peak / 2**20 if peak else None,
+        each.get("waits"), each.get("launches"), 100 * roofline if roofline else None, ", ".join(besides),
+    )  # fmt: skip

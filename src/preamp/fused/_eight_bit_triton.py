@@ -1,0 +1,36 @@
+"""Launching Adam with moments in 8 bits. Imports Triton, so import it only where `triton_runs_on`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _eight_bit_kernels as _kernels
+from ._options import AdamOptions, Lists, Lows
+from ._triton import DECAYS, PLAIN, SPLIT, STOCHASTIC, launch, on, pieces, prepare, type_of, wrote
+
+NEAREST = int(_kernels.NEAREST.value)
+
+
+def adam(lists: Lists, lows: Lows, step: Tensor, o: AdamOptions, seed: int, by_chance: bool, *, split: bool) -> None:
+    """Parameters, gradients, codes of moments 1 and 2, their scales, and lower halves if `split`."""
+    param = lists[0][0]
+    if split:
+        kind = SPLIT
+    elif param.dtype is torch.float32:
+        kind = PLAIN
+    else:
+        kind = STOCHASTIC if by_chance else NEAREST
+    numbers = (1 - o.beta1, o.beta2, 1 - o.beta2, o.eps, o.weight_decay)
+    seeds = (seed >> 31 & 0x7FFFFFFF, seed & 0x7FFFFFFF)
+    with on(param.device):
+        scalars = prepare(
+            param.device, o, step, betas=(o.beta1, o.beta2), folds=True, decay=o.weight_decay if o.decoupled else 0.0
+        )
+        for bucket, part in pieces(lists, lows):
+            low = param.dtype if kind == NEAREST else bucket.low
+            launch(
+                _kernels.adam_8bit, part, (scalars, step), (*map(float, numbers), *seeds), GRAD=type_of(bucket.grad),
+                LOW=type_of(low), KIND=kind, DECAY=DECAYS[o.decoupled if o.weight_decay else None],
+            )  # fmt: skip
+    wrote(lists[0], lows)

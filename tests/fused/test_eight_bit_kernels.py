@@ -1,0 +1,97 @@
+"""Adam in 8 bits: the Triton kernel beside the reference, in the interpreter that `test_kernels` starts."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from .eight_bits import KINDS, OPTIONS, SETTINGS, Run
+from .steps import awkward, by_operators, far, gradients
+
+pytest.importorskip("triton")
+inside = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="run by test_kernels.test_in_the_interpreter"
+)
+
+CODES = 1
+"""Codes of kernel and reference may lie so far apart, where a last bit of float32 decides; 0 were seen."""
+
+
+def layouts() -> list[Tensor]:
+    """Odd sizes, none, one, a partial last block, several blocks, channels_last, addresses off alignment."""
+    return [*awkward()[:7], torch.randn(256), torch.randn(255), torch.randn(2, 1025)]
+
+
+CASES = [(kind, SETTINGS[0], torch.bfloat16) for kind in KINDS]
+CASES += [("published", SETTINGS[1], torch.float16), ("split", SETTINGS[2], torch.float32)]
+
+
+@inside
+@pytest.mark.parametrize(("kind", "options", "dtype"), CASES)
+def test_kernels_do_what_operators_do(kind: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    run = Run(kind, options, layouts())
+    twin = run.twin()
+    for i, factor in enumerate([None, 0.25, 0.3]):
+        grads = gradients(run.params, dtype, i, same_layout=i != 1)
+        times = None if factor is None else torch.tensor(factor)
+        with by_operators():
+            twin.take([g.clone() for g in grads], times, torch.tensor(0.0))
+        run.take(grads, times, torch.tensor(0.0) if i else None)
+    units = 4 if kind not in ("stochastic", "nearest") else 0  # those 16-bit weights are equal
+    assert far(run.masters(), twin.masters()) <= units
+    for mine, theirs in zip(run.moments, twin.moments, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            if a.dtype is torch.float32:
+                assert torch.allclose(a, b, rtol=1e-6, atol=0)
+            elif a.numel():
+                assert int((a.int() - b.int()).abs().max()) <= CODES
+    for p, low in zip(run.params, run.lows or [], strict=kind == "published"):
+        assert low is not None and torch.equal(low, p.to(low.dtype))
+    assert float(run.step) == float(twin.step) == 3
+
+
+@inside
+@pytest.mark.parametrize("kind", KINDS)
+def test_found_writes_nothing(kind: str) -> None:
+    run = Run(kind, OPTIONS, layouts())
+    run.take(gradients(run.params, torch.bfloat16, 0))
+    before = [t.clone() for t in run.everything()]
+    bad = gradients(run.params, torch.bfloat16, 1)
+    bad[2][3, 3] = torch.inf
+    run.take(bad, torch.tensor(0.5), torch.tensor(1.0))
+    assert all(torch.equal(a, b) for a, b in zip(before, run.everything(), strict=True))
+
+
+@inside
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy, which the interpreter computes with
+def test_a_block_that_is_not_finite_is_lost_as_a_whole_and_no_other() -> None:
+    run = Run("float32", OPTIONS, [torch.zeros(600)])
+    twin = run.twin()
+    grads = gradients(run.params, torch.float32, 0)
+    grads[0][300] = torch.inf
+    grads[0][10] = torch.nan
+    run.take([grads[0].clone()])
+    with by_operators():
+        twin.take(grads)
+    for each in (run, twin):
+        first, scales, _, second_scales = (moments[0] for moments in each.moments)
+        assert scales.isfinite().tolist() == second_scales.isfinite().tolist() == [False, False, True]
+        assert not first[:512].any() and first[512:].any()
+
+
+@inside
+def test_dtypes_in_one_call_and_tensors_that_cannot_be_walked() -> None:
+    dtypes = [torch.float16, torch.float32, torch.bfloat16, torch.float32]
+    for last in (torch.randn(40), torch.randn(9, 80)[:, ::2]):
+        run = Run("float32", OPTIONS, [torch.randn(n) for n in (300, 40, 1030)] + [last])
+        twin = run.twin()
+        grads = [g.to(d) for g, d in zip(gradients(run.params, torch.float32, 3), dtypes, strict=True)]
+        with by_operators():
+            twin.take([g.clone() for g in grads])
+        run.take(grads)
+        assert far(run.params, twin.params) <= 2
+        assert all(torch.equal(a, b) for a, b in zip(run.moments[2], twin.moments[2], strict=True))

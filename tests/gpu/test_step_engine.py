@@ -1,0 +1,382 @@
+"""Steps on a CUDA device: without waiting for it, as one graph, in compiled code, and by preamp's GradScaler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import preamp
+from preamp.errors import SessionError
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+STEPS = 24
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "preamp.optim.AdamW": lambda p: preamp.optim.AdamW(p, 3e-3),
+    "preamp.optim.SGD": lambda p: preamp.optim.SGD(p, 0.05, momentum=0.9),
+    "torch AdamW, fused": lambda p: torch.optim.AdamW(p, 3e-3, fused=True),
+    "torch SGD, fused": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, fused=True),
+}
+SPLIT = "preamp.optim.AdamW, split"
+MAKERS = {**OPTIMIZERS, SPLIT: lambda p: preamp.optim.AdamW(p, 3e-3, master="split")}
+CASES = [(level, name) for level in ("O1", "O2", "O4", "O5") for name in OPTIMIZERS] + [("O5", SPLIT)]
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def network() -> nn.Sequential:
+    """Without BatchNorm, whose running statistics a batch with an infinity would spoil for good."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 256), nn.LayerNorm(256), nn.GELU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8)]
+    return nn.Sequential(*layers).to(DEVICE)
+
+
+def batch(step: int, size: int = 128) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator(device=DEVICE).manual_seed(step)
+    x = torch.randn(size, 64, device=DEVICE, generator=generator)
+    return x, x[:, :8].argmax(1)
+
+
+def spoiled(step: int, bad: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    x, y = batch(step)
+    if step in bad:
+        x[0, 0] = torch.inf
+    return x, y
+
+
+def scaled(level: str) -> dict[str, Any]:
+    """A scale so low that no step is skipped but those that are meant to be."""
+    return {"scale": preamp.DynamicScale(2.0**10)} if level in ("O1", "O2") else {}
+
+
+def train_step(model: nn.Module, session: preamp.Session, clip: float | None = 1.0) -> Callable[..., Tensor]:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with session.autocast():
+            loss = F.cross_entropy(model(x), y)
+        session.backward(loss)
+        if clip is not None:
+            session.clip_grad_norm_(clip)
+        session.step()
+        session.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+# -- no waits
+
+
+@pytest.mark.parametrize("clip", [1.0, None])
+@pytest.mark.parametrize(("level", "name"), CASES)
+def test_a_step_does_not_wait(level: str, name: str, clip: float | None) -> None:
+    model = network()
+    batches = [spoiled(step, bad=(9,)) for step in range(12)]
+    with preamp.prepare(model, MAKERS[name](model.parameters()), level=level, **scaled(level)) as session:
+        step = train_step(model, session, clip)
+        for x, y in batches[:8]:  # states are made, and parameters are no longer compared with their masters
+            step(x, y)
+        with no_waiting():
+            for x, y in batches[8:]:
+                step(x, y)
+        assert session.steps == 12
+        assert session.skipped == 1
+        assert session.last_step is not None and not session.last_step.skipped
+
+
+@pytest.mark.parametrize("schedule", ["backoff", "hysteresis", "window"])
+def test_no_schedule_waits(schedule: str) -> None:
+    model = network()
+    batches = [spoiled(step, bad=(9,)) for step in range(12)]
+    with preamp.prepare(model, preamp.optim.Adam(model.parameters()), level="O2", scale=schedule) as session:
+        step = train_step(model, session)
+        for x, y in batches[:8]:
+            step(x, y)
+        with no_waiting():
+            for x, y in batches[8:]:
+                step(x, y)
+        assert session.skipped >= 1
+
+
+# -- a step as a graph
+
+
+class Run:
+    """A training run, captured or not: losses, parameters, skips and scale."""
+
+    def __init__(
+        self, level: str, maker: Callable[[Any], Optimizer], captured: bool, *, bad: tuple[int, ...] = (),
+        schedule: bool = False, between: Callable[[preamp.Session, nn.Module, int], None] | None = None,
+    ) -> None:  # fmt: skip
+        model = network()
+        optimizer = maker(model.parameters())
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + k)) if schedule else None
+        losses = []
+        with preamp.prepare(model, optimizer, level=level, **scaled(level)) as session:
+            step: Any = train_step(model, session)
+            if captured:
+                step = session.capture(step)
+            for index in range(STEPS):
+                losses.append(step(*spoiled(index, bad)).clone())
+                if scheduler is not None:
+                    scheduler.step()
+                if between is not None:
+                    between(session, model, index)
+            if captured:
+                assert step.captured
+            self.losses = torch.stack(losses).float()
+            self.steps, self.skipped, self.scale = session.steps, session.skipped, session.loss_scale()
+            report = session.last_step
+            assert report is not None
+            self.report = (report.index, report.skipped, report.scale)
+        self.parameters = [p.detach().clone() for p in model.parameters()]
+
+    def is_that_of(self, other: Run) -> None:
+        # products may be made by another algorithm in a graph, so not to the bit
+        torch.testing.assert_close(self.losses, other.losses, rtol=2e-3, atol=2e-3, equal_nan=True)
+        for ours, theirs in zip(self.parameters, other.parameters, strict=True):
+            assert torch.isfinite(ours).all()
+            torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=3e-3)
+        assert (self.steps, self.skipped, self.scale) == (other.steps, other.skipped, other.scale)
+        assert self.report == other.report
+
+
+@pytest.mark.parametrize(("level", "name"), CASES)
+def test_a_captured_step_trains_as_the_written_one(level: str, name: str) -> None:
+    captured, written = (Run(level, MAKERS[name], how) for how in (True, False))
+    captured.is_that_of(written)
+    assert float(captured.losses[-1]) < float(captured.losses[0])
+
+
+@pytest.mark.parametrize(("level", "name"), CASES)
+def test_a_captured_step_skips(level: str, name: str) -> None:
+    bad = (9, 15)
+    captured, written = (Run(level, MAKERS[name], how, bad=bad) for how in (True, False))
+    captured.is_that_of(written)
+    assert captured.skipped == 2 and captured.scale == (2.0**8 if level in ("O1", "O2") else 1.0)
+
+
+@pytest.mark.parametrize(("level", "name"), CASES)
+def test_a_captured_step_follows_a_schedule_of_rates(level: str, name: str) -> None:
+    captured, written = (Run(level, MAKERS[name], how, schedule=True) for how in (True, False))
+    captured.is_that_of(written)
+    plain = Run(level, MAKERS[name], True)
+    assert any(not torch.equal(a, b) for a, b in zip(captured.parameters, plain.parameters, strict=True))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_validating_in_full_precision_between_captured_steps_changes_nothing(level: str) -> None:
+    seen: list[Tensor] = []
+
+    def validate(session: preamp.Session, model: nn.Module, index: int) -> None:
+        if index % 5 == 4:
+            with session.full_precision(), torch.no_grad():
+                seen.append(F.cross_entropy(model(batch(1000)[0]), batch(1000)[1]))
+
+    maker = OPTIMIZERS["preamp.optim.AdamW"]
+    captured, plain = Run(level, maker, True, between=validate), Run(level, maker, True)
+    captured.is_that_of(plain)
+    assert all(loss.dtype is torch.float32 and torch.isfinite(loss) for loss in seen)
+
+
+def test_a_changed_hyperparameter_is_captured_anew() -> None:
+    def stop(session: preamp.Session, model: nn.Module, index: int) -> None:
+        if index == 11:
+            for group in session.optimizers[""].param_groups:
+                group["weight_decay"] = 0.5
+
+    maker = OPTIMIZERS["preamp.optim.AdamW"]
+    captured, written, plain = (
+        Run("O2", maker, True, between=stop), Run("O2", maker, False, between=stop), Run("O2", maker, True)
+    )  # fmt: skip
+    captured.is_that_of(written)
+    largest = max(float((a - b).abs().max()) for a, b in zip(captured.parameters, plain.parameters, strict=True))
+    assert largest > 1e-4
+
+
+def test_replays_do_not_wait() -> None:
+    model = network()
+    batches = [batch(step) for step in range(12)]
+    with preamp.prepare(model, preamp.optim.AdamW(model.parameters()), level="O2") as session:
+        step = session.capture(train_step(model, session))
+        for x, y in batches[:6]:
+            step(x, y)
+        assert step.captured
+        with no_waiting():
+            for x, y in batches[6:]:
+                step(x, y)
+
+
+def test_a_replay_has_no_more_kernels_than_a_step() -> None:
+    """What is done in the first steps only, as comparing parameters with masters, must not stay in the graph."""
+    from preamp.bench._counting import launches
+
+    def settled(captured: bool) -> int:
+        model = network()
+        x, y = batch(0)
+        with preamp.prepare(model, preamp.optim.AdamW(model.parameters()), level="O2") as session:
+            step: Any = train_step(model, session)
+            if captured:
+                step = session.capture(step)
+            for _ in range(8):
+                step(x, y)
+            torch.cuda.synchronize()
+            found = launches(lambda: step(x, y))
+            assert found is not None
+            return found
+
+    replayed, written = settled(True), settled(False)
+    # copies of the two arguments, of the result, and of what a report keeps
+    assert replayed <= written + 12, f"{replayed} kernels in a replay, {written} in a step as it is written"
+
+
+def test_other_shapes_are_refused_and_change_nothing() -> None:
+    model = network()
+    with preamp.prepare(model, preamp.optim.AdamW(model.parameters()), level="O2") as session:
+        step = session.capture(train_step(model, session))
+        for index in range(6):
+            step(*batch(index))
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(SessionError, match="drop or pad the last batch"):
+            step(*batch(6, size=100))
+        with pytest.raises(SessionError, match="2 tensors, and this call gives 1"):
+            step(batch(6)[0])
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        step(*batch(6))
+        assert session.steps == 7
+        step.reset()
+        step(*batch(7, size=100))
+        assert session.steps == 8 and torch.isfinite(step(*batch(8, size=100)))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_optimizer_that_needs_the_host_is_refused(level: str) -> None:
+    model = network()
+    with preamp.prepare(model, torch.optim.Adagrad(model.parameters()), level=level) as session:
+        step = session.capture(train_step(model, session), warmup=2)
+        for index in range(2):
+            step(*batch(index))
+        with pytest.raises(SessionError, match="Adagrad cannot step inside a graph"):
+            step(*batch(2))
+
+
+def test_an_optimizer_that_is_put_back_on_the_device_may_be_captured() -> None:
+    def maker(parameters: Any) -> Optimizer:
+        return torch.optim.NAdam(parameters, 3e-3, capturable=True)
+
+    captured, written = (Run("O1", maker, how, bad=(9,)) for how in (True, False))
+    captured.is_that_of(written)
+
+
+def test_a_function_without_a_step_is_refused() -> None:
+    model = network()
+    with preamp.prepare(model, preamp.optim.AdamW(model.parameters()), level="O5") as session:
+        step = session.capture(lambda x: model(x).sum(), warmup=1)
+        step(batch(0)[0])
+        with pytest.raises(SessionError, match=r"takes no session\.step"):
+            step(batch(1)[0])
+
+
+# -- compiled
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("name", ["preamp.optim.AdamW", "torch AdamW, fused"])
+def test_forward_and_loss_compile_in_one_graph(level: str, name: str) -> None:
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    model = network()
+    with preamp.prepare(model, OPTIMIZERS[name](model.parameters()), level=level) as session:
+
+        @torch.compile(fullgraph=True)
+        def forward(x: Tensor, y: Tensor) -> Tensor:
+            with session.autocast():
+                return F.cross_entropy(model(x), y)
+
+        losses = []
+        for index in range(40):
+            loss = forward(*spoiled(index, bad=(20,)))
+            session.backward(loss)
+            session.clip_grad_norm_(1.0)
+            session.step()
+            session.zero_grad()
+            losses.append(loss.detach())
+        assert session.skipped >= 1
+    assert float(losses[-1]) < 0.8 * float(losses[0])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+# -- the GradScaler
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("kind", ["Adam", "SGD"])
+def test_our_scaler_with_our_optimizer_is_torchs_with_its_own(kind: str, clip: float | None) -> None:
+    arguments = {"lr": 1e-3} if kind == "Adam" else {"lr": 0.02, "momentum": 0.9}
+
+    def run(ours: bool) -> tuple[list[float], list[Tensor]]:
+        model = network()
+        if ours:
+            optimizer, scaler = getattr(preamp.optim, kind)(model.parameters(), **arguments), preamp.GradScaler(DEVICE)
+        else:
+            optimizer = getattr(torch.optim, kind)(model.parameters(), fused=True, **arguments)
+            scaler = torch.amp.GradScaler(DEVICE)
+        scales = []
+        for index in range(STEPS):
+            x, y = spoiled(index, bad=(7, 8))
+            with torch.autocast(DEVICE, dtype=torch.float16):
+                loss = F.cross_entropy(model(x), y)
+            scaler.scale(loss).backward()
+            if clip is not None:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+        return scales, [p.detach() for p in model.parameters()]
+
+    (scales, ours), (torchs_scales, torchs) = run(True), run(False)
+    assert scales == torchs_scales and min(scales) < max(scales)
+    for a, b in zip(ours, torchs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+def test_our_scaler_steps_low_parameters_without_waiting(low: torch.dtype) -> None:
+    model = network().to(low)
+    optimizer, scaler = preamp.optim.AdamW(model.parameters(), 3e-3), preamp.GradScaler(DEVICE)
+    losses = []
+
+    def step(index: int) -> None:
+        x, y = batch(index)
+        loss = F.cross_entropy(model(x.to(low)).float(), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+
+    for index in range(4):
+        step(index)
+    with no_waiting():
+        for index in range(4, 60):
+            step(index)
+    assert float(torch.stack(losses[-10:]).mean()) < 0.8 * float(losses[0])
+    assert all(optimizer.state[p]["master"].dtype is torch.float32 for p in model.parameters())

@@ -1,0 +1,216 @@
+"""Flat storage: the same steps, and parameters that stay ordinary."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import preamp
+from preamp import optim
+from preamp.optim._flat import SMALL
+
+from ..session.toys import loss_of, mlp, same, weights
+
+KINDS = {
+    "Adam": lambda p, **k: optim.Adam(p, 1e-2, weight_decay=0.1, **k),
+    "AdamW": lambda p, **k: optim.AdamW(p, 1e-2, amsgrad=True, **k),
+    "SGD": lambda p, **k: optim.SGD(p, 1e-2, momentum=0.9, nesterov=True, **k),
+    "plain SGD": lambda p, **k: optim.SGD(p, 1e-2, **k),
+    "Adagrad": lambda p, **k: optim.Adagrad(p, 1e-2, initial_accumulator_value=0.1, **k),
+}
+EACH = pytest.mark.parametrize("kind", KINDS)
+
+
+def made() -> list[Parameter]:
+    torch.manual_seed(2)
+    ordinary = [torch.randn(s) for s in ((4, 3), (7,), (1,), (0, 2), (2, 3, 2, 2), (SMALL + 1,), (5, 5))]
+    odd = [torch.randn(6, 4).t(), torch.randn(2, 3, 2, 2).to(memory_format=torch.channels_last)]
+    return [Parameter(t) for t in ordinary + odd]
+
+
+def give(params: list[Parameter], step: int, skip: int = -1) -> None:
+    torch.manual_seed(step)
+    for i, p in enumerate(params):
+        p.grad = None if i == skip else torch.empty_like(p).copy_(torch.randn(p.shape))
+
+
+def detached(params: list[Parameter]) -> list[Tensor]:
+    return [p.detach().clone() for p in params]
+
+
+@EACH
+def test_steps_are_the_same(kind: str) -> None:
+    """To an ulp: torch's kernels round an element at the end of a row otherwise than one in a vector register."""
+    results = []
+    for flat in (False, True):
+        params = made()
+        optimizer = KINDS[kind]([{"params": params[:4]}, {"params": params[4:], "lr": 3e-3}], flat=flat)
+        for step in range(15):
+            give(params, step, skip=1 if step % 4 == 3 else -1)
+            optimizer.step()
+        states = sorted(optimizer.state_dict()["state"].items())
+        results.append((detached(params), [value.clone() for _, state in states for value in state.values()]))
+    for part in (0, 1):
+        for one, other in zip(results[0][part], results[1][part], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_small_ones_lie_side_by_side_and_others_do_not() -> None:
+    params = made()
+    before = [p.data_ptr() for p in params]
+    optimizer = optim.AdamW(params, flat=True)
+    give(params, 0)
+    optimizer.step()
+    storages = [p.untyped_storage().data_ptr() for p in params]
+    assert len({storages[i] for i in (0, 1, 2, 4, 6)}) == 1
+    assert [params[i].data_ptr() for i in (3, 5, 7, 8)] == [before[i] for i in (3, 5, 7, 8)]
+    assert all(p.is_leaf and isinstance(p, Parameter) for p in params)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_under_scalers_and_sessions(scaled: bool) -> None:
+    results = []
+    for flat in (False, True):
+        model = mlp()
+        optimizer = optim.AdamW(model.parameters(), 1e-2, flat=flat)
+        if scaled:
+            scaler = preamp.GradScaler("cpu", init_scale=64.0)
+            for step in range(6):
+                scaler.scale(loss_of(model, step) * (float("inf") if step == 3 else 1.0)).backward()
+                if step == 1:
+                    scaler.unscale_(optimizer)
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        else:
+            with preamp.prepare(model, optimizer, level="O4") as session:
+                for step in range(6):
+                    with session.autocast():
+                        loss = loss_of(model, step)
+                    session.backward(loss)
+                    session.clip_grad_norm_(0.5)
+                    session.step()
+                    session.zero_grad()
+        results.append(weights(model))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_parameters_stay_ordinary() -> None:
+    """state_dict, load_state_dict, deepcopy, pickle, .to, writes, torch.save: and steps go on rightly after each."""
+
+    def run(flat: bool) -> list[Tensor]:
+        model = mlp()
+        optimizer = optim.AdamW(model.parameters(), 1e-2, flat=flat)
+
+        def train(steps: int) -> None:
+            for step in range(steps):
+                loss_of(model, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        train(3)
+        state = copy.deepcopy(model.state_dict())
+        kept = io.BytesIO()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, kept)
+        train(2)
+        model.load_state_dict(state)
+        train(1)
+        with torch.no_grad():
+            model[0].weight.mul_(2)
+        train(1)
+        model.to(torch.float64).to(torch.float32)
+        train(2)
+        kept.seek(0)
+        saved = torch.load(kept, weights_only=True)
+        optimizer.load_state_dict(saved["optimizer"])
+        model.load_state_dict(saved["model"])
+        train(2)
+        twin = copy.deepcopy(model)
+        train(1)
+        assert not same(weights(twin), weights(model))
+        assert same(weights(pickle.loads(pickle.dumps(model))), weights(model))
+        for p in model.parameters():
+            p.data = p.data.clone()
+        train(2)
+        model[0].weight.requires_grad_(False)
+        train(1)
+        return weights(model)
+
+    for one, other in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_copies_of_the_optimizer_go_on() -> None:
+    params = made()
+    optimizer = optim.SGD(params, 1e-2, momentum=0.9, flat=True)
+    for step in range(3):
+        give(params, step)
+        optimizer.step()
+    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        twins = twin.param_groups[0]["params"]
+        reference = [Parameter(p.detach().clone()) for p in params]
+        plain = optim.SGD(reference, 1e-2, momentum=0.9)
+        plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for step in range(3, 6):
+            for set_, each in ((twins, twin), (reference, plain)):
+                give(set_, step)
+                each.step()
+        assert not same(detached(params), detached(twins))
+        for one, other in zip(twins, reference, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("hook", ["own", "global", "none"])
+def test_hooks_see_and_replace_true_gradients(flat: bool, hook: str) -> None:
+    """A hook before the step may put other gradients in place, and what it sees is unscaled."""
+    params = [Parameter(torch.ones(3)), Parameter(torch.ones(2))]
+    optimizer = optim.SGD(params, 1.0, flat=flat)
+    scaler = preamp.GradScaler("cpu", init_scale=4.0)
+    seen: list[float] = []
+
+    def replace(*_: object) -> None:
+        seen.append(params[0].grad[0].item())
+        params[0].grad = torch.full((3,), 0.25)
+
+    handle = None
+    if hook == "own":
+        handle = optimizer.register_step_pre_hook(replace)
+    elif hook == "global":
+        handle = register_optimizer_step_pre_hook(replace)
+    try:
+        for _ in range(2):
+            optimizer.zero_grad()
+            scaler.scale(params[0].sum() * 0.5 + params[1].sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    finally:
+        if handle is not None:
+            handle.remove()
+    expected = 1 - 2 * (0.5 if hook == "none" else 0.25)
+    assert params[0].tolist() == [expected] * 3 and params[1].tolist() == [-1.0, -1.0]
+    assert seen == ([] if hook == "none" else [0.5, 0.5])
+
+
+def test_a_failed_step_leaves_nothing_behind() -> None:
+    (param,) = [Parameter(torch.ones(3))]
+    optimizer = optim.SGD([param], 1.0)
+    scaler = preamp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(param.sum()).backward()
+    handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        scaler.step(optimizer)
+    handle.remove()
+    assert not {"grad_scale", "found_inf", "gradients_at_hand"} & vars(optimizer).keys()
+    param.grad = torch.full((3,), 0.5)
+    optimizer.step()
+    assert param.tolist() == [0.5] * 3
