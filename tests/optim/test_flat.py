@@ -46,10 +46,11 @@ def detached(params: list[Parameter]) -> list[Tensor]:
 
 
 @EACH
-def test_steps_are_the_same(kind: str) -> None:
+@pytest.mark.parametrize("how", [None, True])
+def test_steps_are_the_same(kind: str, how: bool | None) -> None:
     """To an ulp: torch's kernels round an element at the end of a row otherwise than one in a vector register."""
     results = []
-    for flat in (False, True):
+    for flat in (False, how):
         params = made()
         optimizer = KINDS[kind]([{"params": params[:4]}, {"params": params[4:], "lr": 3e-3}], flat=flat)
         for step in range(15):
@@ -74,10 +75,11 @@ def test_small_ones_lie_side_by_side_and_others_do_not() -> None:
     assert all(p.is_leaf and isinstance(p, Parameter) for p in params)
 
 
+@pytest.mark.parametrize("how", [None, True])
 @pytest.mark.parametrize("scaled", [True, False])
-def test_under_scalers_and_sessions(scaled: bool) -> None:
+def test_under_scalers_and_sessions(scaled: bool, how: bool | None) -> None:
     results = []
-    for flat in (False, True):
+    for flat in (False, how):
         model = mlp()
         optimizer = optim.AdamW(model.parameters(), 1e-2, flat=flat)
         if scaled:
@@ -107,7 +109,7 @@ def test_under_scalers_and_sessions(scaled: bool) -> None:
 def test_parameters_stay_ordinary() -> None:
     """state_dict, load_state_dict, deepcopy, pickle, .to, writes, torch.save: and steps go on rightly after each."""
 
-    def run(flat: bool) -> list[Tensor]:
+    def run(flat: bool | None) -> list[Tensor]:
         model = mlp()
         optimizer = optim.AdamW(model.parameters(), 1e-2, flat=flat)
 
@@ -145,7 +147,8 @@ def test_parameters_stay_ordinary() -> None:
         train(1)
         return weights(model)
 
-    for one, other in zip(run(True), run(False), strict=True):
+    for one, other, third in zip(run(True), run(False), run(None), strict=True):
+        torch.testing.assert_close(third, other, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
@@ -169,9 +172,9 @@ def test_copies_of_the_optimizer_go_on() -> None:
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("flat", [False, True, None])
 @pytest.mark.parametrize("hook", ["own", "global", "none"])
-def test_hooks_see_and_replace_true_gradients(flat: bool, hook: str) -> None:
+def test_hooks_see_and_replace_true_gradients(flat: bool | None, hook: str) -> None:
     """A hook before the step may put other gradients in place, and what it sees is unscaled."""
     params = [Parameter(torch.ones(3)), Parameter(torch.ones(2))]
     optimizer = optim.SGD(params, 1.0, flat=flat)

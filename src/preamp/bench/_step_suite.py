@@ -94,7 +94,7 @@ def _float32(
         "GradScaler + foreach": _scaled(torch.amp.GradScaler, of_torch(leaves, foreach=True, **arguments), device),
         "preamp.GradScaler + fused": _scaled(GradScaler, of_torch(leaves, fused=True, **arguments), device),
         "preamp.GradScaler + preamp.optim": _scaled(GradScaler, ours(leaves, **arguments), device),
-        "the same, flat": _scaled(GradScaler, ours(apart, flat=True, **arguments), device),
+        "the same, flat=True": _scaled(GradScaler, ours(apart, flat=True, **arguments), device),
     }
 
 

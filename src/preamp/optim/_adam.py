@@ -50,7 +50,7 @@ class Adam(FusedOptimizer):
         rounding: str = "nearest",
         states: str = "float32",
         seed: int = 0,
-        flat: bool = False,
+        flat: bool | None = None,
     ) -> None:
         refuse_differentiable(differentiable)
         check_hyper("lr", lr)
@@ -188,7 +188,7 @@ class AdamW(Adam):
         rounding: str = "nearest",
         states: str = "float32",
         seed: int = 0,
-        flat: bool = False,
+        flat: bool | None = None,
     ) -> None:
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, capturable=capturable,

@@ -36,8 +36,8 @@ class FusedOptimizer(Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    flat = False
-    """Whether small float32 parameters on a CPU are laid side by side (`Flat`)."""
+    flat: bool | None = False
+    """Whether small float32 parameters on a CPU are laid side by side (`Flat`); None: only for the length of a step."""
     takes_masters = True
     """Tells a session and `preamp.GradScaler` that 16-bit gradients, masters and a factor may be handed over."""
 
@@ -128,9 +128,12 @@ class FusedOptimizer(Optimizer):
             elif bucket.mastered:
                 self._advance(bucket, self._masters.followed(bucket.params), params, grads, factor, found)
                 self._masters.published(bucket.params)
+            elif bucket.flat is not None:
+                bucket.flat.take_in()
+                self._advance(bucket, params, None, grads, factor, found)
+                bucket.flat.give_out()
             else:
-                lows = None if bucket.flat is not None else self._masters.twins(bucket.params)
-                self._advance(bucket, params, lows, grads, factor, found)
+                self._advance(bucket, params, self._masters.twins(bucket.params), grads, factor, found)
                 self._masters.published(bucket.params)
         return loss
 
@@ -172,9 +175,9 @@ class FusedOptimizer(Optimizer):
         return plan
 
     @property
-    def lays_flat(self) -> bool:
-        """Whether small parameters are laid side by side: not where each has a copy that is written too."""
-        return self.flat and not self._masters.shadows
+    def lays_flat(self) -> bool | None:
+        """`flat`, but never where each parameter has a copy that is written too."""
+        return False if self._masters.shadows else self.flat
 
     def is_mastered(self, param: Parameter) -> bool:
         """Whether a parameter is 16-bit and stepped by way of a float32 master."""

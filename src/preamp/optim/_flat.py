@@ -1,7 +1,8 @@
 """Flat storage: many small parameters in one tensor, so that a step on a CPU is one call on long rows.
 
-A step of a thousand small tensors is mostly calls. Laid side by side they are one, for parameters and states alike;
-gradients are copied together at each step. Parameters stay the objects they were, as views of the one tensor.
+A step of a thousand small tensors is mostly calls, each of which wakes the threads. Laid side by side they are one.
+States lie there for good; gradients are copied together at each step, and so are parameters, in and out, unless they
+are laid there for good as well: then they are views of the one tensor, and the objects they were.
 """
 
 from __future__ import annotations
@@ -14,22 +15,27 @@ from torch import Tensor
 from torch.nn import Parameter
 
 SMALL = 16384
-"""Entries up to which a tensor is laid beside others: beyond, the copy of its gradient costs more than the call."""
+"""Entries up to which a tensor is laid beside others for good: beyond, copying its gradient costs more than a call."""
+TINY = 2048
+"""Entries up to which that pays even if the parameter is copied in and out."""
 
 
-def fits(param: Parameter) -> bool:
-    """Whether a parameter may lie beside others: small, float32, contiguous, on the CPU."""
-    small = 0 < param.numel() <= SMALL and param.dtype is torch.float32
-    return small and param.device.type == "cpu" and param.is_contiguous()
+def fits(param: Parameter, flat: bool | None) -> bool:
+    """Whether a parameter may lie beside others: small, float32, contiguous, on the CPU. `flat`: see `Flat`."""
+    small = flat is not False and 0 < param.numel() <= (TINY if flat is None else SMALL)
+    return small and param.dtype is torch.float32 and param.device.type == "cpu" and param.is_contiguous()
 
 
 class Flat:
-    """The one tensor of some parameters, and one for each of their states."""
+    """The one tensor of some parameters, and one for each of their states. `for_good`: parameters become views."""
 
-    def __init__(self, params: Sequence[Parameter], states: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
-        self._params = list(params)
+    def __init__(
+        self, params: Sequence[Parameter], states: Sequence[dict[str, Any]], names: Sequence[str], for_good: bool
+    ) -> None:
+        self._params, self._for_good = list(params), for_good
         self.param = _flattened([param.data for param in params])
-        for param, view in zip(params, _views(self.param, params), strict=True):
+        self._views = list(_views(self.param, params))
+        for param, view in zip(params, self._views if for_good else (), strict=False):
             param.data = view
         self.states: dict[str, list[Tensor]] = {}
         for name in names:
@@ -43,7 +49,17 @@ class Flat:
 
     def holds(self) -> bool:
         """Whether every parameter still lies where it was put: `model.to()` and the like move them."""
-        return self._addresses == self._now()
+        return not self._for_good or self._addresses == self._now()
+
+    def take_in(self) -> None:
+        """Copy the parameters in, if they lie elsewhere."""
+        if not self._for_good:
+            torch._foreach_copy_(self._views, list[Tensor](self._params))
+
+    def give_out(self) -> None:
+        """Copy the parameters back."""
+        if not self._for_good:
+            torch._foreach_copy_(list[Tensor](self._params), self._views)
 
     def _now(self) -> list[int]:
         return list(map(Tensor.data_ptr, self._params))

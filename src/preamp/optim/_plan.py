@@ -58,7 +58,7 @@ class Plan:
             alike: dict[tuple[object, ...], list[Parameter]] = defaultdict(list)
             for param in params:
                 names = optimizer.names_for(group, param)
-                alike[(param.device, param.dtype, names, optimizer.lays_flat and fits(param))].append(param)
+                alike[(param.device, param.dtype, names, fits(param, optimizer.lays_flat))].append(param)
             for own in alike.values():
                 self.buckets += _buckets_of(optimizer, group, own)
         self._first = [
@@ -112,8 +112,9 @@ def _buckets_of(optimizer: Any, group: dict[str, Any], params: list[Parameter]) 
         dense = all(all(map(Tensor.is_contiguous, tensors)) for tensors in (alike, *states.values()))
         bucket = Bucket(group, alike, mastered, states, step, dense)
         plain = names == optimizer.state_names(group)
-        if optimizer.lays_flat and plain and len(alike) > 1 and all(map(fits, alike)):
-            bucket.flat = Flat(alike, [state[param] for param in alike], names)
+        flat = optimizer.lays_flat
+        if plain and len(alike) > 1 and all(fits(param, flat) for param in alike):
+            bucket.flat = Flat(alike, [state.get(param, {}) for param in alike], names, for_good=bool(flat))
             bucket.states = bucket.flat.states
         buckets.append(bucket)
     return buckets

@@ -18,8 +18,9 @@ class SGD(FusedOptimizer):
     """Gradient descent with the arguments, groups and state_dict of `torch.optim.SGD`: momentum, dampening, Nesterov.
 
     `foreach` and `fused` are taken for compatibility. `master`: "float32" keeps masters of 16-bit parameters, None
-    steps them in their own dtype. `flat=True` lays small float32 parameters on a CPU side by side in one tensor, of
-    which they are views. Raises `OptimizerError`, a ValueError, for hyper-parameters out of range.
+    steps them in their own dtype. `flat`: on a CPU, small float32 parameters are stepped side by side in one tensor
+    (None), lie there for good, as views (True), or are stepped one by one (False). Raises `OptimizerError`, a
+    ValueError, for hyper-parameters out of range.
     """
 
     counts_steps = False
@@ -38,7 +39,7 @@ class SGD(FusedOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         master: str | None = "float32",
-        flat: bool = False,
+        flat: bool | None = None,
     ) -> None:
         refuse_differentiable(differentiable)
         check_hyper("lr", lr)
@@ -108,7 +109,7 @@ class Adagrad(FusedOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         master: str | None = "float32",
-        flat: bool = False,
+        flat: bool | None = None,
     ) -> None:
         refuse_differentiable(differentiable)
         check_hyper("lr", lr)
