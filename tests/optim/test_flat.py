@@ -63,6 +63,28 @@ def test_steps_are_the_same(kind: str, how: bool | None) -> None:
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
+@EACH
+def test_in_pieces_through_one_scratch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of several shapes, a scalar, a gradient with a graph; steps are counted once, whatever the pieces."""
+    results = []
+    for piece in (2**18, 16):
+        monkeypatch.setattr("preamp.optim._plan.PIECE", piece)
+        torch.manual_seed(4)
+        params = [Parameter(torch.randn(s)) for s in [(4, 3), (7,), (1,), (), (2, 3), (5,), (9,)] * 3]
+        optimizer = KINDS[kind](params)
+        for step in range(6):
+            give(params, step, skip=2 if step == 3 else -1)
+            params[1].grad = (params[1] * 2).requires_grad_()
+            optimizer.step()
+        counts = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
+        results.append((detached(params), counts))
+        if piece == 16 and optimizer.counts_steps:
+            assert counts == [5.0 if i == 2 else 6.0 for i in range(len(params))]
+    for one, other in zip(results[0][0], results[1][0], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    assert results[0][1] == results[1][1]
+
+
 def test_small_ones_lie_side_by_side_and_others_do_not() -> None:
     params = made()
     before = [p.data_ptr() for p in params]

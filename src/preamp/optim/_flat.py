@@ -8,6 +8,7 @@ are laid there for good as well: then they are views of the one tensor, and the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -19,21 +20,38 @@ SMALL = 16384
 TINY = 2048
 """Entries up to which that pays even if the parameter is copied in and out."""
 
+PIECE = 2**18
+"""Entries that are copied in, stepped and copied out at a time."""
+
 
 def fits(param: Parameter, flat: bool | None) -> bool:
     """Whether a parameter may lie beside others: small, float32, contiguous, on the CPU. `flat`: see `Flat`."""
-    small = flat is not False and 0 < param.numel() <= (TINY if flat is None else SMALL)
+    small = flat is not False and 0 < param.numel() <= (TINY if flat is None else SMALL) and param.dim() > 0
     return small and param.dtype is torch.float32 and param.device.type == "cpu" and param.is_contiguous()
 
 
+def row(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of a tensor's rows. Tensors with like rows can be laid one behind the other by one call."""
+    return tuple(tensor.shape[1:])
+
+
 class Flat:
-    """The one tensor of some parameters, and one for each of their states. `for_good`: parameters become views."""
+    """The one tensor of some parameters, and one for each of their states. `for_good`: parameters become views.
+
+    `params`: those with like rows (`row`) side by side, for speed. `scratch`: where parameters are copied to, for
+    several of these in turn.
+    """
 
     def __init__(
-        self, params: Sequence[Parameter], states: Sequence[dict[str, Any]], names: Sequence[str], for_good: bool
-    ) -> None:
+        self, params: Sequence[Parameter], states: Sequence[dict[str, Any]], names: Sequence[str], for_good: bool,
+        scratch: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self._params, self._for_good = list(params), for_good
-        self.param = _flattened([param.data for param in params])
+        entries = sum(param.numel() for param in params)
+        if for_good:
+            self.param = _flattened([param.data for param in params])
+        else:
+            self.param = (params[0].detach().new_empty(entries) if scratch is None else scratch)[:entries]
         self._views = list(_views(self.param, params))
         for param, view in zip(params, self._views if for_good else (), strict=False):
             param.data = view
@@ -44,7 +62,8 @@ class Flat:
                 state[name] = view
             self.states[name] = [together]
         self._gradient = torch.empty_like(self.param)
-        self._gradient_views = list(_views(self._gradient, params))
+        self._runs = list(_runs(params))
+        self._param_rows, self._gradient_rows = self._by_rows(self.param), self._by_rows(self._gradient)
         self._addresses = self._now()
 
     def holds(self) -> bool:
@@ -54,7 +73,7 @@ class Flat:
     def take_in(self) -> None:
         """Copy the parameters in, if they lie elsewhere."""
         if not self._for_good:
-            torch._foreach_copy_(self._views, list[Tensor](self._params))
+            self._lay(self._params, self._param_rows)
 
     def give_out(self) -> None:
         """Copy the parameters back."""
@@ -66,8 +85,30 @@ class Flat:
 
     def gathered(self, gradients: list[Tensor]) -> Tensor:
         """Gradients in one tensor, in the order of the parameters: always the same one, written anew."""
-        torch._foreach_copy_(self._gradient_views, gradients)
+        self._lay(gradients, self._gradient_rows)
         return self._gradient
+
+    def _by_rows(self, together: Tensor) -> list[Tensor]:
+        """The part of each run in `together`, with the run's rows."""
+        sizes = [sum(p.numel() for p in self._params[begin:end]) for begin, end in self._runs]
+        parts = together.split(sizes)
+        return [part.view(-1, *row(self._params[begin])) for part, (begin, _) in zip(parts, self._runs, strict=True)]
+
+    def _lay(self, tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+        """Copy tensors one behind the other: concatenating takes half the time of as many copies."""
+        with torch.no_grad():
+            for (begin, end), part in zip(self._runs, rows, strict=True):
+                torch.cat(tensors[begin:end], out=part)  # type: ignore[arg-type]
+
+
+def _runs(params: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Where stretches of parameters with like rows begin and end."""
+    runs, begin = [], 0
+    for _, run in groupby(params, row):
+        end = begin + len(list(run))
+        runs.append((begin, end))
+        begin = end
+    return runs
 
 
 def _flattened(values: Sequence[Tensor]) -> Tensor:

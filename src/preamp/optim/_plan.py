@@ -7,7 +7,7 @@ than stepping them. Here the lists stay, as long as the same parameters have gra
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ._flat import Flat, fits
+from ._flat import PIECE, Flat, fits, row
 
 _GRAD = attrgetter("grad")
 
@@ -73,7 +73,7 @@ class Plan:
         for bucket in self.buckets:
             if bucket.flat is not None and not bucket.flat.holds():
                 return False
-            if bucket.contiguous and not all(map(Tensor.is_contiguous, bucket.params)):
+            if bucket.flat is None and bucket.contiguous and not all(map(Tensor.is_contiguous, bucket.params)):
                 return False
         for param, dtype, states in self._first:  # one speaks for all: states are changed by loading or clearing them
             now = self._state.get(param, {})
@@ -100,24 +100,49 @@ def _buckets_of(optimizer: Any, group: dict[str, Any], params: list[Parameter]) 
             if own.get(name) is None:
                 own[name] = optimizer.new_state(name, group, param, torch.float32 if mastered else param.dtype)
         by_age[(id(own.get("step")), param in optimizer.unstarted)].append(param)
+    chunks = [chunk for alike in by_age.values() for chunk in _chunks(optimizer, group, alike)]
     sharing = Counter(id(own.get("step")) for own in state.values())
+    largest = max((sum(p.numel() for p in chunk) for chunk, side_by_side in chunks if side_by_side), default=0)
+    scratch = params[0].detach().new_empty(0 if optimizer.lays_flat else largest)
     buckets = []
-    for (identity, _), alike in by_age.items():
+    for alike, side_by_side in chunks:
         step = state[alike[0]]["step"] if optimizer.counts_steps else None
-        if step is not None and sharing[identity] != len(alike):  # others that do not step now count for themselves
+        if step is not None and sharing[id(step)] != len(alike):  # others that do not step now count for themselves
             step = step.clone()
             for param in alike:
                 state[param]["step"] = step
         states = {name: [state[param][name] for param in alike] for name in names}
         dense = all(all(map(Tensor.is_contiguous, tensors)) for tensors in (alike, *states.values()))
         bucket = Bucket(group, alike, mastered, states, step, dense)
-        plain = names == optimizer.state_names(group)
-        flat = optimizer.lays_flat
-        if plain and len(alike) > 1 and all(fits(param, flat) for param in alike):
-            bucket.flat = Flat(alike, [state.get(param, {}) for param in alike], names, for_good=bool(flat))
-            bucket.states = bucket.flat.states
+        if side_by_side:
+            own_states = [state.get(param, {}) for param in alike]
+            bucket.flat = Flat(alike, own_states, names, for_good=bool(optimizer.lays_flat), scratch=scratch)
+            bucket.states, bucket.contiguous = bucket.flat.states, True
         buckets.append(bucket)
     return buckets
+
+
+def _chunks(optimizer: Any, group: dict[str, Any], alike: list[Parameter]) -> Iterator[tuple[list[Parameter], bool]]:
+    """The parameters of each bucket, and whether they are laid side by side there.
+
+    Those that are copied in and out are so in pieces that stay in the cache from one copy to the other.
+    """
+    flat = optimizer.lays_flat
+    plain = optimizer.names_for(group, alike[0]) == optimizer.state_names(group)
+    if not plain or len(alike) < 2 or not all(fits(param, flat) for param in alike):
+        yield alike, False
+        return
+    alike = sorted(alike, key=row)
+    if flat:
+        yield alike, True
+        return
+    begin = total = 0
+    for end, param in enumerate(alike):
+        if total + param.numel() > PIECE:
+            yield alike[begin:end], True
+            begin, total = end, 0
+        total += param.numel()
+    yield alike[begin:], True
 
 
 def share_steps(optimizer: Any) -> None:
