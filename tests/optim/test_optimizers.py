@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -177,6 +178,37 @@ def test_without_masters_low_parameters_step_as_torch_steps_them(dtype: torch.dt
             each.step()
     assert equal([p.detach() for p in params], [p.detach() for p in copies])
     assert "master" not in mine.state[params[0]] and mine.state[params[0]]["exp_avg"].dtype is dtype
+
+
+@LOW
+@pytest.mark.parametrize("make", [
+    lambda p: optim.SGD(p, 0.125, master=None), lambda p: optim.SGD(p, 0.125, momentum=0.5, master=None),
+    lambda p: optim.Adagrad(p, 0.125, master=None), lambda p: optim.AdamW(p, 0.125, eps=2.0**-10, master=None),
+])  # fmt: skip
+def test_every_element_of_a_low_parameter_moves(make: Any, dtype: torch.dtype) -> None:
+    """torch's fused SGD on a CPU moves those at the end of a 16-bit tensor only."""
+    param = Parameter(torch.ones(300, dtype=dtype))
+    optimizer = make([param])
+    for _ in range(3):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    assert len(param.detach().unique()) == 1 and float(param.detach()[0]) < 0.9
+
+
+@LOW
+def test_loading_keeps_what_autograd_has_of_a_parameter(dtype: torch.dtype) -> None:
+    """Parallel wrappers hang hooks on a parameter's accumulator; changing its dtype for a moment makes a new one."""
+    param = Parameter(torch.ones(3, dtype=dtype))
+    optimizer = optim.AdamW([param], 0.1)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    accumulator = param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    calls: list[int] = []
+    accumulator.register_hook(lambda *_: calls.append(1))  # type: ignore[union-attr]
+    (param * 1).sum().backward()
+    optimizer.load_state_dict(optimizer.state_dict())
+    (param * 1).sum().backward()
+    assert calls == [1, 1]
 
 
 def test_a_master_follows_a_parameter_written_from_outside() -> None:

@@ -221,20 +221,14 @@ class FusedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's. States of 16-bit parameters stay float32, and masters in the state are written to them."""
-        low = self._low_data()
-        try:
-            for param in low:  # torch casts states to the dtype of their parameter
-                param.data = param.data.float()
-            super().load_state_dict(state_dict)
-        finally:
-            for param, data in low.items():
-                param.data = data
+        low = self._low_params()
+        super().load_state_dict(self._kept(state_dict, low))
         self._masters = self._masters if self._lent else self._own_masters()
         with torch.no_grad():
             for param in low if self.master is not None and not self._lent else ():
                 master = self.state.get(param, {}).get(self._master_key)
                 if master is not None and self.master == "split":
-                    self.state[param][self._master_key] = master.to(torch.int16)  # torch made it a float
+                    self.state[param][self._master_key] = master.to(torch.int16)  # a float, if torch loaded it before
                 elif master is not None:
                     param.copy_(master)
             for group in self.param_groups:
@@ -242,10 +236,22 @@ class FusedOptimizer(Optimizer):
                     if param in self.state:
                         self._mend(param, self.state[param])
 
-    def _low_data(self) -> dict[Parameter, Tensor]:
+    def _low_params(self) -> set[Parameter]:
         params = (p for group in self.param_groups for p in group["params"] if p.dtype in LOW_DTYPES)
         lent = self._masters if self._lent else ()  # the session makes those float32 itself
-        return {p: p.data for p in params if p not in lent and self._has_wide_states(p)}
+        return {p for p in params if p not in lent and self._has_wide_states(p)}
+
+    def _kept(self, state_dict: dict[str, Any], low: set[Parameter]) -> dict[str, Any]:
+        """A state_dict whose states of `low` parameters torch does not cast to 16 bits: wrapped, for `__setstate__`."""
+        own = (p for group in self.param_groups for p in group["params"])
+        saved = (i for group in state_dict["param_groups"] for i in group["params"])
+        states = dict(state_dict["state"])
+        for param, number in zip(own, saved, strict=False):  # torch says so if there are more of one than of the other
+            if param in low and number in states:
+                states[number] = {
+                    name: _Kept(value) if isinstance(value, Tensor) else value for name, value in states[number].items()
+                }
+        return {**state_dict, "state": states}
 
     def _has_wide_states(self, param: Parameter) -> bool:
         """Whether a 16-bit parameter without a lent master has float32 states."""
@@ -259,10 +265,25 @@ class FusedOptimizer(Optimizer):
         if "_plan" not in self.__dict__:  # unpickled, or copied
             self._prepare()
         self._plan = None
+        for param, own in self.state.items():
+            for name, value in own.items():
+                if isinstance(value, _Kept):
+                    own[name] = value.on(param.device)
         share_steps(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "master": self.master, "flat": self.flat}
+
+
+class _Kept:
+    """A loaded state on its way past torch, which would cast it to the dtype of its parameter."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = value
+
+    def on(self, device: torch.device) -> Tensor:
+        """The state on a device; 16 bits, of a checkpoint of torch's, as float32."""
+        return self._value.to(device, torch.float32 if self._value.dtype in LOW_DTYPES else None)
 
 
 _IS_THERE = partial(is_not, None)

@@ -54,5 +54,5 @@ def as_float32(state: dict[str, Any]) -> None:
     if not is_8bit(state):
         return
     for name, codes in _CODES.items():
-        dtype = state[name].dtype
+        dtype = state[name].dtype if state[name].is_floating_point() else torch.float32
         state[name] = dequantize(state[name].to(codes), state.pop(f"{name}_scale").to(torch.float32)).to(dtype)
