@@ -24,7 +24,8 @@ from .scaling import DynamicScale, GradScaler, HysteresisScale, NoScale, StaticS
 from .session import Session, StepReport, prepare
 
 if TYPE_CHECKING:
-    from . import checkpoint, lr_finder, report, zoo
+    from . import checkpoint, compat, lr_finder, report, zoo
+    from .compat.install import install_as_apex, uninstall_as_apex
 
 __all__ = [
     "DynamicScale",
@@ -42,9 +43,11 @@ __all__ = [
     "__version__",
     "autocast",
     "checkpoint",
+    "compat",
     "errors",
     "float_function",
     "half_function",
+    "install_as_apex",
     "lr_finder",
     "optim",
     "policy",
@@ -52,13 +55,17 @@ __all__ = [
     "promote_function",
     "report",
     "safe_eps",
+    "uninstall_as_apex",
     "zoo",
 ]
 
-_ON_DEMAND = ("checkpoint", "lr_finder", "report", "zoo")
+_ON_DEMAND = ("checkpoint", "compat", "lr_finder", "report", "zoo")
+_DOORS = ("install_as_apex", "uninstall_as_apex")
 
 
 def __getattr__(name: str) -> Any:
     if name in _ON_DEMAND:  # instruments: nobody waits for them who only trains
         return _import_module(f".{name}", __name__)
+    if name in _DOORS:
+        return getattr(_import_module(".compat.install", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

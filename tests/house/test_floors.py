@@ -21,6 +21,7 @@ FLOOR = {
     "": 4.5,  # preamp/__init__.py shows the floors up to here; the rest is loaded when asked for
     "checkpoint": 5, "lr_finder": 5, "zoo": 5,
     "bench": 6,
+    "compat": 7, "migrate": 7,
     "demo": 8, "docs_tables": 8,
     "cli": 8.5,  # the demo is one of its verbs
     "__main__": 9,

@@ -126,6 +126,21 @@ def bench(
     console.print(f"data: {path}", highlight=False, soft_wrap=True)
 
 
+@app.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    options_metavar="[-m]",
+)
+def run(
+    target: Annotated[str, typer.Argument(help="A script, or with -m a module.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Its own arguments, options included.")] = None,
+    as_module: Annotated[bool, typer.Option("-m", help="Run a module, as `python -m` does.")] = False,
+) -> None:
+    """Run an unchanged script that imports apex (amp, fp16_utils, parallel, ...), and every process that it starts."""
+    from ..compat.run import run as run_unchanged
+
+    raise typer.Exit(run_unchanged(target, arguments or [], as_module))
+
+
 @app.command()
 def levels(as_json: _Json = None) -> None:
     """The levels, what each keeps in which dtype, and which of them suits this machine."""

@@ -1,0 +1,216 @@
+"""The operators that scripts call through `amp_C`, in terms of torch._foreach operators and preamp's kernels.
+
+All take `(chunk_size, noop_flag, tensor_lists, ...)`. `chunk_size` is without effect. `noop_flag`: an integer or
+floating tensor of one entry on the device of the tensors; an operator that looks at values sets it to 1 when one is
+inf or nan, without waiting for the device, and leaves it alone otherwise; one that steps parameters does nothing where
+it is above 0. `tensor_lists`: lists of equal length, entry by entry of one shape, of float16, bfloat16, float32 or
+float64; computed in float32 (float64 for float64). Empty lists are fine. RuntimeError for lists that do not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...formats import LOW_DTYPES
+from ...gradients import check_and_unscale_
+from .optimizers import _steps
+
+Lists = Sequence[Sequence[Tensor]]
+
+
+def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float | Tensor) -> None:
+    """`outs = ins * scale` for lists `[ins, outs]`, which may be the same; flags what is not finite in `ins`."""
+    ins, outs = _checked("multi_tensor_scale", tensor_lists, 2)
+    _store(outs, _times(ins, scale, noop_flag))
+
+
+def multi_tensor_axpby(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, a: float, b: float, arg_to_check: int = -1
+) -> None:
+    """`outs = a * xs + b * ys` for lists `[xs, ys, outs]`.
+
+    `arg_to_check`: flag what is not finite in `xs` (0), in `ys` (1), or in either (-1).
+    """
+    xs, ys, outs = _checked("multi_tensor_axpby", tensor_lists, 3)
+    if arg_to_check not in (-1, 0, 1):
+        raise RuntimeError(f"arg_to_check={arg_to_check!r}: write 0 to check xs, 1 to check ys, or -1 for both")
+    sums = _times(xs, a, noop_flag if arg_to_check != 1 else None)
+    others = _times(ys, b, noop_flag if arg_to_check != 0 else None)
+    if sums:
+        torch._foreach_add_(sums, [other.to(s.dtype) for s, other in zip(sums, others, strict=True)])
+    _store(outs, sums)
+
+
+def multi_tensor_l2norm(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool | None = False
+) -> tuple[Tensor, Tensor]:
+    """(L2 norm of all entries, norms of the tensors), float32 of shapes (1,) and (number of tensors,).
+
+    The second is empty unless `per_tensor`. Flags a norm that is not finite.
+    """
+    (tensors,) = _checked("multi_tensor_l2norm", tensor_lists, 1)
+    norms = [norm.float() for norm in torch._foreach_norm(_wide(tensors))] if tensors else []
+    each = torch.stack([n.to(norms[0].device) for n in norms]) if norms else noop_flag.new_zeros(0, dtype=torch.float32)
+    total = torch.linalg.vector_norm(each).reshape(1)
+    _flag(noop_flag, ~total.isfinite())
+    return total, each if per_tensor else each.new_zeros(0)
+
+
+def multi_tensor_unscale_l2norm(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, inv_scale: Tensor, per_tensor: bool | None = False
+) -> tuple[Tensor, Tensor]:
+    """`multi_tensor_l2norm` of the tensors times `inv_scale`, a tensor of one entry; the tensors stay as they are."""
+    total, each = multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor)
+    factor = inv_scale.reshape(1).to(total.device, torch.float32).abs()
+    return total * factor, each * factor
+
+
+def multi_tensor_l2norm_scale(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float, per_tensor: bool | None = False
+) -> tuple[Tensor, Tensor]:
+    """`outs = ins * scale` for lists `[ins, outs]`, and the norms of `ins` times |scale|, as `multi_tensor_l2norm`."""
+    ins, outs = _checked("multi_tensor_l2norm_scale", tensor_lists, 2)
+    total, each = multi_tensor_l2norm(chunk_size, noop_flag, [ins], per_tensor)
+    _store(outs, _times(ins, scale, noop_flag))
+    return total * abs(scale), each * abs(scale)
+
+
+def multi_tensor_adam(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, lr: float, beta1: float, beta2: float, epsilon: float,
+    step: int, mode: int, bias_correction: int, weight_decay: float,
+) -> None:  # fmt: skip
+    """One step of Adam for lists `[grads, params, exp_avgs, exp_avg_sqs]`.
+
+    `step`: its number, from 1. `mode`: 0 adds weight decay to the gradient, 1 shrinks the parameter (AdamW).
+    """
+    grads, params, exp_avgs, exp_avg_sqs = _checked("multi_tensor_adam", tensor_lists, 4)
+    with torch.no_grad():
+        _steps.adam(
+            params, grads, exp_avgs, exp_avg_sqs, step=step, lr=lr, betas=(beta1, beta2), eps=epsilon,
+            weight_decay=weight_decay, decoupled=mode == 1, bias_correction=bool(bias_correction),
+            found=_found(noop_flag),
+        )  # fmt: skip
+
+
+def multi_tensor_adagrad(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, lr: float, epsilon: float, mode: int, weight_decay: float
+) -> None:
+    """One step of Adagrad for lists `[grads, params, sums]`; `mode` as in `multi_tensor_adam`."""
+    grads, params, sums = _checked("multi_tensor_adagrad", tensor_lists, 3)
+    with torch.no_grad():
+        _steps.adagrad(
+            params, grads, sums, lr=lr, eps=epsilon, weight_decay=weight_decay, decoupled=mode == 1,
+            found=_found(noop_flag),
+        )  # fmt: skip
+
+
+def multi_tensor_sgd(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, wd: float, momentum: float, dampening: float, lr: float,
+    nesterov: bool, first_run: bool, wd_after_momentum: bool, scale: float = 1.0,
+) -> None:  # fmt: skip
+    """One step of gradient descent for lists `[grads, params, momentum_buffers]`, or with 16-bit copies of the
+    parameters as a fourth, which are written too. Gradients are multiplied by `scale`.
+    """
+    lists = _checked("multi_tensor_sgd", tensor_lists, 4 if len(tensor_lists) == 4 else 3)
+    grads, params, momentum_buffers = lists[:3]
+    if not params:
+        return
+    factor = None if scale == 1.0 else torch.full((), scale, dtype=torch.float32, device=params[0].device)
+    with torch.no_grad():
+        _steps.sgd(
+            params, grads, momentum_buffers, lr=lr, momentum=momentum, dampening=dampening, weight_decay=wd,
+            nesterov=nesterov, first=first_run, wd_after_momentum=wd_after_momentum, factor=factor,
+            found=_found(noop_flag),
+        )  # fmt: skip
+        for copies in lists[3:]:
+            _store(copies, params)
+
+
+def multi_tensor_lamb(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, lr: float, beta1: float, beta2: float, epsilon: float,
+    step: int, bias_correction: int, weight_decay: float, grad_averaging: int, mode: int, global_grad_norm: Tensor,
+    max_grad_norm: float, use_nvlamb: bool | None = False,
+) -> None:  # fmt: skip
+    """One step of LAMB for lists `[grads, params, exp_avgs, exp_avg_sqs]`.
+
+    `global_grad_norm`: of one entry, what clipping to `max_grad_norm` goes by. `mode` as in `multi_tensor_adam`.
+    """
+    grads, params, exp_avgs, exp_avg_sqs = _checked("multi_tensor_lamb", tensor_lists, 4)
+    with torch.no_grad():
+        _steps.lamb(
+            params, grads, exp_avgs, exp_avg_sqs, step=step, grad_norm=global_grad_norm.reshape(()).float(), lr=lr,
+            betas=(beta1, beta2), eps=epsilon, weight_decay=weight_decay, bias_correction=bool(bias_correction),
+            grad_averaging=bool(grad_averaging), adam_w_mode=mode == 1, max_grad_norm=max_grad_norm,
+            use_nvlamb=bool(use_nvlamb), found=_found(noop_flag),
+        )  # fmt: skip
+
+
+def multi_tensor_novograd(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, grad_norms: Tensor, lr: float, beta1: float,
+    beta2: float, epsilon: float, step: int, bias_correction: int, weight_decay: float, grad_averaging: int,
+    moment_mode: int, norm_type: int,
+) -> None:  # fmt: skip
+    """One step of NovoGrad for lists `[grads, params, exp_avgs]`.
+
+    `grad_norms`: (number of tensors,) float32, the running norms, written; the caller has put the first ones there.
+    `moment_mode`: 0 lets weight decay into the first moment, 1 does not.
+    """
+    grads, params, exp_avgs = _checked("multi_tensor_novograd", tensor_lists, 3)
+    # a first step starts from what the caller put there: the gradients' own norms, or zeros
+    init_zero = step == 1 and not bool(grad_norms.any())
+    with torch.no_grad():
+        _steps.novograd(
+            params, grads, exp_avgs, grad_norms, step=step, lr=lr, betas=(beta1, beta2), eps=epsilon,
+            weight_decay=weight_decay, bias_correction=bool(bias_correction), grad_averaging=bool(grad_averaging),
+            reg_inside_moment=moment_mode == 0, norm_type=norm_type, init_zero=init_zero, found=_found(noop_flag),
+        )  # fmt: skip
+
+
+def _checked(name: str, tensor_lists: Lists, number: int) -> list[list[Tensor]]:
+    """The lists, known to fit each other."""
+    lists = [list(tensors) for tensors in tensor_lists]
+    sizes = [len(tensors) for tensors in lists]
+    if len(lists) != number or len(set(sizes)) > 1:
+        raise RuntimeError(f"{name} got lists of lengths {sizes}: it takes {number} lists of one length")
+    for i, entries in enumerate(zip(*lists, strict=True)):
+        shapes = [tuple(tensor.shape) for tensor in entries]
+        if len(set(shapes)) > 1:
+            raise RuntimeError(f"{name}: entries {i} of the lists have shapes {shapes}, and must have one shape")
+    return lists
+
+
+def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.detach().float() if tensor.dtype in LOW_DTYPES else tensor.detach() for tensor in tensors]
+
+
+def _times(tensors: Sequence[Tensor], scale: float | Tensor, noop_flag: Tensor | None) -> list[Tensor]:
+    """Wide copies times `scale`; flags what is not finite in `tensors`."""
+    copies = [t.detach().to(torch.promote_types(t.dtype, torch.float32), copy=True) for t in tensors]
+    if not copies:
+        return copies
+    device = copies[0].device
+    if isinstance(scale, Tensor):
+        factor = scale.reshape(()).to(device, torch.float32)
+    else:
+        factor = torch.full((), scale, dtype=torch.float32, device=device)
+    found = check_and_unscale_(copies, factor)
+    if noop_flag is not None:
+        _flag(noop_flag, found > 0)
+    return copies
+
+
+def _store(outs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    if outs:
+        with torch.no_grad():
+            torch._foreach_copy_(list(outs), list(values))
+
+
+def _flag(noop_flag: Tensor, bad: Tensor) -> None:
+    noop_flag.masked_fill_(bad.to(noop_flag.device).reshape(()), 1)
+
+
+def _found(noop_flag: Tensor) -> Tensor:
+    return noop_flag.reshape(-1)[0].to(torch.float32)

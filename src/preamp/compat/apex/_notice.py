@@ -1,0 +1,23 @@
+"""What this compatibility layer says of itself: warnings on rank 0, lines on stdout that logs are searched for."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+
+class DeprecatedFeatureWarning(FutureWarning):
+    """An Apex feature that NVIDIA deprecated, then removed in May 2025; it lives on here."""
+
+
+def is_rank_zero() -> bool:
+    """Whether this process speaks for its group: rank 0, or no process group at all."""
+    distributed = torch.distributed
+    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+
+
+def deprecated_warning(message: str) -> None:
+    """Warn with `DeprecatedFeatureWarning`, on rank 0 only, at the line that called the caller."""
+    if is_rank_zero():
+        warnings.warn(message, DeprecatedFeatureWarning, stacklevel=3)

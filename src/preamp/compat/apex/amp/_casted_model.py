@@ -1,0 +1,123 @@
+"""A model whose forward casts what it gets and what it returns, and whose state_dict is float32.
+
+The model gets a subclass of its class: `deepcopy`, `torch.save` of the whole model, DataParallel's replicas and EMA
+copies then run their own forward, which a function put on the instance would not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ....tree import map_tensors
+from ._masters import follow
+from .utils import LOW
+
+_SUBCLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+class CastedModel(nn.Module):
+    """The mixin in front of the model's own class."""
+
+    _amp_dtypes: tuple[torch.dtype | None, torch.dtype | None]
+    _amp_forward: Any
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward between the casts of positional and keyword arguments, and of outputs."""
+        inputs, outputs = self._amp_dtypes
+        if inputs is not None:
+            args = tuple(cast_nested(value, inputs) for value in args)
+            kwargs = {key: cast_nested(value, inputs) for key, value in kwargs.items()}
+        inner = self.__dict__.get("_amp_forward")
+        result = super().forward(*args, **kwargs) if inner is None else inner(*args, **kwargs)
+        return result if outputs is None else cast_nested(result, outputs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (type(self).__mro__[2],), self.__dict__
+
+
+def _rebuild(original: type[nn.Module]) -> nn.Module:
+    return object.__new__(_casted_class(original))
+
+
+def _casted_class(original: type[nn.Module]) -> type[nn.Module]:
+    if original not in _SUBCLASSES:
+        body = {"__module__": original.__module__, "__doc__": original.__doc__, "__qualname__": original.__qualname__}
+        _SUBCLASSES[original] = type(original.__name__, (CastedModel, original), body)
+    return _SUBCLASSES[original]
+
+
+def patch_forward(model: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
+    """Have a model cast floating inputs to `inputs` and outputs to `outputs`; None leaves them alone."""
+    model.__dict__["_amp_dtypes"] = (inputs, outputs)
+    if isinstance(model, CastedModel):
+        return
+    if "forward" in model.__dict__:  # somebody replaced it on the instance; his is what runs
+        model.__dict__["_amp_forward"] = model.__dict__.pop("forward")
+    model.__class__ = _casted_class(type(model))
+
+
+def unpatch_forward(model: nn.Module) -> None:
+    """Undo `patch_forward`."""
+    if isinstance(model, CastedModel):
+        model.__class__ = type(model).__mro__[2]
+        model.__dict__.pop("_amp_dtypes")
+        inner = model.__dict__.pop("_amp_forward", None)
+        if inner is not None:
+            model.__dict__["forward"] = inner
+
+
+def cast_nested(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with its floating tensors in `dtype`; containers keep their type, other objects get `.to(dtype)`."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    if isinstance(value, (Tensor, str, np.ndarray, np.generic, nn.Module, Mapping, list, tuple)):
+        return map_tensors(cast, value)
+    if hasattr(value, "to") and callable(value.to) and not isinstance(value, type):
+        return value.to(dtype)
+    return map_tensors(cast, value)
+
+
+def keep_state_dict_full(model: nn.Module) -> None:
+    """Have state_dicts of the model and its parts hold float32 where those hold 16 bits; masters follow loads."""
+    for module in model.modules():
+        if _full_entries not in module._state_dict_hooks.values():
+            module._register_state_dict_hook(_full_entries)
+            module._register_load_state_dict_pre_hook(_tell_masters, with_module=True)
+
+
+def _full_entries(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    for own in (module._parameters, module._buffers):
+        for name in own:
+            value = state_dict.get(prefix + name)
+            if isinstance(value, Tensor) and value.dtype in LOW:
+                state_dict[prefix + name] = value.float()
+
+
+def _tell_masters(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, parameter in module._parameters.items():
+        written = state_dict.get(prefix + name)
+        if parameter is not None and isinstance(written, Tensor):
+            follow(parameter, written)
+
+
+def check_params_fp32(models: list[nn.Module]) -> None:
+    """RuntimeError for a model that has 16-bit parameters or buffers already."""
+    for model in models:
+        for kind, named in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
+            for name, value in named:
+                if value.dtype is torch.float16:
+                    expected = "torch.cuda.FloatTensor" if value.is_cuda else "torch.FloatTensor"
+                    raise RuntimeError(
+                        f"Found {kind} {name} with type {value.type()}, expected {expected}.\n"
+                        "When using amp.initialize, you do not need to call .half() on your model before passing it, "
+                        "whatever the opt_level: it casts by itself, and masters made of rounded weights have lost "
+                        "their lower bits. A model that went through amp.initialize before is returned as it was "
+                        "then; keep it."
+                    )

@@ -1,0 +1,155 @@
+"""The work behind `amp.initialize`: everything is checked before anything is changed."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from ._amp_state import _amp_state, maybe_print
+from ._casted_model import cast_nested, check_params_fp32, keep_state_dict_full, patch_forward
+from ._process_optimizer import _process_optimizer, release
+from .scaler import LossScaler
+
+KNOWN: list[weakref.ref[Any]] = []
+"""Models and optimizers that `initialize` has changed, for `close`; it keeps none of them alive."""
+
+
+def remember(things: list[Any]) -> None:
+    """Note what was changed."""
+    KNOWN[:] = [ref for ref in KNOWN if ref() is not None]
+    KNOWN.extend(weakref.ref(thing) for thing in things)
+
+
+def check_models(models: list[Any], wrapped: bool = False) -> None:
+    """RuntimeError for models inside a parallel wrapper, which would not see what is changed; `wrapped` allows it."""
+    from ..parallel import DistributedDataParallel as ApexDDP
+
+    for model in models:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"amp.initialize prepares torch.nn.Modules, and got a {type(model).__name__}")
+        kind = None
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            kind = "torch.nn.parallel.DistributedDataParallel"
+        elif isinstance(model, ApexDDP):
+            kind = "apex.parallel.DistributedDataParallel"
+        elif isinstance(model, nn.DataParallel):
+            kind = "torch.nn.DataParallel"
+        if kind is not None and not wrapped:
+            raise RuntimeError(
+                f"Incoming model is an instance of {kind}. Parallel wrappers should only be applied to the model(s) "
+                "AFTER the model(s) have been returned from amp.initialize: they read the parameters' dtypes."
+            )
+
+
+def check_optimizers(optimizers: list[Any]) -> None:
+    """RuntimeError for an optimizer that keeps masters of its own, TypeError for what is no optimizer."""
+    from ..fp16_utils import FP16_Optimizer
+
+    for optimizer in optimizers:
+        if isinstance(optimizer, FP16_Optimizer):
+            raise RuntimeError(
+                f"An incoming optimizer is an instance of {type(optimizer).__name__}. The optimizer(s) passed to "
+                "amp.initialize() must be bare instances of either ordinary Pytorch optimizers, or Apex fused "
+                "optimizers: masters are made by amp."
+            )
+        if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "step"):
+            raise TypeError(
+                "optimizers must be either a single optimizer or a list of optimizers; "
+                f"this is a {type(optimizer).__name__}"
+            )
+
+
+def _initialize(
+    models: Any,
+    optimizers: Any,
+    properties: Any,
+    num_losses: int = 1,
+    cast_model_outputs: torch.dtype | None = None,
+    wrapped: bool = False,
+    scale_bounds: tuple[float | None, float] = (None, 2.0**24),
+) -> Any:
+    """Cast models, process optimizers, make loss scales, patch torch; returns what it was given, in its form."""
+    if isinstance(models, nn.Module):
+        model_list: list[Any] = [models]
+    elif isinstance(models, list):
+        model_list = models
+    else:
+        raise TypeError(
+            f"models must be either a single model or a list of models. Got a {type(models).__name__}; a list is "
+            "changed in place and returned."
+        )
+    if optimizers is None:
+        optimizer_list: list[Any] = []
+    elif isinstance(optimizers, list):
+        optimizer_list = optimizers
+    elif isinstance(optimizers, (tuple, dict, set)):
+        raise TypeError(
+            f"optimizers must be either a single optimizer or a list of optimizers. Got a {type(optimizers).__name__}."
+        )
+    else:
+        optimizer_list = [optimizers]
+    check_models(model_list, wrapped)
+    check_optimizers(optimizer_list)
+    if not _amp_state.allow_incoming_model_not_fp32:
+        check_params_fp32(model_list)
+    least, most = scale_bounds
+    scalers = [LossScaler(properties.loss_scale, min_loss_scale=least, max_loss_scale=most) for _ in range(num_losses)]
+    processed: list[Any] = []
+    try:
+        for optimizer in optimizer_list:  # raises before any model is touched
+            processed.append(_process_optimizer(optimizer, properties))
+        _cast(model_list, optimizer_list, properties, cast_model_outputs)
+    except BaseException:
+        for optimizer in processed:
+            release(optimizer)
+        raise
+    remember([*model_list, *optimizer_list])
+    _amp_state.loss_scalers = scalers
+    if properties.patch_torch_functions:
+        _patch_torch(model_list, optimizer_list, properties)
+    if optimizers is None:
+        return models
+    return models, optimizers
+
+
+def _cast(models: list[Any], optimizers: list[Any], properties: Any, outputs: torch.dtype | None) -> None:
+    dtype = properties.cast_model_type
+    if not dtype:
+        if outputs is not None:
+            for model in models:
+                patch_forward(model, None, outputs)
+        return
+    from ..fp16_utils import convert_network
+
+    for model in models:
+        if properties.keep_batchnorm_fp32:
+            convert_network(model, dtype)
+        else:
+            model.to(dtype)
+        patch_forward(model, dtype, torch.float32 if outputs is None else outputs)
+        keep_state_dict_full(model)
+    if not properties.master_weights:
+        for optimizer in optimizers:  # state that exists follows its parameters; masters bring theirs along later
+            if optimizer.state:
+                optimizer.load_state_dict(optimizer.state_dict())
+
+
+def _patch_torch(models: list[Any], optimizers: list[Any], properties: Any) -> None:
+    from .amp import init
+
+    on_accelerator = any(p.device.type != "cpu" for model in models for p in model.parameters())
+    low = properties.patch_torch_functions_type or torch.float16
+    handle = init(
+        loss_scale=properties.loss_scale,
+        verbose=_amp_state.verbosity == 2,
+        patch_type=low,
+        takes_cpu=not on_accelerator,
+    )
+    for optimizer in optimizers:
+        optimizer._amp_stash.without_casts = handle
+
+
+__all__ = ["_initialize", "cast_nested", "check_models", "check_optimizers", "check_params_fp32", "maybe_print"]

@@ -1,0 +1,173 @@
+"""Patching torch so that its functions cast (O1, O4), and telling amp about functions of one's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import rnn_compat, utils, wrap
+from ._amp_state import _amp_state
+from .handle import AmpHandle, NoOpHandle
+from .lists import functional_overrides, tensor_overrides, torch_overrides
+
+_DECORATOR_HANDLE: AmpHandle | NoOpHandle | None = None
+_USER_CAST_REGISTRY: set[tuple[Any, str, str]] = set()
+"""(module, name, "half" or "float") to patch at the next `init` or `initialize`."""
+_USER_PROMOTE_REGISTRY: set[tuple[Any, str]] = set()
+
+
+def _current() -> AmpHandle | NoOpHandle | None:
+    return _DECORATOR_HANDLE
+
+
+def _low(handle: AmpHandle) -> torch.dtype:
+    return handle.half_type
+
+
+def _bfloat16(handle: AmpHandle) -> torch.dtype:
+    return torch.bfloat16
+
+
+def _float(handle: AmpHandle) -> torch.dtype:
+    return torch.float32
+
+
+def half_function(fn: Any) -> Any:
+    """Decorate a function to get its floating arguments, nested ones too, in float16 (bfloat16 at O4)."""
+    return wrap.decorated_cast(fn, _low, _current)
+
+
+def bfloat16_function(fn: Any) -> Any:
+    """Decorate a function to get its floating arguments, nested ones too, in bfloat16."""
+    return wrap.decorated_cast(fn, _bfloat16, _current)
+
+
+def float_function(fn: Any) -> Any:
+    """Decorate a function to get its floating arguments, nested ones too, in float32."""
+    return wrap.decorated_cast(fn, _float, _current)
+
+
+def promote_function(fn: Any) -> Any:
+    """Decorate a function to get mixed 16- and 32-bit arguments all in float32.
+
+    Other mixtures raise NotImplementedError when it is called.
+    """
+    return wrap.decorated_promote(fn, _current)
+
+
+def _check_registered(module: Any, name: str) -> None:
+    if not hasattr(module, name):
+        raise ValueError(f"No function named {name} in module {module}.")
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Have `module.name` get float16 arguments (bfloat16 at O4), from the next `initialize` on."""
+    _check_registered(module, name)
+    _USER_CAST_REGISTRY.add((module, name, "half"))
+
+
+def register_bfloat16_function(module: Any, name: str) -> None:
+    """Have `module.name` get bfloat16 arguments, from the next `initialize` on. ValueError if there is no such name."""
+    _check_registered(module, name)
+    _USER_CAST_REGISTRY.add((module, name, "bfloat16"))
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """Have `module.name` get float32 arguments, from the next `initialize` on. ValueError if there is no such name."""
+    _check_registered(module, name)
+    _USER_CAST_REGISTRY.add((module, name, "float"))
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Have `module.name` get arguments of one dtype, their widest, from the next `initialize` on."""
+    _check_registered(module, name)
+    _USER_PROMOTE_REGISTRY.add((module, name))
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: float | str = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+    *,
+    patch_type: torch.dtype = torch.float16,
+    takes_cpu: bool = True,
+) -> AmpHandle | NoOpHandle:
+    """Patch torch's functions, methods and recurrent layers to cast; the handle undoes it by `_deactivate()`.
+
+    `loss_scale`: "dynamic" or a number, for `handle.scale_loss`. `enable_caching`: cast a parameter once between two
+    updates. `verbose`: print every cast. `allow_banned`: compute binary_cross_entropy in float32 instead of refusing
+    16-bit arguments. `patch_type`: torch.float16 or torch.bfloat16. `takes_cpu`: whether CPU tensors are cast.
+
+    A second call takes the place of the first; torch is never patched twice over.
+    """
+    global _DECORATOR_HANDLE
+    if not enabled:
+        _DECORATOR_HANDLE = NoOpHandle()
+        return _DECORATOR_HANDLE
+    if patch_type not in utils.LOW:
+        raise ValueError(f"patch_type is the 16-bit dtype of casts, torch.float16 or torch.bfloat16, not {patch_type}")
+    before = getattr(_amp_state, "handle", None)
+    if before is not None:
+        before._deactivate()
+    handle = AmpHandle(loss_scale, enable_caching, verbose, patch_type, takes_cpu)
+    try:
+        _patch(handle, verbose, allow_banned)
+    except BaseException:
+        handle._deactivate()
+        raise
+    _DECORATOR_HANDLE = _amp_state.handle = handle
+    return handle
+
+
+def _patch(handle: AmpHandle, verbose: bool, allow_banned: bool) -> None:
+    """In the order in which wrappers must lie over one another: a user's own choice outermost."""
+    low, full = utils.caster_to(handle.half_type), utils.caster_to(torch.float32)
+    chosen = _take_registered(handle, verbose)
+    for overrides in (functional_overrides, torch_overrides, tensor_overrides):
+        module: Any = overrides.MODULE
+        for name in _without(overrides.FP16_FUNCS, module, chosen):
+            wrap.cached_cast(module, name, low, handle, try_caching=True, verbose=verbose)
+        for name in _without(overrides.FP32_FUNCS, module, chosen):
+            wrap.cached_cast(module, name, full, handle, try_caching=False, verbose=verbose)
+    for listed in (torch_overrides, tensor_overrides):
+        for name in _without([*listed.CASTS, *listed.SEQUENCE_CASTS], listed.MODULE, chosen):
+            wrap.promote(listed.MODULE, name, handle)
+    for name in utils.as_inplace(torch_overrides.FP32_FUNCS):
+        wrap.err_if_any_half(torch_overrides.MODULE, name, handle)
+    for name in utils.as_inplace(tensor_overrides.FP32_FUNCS):
+        wrap.err_if_arg0_half(tensor_overrides.MODULE, name, handle)
+    for name in utils.as_inplace([*tensor_overrides.FP16_FUNCS, *tensor_overrides.CASTS]):
+        wrap.promote_match_arg0(tensor_overrides.MODULE, name, handle)
+    rnn_compat.whitelist_rnn_cells(handle, verbose)
+    for banning in (functional_overrides, torch_overrides, tensor_overrides):
+        for name, message in banning.BANNED_FUNCS:
+            if (banning.MODULE, name) in chosen:
+                continue
+            if allow_banned:
+                wrap.cached_cast(banning.MODULE, name, full, handle, try_caching=False, verbose=verbose)
+            else:
+                wrap.err_if_any_half(banning.MODULE, name, handle, message)
+
+
+def _take_registered(handle: AmpHandle, verbose: bool) -> set[tuple[Any, str]]:
+    """Patch what users registered, and forget it; returns (module, name) pairs, which the lists then leave alone."""
+    dtypes = {"half": handle.half_type, "bfloat16": torch.bfloat16, "float": torch.float32}
+    chosen: set[tuple[Any, str]] = set()
+    for module, name, kind in _USER_CAST_REGISTRY:
+        if (module, name) not in chosen:
+            wrap.cached_cast(module, name, utils.caster_to(dtypes[kind]), handle, kind != "float", verbose)
+            chosen.add((module, name))
+    for module, name in _USER_PROMOTE_REGISTRY:
+        if (module, name) not in chosen:
+            wrap.promote(module, name, handle)
+            chosen.add((module, name))
+    _USER_CAST_REGISTRY.clear()
+    _USER_PROMOTE_REGISTRY.clear()
+    return chosen
+
+
+def _without(names: list[str], module: Any, chosen: set[tuple[Any, str]]) -> list[str]:
+    return [name for name in dict.fromkeys(names) if (module, name) not in chosen]

@@ -1,0 +1,96 @@
+"""The optimizer wrapper of 2018: a loss scale for each loss, `optimizer.scale_loss(loss)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ._amp_state import maybe_print
+from ._masters import put_aside, put_back, unscale_and_add
+from .scaler import LossScaler
+
+
+class OptimWrapper:
+    """An optimizer together with the scales of the `num_loss` losses that are scaled, in turn, before each step.
+
+    `scale_loss(loss)` once per loss, then `step()`, which does nothing once if any gradient was not finite. Everything
+    else is the wrapped optimizer's.
+    """
+
+    def __init__(self, optimizer: Any, amp_handle: Any, num_loss: int) -> None:
+        self._optimizer = optimizer
+        self._amp_handle = amp_handle
+        self._num_loss = num_loss
+        self._loss_idx = 0
+        self._skip_next = [False] * num_loss
+        self._loss_scaler = [LossScaler("dynamic") for _ in range(num_loss)]
+
+    def _cur_loss_scaler(self) -> LossScaler:
+        if not 0 <= self._loss_idx < self._num_loss:
+            raise RuntimeError(
+                f"scale_loss was called more than {self._num_loss} times before step(): say how many losses there are, "
+                "handle.wrap_optimizer(optimizer, num_loss=...)"
+            )
+        return self._loss_scaler[self._loss_idx]
+
+    def _pending(self) -> bool:
+        return any(self._skip_next)
+
+    @contextmanager
+    def scale_loss(self, loss: Any) -> Iterator[Any]:
+        """Yield the next loss times its scale; afterwards its gradients are unscaled and added to those before."""
+        if not self._amp_handle.is_active():
+            yield loss
+            return
+        scaler = self._cur_loss_scaler()
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        stash: list[Any] = [None] * len(parameters)
+        put_aside(parameters, stash)
+        try:
+            yield loss.float() * scaler.loss_scale()
+        except BaseException:
+            put_back(parameters, stash)
+            raise
+        finally:
+            self._amp_handle._clear_cache()
+        scaler.clear_overflow_state()
+        unscale_and_add(parameters, stash, scaler)
+        self._skip_next[self._loss_idx] = scaler.update_scale()
+        self._loss_idx += 1
+
+    def step(self, closure: Any = None) -> Any:
+        """Step the optimizer, without casts; after an overflow say so instead. No closures: NotImplementedError."""
+        if closure is not None:
+            raise NotImplementedError(
+                "a wrapped optimizer's step takes no closure: its gradients would be scaled. Call step() after "
+                "`with optimizer.scale_loss(loss) as scaled_loss: scaled_loss.backward()`"
+            )
+        if not self._amp_handle.is_active():
+            return self._optimizer.step()
+        self._loss_idx = 0
+        for i, skip in enumerate(self._skip_next):
+            if skip:
+                scale = self._loss_scaler[i].loss_scale()
+                maybe_print(f"Gradient overflow, skipping update.  Loss scaler {i} reducing loss scale to {scale}")
+        if any(self._skip_next):
+            self._skip_next = [False] * self._num_loss
+            return None
+        with self._amp_handle._disable_casts():
+            result = self._optimizer.step()
+        self._amp_handle._clear_cache()
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_optimizer":  # while unpickling
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return repr(self._optimizer)

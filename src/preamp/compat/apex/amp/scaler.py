@@ -1,0 +1,145 @@
+"""The loss scale of one loss, and the way from scaled gradients to true ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....gradients import check_and_unscale_
+
+_Override = tuple[float, float, float]
+
+
+class LossScaler:
+    """A static or dynamic loss scale.
+
+    `loss_scale`: "dynamic" or a number. A dynamic scale starts at `init_scale` or `max_loss_scale`, whichever is less;
+    it is halved, not below `min_loss_scale`, when a gradient is not finite, and doubled, not above `max_loss_scale`,
+    after `scale_window` clean updates. A static one is never checked and never changes. `scale_factor` is accepted and,
+    as in Apex, without effect: both factors are 2.
+    """
+
+    warned_no_fused_kernel = False
+    warned_unscaling_non_fp32_grad = False
+    has_fused_kernel = True
+
+    def __init__(
+        self,
+        loss_scale: float | str,
+        init_scale: float = 2.0**16,
+        scale_factor: float = 2.0,
+        scale_window: int = 2000,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+    ) -> None:
+        self.dynamic = loss_scale == "dynamic"
+        self._loss_scale = float(min(max_loss_scale, init_scale)) if self.dynamic else float(loss_scale)
+        self._max_loss_scale = max_loss_scale
+        self._min_loss_scale = min_loss_scale
+        self._scale_seq_len = scale_window
+        self._unskipped = 0
+        self._has_overflow = False
+        self._flags: list[Tensor] = []
+
+    def loss_scale(self) -> float:
+        """The scale as it stands."""
+        return self._loss_scale
+
+    def clear_overflow_state(self) -> None:
+        """Forget what the last gradients were like."""
+        self._has_overflow = False
+        self._flags = []
+
+    def unscale(
+        self,
+        model_grads: Iterable[Tensor],
+        master_grads: Iterable[Tensor],
+        unused_scale: float | None = None,
+        models_are_masters: bool = False,
+        scale_override: float | _Override | None = None,
+    ) -> None:
+        """Write `model_grads / scale` into `master_grads`, and note when a dynamic scale overflowed.
+
+        Gradients: any floating dtype, pairwise of one shape; they may be the same tensors. The flag stays on the
+        device until `update_scale`.
+        """
+        scale, _, out = self._scales(scale_override)
+        model, master = list(model_grads), list(master_grads)
+        if scale == out and models_are_masters and not self.dynamic:
+            return
+        pairs = [(g, m) for g, m in zip(model, master, strict=True) if g is not m]
+        if pairs:
+            torch._foreach_copy_([m for _, m in pairs], [g for g, _ in pairs])
+        self._scale_(master, out / scale)
+
+    def unscale_with_stashed(
+        self,
+        model_grads: Iterable[Tensor],
+        stashed_master_grads: Iterable[Tensor],
+        master_grads: Iterable[Tensor],
+        scale_override: _Override | None = None,
+    ) -> None:
+        """Write `model_grads / scale + stashed_master_grads` into `master_grads`; only the first are checked.
+
+        `master_grads` may be either of the others' tensors. All three: of one length, pairwise of one shape.
+        """
+        scale, stashed_scale, out = self._scales(scale_override)
+        model, master = list(model_grads), list(master_grads)
+        stashed = [kept / stashed_scale * out for kept in stashed_master_grads] if stashed_scale != out else None
+        stashed = list(stashed_master_grads) if stashed is None else stashed
+        new = [
+            torch.empty_like(m, dtype=torch.promote_types(g.dtype, m.dtype)).copy_(g)
+            for g, m in zip(model, master, strict=True)
+        ]
+        self._scale_(new, out / scale)
+        if new:
+            torch._foreach_add_(new, _alike(stashed, new))
+            torch._foreach_copy_(master, new)
+
+    def note(self, gradients: Sequence[Tensor]) -> None:
+        """Have a dynamic scale look at gradients, and leave them as they are."""
+        if self.dynamic and gradients:
+            self._flags.append(check_and_unscale_(gradients, None))
+
+    def update_scale(self) -> bool:
+        """Move a dynamic scale by what the gradients were like; True if the step must be skipped.
+
+        This is where the host waits for the device, once for each update.
+        """
+        if self._flags and not self._has_overflow:
+            self._has_overflow = any(bool(flag.item()) for flag in self._flags)
+        self._flags = []
+        if self._has_overflow and self.dynamic:
+            self._unskipped = 0
+            lowered = self._loss_scale / 2.0
+            self._loss_scale = max(self._min_loss_scale, lowered) if self._min_loss_scale else lowered
+            return True
+        self._unskipped += 1
+        if self.dynamic and self._unskipped >= self._scale_seq_len:
+            self._loss_scale = min(self._max_loss_scale, self._loss_scale * 2.0)
+            self._unskipped = 0
+        return False
+
+    def _scales(self, override: float | _Override | None) -> _Override:
+        """(scale on the gradients, scale on the stashed ones, scale wanted)."""
+        if override is None:
+            return self._loss_scale, 1.0, 1.0
+        return override if isinstance(override, tuple) else (override, 1.0, 1.0)
+
+    def _scale_(self, gradients: list[Tensor], factor: float) -> None:
+        if not gradients:
+            return
+        inverse = torch.full((), factor, dtype=torch.float32, device=gradients[0].device)
+        found = check_and_unscale_(gradients, inverse)
+        if self.dynamic:
+            self._flags.append(found)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_flags": []}
+
+
+def _alike(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    return [t if t.dtype is model.dtype else t.to(model.dtype) for t, model in zip(tensors, like, strict=True)]

@@ -1,0 +1,311 @@
+"""FP16_Optimizer: an optimizer whose 16-bit parameters are stepped by way of float32 masters, under a loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ....errors import StateError
+from ....formats import LOW_DTYPES
+from .._notice import deprecated_warning
+from ..amp.scaler import LossScaler
+from ._scaler_state import scaler_of, state_of
+from .fp16util import clip_grad_norm, master_params_to_model_params
+
+RETRIES = 64
+"""How often a closure is called again because it overflowed: a scale of 2**16 falls to 2**-48 meanwhile, far below
+what could help."""
+
+
+class FP16_Optimizer:
+    """Wraps an optimizer of a model with 16-bit parameters; their places in its groups are taken by float32 masters.
+
+    `static_loss_scale`: a fixed loss scale. `dynamic_loss_scale`: one that looks for overflows instead;
+    `dynamic_loss_args`: its arguments, those of `amp.scaler.LossScaler`. `verbose`: print what is wrapped.
+    The loss goes through `backward(loss)`; float16 and bfloat16 parameters get masters, float32 ones
+    are stepped as they are, frozen ones are left alone. Raises TypeError for other dtypes.
+    """
+
+    def __init__(
+        self,
+        init_optimizer: Optimizer,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: dict[str, Any] | None = None,
+        verbose: bool = True,
+    ) -> None:
+        print("Warning:  FP16_Optimizer is deprecated and dangerous, and will be deleted soon.")
+        deprecated_warning(
+            "FP16_Optimizer is deprecated in Apex: preamp.prepare(model, optimizer, policy='O2') keeps masters too, "
+            "and leaves the optimizer its parameters"
+        )
+        self.verbose = verbose
+        self.optimizer = init_optimizer
+        self.fp16_groups: list[list[Parameter]] = []
+        self.fp32_from_fp16_groups: list[list[Parameter]] = []
+        self.fp32_from_fp32_groups: list[list[Parameter]] = []
+        for i, group in enumerate(init_optimizer.param_groups):
+            self.maybe_print(f"FP16_Optimizer processing param group {i}:")
+            self._take_group(group)
+        self.all_fp16_params = [param for group in self.fp16_groups for param in group]
+        self.all_fp32_from_fp16_params = [param for group in self.fp32_from_fp16_groups for param in group]
+        self.all_fp32_from_fp32_params = [param for group in self.fp32_from_fp32_groups for param in group]
+        if init_optimizer.state:  # of a dtype that loading turns into the masters'
+            init_optimizer.load_state_dict(init_optimizer.state_dict())
+        self.dynamic_loss_scale = bool(dynamic_loss_scale)
+        if dynamic_loss_scale:
+            self.loss_scaler = LossScaler("dynamic", **(dynamic_loss_args or {}))
+        else:
+            self.loss_scaler = LossScaler(static_loss_scale)
+        self.overflow = False
+        self.first_closure_call_this_step = True
+        self.clip_grad_norm = clip_grad_norm
+        self._scale_on_fp16: float | None = None
+        """The scale on the model's 16-bit gradients, None where there are none yet."""
+        self._fp32_are_true = False
+        """Whether gradients of float32 parameters were divided by the scale already."""
+
+    def _take_group(self, group: dict[str, Any]) -> None:
+        """Put masters in the places of 16-bit parameters."""
+        low: list[Parameter] = []
+        masters: list[Parameter] = []
+        full: list[Parameter] = []
+        for i, param in enumerate(group["params"]):
+            if not param.requires_grad:
+                continue
+            if param.dtype in LOW_DTYPES:
+                self.maybe_print(f"FP16_Optimizer received {param.type()} with {param.size()}")
+                master = Parameter(param.detach().clone().float())
+                group["params"][i] = master
+                if param in self.optimizer.state:
+                    self.optimizer.state[master] = self.optimizer.state.pop(param)
+                low.append(param)
+                masters.append(master)
+            elif param.dtype is torch.float32:
+                self.maybe_print(f"FP16_Optimizer received {param.type()} with {param.size()}")
+                full.append(param)
+            else:
+                raise TypeError(
+                    "Wrapped parameters must be either float32, float16 or bfloat16, and one of shape "
+                    f"{tuple(param.shape)} is {param.type()}, for which a float32 master would lose bits: cast the "
+                    "model first, with .half() or .float()"
+                )
+        self.fp16_groups.append(low)
+        self.fp32_from_fp16_groups.append(masters)
+        self.fp32_from_fp32_groups.append(full)
+
+    def maybe_print(self, msg: str) -> None:
+        """Print if `verbose`."""
+        if self.verbose:
+            print(msg)
+
+    # -- gradients
+
+    def zero_grad(self, set_grads_to_None: bool = False) -> None:
+        """Zero the gradients of the model and of the masters, or make them None."""
+        for param in [p for group in self.optimizer.param_groups for p in group["params"]] + self.all_fp16_params:
+            if set_grads_to_None or param.grad is None:
+                param.grad = None
+            else:
+                param.grad.detach_()
+                param.grad.zero_()
+        self._scale_on_fp16, self._fp32_are_true = None, False
+
+    def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
+        """The backward pass of the scaled loss; gradients add up until `zero_grad`, as they do without this class.
+
+        `update_master_grads=False`: leave the masters' gradients for a later `update_master_grads()`.
+        """
+        scale = self.loss_scaler.loss_scale()
+        self._put_under(scale)
+        (loss.float() * scale).backward(retain_graph=retain_graph)
+        self._scale_on_fp16 = scale
+        if update_master_grads:
+            self.update_master_grads()
+
+    def _put_under(self, scale: float) -> None:
+        """Bring gradients that are there already under the scale of those to come, so that they can be added."""
+        if self._scale_on_fp16 not in (None, scale) and not self.overflow:
+            assert self._scale_on_fp16 is not None
+            _multiply([p.grad for p in self.all_fp16_params if p.grad is not None], scale / self._scale_on_fp16)
+        if self._fp32_are_true:
+            _multiply([p.grad for p in self.all_fp32_from_fp32_params if p.grad is not None], scale)
+        self._fp32_are_true = False
+
+    def update_master_grads(self) -> None:
+        """Copy the model's gradients to the masters in float32, divided by the scale; note overflow, move the scale."""
+        self.loss_scaler.clear_overflow_state()
+        model_grads: list[Tensor] = []
+        master_grads: list[Tensor] = []
+        for param, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True):
+            if param.grad is None:
+                master.grad = None
+                continue
+            if master.grad is None:
+                master.grad = torch.empty_like(master)
+            model_grads.append(param.grad if param.grad.layout is torch.strided else param.grad.to_dense())
+            master_grads.append(master.grad)
+        scale = self.loss_scaler.loss_scale() if self._scale_on_fp16 is None else self._scale_on_fp16
+        with torch.no_grad():
+            self.loss_scaler.unscale(model_grads, master_grads, scale, scale_override=scale)
+            if not self._fp32_are_true:
+                own = [_dense_grad(p) for p in self.all_fp32_from_fp32_params if p.grad is not None]
+                self.loss_scaler.unscale(own, own, scale, scale_override=scale)
+        self._fp32_are_true = True
+        self.overflow = self.loss_scaler.update_scale()
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
+        """Clip the gradients of the optimizer's parameters to a global norm; returns it as it was, -1 on overflow."""
+        if self.overflow:
+            return -1
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        return self.clip_grad_norm(params, max_norm, norm_type)
+
+    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
+        """The gradients of the optimizer's parameters, by group; None, and a line on stdout, on overflow."""
+        if self.overflow:
+            print(
+                "Warning:  calling FP16_Optimizer.inspect_master_grad_data while in an overflow state.  "
+                "Gradients are currently invalid (may be inf, nan, or stale).  Returning None."
+            )
+            return None
+        return [
+            [None if param.grad is None else param.grad.detach() for param in group["params"]]
+            for group in self.optimizer.param_groups
+        ]
+
+    # -- stepping
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the masters and round them into the model; returns what the optimizer's step does.
+
+        On overflow nothing is stepped, a line says so, and None is returned. `closure`: evaluates the model, calls
+        `backward` of this object and returns the loss; it is called again until it does not overflow (RuntimeError
+        if the scale does not help).
+        """
+        if self.overflow and closure is None:
+            print(f"Gradient overflow.  Skipping step, reducing loss scale to {self.loss_scaler.loss_scale()}")
+            return None
+        value = self.optimizer.step() if closure is None else self._step_with_closure(closure)
+        self._master_params_to_model_params()
+        return value
+
+    def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
+        def evaluated() -> Any:
+            if self.first_closure_call_this_step:
+                self.first_closure_call_this_step = False
+            else:  # the optimizer has moved the masters since, and knows of no others
+                self._master_params_to_model_params()
+            loss = closure()
+            for _ in range(RETRIES):
+                if not self.overflow:
+                    return loss
+                scale = self.loss_scaler.loss_scale()
+                print(f"OVERFLOW within closure! Skipping step, reducing loss scale to {scale}")
+                loss = closure()
+            raise RuntimeError(
+                f"the closure overflowed {RETRIES} times in a row, and the loss scale is down to "
+                f"{self.loss_scaler.loss_scale():g}: the gradients are not finite whatever the scale. Look for inf or "
+                "nan in the loss and the inputs"
+            )
+
+        try:
+            return self.optimizer.step(evaluated)
+        finally:
+            self.first_closure_call_this_step = True
+
+    def _master_params_to_model_params(self) -> None:
+        master_params_to_model_params(self.all_fp16_params, self.all_fp32_from_fp16_params)
+
+    # -- saving and loading
+
+    def state_dict(self) -> dict[str, Any]:
+        """Loss scale, flags, the optimizer's state and the masters; loads with `torch.load(weights_only=True)`."""
+        return {
+            "loss_scaler": state_of(self.loss_scaler),
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "overflow": self.overflow,
+            "first_closure_call_this_step": self.first_closure_call_this_step,
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "fp32_from_fp16": [[master.detach() for master in group] for group in self.fp32_from_fp16_groups],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave, here or in Apex; masters by position, and rounded into the model.
+
+        `state_dict["loss_scaler"]` may also be a scaler object, as Apex saved it. `StateError`, a ValueError, and
+        nothing is changed, if the masters do not fit.
+        """
+        saved = state_dict["fp32_from_fp16"]
+        shapes = [[tuple(master.shape) for master in group] for group in saved]
+        here = [[tuple(master.shape) for master in group] for group in self.fp32_from_fp16_groups]
+        if shapes != here:
+            raise StateError(
+                f"the masters in this state have shapes {shapes}, and those of the optimizer {here}: they are matched "
+                "by position, so wrap an optimizer of the same parameters in the same order"
+            )
+        self.loss_scaler = scaler_of(state_dict["loss_scaler"])
+        self.dynamic_loss_scale = bool(state_dict["dynamic_loss_scale"])
+        self.overflow = bool(state_dict["overflow"])
+        self.first_closure_call_this_step = bool(state_dict["first_closure_call_this_step"])
+        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        with torch.no_grad():
+            for masters, values in zip(self.fp32_from_fp16_groups, saved, strict=True):
+                for master, value in zip(masters, values, strict=True):
+                    master.copy_(value)
+        self._master_params_to_model_params()
+
+    def __getstate__(self) -> NoReturn:
+        raise RuntimeError(
+            "FP16_Optimizer should be serialized using state_dict(): a copy would step masters of a model it has lost"
+        )
+
+    def __setstate__(self, state: Any) -> NoReturn:
+        raise RuntimeError("FP16_Optimizer should be deserialized using load_state_dict()")
+
+    # -- what users look at
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale as it stands; may be set."""
+        return self.loss_scaler.loss_scale()
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.loss_scaler._loss_scale = value
+
+    @property
+    def state(self) -> Any:
+        """The optimizer's state; may be set."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def param_groups(self) -> Any:
+        """The optimizer's groups, with the masters in them; may be set."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: Any) -> None:
+        self.optimizer.param_groups = value
+
+
+def _multiply(gradients: list[Tensor], factor: float) -> None:
+    for gradient in gradients:
+        gradient.mul_(factor)
+
+
+def _dense_grad(param: Parameter) -> Tensor:
+    """A gradient that can be divided in place: itself, or a dense one put in place of a sparse one."""
+    assert param.grad is not None
+    if param.grad.layout is not torch.strided:
+        param.grad = param.grad.to_dense()
+    return param.grad

@@ -1,0 +1,172 @@
+"""Casting networks to 16 bits, and carrying parameters and gradients between a model and its float32 masters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import clip_grad_norm_
+
+clip_grad_norm = clip_grad_norm_
+
+
+class tofp16(nn.Module):
+    """A layer that casts its input to float16, and passes the gradient back in the input's dtype."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input` as float16."""
+        return input.half()
+
+
+class FP16Model(nn.Module):
+    """A network in float16, all but its affine batch norms, that casts what it is given.
+
+    `network`: converted in place, and kept under that name. Tensors among the positional arguments become float16,
+    whatever they were; other values, and keyword arguments, are passed on as they are.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = convert_network(network, dtype=torch.half)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The network on float16 inputs."""
+        cast = (value.half() if isinstance(value, Tensor) else value for value in inputs)
+        return self.network(*cast, **kwargs)
+
+
+def BN_convert_float(module: nn.Module) -> nn.Module:
+    """Make affine batch norms of a module, at any depth, float32 again, in place; returns the module.
+
+    Batch norms without parameters stay as they are: torch's kernels take none of another dtype than the input's.
+    """
+    for part in module.modules():
+        if isinstance(part, _BatchNorm) and part.affine:
+            part.float()
+    return module
+
+
+def network_to_half(network: nn.Module) -> nn.Sequential:
+    """A network in float16, in place, but for affine batch norms, behind a layer that casts its one input.
+
+    Keys of the state_dict begin with "1.".
+    """
+    return nn.Sequential(tofp16(), BN_convert_float(network.half()))
+
+
+def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast a module's own floating parameters, their gradients and its own buffers in place; not those of children."""
+    for param in module.parameters(recurse=False):
+        if param.is_floating_point():
+            gradient, param.grad = param.grad, None
+            param.data = param.data.to(dtype)
+            if gradient is not None:
+                param.grad = gradient.detach().to(dtype)
+    for buffer in module.buffers(recurse=False):
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
+
+
+def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast all of a network but its affine batch norms to `dtype`, in place; returns it."""
+    for module in network.modules():
+        if isinstance(module, _BatchNorm) and module.affine:
+            continue
+        convert_module(module, dtype)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+    return network
+
+
+def backwards_debug_hook(grad: Tensor) -> None:
+    """A hook for master parameters, which no backward pass must reach: RuntimeError."""
+    raise RuntimeError(
+        "master_params received a gradient in the backward pass, and they are no part of the model: compute the loss "
+        "with the model's own parameters, then call model_grads_to_master_grads"
+    )
+
+
+def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[Parameter], list[Parameter]]:
+    """(model_params, master_params): the parameters that require a gradient, and float32 copies of them.
+
+    `flat_master`: the copies are one flat Parameter, in a list, whose gradient is zeros to begin with; its model
+    parameters must have one dtype (RuntimeError, after a hint on stdout).
+    """
+    model_params = [param for param in model.parameters() if param.requires_grad]
+    if not flat_master:
+        return model_params, [Parameter(param.detach().clone().float()) for param in model_params]
+    dtypes = {param.dtype for param in model_params}
+    if len(dtypes) > 1:
+        print(
+            "Error in prep_param_lists:  model may contain a mixture of parameters of different types.  "
+            "Use flat_master=False, or use FP16_Optimizer."
+        )
+        raise RuntimeError(
+            f"flat_master=True with parameters of {sorted(map(str, dtypes))}: one tensor has one dtype, and the way "
+            "back would round some of them. Write flat_master=False"
+        )
+    master = Parameter(_flat([param.detach() for param in model_params]).float())
+    master.grad = torch.zeros_like(master)
+    return model_params, [master]
+
+
+def model_grads_to_master_grads(
+    model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
+) -> None:
+    """Copy the model's gradients into those of the masters, in the masters' dtype.
+
+    A parameter without a gradient gives its master None, or zeros in its part of a flat master.
+    """
+    with torch.no_grad():
+        if flat_master:
+            (master,) = master_params
+            grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in model_params]
+            if master.grad is None:
+                master.grad = torch.empty_like(master)
+            master.grad.copy_(_flat(grads))
+            return
+        pairs = list(zip(model_params, master_params, strict=True))
+        for model, master in pairs:
+            if model.grad is None:
+                master.grad = None
+            elif master.grad is None:
+                master.grad = torch.empty_like(master)
+        _copy([m.grad for _, m in pairs if m.grad is not None], [p.grad for p, _ in pairs if p.grad is not None])
+
+
+def master_params_to_model_params(
+    model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
+) -> None:
+    """Round the masters into the model's parameters."""
+    with torch.no_grad():
+        if flat_master:
+            (master,) = master_params
+            masters = torch._C._nn.unflatten_dense_tensors(master.detach(), [p.detach() for p in model_params])
+            _copy(list(model_params), list(masters))
+        else:
+            _copy(list(model_params), [master.detach() for master in master_params])
+
+
+def to_python_float(t: Any) -> float:
+    """The number in a tensor of one entry; of anything else without `item`, its first entry."""
+    number: float = t.item() if hasattr(t, "item") else t[0]
+    return number
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    if not tensors:
+        raise ValueError("flat_master=True, and no parameter requires a gradient: there is nothing to make it of")
+    flat: Tensor = torch._C._nn.flatten_dense_tensors([tensor.contiguous() for tensor in tensors])
+    return flat
+
+
+def _copy(into: list[Tensor], values: list[Tensor]) -> None:
+    """Copy pairwise; sparse gradients spread out."""
+    if len(into) != len(values):
+        raise ValueError(f"{len(into)} tensors cannot take the values of {len(values)}: the lists must fit each other")
+    if into:
+        torch._foreach_copy_(into, [v if v.layout is torch.strided else v.to_dense() for v in values])

@@ -1,0 +1,173 @@
+"""What the optimizers of this folder share: Apex's habits, float32 states, masters, saving and loading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ....errors import OptimizerError
+from ....formats import LOW_DTYPES
+from ....masters import Masters
+
+MASTER = "master_param"
+"""The name of a parameter's float32 master in its state."""
+
+Closure = Callable[[], Any] | None
+
+
+class ApexOptimizer(Optimizer):
+    """A `torch.optim.Optimizer` that counts steps by group and takes parameters of several dtypes in one group.
+
+    States of 16-bit parameters that `wide_states` names are float32, and stay so when they are loaded.
+    """
+
+    wide_states: tuple[str, ...] = (MASTER,)
+    own_attributes: tuple[str, ...] = ("set_grad_none",)
+    """What a copy or a pickle has to keep besides groups and states."""
+    set_grad_none = True
+    _masters: Masters
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self._masters = Masters()
+        super().__init__(params, defaults)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Gradients become None or zeros: as `set_to_none` says, else as `set_grad_none` of the constructor did."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    # -- for the step
+
+    def present(self, group: dict[str, Any]) -> list[Parameter]:
+        """Parameters of a group that have gradients; RuntimeError for gradients that no kernel steps."""
+        params = [param for param in group["params"] if param.grad is not None]
+        for param in params:
+            gradient = param.grad
+            assert gradient is not None
+            if gradient.layout is not torch.strided:
+                raise RuntimeError(
+                    f"{type(self).__name__} does not support sparse gradients, and a parameter of shape "
+                    f"{tuple(param.shape)} has one: step it with torch.optim.SparseAdam, or write sparse=False in its "
+                    "embedding"
+                )
+            if not param.is_floating_point():
+                raise RuntimeError(
+                    f"{type(self).__name__} only supports real floating parameters; one is {param.dtype}: step it "
+                    "with an optimizer of torch.optim"
+                )
+        return params
+
+    def states(self, params: Sequence[Parameter], name: str) -> list[Tensor]:
+        """A state of each parameter, zeros if there is none yet; float32 where the parameter is 16-bit."""
+        found = []
+        for param in params:
+            own = self.state[param]
+            if own.get(name) is None:
+                dtype = torch.float32 if param.dtype in LOW_DTYPES else param.dtype
+                own[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+            found.append(own[name])
+        return found
+
+    def count(self, group: dict[str, Any]) -> int:
+        """Count a step of a group, and say which number it has."""
+        group["step"] = step = int(group.get("step", 0)) + 1
+        return step
+
+    # -- masters
+
+    def wants_master(self, param: Tensor) -> bool:
+        """Whether a parameter is stepped by way of a float32 master."""
+        return False
+
+    def masters(self, params: Sequence[Parameter]) -> list[Tensor | None]:
+        """Masters, up to date with what was written into their parameters; None for parameters without."""
+        wanting = [param for param in params if self.wants_master(param)]
+        for param in wanting:
+            if param not in self._masters:
+                self._adopt(param)
+        self._masters.refresh(wanting)
+        found: list[Tensor | None] = []
+        for param in params:
+            master = self._masters.of(param) if param in self._masters else None
+            if master is not None:
+                self.state[param][MASTER] = master
+            found.append(master)
+        return found
+
+    def published(self, params: Sequence[Parameter]) -> None:
+        """Parameters were written with what their masters round to."""
+        self._masters.published(params)
+
+    def masters_by_group(self) -> list[dict[str, list[Tensor | None]]]:
+        """The masters as they lie in the groups; None where a parameter has none (yet)."""
+        return [{"params": [self.state.get(p, {}).get(MASTER) for p in group["params"]]} for group in self.param_groups]
+
+    def _adopt(self, param: Parameter) -> None:
+        self._masters.adopt(f"{len(self._masters)}", param, self.state[param].get(MASTER))
+
+    # -- saving and loading
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but float32 states of 16-bit parameters stay float32, masters go into their parameters, and
+        nothing is shared with `state_dict`.
+        """
+        super().load_state_dict(state_dict)
+        keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        for key, param in zip(keys, params, strict=True):
+            own = self.state.get(param, {})
+            for name, value in state_dict["state"].get(key, {}).items():
+                if isinstance(value, Tensor) and isinstance(own.get(name), Tensor):
+                    dtype = torch.float32 if self._is_wide(param, name) else own[name].dtype
+                    own[name] = value.detach().to(own[name].device, dtype, copy=True)
+            if own.get(MASTER) is not None and self.wants_master(param):
+                with torch.no_grad():
+                    param.copy_(own[MASTER])
+                self._adopt(param)
+        for group in self.param_groups:
+            self.mend_group(group)
+
+    def _is_wide(self, param: Tensor, name: str) -> bool:
+        return name in self.wide_states and param.dtype in LOW_DTYPES
+
+    def mend_group(self, group: dict[str, Any]) -> None:
+        """Give a group that was loaded its tensors where they belong."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self.own_attributes}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._masters = Masters()
+
+
+def evaluated(closure: Closure) -> Any:
+    """The loss of a closure, which needs gradients though the step does not; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def refuse_amsgrad(amsgrad: bool, name: str) -> None:
+    """RuntimeError for `amsgrad=True`."""
+    if amsgrad:
+        raise RuntimeError(
+            f"{name} does not support the AMSGrad variant, and amsgrad=True asks for it: write amsgrad=False, or "
+            "preamp.optim.AdamW(..., amsgrad=True)"
+        )
+
+
+def check_hypers(betas: Sequence[float] = (), **numbers: float | Tensor) -> None:
+    """`OptimizerError`, a ValueError, for a negative number, or a beta outside [0, 1)."""
+    for name, value in numbers.items():
+        if not float(value) >= 0.0:
+            raise OptimizerError(f"{name}={value!r} would make steps go uphill or nowhere: write a number from 0 on")
+    for i, beta in enumerate(betas):
+        if not 0.0 <= float(beta) < 1.0:
+            raise OptimizerError(f"betas[{i}]={beta!r} is no weight of a running mean: write a number in [0, 1)")

@@ -1,0 +1,51 @@
+"""FusedAdagrad."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _steps
+from ._base import ApexOptimizer, Closure, check_hypers, evaluated
+
+
+class FusedAdagrad(ApexOptimizer):
+    """Adagrad (Duchi, Hazan and Singer 2011) with Apex's arguments; the sums of squares are the state "sum".
+
+    `adagrad_w_mode`: weight decay shrinks the parameter, else it is added to the gradient. Parameters may be of several
+    floating dtypes; those of 16 bits have float32 sums and are stepped in float32. Raises RuntimeError for
+    sparse gradients, ValueError for hyper-parameters out of range.
+    """
+
+    wide_states = ("sum",)
+    own_attributes = ("set_grad_none", "adagrad_w_mode")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        adagrad_w_mode: bool = False,
+    ) -> None:
+        check_hypers(lr=lr, eps=eps, weight_decay=weight_decay)
+        self.adagrad_w_mode = 1 if adagrad_w_mode else 0
+        self.set_grad_none = set_grad_none
+        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Closure = None) -> Any:
+        """One step of every parameter that has a gradient; returns the closure's loss."""
+        loss = evaluated(closure)
+        for group in self.param_groups:
+            params = self.present(group)
+            if params:
+                _steps.adagrad(
+                    params, [p.grad for p in params if p.grad is not None], self.states(params, "sum"),
+                    lr=group["lr"], eps=group["eps"], weight_decay=group["weight_decay"],
+                    decoupled=bool(self.adagrad_w_mode),
+                )  # fmt: skip
+        return loss

@@ -1,0 +1,75 @@
+"""FusedLAMB."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _steps
+from ._base import ApexOptimizer, Closure, check_hypers, evaluated, refuse_amsgrad
+
+
+class FusedLAMB(ApexOptimizer):
+    """LAMB (You et al. 2020, "Large batch optimization for deep learning", arXiv:1904.00962), with Apex's arguments.
+
+    A tensor's Adam update u, plus weight decay, is scaled by |parameter| / |u|; by 1 where either norm is 0, and for
+    groups without weight decay unless `use_nvlamb`. First all gradients of all groups are divided by
+    max(1, their global norm / `max_grad_norm`); 0 or None: they are not. `grad_averaging`: a new gradient
+    weighs 1 - beta1 in the first moment, else 1. `adam_w_mode`: weight decay is part of the update, else of the
+    gradient. Parameters may be of several floating dtypes; those of 16 bits have float32 moments. The step counter
+    is `param_group["step"]`. Raises RuntimeError for `amsgrad=True` and sparse gradients, ValueError for
+    hyper-parameters out of range.
+    """
+
+    wide_states = ("exp_avg", "exp_avg_sq")
+    own_attributes = ("set_grad_none", "adam_w_mode", "use_nvlamb")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float | None = 1.0,
+        use_nvlamb: bool = False,
+    ) -> None:
+        refuse_amsgrad(amsgrad, "FusedLAMB")
+        check_hypers(betas, lr=lr, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm or 0.0)
+        self.adam_w_mode = 1 if adam_w_mode else 0
+        self.set_grad_none = set_grad_none
+        self.use_nvlamb = use_nvlamb
+        defaults = {
+            "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Closure = None) -> Any:
+        """One step of every parameter that has a gradient; returns the closure's loss."""
+        loss = evaluated(closure)
+        everyone = [self.present(group) for group in self.param_groups]
+        norm = _steps.norm_of([p.grad for params in everyone for p in params if p.grad is not None], None)
+        for group, params in zip(self.param_groups, everyone, strict=True):
+            if not group["params"]:
+                continue
+            _steps.lamb(
+                params, [p.grad for p in params if p.grad is not None], self.states(params, "exp_avg"),
+                self.states(params, "exp_avg_sq"), step=self.count(group), grad_norm=norm,
+                adam_w_mode=bool(self.adam_w_mode), use_nvlamb=self.use_nvlamb, **lamb_options(group),
+            )  # fmt: skip
+        return loss
+
+
+def lamb_options(group: dict[str, Any]) -> dict[str, Any]:
+    """What a group says to `preamp.fused.lamb_`."""
+    names = ("lr", "betas", "eps", "weight_decay", "bias_correction", "grad_averaging", "max_grad_norm")
+    return {name: group[name] for name in names}

@@ -1,0 +1,99 @@
+"""FusedMixedPrecisionLamb."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....formats import LOW_DTYPES
+from . import _steps
+from ._base import MASTER, ApexOptimizer, Closure, check_hypers, evaluated, refuse_amsgrad
+from ._scaling import scaling_of
+from .fused_lamb import lamb_options
+
+
+class FusedMixedPrecisionLamb(ApexOptimizer):
+    """LAMB (You et al. 2020, arXiv:1904.00962) whose learning rate, count, skip and loss scale stay on the device.
+
+    `step`: how many steps were taken before. `reduced_precision_dtype`: parameters of this dtype, torch.float16 or
+    torch.bfloat16, get float32 masters, kept in the state under "master_param". `param_group["lr"]` is a 0-d float32
+    tensor and `param_group["step"]` an int32 one of one entry. Under a `GradScaler` gradients are unscaled inside the
+    step, and clipped by their true norm. The rest is as in `FusedLAMB`.
+    """
+
+    wide_states = ("exp_avg", "exp_avg_sq", MASTER)
+    own_attributes = ("set_grad_none", "adam_w_mode", "use_nvlamb", "reduced_precision_dtype")
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        step: int = 0,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        max_grad_norm: float | None = 1.0,
+        use_nvlamb: bool = False,
+        reduced_precision_dtype: torch.dtype | None = None,
+    ) -> None:
+        refuse_amsgrad(amsgrad, "FusedMixedPrecisionLamb")
+        check_hypers(betas, lr=lr, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm or 0.0, step=step)
+        self.adam_w_mode = 1 if adam_w_mode else 0
+        self.use_nvlamb = use_nvlamb
+        self.reduced_precision_dtype = reduced_precision_dtype
+        defaults = {
+            "lr": lr, "step": step, "bias_correction": bias_correction, "betas": betas, "eps": eps,
+            "weight_decay": weight_decay, "grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+
+    @property
+    def param_groups_full_precision(self) -> list[dict[str, list[Tensor | None]]]:
+        """The masters as they lie in the groups; None where a parameter has none, or has not been stepped yet."""
+        return self.masters_by_group()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; the group gets a learning rate and a count of its own, on its device."""
+        super().add_param_group(param_group)
+        self.mend_group(self.param_groups[-1])
+
+    def mend_group(self, group: dict[str, Any]) -> None:
+        """Learning rate and step count as tensors on the device, shared with no other group."""
+        device = group["params"][0].device if group["params"] else None
+        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device).clone()
+        group["step"] = torch.as_tensor(group["step"], dtype=torch.int32, device=device).reshape(1).clone()
+
+    def wants_master(self, param: Tensor) -> bool:
+        """Parameters of `reduced_precision_dtype`."""
+        return param.dtype is self.reduced_precision_dtype and param.dtype in LOW_DTYPES
+
+    @torch.no_grad()
+    def step(self, closure: Closure = None, grad_scaler: Any = None) -> Any:
+        """One step of every parameter that has a gradient; returns the closure's loss.
+
+        `grad_scaler`: given by `torch.amp.GradScaler.step`.
+        """
+        loss = evaluated(closure)
+        factor, found = scaling_of(self, grad_scaler)
+        everyone = [self.present(group) for group in self.param_groups]
+        norm = _steps.norm_of([p.grad for params in everyone for p in params if p.grad is not None], factor)
+        for group, params in zip(self.param_groups, everyone, strict=True):
+            if not group["params"]:
+                continue
+            count: Tensor = group["step"]
+            _steps.lamb(
+                params, [p.grad for p in params if p.grad is not None], self.states(params, "exp_avg"),
+                self.states(params, "exp_avg_sq"), step=count + 1, grad_norm=norm, factor=factor, found=found,
+                masters=self.masters(params), adam_w_mode=bool(self.adam_w_mode), use_nvlamb=self.use_nvlamb,
+                **lamb_options(group),
+            )  # fmt: skip
+            self.published(params)
+            count.add_(1 if found is None else (found.to(count.device) <= 0).to(count.dtype))
+        return loss

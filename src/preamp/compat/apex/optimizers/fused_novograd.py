@@ -1,0 +1,150 @@
+"""FusedNovoGrad."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ....errors import StateError
+from ....formats import LOW_DTYPES
+from . import _steps
+from ._base import ApexOptimizer, Closure, check_hypers, evaluated, refuse_amsgrad
+
+
+class FusedNovoGrad(ApexOptimizer):
+    """NovoGrad (Ginsburg et al. 2019, "Stochastic gradient methods with layer-wise adaptive moments for training of
+    deep networks", arXiv:1905.11286), with Apex's arguments.
+
+    `norm_type`: 2 for the L2 norm of a tensor's gradient, 0 for its largest magnitude. `init_zero`: the running norm
+    starts from 0, else from the first one. `reg_inside_moment`: weight decay goes into the first moment.
+    `grad_averaging`: a new gradient weighs 1 - beta1 there, else 1. The first moment is the state "exp_avg", float32
+    for 16-bit parameters. `param_group["exp_avg_sq"]` is a list of two float32 tensors, the running norms (not their
+    squares) of the group's 16-bit parameters and of its others, each in the group's order. Raises RuntimeError for
+    `amsgrad=True`, another `norm_type` and sparse gradients, ValueError for hyper-parameters out of range.
+    """
+
+    wide_states = ("exp_avg",)
+    own_attributes = ("set_grad_none", "moment_mode")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: int = 2,
+        init_zero: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        refuse_amsgrad(amsgrad, "FusedNovoGrad")
+        check_hypers(betas, lr=lr, eps=eps, weight_decay=weight_decay)
+        if norm_type not in (0, 2):
+            raise RuntimeError(
+                f"FusedNovoGrad only supports the L2 and the infinity norm, and norm_type={norm_type!r} is neither: "
+                "write 2 or 0"
+            )
+        self.moment_mode = 0 if reg_inside_moment else 1
+        self.set_grad_none = set_grad_none
+        defaults = {
+            "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging, "norm_type": norm_type, "init_zero": init_zero,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Closure = None) -> Any:
+        """One step of every parameter that has a gradient; returns the closure's loss."""
+        loss = evaluated(closure)
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            self.present(group)  # complains of what cannot be stepped before anything is
+            number = self.count(group)
+            for kind, norms in enumerate(self._norms(group)):
+                self._advance(group, _kinds(group["params"])[kind], norms, number)
+        return loss
+
+    def _advance(self, group: dict[str, Any], members: Sequence[Parameter], norms: Tensor, number: int) -> None:
+        """Step those of the `members`, all parameters of a group's kind, that have gradients."""
+        places = [i for i, param in enumerate(members) if param.grad is not None]
+        if not places:
+            return
+        params = [members[i] for i in places]
+        grads = [param.grad for param in params if param.grad is not None]
+        index = slice(None) if len(places) == len(members) else torch.tensor(places, device=norms.device)
+        own = norms[index]
+        late = [i for i, param in enumerate(params) if "exp_avg" not in self.state.get(param, {})]
+        if number > 1 and late and not group["init_zero"]:  # the group's count says that all have started
+            firsts = [_norm(grads[i], group["norm_type"]).to(norms.device) for i in late]
+            own[torch.tensor(late, device=norms.device)] = torch.stack(firsts)
+        names = ("lr", "betas", "eps", "weight_decay", "bias_correction", "grad_averaging", "norm_type", "init_zero")
+        _steps.novograd(
+            params, grads, self.states(params, "exp_avg"), own, step=number,
+            reg_inside_moment=self.moment_mode == 0, **{name: group[name] for name in names},
+        )  # fmt: skip
+        norms[index] = own
+
+    def _norms(self, group: dict[str, Any]) -> list[Tensor]:
+        """The running norms of a group, made if there are none."""
+        sizes = [len(members) for members in _kinds(group["params"])]
+        device = group["params"][0].device
+        if "exp_avg_sq" not in group:
+            group["exp_avg_sq"] = [torch.zeros(size, dtype=torch.float32, device=device) for size in sizes]
+        norms: list[Tensor] = group["exp_avg_sq"]
+        if [norm.numel() for norm in norms] != sizes:
+            group["exp_avg_sq"] = norms = self._refitted(group, sizes)
+        return norms
+
+    def _refitted(self, group: dict[str, Any], sizes: list[int]) -> list[Tensor]:
+        """Norms that were kept for parameters of other dtypes, or only for those that had gradients."""
+        given = [norm.reshape(-1) for norm in group["exp_avg_sq"]]
+        numbers = [norm.numel() for norm in given]
+        kinds = _kinds(group["params"])
+        started = [[i for i, p in enumerate(members) if "exp_avg" in self.state.get(p, {})] for members in kinds]
+        if sum(numbers) == sum(sizes) and 0 in numbers and 0 in sizes:  # all parameters have changed kind
+            return [torch.cat(given) if size else given[0].new_zeros(0) for size in sizes]
+        if numbers == [len(places) for places in started]:
+            fitted = [norm.new_zeros(size) for norm, size in zip(given, sizes, strict=True)]
+            for norm, kept, places in zip(fitted, given, started, strict=True):
+                norm[torch.tensor(places, dtype=torch.long, device=norm.device)] = kept
+            return fitted
+        raise StateError(
+            f"group['exp_avg_sq'] holds running norms of {numbers} 16-bit and other parameters, and the group has "
+            f"{sizes}: which norm is whose cannot be told. Load the state before dtypes of parameters change, or drop "
+            "it with del group['exp_avg_sq']"
+        )
+
+    def mend_group(self, group: dict[str, Any]) -> None:
+        """Running norms where the parameters are, and in float32."""
+        if "exp_avg_sq" in group and group["params"]:
+            device = group["params"][0].device
+            group["exp_avg_sq"] = [torch.as_tensor(n, dtype=torch.float32, device=device) for n in group["exp_avg_sq"]]
+            self._norms(group)
+        if "step" in group:
+            group["step"] = int(group["step"])
+
+
+def _kinds(params: Sequence[Parameter]) -> tuple[list[Parameter], list[Parameter]]:
+    """16-bit parameters, and the others."""
+    low: list[Parameter] = []
+    full: list[Parameter] = []
+    for param in params:
+        (low if param.dtype in LOW_DTYPES else full).append(param)
+    return low, full
+
+
+def _norm(gradient: Tensor, norm_type: int) -> Tensor:
+    if not gradient.numel():
+        return torch.zeros((), dtype=torch.float32, device=gradient.device)
+    order = 2.0 if norm_type == 2 else float("inf")
+    norm: Tensor = torch.linalg.vector_norm(gradient, order, dtype=torch.promote_types(gradient.dtype, torch.float32))
+    return norm.float()

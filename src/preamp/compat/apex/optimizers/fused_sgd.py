@@ -1,0 +1,98 @@
+"""FusedSGD."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim.optimizer import required
+
+from ....errors import OptimizerError
+from . import _steps
+from ._base import ApexOptimizer, Closure, check_hypers, evaluated
+
+
+class FusedSGD(ApexOptimizer):
+    """Gradient descent with momentum, dampening and Nesterov's look ahead, as `torch.optim.SGD` defines them.
+
+    `lr` must be given, here or in every group. `wd_after_momentum`: weight decay is added to the update instead of to
+    the gradient. Parameters may be of several floating dtypes; 16-bit ones are stepped in float32 and rounded once,
+    and their "momentum_buffer" is float32. `materialize_master_grads` says to `amp` how to hand gradients
+    over; the step itself goes by `.grad`, divided by `most_recent_scale` if that is not 1. Raises ValueError for
+    hyper-parameters out of range, RuntimeError for sparse gradients.
+    """
+
+    wide_states = ("momentum_buffer",)
+    own_attributes = (
+        "set_grad_none", "wd_after_momentum", "materialize_master_grads", "most_recent_scale",
+        "scale_set_by_backward",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = required,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool = False,
+    ) -> None:
+        if lr is not required:
+            check_hypers(lr=lr)
+        check_hypers(momentum=momentum, weight_decay=weight_decay)
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise OptimizerError(
+                f"nesterov=True with momentum={momentum!r} and dampening={dampening!r}: Nesterov momentum requires a "
+                "momentum and zero dampening, since it looks ahead along the momentum"
+            )
+        self.wd_after_momentum = wd_after_momentum
+        self.materialize_master_grads = materialize_master_grads
+        self.most_recent_scale = 1.0
+        self.scale_set_by_backward = False
+        self.set_grad_none = set_grad_none
+        defaults = {
+            "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("nesterov", False)
+
+    @torch.no_grad()
+    def step(self, closure: Closure = None) -> Any:
+        """One step of every parameter that has a gradient; returns the closure's loss."""
+        loss = evaluated(closure)
+        for group in self.param_groups:
+            fresh: list[Parameter] = []
+            going: list[Parameter] = []
+            for param in self.present(group):
+                started = self.state.get(param, {}).get("momentum_buffer") is not None
+                (going if started or not group["momentum"] else fresh).append(param)
+            self._advance(group, going, first=False)
+            self._advance(group, fresh, first=True)
+        self.most_recent_scale = 1.0
+        self.scale_set_by_backward = False
+        return loss
+
+    def _advance(self, group: dict[str, Any], params: list[Parameter], first: bool) -> None:
+        if not params:
+            return
+        _steps.sgd(
+            params, [p.grad for p in params if p.grad is not None],
+            self.states(params, "momentum_buffer") if group["momentum"] else [], lr=group["lr"],
+            momentum=group["momentum"], dampening=group["dampening"], weight_decay=group["weight_decay"],
+            nesterov=group["nesterov"], first=first, wd_after_momentum=self.wd_after_momentum,
+            factor=self._factor(params[0]),
+        )  # fmt: skip
+
+    def _factor(self, param: Tensor) -> Tensor | None:
+        if self.most_recent_scale == 1.0:
+            return None
+        return torch.full((), 1.0 / self.most_recent_scale, dtype=torch.float32, device=param.device)

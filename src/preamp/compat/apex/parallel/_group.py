@@ -1,0 +1,96 @@
+"""The process group: whether there is one, one of our own, and whether all ranks hold the same model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from preamp.compat.apex.parallel._flat import flat_dist_call
+
+Group = Any  # dist.ProcessGroup; None stands for the default group. Absent where torch has no distributed
+
+
+def has_group() -> bool:
+    """Whether this process belongs to an initialised default process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def require_group(what: str) -> None:
+    """RuntimeError unless the default process group is initialised; `what` needs it."""
+    if not dist.is_available():
+        raise RuntimeError(
+            f"{what} needs torch.distributed, which this build of torch lacks. Without it there is one process and "
+            "nothing to average: train the module itself."
+        )
+    if not dist.is_initialized():
+        raise RuntimeError(
+            f"{what} was built before the process group was there, so it does not know the other ranks. Call "
+            'torch.distributed.init_process_group("nccl"), or "gloo" on CPU, first; for a single process use the '
+            "module itself."
+        )
+
+
+def own_group() -> Group:
+    """A new group over all ranks, with the default group's backend and timeout. Every rank has to call this.
+
+    Gradients travel while backward goes on, at moments that may differ between ranks when ranks use different
+    parameters. In the default group they would then be taken for the collectives of SyncBatchNorm, of a second
+    wrapped model or of the training script, which torch matches by order alone.
+    """
+    return dist.new_group(timeout=default_timeout())
+
+
+def default_timeout() -> timedelta | None:
+    """The timeout given to init_process_group: new_group would fall back to the backend's own 10 or 30 minutes."""
+    try:
+        group = dist.distributed_c10d._get_default_group()
+        timeout = group._get_backend(group._device_types[0]).options._timeout
+    except (AttributeError, IndexError, RuntimeError):
+        return None  # a backend that does not tell
+    return timeout if isinstance(timeout, timedelta) else None
+
+
+def home_device(tensors: Sequence[Tensor]) -> torch.device:
+    """Where small messages of a group have to live: with `tensors`, or on the GPU for nccl when there are none."""
+    if tensors:
+        return tensors[0].device
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def check_same_model(parameters: Sequence[tuple[str, Tensor]], group: Group) -> None:
+    """ValueError, on every rank alike, unless the ranks' parameters agree in number, shape, dtype and requires_grad.
+
+    Without this a broadcast of buffers of different sizes hangs, or fills one rank's weights with another's bytes.
+    """
+    listing = repr([(tuple(p.shape), str(p.dtype), p.requires_grad) for _, p in parameters])
+    digest = int.from_bytes(hashlib.sha256(listing.encode()).digest()[:7], "big")
+    elements = sum(p.numel() for _, p in parameters)
+    mine = torch.tensor([digest, len(parameters), elements], device=home_device([p for _, p in parameters]))
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    rows = [row.tolist() for row in gathered]
+    for rank, row in enumerate(rows):
+        if row != rows[0]:
+            raise ValueError(
+                f"the ranks hold different models: rank 0 has {rows[0][1]} parameters with {rows[0][2]} elements, "
+                f"rank {rank} has {row[1]} with {row[2]}, or they differ in shapes, dtypes or requires_grad. Their "
+                "gradients cannot be added. Build the same model, and freeze the same layers, on every rank before "
+                "wrapping it."
+            )
+
+
+def broadcast_parameters(parameters: Sequence[Tensor], group: Group = None) -> None:
+    """Overwrite the parameters of all ranks by those of rank 0, in place; one message per dtype."""
+
+    def send(flat: Tensor) -> None:
+        dist.broadcast(flat, 0, group=group)
+
+    flat_dist_call([p.detach() for p in parameters], send)

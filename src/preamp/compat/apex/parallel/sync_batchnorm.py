@@ -1,0 +1,223 @@
+"""Batch norm over all ranks as a module, and the conversion of a network to it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from preamp.compat.apex._notice import deprecated_warning
+from preamp.compat.apex.parallel._group import Group, default_timeout, has_group, require_group
+from preamp.compat.apex.parallel.sync_batchnorm_kernel import SyncBatchnormFunction
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch norm whose statistics, in training, are those of the joined batch of all ranks of `process_group`.
+
+    Batches may differ in size between ranks, or be empty: mean and variance are weighted by counts, forward and
+    backward equal one BatchNorm over the concatenated batch, and the running variance is unbiased by the joint
+    count. `momentum=None` keeps a cumulative average. In evaluation, without a process group, or in a group of one,
+    it is plain batch norm.
+
+    `channel_last`: channels are the last axis of the tensor, as in an NHWC layout, instead of axis 1 (tensors in
+    torch's channels_last memory format have theirs on axis 1). `fuse_relu`: ReLU after everything else.
+    """
+
+    process_group: Group
+    channel_last: bool
+    fuse_relu: bool
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: Group = None,
+        channel_last: bool = False,
+        fuse_relu: bool = False,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self.process_group = process_group
+        self.channel_last = channel_last
+        self.fuse_relu = fuse_relu
+
+    def _specify_process_group(self, process_group: Group) -> None:
+        self.process_group = process_group
+
+    def _specify_channel_last(self, channel_last: bool) -> None:
+        self.channel_last = channel_last
+
+    def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
+        """relu(batch_norm(input) + z), the ReLU only with `fuse_relu` and `z` only if given.
+
+        `input`: floating dtype, (N, C), (N, C, L), (N, C, H, W) or (N, C, D, H, W), or with C last if `channel_last`.
+        `z`: shape of `input`. Returns dtype and shape of `input`; float16 and bfloat16 are computed in float32 and
+        rounded once. ValueError for other shapes.
+        """
+        axis = self._check(input, z)
+        if not self.training or self._alone():
+            return self._plain(input, z, axis)
+        output: Tensor
+        output, mean, var, count = SyncBatchnormFunction.apply(
+            input, self.weight, self.bias, z, self.eps, axis, self.fuse_relu, self.process_group
+        )
+        self._track(mean, var, count)
+        return output
+
+    def _alone(self) -> bool:
+        return not has_group() or dist.get_world_size(self.process_group) <= 1
+
+    def _check(self, input: Tensor, z: Tensor | None) -> int:
+        """The axis of the channels; ValueError unless the shapes fit."""
+        axis = input.dim() - 1 if self.channel_last else 1
+        if not 2 <= input.dim() <= 5 or input.shape[axis] != self.num_features:
+            place = "the last axis" if self.channel_last else "axis 1"
+            raise ValueError(
+                f"SyncBatchNorm({self.num_features}) got an input of shape {tuple(input.shape)}: it takes 2 to 5 axes "
+                f"with {self.num_features} channels along {place} (channel_last={self.channel_last})."
+            )
+        if not input.is_floating_point():
+            raise ValueError(f"SyncBatchNorm got an input of {input.dtype}; its mean is no such number. Cast it first.")
+        if z is not None and z.shape != input.shape:
+            raise ValueError(f"z of shape {tuple(z.shape)} cannot be added to an input of shape {tuple(input.shape)}.")
+        return axis
+
+    def _plain(self, input: Tensor, z: Tensor | None, axis: int) -> Tensor:
+        """Torch's batch norm on this rank's batch alone."""
+        learning = self.training and self.track_running_stats
+        momentum = self._count_batch() if learning else 0.0
+        local = self.training or self.running_mean is None
+        running_mean = self.running_mean if learning or not local else None
+        running_var = self.running_var if learning or not local else None
+        x = input.movedim(axis, 1)
+        weight: Tensor | None = self.weight
+        bias: Tensor | None = self.bias
+        # torch takes low inputs with float32 parameters, or all of one dtype; everything else meets in the widest
+        held = [t for t in (self.running_mean, weight, bias) if t is not None]
+        if len({t.dtype for t in held}) > 1 or (held and held[0].dtype not in (x.dtype, _mixes_with(x.dtype))):
+            wide = functools.reduce(torch.promote_types, (t.dtype for t in held), x.dtype)
+            seen_mean, seen_var = (t if t is None else t.to(wide) for t in (running_mean, running_var))
+            weight, bias = (t if t is None else t.to(wide) for t in (weight, bias))
+            output = F.batch_norm(x.to(wide), seen_mean, seen_var, weight, bias, local, momentum, self.eps)
+            if learning and running_mean is not None and seen_mean is not None:
+                running_mean.copy_(seen_mean)
+            if learning and running_var is not None and seen_var is not None:
+                running_var.copy_(seen_var)
+        else:
+            output = F.batch_norm(x, running_mean, running_var, weight, bias, local, momentum, self.eps)
+        output = output.movedim(1, axis)
+        if z is not None:
+            output = output + z
+        if self.fuse_relu:
+            output = output.relu()
+        return output.to(input.dtype)
+
+    def _count_batch(self) -> float:
+        """Count one more batch; the weight of its statistics in the running ones."""
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                return 1.0 / float(self.num_batches_tracked)
+        return self.momentum or 0.0
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
+        """Move the running statistics towards the joined ones; not at all when no rank had any data."""
+        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
+            return
+        weight = (count > 0).to(mean.dtype) * self._count_batch()
+        unbiased = var * (count / (count - 1).clamp(min=1.0))
+        for running, seen in ((self.running_mean, mean), (self.running_var, unbiased)):
+            running.copy_(running.to(seen.dtype).lerp(seen, weight))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "process_group": None}  # a group means nothing in another process: the default one
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        twin.process_group = self.process_group  # same process, same group
+        return twin
+
+
+def _mixes_with(dtype: torch.dtype) -> torch.dtype:
+    """The other dtype of parameters that torch's batch norm takes with an input of `dtype`."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def convert_syncbn_model(module: nn.Module, process_group: Group = None, channel_last: bool = False) -> nn.Module:
+    """Replace every batch norm in `module`, or `module` itself, by a `SyncBatchNorm`; returns the converted module.
+
+    Instance norms stay. The new layers hold the very same parameters and running buffers, so an optimizer built
+    before still trains them, and keep mode, hooks, dtype and device; a layer used in two places stays one layer.
+    Without anything to convert, `module` is returned as it is. ValueError for a lazy batch norm that has no shape yet.
+    """
+    deprecated_warning(
+        "apex.parallel.convert_syncbn_model is deprecated by NVIDIA; its successor in torch is "
+        "torch.nn.SyncBatchNorm.convert_sync_batchnorm."
+    )
+    return _convert(module, process_group, channel_last, {})
+
+
+def _convert(module: nn.Module, group: Group, channel_last: bool, done: dict[int, nn.Module]) -> nn.Module:
+    if id(module) in done:
+        return done[id(module)]
+    converted = module
+    if isinstance(module, SyncBatchNorm):
+        if group is not None or channel_last:
+            module._specify_process_group(group)
+            module._specify_channel_last(channel_last)
+    elif isinstance(module, _BatchNorm) and not isinstance(module, _InstanceNorm):
+        converted = _synchronised(module, group, channel_last)
+    done[id(module)] = converted
+    for name, child in list(converted._modules.items()):
+        if child is not None:
+            converted._modules[name] = _convert(child, group, channel_last, done)
+    return converted
+
+
+def _synchronised(layer: _BatchNorm, group: Group, channel_last: bool) -> SyncBatchNorm:
+    if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():
+        raise ValueError(
+            f"{type(layer).__name__} has no number of features yet, so its statistics have no shape to synchronise. "
+            "Run one forward before convert_syncbn_model."
+        )
+    made = SyncBatchNorm.__new__(SyncBatchNorm)
+    # Everything a module has is in its __dict__, hooks included; the old layer keeps registries of its own.
+    made.__dict__ = layer.__dict__.copy()
+    made._parameters, made._buffers = layer._parameters.copy(), layer._buffers.copy()
+    made.process_group, made.channel_last, made.fuse_relu = group, channel_last, False
+    return made
+
+
+def create_syncbn_process_group(group_size: int) -> Group:
+    """Split the ranks into groups of `group_size` neighbours; returns this rank's group. Every rank has to call it.
+
+    0 means all ranks: returns None. AssertionError unless the world size is a multiple of `group_size`.
+    """
+    if group_size == 0:
+        return None
+    require_group("create_syncbn_process_group")
+    world = dist.get_world_size()
+    if group_size < 0 or world % group_size:
+        raise AssertionError(
+            f"{world} ranks do not divide into groups of {group_size}, so some rank would be without partners. "
+            "Choose a group_size that divides the world size, or 0 for one group of all."
+        )
+    mine = None
+    for first in range(0, world, group_size):  # new_group wants every rank to make every group
+        ranks = list(range(first, first + group_size))
+        group = dist.new_group(ranks, timeout=default_timeout())
+        if dist.get_rank() in ranks:
+            mine = group
+    return mine

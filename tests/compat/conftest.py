@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from preamp.compat.apex import amp
+
+
+@pytest.fixture(autouse=True)
+def amp_is_closed() -> Iterator[None]:
+    """Amp is global: whatever a test did, the next finds torch as it was."""
+    yield
+    amp.close()

@@ -1,0 +1,262 @@
+"""`import apex` by install_as_apex and by `preamp run`: in processes of their own, since imports are for good."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+
+REAL = {
+    "apex/__init__.py": "from . import optimizers\n",
+    "apex/optimizers/__init__.py": "FROM = 'nvidia'\n",
+    "apex/multi_tensor_apply/__init__.py": "",
+    "apex/contrib/__init__.py": "",
+    "apex/contrib/thing.py": "FROM = 'nvidia'\n",
+}
+
+
+Done = subprocess.CompletedProcess[str]
+
+
+def python(*arguments: str | Path, path: Path | None = None, cwd: Path | None = None) -> Done:
+    """This Python in a fresh process; `path`: a folder to import from."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env["PYTHONPATH"] = os.pathsep.join([str(SOURCE), *([str(path)] if path else [])])
+    line = [sys.executable, "-W", "error", "-W", "ignore::FutureWarning", *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, env=env, cwd=cwd, timeout=120)
+
+
+def script(folder: Path, text: str, name: str = "script.py") -> Path:
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(textwrap.dedent(text), encoding="utf-8")
+    return file
+
+
+def good(done: Done) -> str:
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_spelling_of_an_import(tmp_path: Path) -> None:
+    file = script(tmp_path, """
+        import importlib.util
+        import sys
+        import preamp
+        assert importlib.util.find_spec("apex") is None
+        apex = preamp.install_as_apex()
+        assert preamp.install_as_apex() is apex
+        import apex as again
+        assert again is apex and apex is sys.modules["apex"]
+        from apex import amp
+        import apex.amp
+        import preamp.compat.apex as ours
+        assert amp is ours.amp is apex.amp is sys.modules["apex.amp"]
+        assert amp.__spec__.name == "preamp.compat.apex.amp"
+        from apex.amp import _amp_state
+        from apex.amp._amp_state import _amp_state as state, master_params, maybe_print, warn_or_err
+        assert state is _amp_state
+        from apex.amp import amp as inner, scaler, handle, opt, utils, wrap, frontend, compat, rnn_compat
+        from apex.amp.amp import _DECORATOR_HANDLE, _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
+        from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
+        import apex.amp.lists.torch_overrides as same
+        assert same is torch_overrides
+        from apex.amp._initialize import _initialize
+        from apex.amp._process_optimizer import AmpOptimizerState, _process_optimizer
+        from apex.amp.scaler import LossScaler
+        from apex.amp.frontend import Properties, opt_levels
+        from apex.amp.handle import AmpHandle, NoOpHandle
+        from apex.amp.opt import OptimWrapper
+        from apex.fp16_utils import *
+        from apex.fp16_utils import FP16_Optimizer, network_to_half
+        from apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler as Old
+        from apex.fp16_utils.fp16util import backwards_debug_hook
+        from apex.fp16_utils.fp16_optimizer import FP16_Optimizer
+        from apex.parallel import DistributedDataParallel, Reducer, SyncBatchNorm, convert_syncbn_model, LARC
+        from apex.parallel.LARC import LARC
+        from apex.parallel.distributed import flat_dist_call
+        from apex.optimizers import FusedAdam, FusedLAMB, FusedSGD, FusedNovoGrad, FusedAdagrad
+        from apex.normalization.fused_layer_norm import FusedLayerNorm
+        from apex.normalization import FusedRMSNorm
+        from apex.multi_tensor_apply import multi_tensor_applier
+        import amp_C
+        from apex_C import flatten, unflatten
+        assert multi_tensor_applier.available
+        for missing in ("apex.contrib", "apex.transformer.parallel_state", "apex.nothing"):
+            try:
+                importlib.import_module(missing)
+            except ModuleNotFoundError as error:
+                assert "install NVIDIA's Apex" in str(error) and error.name.startswith("apex."), error
+            else:
+                raise AssertionError(missing)
+        try:
+            import apex.RNN
+        except ImportError as error:
+            assert "torch.nn.LSTM" in str(error)
+        else:
+            raise AssertionError
+        preamp.uninstall_as_apex()
+        preamp.uninstall_as_apex()
+        assert importlib.util.find_spec("apex") is None and "apex.amp" not in sys.modules
+        preamp.install_as_apex()
+        from apex import amp
+        print("done")
+    """)  # fmt: skip
+    assert good(python(file)) == "done\n"
+
+
+def test_grafted_onto_an_apex_without_amp(tmp_path: Path) -> None:
+    for name, text in REAL.items():
+        script(tmp_path, text, name)
+    file = script(tmp_path / "s", """
+        import sys
+        import preamp
+        preamp.install_as_apex()
+        import apex
+        import apex.optimizers, apex.contrib.thing
+        assert apex.optimizers.FROM == apex.contrib.thing.FROM == "nvidia" and not hasattr(apex, "_notice")
+        assert apex.amp.initialize.__module__.startswith("preamp") and apex.parallel.LARC
+        from apex.fp16_utils import FP16_Optimizer
+        preamp.uninstall_as_apex()
+        assert not hasattr(apex, "amp") and "apex.amp" not in sys.modules and apex.optimizers.FROM == "nvidia"
+        preamp.install_as_apex()  # onto one that is loaded already
+        assert apex is sys.modules["apex"] and apex.amp.scale_loss
+        print("done")
+    """)  # fmt: skip
+    assert good(python(file, path=tmp_path)) == "done\n"
+    file = script(tmp_path / "s", "import apex\nfrom apex import amp\nprint(apex.optimizers.FROM, amp.__name__)\n")
+    assert good(python("-m", "preamp", "run", file, path=tmp_path)) == "nvidia preamp.compat.apex.amp\n"
+
+
+def test_an_apex_that_cannot_be_imported_is_replaced(tmp_path: Path) -> None:
+    for name, text in {
+        **REAL,
+        "apex/__init__.py": "from . import optimizers\nraise ImportError('libcudart')\n",
+    }.items():
+        script(tmp_path, text, name)
+    file = script(tmp_path / "s", """
+        import warnings
+        import preamp
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            preamp.install_as_apex()
+        assert "libcudart" in str(caught[0].message)
+        from apex.optimizers import FusedAdam
+        print(FusedAdam.__module__)
+    """)  # fmt: skip
+    assert good(python(file, path=tmp_path)).startswith("preamp.compat.apex")
+
+
+def test_another_package_called_apex_is_hidden(tmp_path: Path) -> None:
+    script(tmp_path, "PYRAMID = True\n", "apex/__init__.py")
+    file = script(tmp_path / "s", "import preamp\npreamp.install_as_apex()\nimport apex\nprint(apex.__name__)\n")
+    assert good(python(file, path=tmp_path)) == "preamp.compat.apex\n"
+
+
+def test_an_amp_that_is_loaded_already_is_not_mixed_with_ours(tmp_path: Path) -> None:
+    for name, text in {**REAL, "apex/amp/__init__.py": ""}.items():
+        script(tmp_path, text, name)
+    file = script(tmp_path / "s", """
+        import apex.amp
+        import preamp
+        try:
+            preamp.install_as_apex()
+        except RuntimeError as error:
+            print("refused" if "first thing" in str(error) else error)
+    """)  # fmt: skip
+    assert good(python(file, path=tmp_path)) == "refused\n"
+
+
+SCRIPT = """
+    import sys
+    import torch
+    from apex import amp
+
+    def work(rank, queue=None):
+        from apex import amp
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+        with amp.scale_loss(model(torch.ones(1, 2)).float().sum() * 1e-3, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        print(f"rank {rank} trained", flush=True)
+
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, i):
+            import apex.amp
+            return torch.tensor(len(apex.amp.__name__))
+
+    if __name__ == "__main__":
+        print(sys.argv[1:], __file__.endswith("script.py"), sys.path[0])
+        work("main")
+        torch.multiprocessing.spawn(work, nprocs=2)
+        loader = torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context="spawn")
+        print([int(x) for x in loader])
+        import subprocess
+        child = "import apex.amp; print('child', apex.amp.__name__, flush=True)"
+        subprocess.run([sys.executable, "-c", child], check=True)
+        sys.exit(7)
+"""
+
+
+def test_run_reaches_every_process(tmp_path: Path) -> None:
+    file = script(tmp_path, SCRIPT)
+    done = python("-m", "preamp", "run", file, "--lr", "0.1", "-m", "--help", cwd=tmp_path)
+    assert done.returncode == 7, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"['--lr', '0.1', '-m', '--help'] True {tmp_path}"
+    assert sorted(lines[1:4]) == ["rank 0 trained", "rank 1 trained", "rank main trained"]
+    assert lines[4:] == ["[22, 22]", "child preamp.compat.apex.amp"]
+
+
+def test_run_a_module_and_torchrun(tmp_path: Path) -> None:
+    script(tmp_path, "", "package/__init__.py")
+    script(tmp_path, "import sys\nimport apex.amp\nprint(__name__, sys.argv[1:])\n", "package/train.py")
+    out = good(python("-m", "preamp", "run", "-m", "package.train", "--x", cwd=tmp_path))
+    assert out == "__main__ ['--x']\n"
+    file = script(tmp_path, "import os, apex.amp\nprint('rank', os.environ['RANK'], flush=True)\n", "ranks.py")
+    standalone = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", file)
+    done = python("-m", "preamp", "run", "-m", *standalone, cwd=tmp_path)
+    assert sorted(good(done).split("\n")) == ["", "rank 0", "rank 1"]
+
+
+def test_run_tells_of_a_script_that_is_not_there(tmp_path: Path) -> None:
+    done = python("-m", "preamp", "run", "nowhere.py", cwd=tmp_path)
+    assert done.returncode == 2 and "no script 'nowhere.py'" in done.stderr
+    file = script(tmp_path, "import apex.amp\nraise KeyError('of the script')\n")
+    done = python("-m", "preamp", "run", file)
+    assert done.returncode == 1 and "of the script" in done.stderr and "preamp" not in done.stderr
+
+
+@pytest.mark.parametrize("stop", ["SIGINT", "SIGTERM"])
+def test_signals_reach_the_script(tmp_path: Path, stop: str) -> None:
+    import signal
+
+    file = script(tmp_path, """
+        import signal, time
+        import apex.amp
+        def caught(number, frame):
+            print("caught", signal.Signals(number).name, flush=True)
+            raise SystemExit(9)
+        for one in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(one, caught)
+        print("ready", flush=True)
+        time.sleep(60)
+    """)  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    line = [sys.executable, "-m", "preamp", "run", str(file)]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(getattr(signal, stop))
+        assert process.stdout.read() == f"caught {stop}\n"
+    assert process.returncode == 9

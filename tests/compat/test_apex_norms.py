@@ -1,0 +1,229 @@
+"""Apex's norm layers: against torch's, in which dtype they answer, and what can be done with them."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from preamp.compat.apex.normalization import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm
+from preamp.compat.apex.normalization import fused_layer_norm as module
+
+SHAPE = (32, 16)
+FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+LOW = [torch.float16, torch.bfloat16]
+KINDS: list[Any] = [FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm]
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def plain(x: Tensor, layer: Any) -> Tensor:
+    """The formulas of the papers in float64."""
+    x = x.double()
+    dims = tuple(range(-len(layer.normalized_shape), 0))
+    if isinstance(layer, FusedLayerNorm):
+        x = x - x.mean(dims, keepdim=True)
+    normed = x / (x.pow(2).mean(dims, keepdim=True) + layer.eps).sqrt()
+    if layer.weight is not None:
+        normed = normed * layer.weight.double()
+    bias = getattr(layer, "bias", None)
+    return normed if bias is None else normed + bias.double()
+
+
+def randomised(layer: Any) -> Any:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for param in layer.parameters():
+            param.copy_(torch.rand(param.shape, generator=generator) + 0.5)
+    return layer
+
+
+@kinds
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_values_and_gradients_are_the_papers(kind: Any, dtype: torch.dtype) -> None:
+    layer = randomised(kind(SHAPE)).to(dtype)
+    x = torch.randn(16, *SHAPE).to(dtype).requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    twin = copy.deepcopy(layer).double()
+    out, expected = layer(x), plain(wide, twin)
+    assert out.dtype is dtype
+    tolerance = {"atol": 10 * torch.finfo(dtype).eps, "rtol": 4 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(out.double(), expected, **tolerance)
+    upstream = torch.rand_like(out)
+    out.backward(upstream)
+    expected.backward(upstream.double())
+    assert x.grad is not None
+    assert x.grad.dtype is dtype
+    torch.testing.assert_close(x.grad.double(), wide.grad, **tolerance)
+    for name, param in layer.named_parameters():
+        assert param.grad.dtype is dtype
+        theirs = twin.get_parameter(name).grad
+        assert float((param.grad.double() - theirs).abs().max() / theirs.abs().max()) < 16 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("affine", [False, True])
+def test_layer_norm_is_torchs_bit_for_bit(affine: bool) -> None:
+    x = torch.randn(4, *SHAPE)
+    assert torch.equal(FusedLayerNorm(SHAPE, elementwise_affine=affine)(x), nn.LayerNorm(SHAPE)(x))
+    assert torch.equal(FusedLayerNorm(16)(x), nn.LayerNorm(16)(x))
+
+
+@pytest.mark.parametrize("kind", [FusedLayerNorm, FusedRMSNorm])
+@pytest.mark.parametrize("dtype", LOW)
+def test_the_input_says_which_dtype_comes_out(kind: Any, dtype: torch.dtype) -> None:
+    layer = randomised(kind(SHAPE))
+    x = torch.randn(4, *SHAPE).to(dtype).requires_grad_()
+    out = layer(x)
+    assert out.dtype is dtype
+    torch.testing.assert_close(out, plain(x, layer).to(dtype), atol=0.02, rtol=0.01)
+    out.sum().backward()
+    assert x.grad is not None
+    assert (x.grad.dtype, layer.weight.grad.dtype) == (dtype, torch.float32)
+    assert kind(SHAPE).to(dtype)(x.detach().float()).dtype is torch.float32
+
+
+@pytest.mark.parametrize("kind", [MixedFusedLayerNorm, MixedFusedRMSNorm])
+@pytest.mark.parametrize("weight", [torch.float32, *LOW])
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW])
+def test_the_parameters_of_mixed_layers_say_so(kind: Any, dtype: torch.dtype, weight: torch.dtype) -> None:
+    layer = randomised(kind(SHAPE)).to(weight)
+    x = torch.randn(4, *SHAPE).to(dtype).requires_grad_()
+    out = layer(x)
+    assert out.dtype is weight
+    torch.testing.assert_close(out, plain(x, layer).to(weight), atol=0.02, rtol=0.01)
+    out.sum().backward()
+    assert x.grad is not None
+    assert (x.grad.dtype, layer.weight.grad.dtype) == (dtype, weight)
+
+
+@kinds
+@pytest.mark.parametrize("dtype", LOW)
+def test_autocast_casts_all_of_it(kind: Any, dtype: torch.dtype) -> None:
+    layer = randomised(kind(SHAPE))
+    x = torch.randn(4, *SHAPE, requires_grad=True)
+    low = copy.deepcopy(layer).to(dtype)
+    expected = low(x.detach().to(dtype))
+    with torch.autocast("cpu", dtype=dtype):
+        out = layer(x)
+    assert out.dtype is dtype
+    assert torch.equal(out, expected)
+    out.float().sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype is layer.weight.grad.dtype is torch.float32
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lead=st.lists(st.integers(0, 3), max_size=2), last=st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    rms=st.booleans(), affine=st.booleans(),
+)  # fmt: skip
+def test_any_shape(lead: list[int], last: list[int], rms: bool, affine: bool) -> None:
+    layer = randomised((FusedRMSNorm if rms else FusedLayerNorm)(last, elementwise_affine=affine))
+    x = torch.randn(*lead, *last)
+    assert layer(x).shape == x.shape
+    torch.testing.assert_close(layer(x).double(), plain(x, layer), atol=1e-4, rtol=1e-3)
+
+
+def test_functions_take_apexs_positions() -> None:
+    names = {
+        "fused_layer_norm_affine": "input weight bias normalized_shape eps memory_efficient",
+        "fused_layer_norm": "input normalized_shape eps memory_efficient",
+        "mixed_dtype_fused_layer_norm_affine": "input weight bias normalized_shape eps memory_efficient",
+        "fused_rms_norm_affine": "input weight normalized_shape eps memory_efficient",
+        "fused_rms_norm": "input normalized_shape eps memory_efficient",
+        "mixed_dtype_fused_rms_norm_affine": "input weight normalized_shape eps memory_efficient",
+        "manual_rms_norm": "input normalized_shape weight eps",
+    }
+    for name, arguments in names.items():
+        parameters = inspect.signature(getattr(module, name)).parameters
+        assert list(parameters) == arguments.split()
+        if name != "manual_rms_norm":
+            assert parameters["eps"].default == 1e-6
+            assert parameters["memory_efficient"].default is False
+
+
+def test_functions_are_what_the_layers_compute() -> None:
+    x, weight, bias = torch.randn(3, *SHAPE), torch.rand(SHAPE), torch.rand(SHAPE)
+    normed = nn.functional.layer_norm(x, SHAPE, eps=1e-6)
+    assert torch.equal(module.fused_layer_norm(x, SHAPE), normed)
+    assert torch.equal(module.fused_layer_norm(x, torch.Size(SHAPE), 1e-6, memory_efficient=True), normed)
+    torch.testing.assert_close(module.fused_layer_norm_affine(x, weight, bias, SHAPE), normed * weight + bias)
+    out = module.mixed_dtype_fused_layer_norm_affine(x.half(), weight, bias, SHAPE)
+    assert out.dtype is torch.float32
+    assert torch.equal(module.FusedLayerNormFunction.apply(x, SHAPE, 1e-6), normed)
+    rms = nn.functional.rms_norm(x, SHAPE, eps=1e-6)
+    torch.testing.assert_close(module.fused_rms_norm(x, SHAPE), rms)
+    torch.testing.assert_close(module.fused_rms_norm_affine(x, weight, SHAPE), rms * weight)
+    torch.testing.assert_close(module.manual_rms_norm(x, SHAPE, weight, 1e-6), rms * weight)
+    torch.testing.assert_close(module.manual_rms_norm(x, SHAPE, None, 1e-6), rms)
+    assert module.manual_rms_norm(x.half(), SHAPE, weight.half(), 1e-6).dtype is torch.float16
+    assert module.mixed_dtype_fused_rms_norm_affine(x, weight.bfloat16(), SHAPE).dtype is torch.bfloat16
+
+
+@kinds
+def test_attributes_state_and_copies(kind: Any) -> None:
+    layer = kind(8, eps=1e-3)
+    assert layer.normalized_shape == torch.Size([8])
+    assert (layer.eps, layer.elementwise_affine) == (1e-3, True)
+    assert repr(layer) == f"{kind.__name__}((8,), eps=0.001, elementwise_affine=True)"
+    names = ["weight", "bias"] if issubclass(kind, FusedLayerNorm) else ["weight"]
+    assert list(layer.state_dict()) == names
+    randomised(layer)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(twin(torch.ones(2, 8)), layer(torch.ones(2, 8)))
+    layer.reset_parameters()
+    assert torch.equal(layer.weight, torch.ones(8))
+    if "bias" in names:
+        reference = nn.LayerNorm(8)
+        reference.load_state_dict(layer.state_dict())
+
+
+@pytest.mark.parametrize("kind", [FusedLayerNorm, FusedRMSNorm])
+def test_without_parameters(kind: Any) -> None:
+    layer = kind(8, elementwise_affine=False, memory_efficient=True)
+    assert layer.weight is None
+    assert not list(layer.parameters())
+    assert layer(torch.ones(2, 8).half()).dtype is torch.float16
+    layer.reset_parameters()
+
+
+@pytest.mark.parametrize("kind", [MixedFusedLayerNorm, MixedFusedRMSNorm])
+def test_mixed_layers_need_their_parameters(kind: Any) -> None:
+    with pytest.warns(UserWarning, match="elementwise_affine"):
+        assert kind(8, elementwise_affine=True).weight is not None
+    with pytest.warns(UserWarning, match="elementwise_affine"), pytest.raises(RuntimeError, match="Use Fused"):
+        kind(8, elementwise_affine=False)
+    assert kind(8, memory_efficient=True).memory_efficient
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(RuntimeError):
+        FusedLayerNorm(8)(torch.ones(2, 7))
+    with pytest.raises(RuntimeError):
+        FusedRMSNorm(8)(torch.ones(2, 7))
+
+
+@kinds
+def test_views_channels_last_and_devices_without_autocast(kind: Any) -> None:
+    layer = randomised(kind(4))
+    image = torch.randn(2, 3, 5, 4)
+    assert torch.equal(layer(image.contiguous(memory_format=torch.channels_last)), layer(image))
+    wide = torch.randn(3, 8)
+    assert torch.equal(layer(wide[:, ::2]), layer(wide[:, ::2].clone()))
+    assert kind(4).to("meta")(torch.empty(3, 4, device="meta")).shape == (3, 4)
+
+
+@kinds
+def test_layers_compile_whole(kind: Any) -> None:
+    layer = randomised(kind(8))
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    x = torch.randn(3, 8)
+    assert torch.equal(compiled(x), layer(x))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert compiled(x).dtype is torch.bfloat16

@@ -1,0 +1,171 @@
+"""The API of 2018: amp.init, handle.scale_loss, wrapped optimizers. Apex's last releases refused it; here it works."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from preamp.compat.apex import amp
+from preamp.compat.apex.amp import amp as amp_module
+from preamp.compat.apex.amp import opt as opt_module
+
+from .toys import Weights, batch, mlp
+
+ONES = torch.ones(3)
+INF = torch.tensor([1.0, math.inf, 1.0])
+
+
+def test_handles() -> None:
+    off: Any = amp.init(enabled=False)
+    assert not off.is_active() and amp_module._DECORATOR_HANDLE is off and not hasattr(amp._amp_state, "handle")
+    loss = torch.zeros(())
+    with off.scale_loss(loss, None) as same:
+        assert same is loss
+    with off._disable_casts():
+        pass
+    assert not off.has_cache and not off.verbose
+    off._clear_cache()
+    off._deactivate()
+    on: Any = amp.init(enable_caching=False, verbose=True)
+    assert on.is_active() and amp_module._DECORATOR_HANDLE is on and amp._amp_state.handle is on
+    assert not on.has_cache and on.verbose and on.cache == {}
+    with on._disable_casts():
+        assert not on.is_active()
+    assert on.is_active()
+
+
+def test_handle_scale_loss_trains_and_skips(capsys: pytest.CaptureFixture[str]) -> None:
+    handle: Any = amp.init(enabled=True)
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    losses = []
+    for i in range(12):
+        x, y = batch(0)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        if i == 5:
+            loss = loss * math.inf
+        with handle.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        before = [p.clone() for p in model.parameters()]
+        optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)) == (i == 5)
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    assert "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0" in capsys.readouterr().out
+
+
+def test_gradients_are_those_of_float32() -> None:
+    handle: Any = amp.init(loss_scale=128.0)
+    model = Weights()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    for _ in range(2):
+        with handle.scale_loss(model(ONES), optimizer) as scaled:
+            assert float(scaled.detach()) == 3 * 128.0
+            scaled.backward()
+    assert model.weight.grad is not None and torch.equal(model.weight.grad, ONES * 2)
+
+
+def test_wrapped_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
+    handle: Any = amp.init()
+    model = Weights()
+    optimizer: Any = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), 0.25, momentum=0.5), num_loss=2)
+    assert isinstance(optimizer, opt_module.OptimWrapper)
+    assert optimizer.param_groups[0]["lr"] == 0.25  # everything else is the optimizer's
+    for given in (ONES, ONES * 2):
+        with optimizer.scale_loss(model(given)) as scaled:
+            scaled.backward()
+    assert model.weight.grad is not None and torch.equal(model.weight.grad, ONES * 3)
+    optimizer.step()
+    assert torch.equal(model.weight, ONES * 0.25)
+    optimizer.zero_grad()
+    for given in (ONES, INF):
+        with optimizer.scale_loss(model(given)) as scaled:
+            scaled.backward()
+    optimizer.step()
+    assert torch.equal(model.weight, ONES * 0.25)
+    assert "Loss scaler 1 reducing loss scale to 32768.0" in capsys.readouterr().out
+    assert [s.loss_scale() for s in optimizer._loss_scaler] == [65536.0, 32768.0]
+    for _ in range(2):
+        with optimizer.scale_loss(model(ONES)) as scaled:
+            scaled.backward()
+    with pytest.raises(RuntimeError, match="num_loss"), optimizer.scale_loss(model(ONES)):
+        pass
+    with pytest.raises(NotImplementedError, match="closure"):
+        optimizer.step(lambda: None)
+    with pytest.raises(RuntimeError, match="wrap_optimizer"), handle.scale_loss(model(ONES), optimizer):
+        pass
+
+
+def test_an_exception_keeps_gradients() -> None:
+    handle: Any = amp.init(loss_scale=8.0)
+    model = Weights()
+    wrapped: Any = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), 0.25))
+    with wrapped.scale_loss(model(ONES)) as scaled:
+        scaled.backward()
+    wrapped._loss_idx = 0
+    with pytest.raises(KeyError), wrapped.scale_loss(model(INF)) as scaled:
+        scaled.backward()
+        raise KeyError
+    assert model.weight.grad is not None and torch.equal(model.weight.grad, ONES)
+
+
+def test_a_wrapped_optimizer_of_a_handle_that_is_off() -> None:
+    handle: Any = amp.init(enabled=False)
+    model = Weights()
+    wrapped: Any = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), 0.25))
+    loss = model(ONES)
+    with wrapped.scale_loss(loss) as scaled:
+        assert scaled is loss
+        scaled.backward()
+    wrapped.step()
+    assert torch.equal(model.weight, ONES * 0.75)
+
+
+def test_deactivating_with_a_skip_to_come_warns() -> None:
+    handle: Any = amp.init()
+    model = Weights()
+    wrapped: Any = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), 0.25))
+    with wrapped.scale_loss(model(INF)) as scaled:
+        scaled.backward()
+    with pytest.warns(UserWarning, match="skipped step"):
+        handle._deactivate()
+
+
+def test_a_script_of_the_fastai_kind() -> None:
+    """The edit of fastai's loss_batch as it was published: the handle is fetched from the module, opt is a wrapper."""
+    amp.init(enabled=True)
+    amp_handle = amp_module._DECORATOR_HANDLE
+    assert amp_handle is not None
+
+    class Wrapper:
+        def __init__(self, opt: torch.optim.Optimizer) -> None:
+            self.opt = opt
+
+        def step(self) -> None:
+            self.opt.step()
+
+        def zero_grad(self) -> None:
+            self.opt.zero_grad()
+
+    def loss_batch(model: nn.Module, xb: Any, yb: Any, loss_func: Any, opt: Any = None) -> float:
+        loss = loss_func(model(xb), yb)
+        if opt is not None:
+            with amp_handle.scale_loss(loss, opt.opt) as scaled_loss:
+                scaled_loss.backward()
+            opt.step()
+            opt.zero_grad()
+        return float(loss.detach())
+
+    model = mlp()
+    opt = Wrapper(torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-4))
+    x, y = batch(0)
+    losses = [loss_batch(model, x, y, nn.CrossEntropyLoss(), opt) for _ in range(20)]
+    assert losses[-1] < losses[0] / 2
+    model.eval()
+    with torch.no_grad():
+        assert loss_batch(model, x, y, nn.CrossEntropyLoss()) < losses[0]

@@ -1,0 +1,794 @@
+"""Apex's fused optimizers: against torch.optim and plain maths, their state formats, and what users do to them."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import Parameter
+
+from preamp.compat.apex.optimizers import (
+    FusedAdagrad,
+    FusedAdam,
+    FusedLAMB,
+    FusedMixedPrecisionLamb,
+    FusedNovoGrad,
+    FusedSGD,
+)
+
+SHAPES = [(33, 17), (129,), (1,), (), (0,), (4, 3, 5, 5)]
+ITERATIONS = 7
+
+EVERY: dict[str, Callable[..., Any]] = {
+    "adam": FusedAdam,
+    "adam-capturable": lambda params, **k: FusedAdam(params, capturable=True, **k),
+    "adam-masters": lambda params, **k: FusedAdam(params, master_weights=True, **k),
+    "sgd": lambda params, **k: FusedSGD(params, **{"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, **k}),
+    "sgd-late": lambda params, **k: FusedSGD(
+        params, **{"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "wd_after_momentum": True, **k}
+    ),
+    "lamb": FusedLAMB,
+    "novograd": FusedNovoGrad,
+    "adagrad": FusedAdagrad,
+    "adagrad-w": lambda params, **k: FusedAdagrad(params, **{"weight_decay": 0.1, "adagrad_w_mode": True, **k}),
+    "mixed-lamb": FusedMixedPrecisionLamb,
+    "mixed-lamb-bf16": lambda params, **k: FusedMixedPrecisionLamb(
+        params, reduced_precision_dtype=torch.bfloat16, **k
+    ),
+}  # fmt: skip
+
+every = pytest.mark.parametrize("name", EVERY)
+
+
+def tensors(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [Parameter(torch.rand(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def give_grads(params: list[Parameter], seed: int, *others: list[Parameter]) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for i, param in enumerate(params):
+        param.grad = (torch.rand(param.shape, generator=generator) - 0.3).to(param.dtype)
+        for other in others:
+            other[i].grad = param.grad.to(other[i].dtype)
+
+
+def distance(left: list[Any], right: list[Any]) -> float:
+    gaps = (a.detach().double() - b.detach().double() for a, b in zip(left, right, strict=True) if a.numel())
+    return max(float(gap.abs().max()) for gap in gaps)
+
+
+def values(params: list[Parameter]) -> list[Tensor]:
+    return [param.detach().clone() for param in params]
+
+
+def assert_same_bits(left: list[Any], right: list[Any]) -> None:
+    for a, b in zip(left, right, strict=True):
+        assert a.dtype is b.dtype
+        assert torch.equal(a, b)
+
+
+def run_both(fused: Any, fused_params: list[Parameter], reference: Any, params: list[Parameter]) -> float:
+    worst = 0.0
+    for i in range(ITERATIONS):
+        give_grads(params, i, fused_params)
+        reference.step()
+        fused.step()
+        worst = max(worst, distance(fused_params, params))
+    return worst
+
+
+# -- against torch.optim
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("capturable", [False, True])
+def test_adam_is_torchs(decoupled: bool, weight_decay: float, capturable: bool) -> None:
+    mine, theirs = tensors(), tensors()
+    options: dict[str, Any] = {"lr": 5e-3, "betas": (0.6, 0.9), "eps": 3e-6, "weight_decay": weight_decay}
+    fused = FusedAdam(mine, adam_w_mode=decoupled, capturable=capturable, **options)
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    assert run_both(fused, mine, kind(theirs, **options), theirs) < 1e-6
+    assert int(fused.param_groups[0]["step"]) == ITERATIONS
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bit_adam_rounds_once_a_step(dtype: torch.dtype) -> None:
+    """Each step is the float32 step of the 16-bit weight, with float32 moments, rounded."""
+    mine = tensors(dtype)
+    fused = FusedAdam(mine, lr=1e-2, weight_decay=0.1)
+    wide = [Parameter(p.detach().float()) for p in mine]
+    reference = torch.optim.AdamW(wide, lr=1e-2, weight_decay=0.1)
+    for i in range(ITERATIONS):
+        give_grads(mine, i, wide)
+        reference.step()
+        fused.step()
+        with torch.no_grad():
+            for param in wide:
+                param.copy_(param.to(dtype))
+    assert distance(mine, wide) <= 2 * torch.finfo(dtype).eps  # a tie may fall either way
+    assert fused.state[mine[0]]["exp_avg"].dtype is torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("capturable", [False, True])
+def test_masters_keep_what_16_bits_lose(dtype: torch.dtype, capturable: bool) -> None:
+    mine = tensors(dtype)
+    wide = [Parameter(p.detach().float()) for p in mine]
+    fused = FusedAdam(mine, lr=1e-5, master_weights=True, capturable=capturable)
+    reference = torch.optim.AdamW(wide, lr=1e-5, weight_decay=0.0)
+    for i in range(50):
+        give_grads(mine, i, wide)
+        reference.step()
+        fused.step()
+    assert distance([fused.state[p]["master_param"] for p in mine], wide) < 1e-6
+    assert_same_bits(values(mine), [p.detach().to(dtype) for p in wide])
+    groups = fused.param_groups_master
+    assert groups is not None
+    assert groups[0]["params"][0] is fused.state[mine[0]]["master_param"]
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.3}, {"momentum": 0.9, "nesterov": True},
+    {"momentum": 0.9, "weight_decay": 0.1}, {"weight_decay": 0.1},
+])  # fmt: skip
+def test_sgd_is_torchs(options: dict[str, Any]) -> None:
+    mine, theirs = tensors(), tensors()
+    fused = FusedSGD(mine, lr=0.1, **options)
+    assert run_both(fused, mine, torch.optim.SGD(theirs, lr=0.1, **options), theirs) < 1e-6
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_with_weight_decay_after_momentum(nesterov: bool) -> None:
+    mine = tensors()
+    fused = FusedSGD(mine, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=nesterov, wd_after_momentum=True)
+    plain = [p.detach().double() for p in mine]
+    buffers: list[Tensor] = []
+    for i in range(ITERATIONS):
+        give_grads(mine, i)
+        grads = [p.grad.double() for p in mine if p.grad is not None]
+        buffers = [0.9 * b + g for b, g in zip(buffers, grads, strict=True)] if buffers else grads
+        ways = [g + 0.9 * b if nesterov else b for g, b in zip(grads, buffers, strict=True)]
+        plain = [p - 0.1 * (w + 0.1 * p) for p, w in zip(plain, ways, strict=True)]
+        fused.step()
+    assert distance(mine, plain) < 1e-5
+
+
+def test_adagrad_is_torchs() -> None:
+    mine, theirs = tensors(), tensors()
+    options = {"lr": 0.05, "eps": 1e-8, "weight_decay": 0.1}
+    assert run_both(FusedAdagrad(mine, **options), mine, torch.optim.Adagrad(theirs, **options), theirs) < 1e-6
+
+
+def test_adagrad_with_decoupled_weight_decay() -> None:
+    mine = tensors()
+    fused = FusedAdagrad(mine, lr=0.05, weight_decay=0.1, adagrad_w_mode=True)
+    plain = [p.detach().double() for p in mine]
+    sums = [torch.zeros_like(p) for p in plain]
+    for i in range(ITERATIONS):
+        give_grads(mine, i)
+        for j, param in enumerate(mine):
+            assert param.grad is not None
+            grad = param.grad.double()
+            sums[j] += grad**2
+            plain[j] = plain[j] - 0.05 * (grad / (sums[j].sqrt() + 1e-10) + 0.1 * plain[j])
+        fused.step()
+    assert distance(mine, plain) < 1e-5
+
+
+# -- against plain maths
+
+
+class PlainLAMB:
+    """LAMB as arXiv:1904.00962 writes it, after clipping by the global norm, in float64."""
+
+    def __init__(self, params: list[Parameter], o: dict[str, Any]) -> None:
+        self.params, self.o, self.count = params, o, 0
+        self.values = [p.detach().double() for p in params]
+        self.m = [torch.zeros_like(p) for p in self.values]
+        self.v = [torch.zeros_like(p) for p in self.values]
+
+    def step(self) -> None:
+        o, (b1, b2) = self.o, self.o["betas"]
+        self.count += 1
+        grads = [p.grad.double() for p in self.params if p.grad is not None]
+        norm = torch.cat([g.flatten() for g in grads]).norm()
+        clip = max(1.0, float(norm) / o["max_grad_norm"]) if o["max_grad_norm"] else 1.0
+        c1, c2 = (1 - b1**self.count, 1 - b2**self.count) if o["bias_correction"] else (1.0, 1.0)
+        for i, grad in enumerate(grads):
+            g = grad / clip + (0.0 if o["adam_w_mode"] else o["weight_decay"]) * self.values[i]
+            self.m[i] = b1 * self.m[i] + ((1 - b1) if o["grad_averaging"] else 1) * g
+            self.v[i] = b2 * self.v[i] + (1 - b2) * g**2
+            update = (self.m[i] / c1) / ((self.v[i] / c2).sqrt() + o["eps"])
+            if o["adam_w_mode"]:
+                update = update + o["weight_decay"] * self.values[i]
+            ratio, size, length = 1.0, float(self.values[i].norm()), float(update.norm())
+            if (o["weight_decay"] or o["use_nvlamb"]) and size and length:
+                ratio = size / length
+            self.values[i] = self.values[i] - o["lr"] * ratio * update
+
+
+class PlainNovoGrad:
+    """NovoGrad as arXiv:1905.11286 writes it, with Apex's switches, in float64."""
+
+    def __init__(self, params: list[Parameter], o: dict[str, Any]) -> None:
+        self.params, self.o, self.count = params, o, 0
+        self.values = [p.detach().double() for p in params]
+        self.m = [torch.zeros_like(p) for p in self.values]
+        self.n: list[Tensor | None] = [None] * len(params)
+
+    def step(self) -> None:
+        o, (b1, b2) = self.o, self.o["betas"]
+        self.count += 1
+        c1, c2 = (1 - b1**self.count, (1 - b2**self.count) ** 0.5) if o["bias_correction"] else (1.0, 1.0)
+        for i, param in enumerate(self.params):
+            assert param.grad is not None
+            if not param.numel():
+                continue
+            g = param.grad.double()
+            now = g.norm() if o["norm_type"] == 2 else g.abs().max()
+            before = self.n[i]
+            if before is None:
+                before = torch.zeros_like(now) if o["init_zero"] else now
+            power = o["norm_type"] or 1
+            self.n[i] = norm = (b2 * before**power + (1 - b2) * now**power) ** (1 / power)
+            below = norm / c2 + o["eps"]
+            if o["reg_inside_moment"]:
+                g = g / below + o["weight_decay"] * self.values[i]
+            self.m[i] = b1 * self.m[i] + ((1 - b1) if o["grad_averaging"] else 1) * g
+            update = self.m[i] / c1
+            if not o["reg_inside_moment"]:
+                update = update / below + o["weight_decay"] * self.values[i]
+            self.values[i] = self.values[i] - o["lr"] * update
+
+
+def against_plain(fused: Any, plain: Any, params: list[Parameter]) -> float:
+    for i in range(ITERATIONS):
+        give_grads(params, i)
+        plain.step()
+        fused.step()
+    return distance(params, plain.values)
+
+
+flag = st.booleans()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    bias_correction=flag, grad_averaging=flag, adam_w_mode=flag, use_nvlamb=flag, mixed=flag,
+    weight_decay=st.sampled_from([0.0, 0.01]), max_grad_norm=st.sampled_from([0.0, 1.0, 100.0]),
+)  # fmt: skip
+def test_lamb_is_the_papers(mixed: bool, **options: Any) -> None:
+    params = tensors()
+    options = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-6, **options}
+    plain = PlainLAMB(params, options)
+    fused = FusedMixedPrecisionLamb(params, **options) if mixed else FusedLAMB(params, **options)
+    assert against_plain(fused, plain, params) < 2e-5
+    assert int(fused.param_groups[0]["step"]) == ITERATIONS
+
+
+@settings(max_examples=25, deadline=None)
+@given(bias_correction=flag, grad_averaging=flag, reg_inside_moment=flag, init_zero=flag,
+       norm_type=st.sampled_from([0, 2]), weight_decay=st.sampled_from([0.0, 0.01]))  # fmt: skip
+def test_novograd_is_the_papers(**options: Any) -> None:
+    params = tensors()
+    options = {"lr": 1e-2, "betas": (0.95, 0.98), "eps": 1e-8, **options}
+    plain = PlainNovoGrad(params, options)
+    fused = FusedNovoGrad(params, **options)
+    assert against_plain(fused, plain, params) < 2e-5
+    norms = fused.param_groups[0]["exp_avg_sq"]
+    assert [n.numel() for n in norms] == [0, len(params)]
+    for norm, expected in zip(norms[1].tolist(), plain.n, strict=True):
+        assert expected is None or norm == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_lamb_clips_by_the_norm_of_all_groups() -> None:
+    params = tensors()
+    together = FusedLAMB([{"params": params[:2]}, {"params": params[2:], "lr": 1e-3}], lr=1e-3)
+    alone = tensors()
+    one = FusedLAMB(alone, lr=1e-3)
+    for i in range(3):
+        give_grads(params, i, alone)
+        together.step()
+        one.step()
+    assert distance(params, alone) < 1e-7
+
+
+@pytest.mark.parametrize("bias_correction", [False, True])
+def test_adam_without_bias_correction(bias_correction: bool) -> None:
+    params = tensors()
+    fused = FusedAdam(params, lr=1e-2, bias_correction=bias_correction, weight_decay=0.1)
+    plain = [p.detach().double() for p in params]
+    m, v = ([torch.zeros_like(p) for p in plain] for _ in range(2))
+    for t in range(1, ITERATIONS + 1):
+        give_grads(params, t)
+        c1, c2 = (1 - 0.9**t, 1 - 0.999**t) if bias_correction else (1.0, 1.0)
+        for i, param in enumerate(params):
+            assert param.grad is not None
+            g = param.grad.double()
+            m[i], v[i] = 0.9 * m[i] + 0.1 * g, 0.999 * v[i] + 0.001 * g**2
+            plain[i] = plain[i] * (1 - 1e-3) - 1e-2 * (m[i] / c1) / ((v[i] / c2).sqrt() + 1e-8)
+        fused.step()
+    assert distance(params, plain) < 1e-5
+
+
+# -- every optimizer
+
+
+@every
+def test_dtypes_may_be_mixed_in_a_group(name: str) -> None:
+    dtypes = (torch.float16, torch.bfloat16, torch.float32)
+    lists = [tensors(dtype, seed) for seed, dtype in enumerate(dtypes)]
+    mixed = [param for params in zip(*lists, strict=True) for param in params]
+    fused = EVERY[name](mixed)
+    for i in range(3):
+        give_grads(mixed, i)
+        fused.step()
+    apart = [[Parameter(torch.rand(0)) for _ in params] for params in lists]
+    for seed, dtype in enumerate(dtypes):
+        apart[seed] = tensors(dtype, seed)
+    if "lamb" in name:  # clips by the norm of all
+        assert all(bool(p.isfinite().all()) for p in mixed)
+        return
+    optimizers = [EVERY[name](params) for params in apart]
+    for i in range(3):
+        give_grads([param for params in zip(*apart, strict=True) for param in params], i)
+        for optimizer in optimizers:
+            optimizer.step()
+    for params, alone in zip(lists, apart, strict=True):
+        assert_same_bits(values(params), values(alone))
+
+
+@pytest.mark.parametrize("name", ["adam", "adam-capturable", "sgd", "sgd-late", "adagrad", "adagrad-w"])
+@pytest.mark.parametrize("strided", [False, True])
+def test_large_16_bit_parameters_step_like_small_ones(name: str, strided: bool) -> None:
+    """On a CPU they are widened stretch by stretch."""
+    whole = torch.rand(900, 700).bfloat16()
+    large = [Parameter(whole.t().clone().t() if strided else whole.clone())]
+    small = [Parameter(rows.clone()) for rows in whole.split(100)]
+    one, many = EVERY[name](large), EVERY[name](small)
+    for _ in range(3):
+        gradient = torch.randn(900, 700).bfloat16()
+        large[0].grad = gradient.clone()
+        for param, rows in zip(small, gradient.split(100), strict=True):
+            param.grad = rows.clone()
+        one.step()
+        many.step()
+    assert distance(list(large[0].split(100)), small) <= (2**-8 if strided else 0.0)
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("by_file", [False, True])
+def test_resume_is_bit_exact(name: str, dtype: torch.dtype, by_file: bool) -> None:
+    params = tensors(dtype)
+    first = EVERY[name](params)
+    for i in range(3):
+        give_grads(params, i)
+        first.step()
+    kept = values(params)
+    state = first.state_dict()
+    if by_file:
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        state = torch.load(file, weights_only=True)
+    others = [Parameter(value.clone()) for value in kept]
+    second = EVERY[name](others)
+    second.load_state_dict(state)
+    for i in range(3, 6):
+        give_grads(params, i, others)
+        first.step()
+        second.step()
+        assert_same_bits(values(params), values(others))
+
+
+@every
+def test_deepcopy_and_pickle_go_on_alike(name: str) -> None:
+    params = tensors()
+    fused = EVERY[name](params)
+    give_grads(params, 0)
+    fused.step()
+    copies = [copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))]
+    give_grads(params, 1)
+    for other in copies:
+        for mine, theirs in zip(params, other.param_groups[0]["params"], strict=True):
+            theirs.grad = mine.grad.clone() if mine.grad is not None else None
+        other.step()
+    fused.step()
+    for other in copies:
+        assert_same_bits(values(params), values(other.param_groups[0]["params"]))
+
+
+@every
+def test_nothing_to_step(name: str) -> None:
+    params = tensors()
+    fused = EVERY[name](params)
+    before = values(params)
+    assert fused.step() is None
+    assert_same_bits(values(params), before)
+    fused.add_param_group({"params": []})
+    give_grads(params, 0)
+    params[1].grad = None
+    fused.step()
+    assert torch.equal(params[1], before[1])
+    assert not torch.equal(params[0], before[0])
+
+
+@every
+def test_a_late_parameter_starts_like_any_other(name: str) -> None:
+    params = tensors()
+    fused = EVERY[name](params)
+    give_grads(params, 0)
+    late, before = params[1], params[1].detach().clone()
+    late.grad = None
+    fused.step()
+    give_grads(params, 1)
+    fused.step()
+    moved = (late.detach() - before).abs().max()
+    assert 0 < float(moved) < 2.0  # NovoGrad divided by a norm of 0 would fly away
+
+
+@every
+def test_zero_grad_takes_an_argument_or_none(name: str) -> None:
+    params = tensors()
+    fused = EVERY[name](params)
+    for argument in ({"set_to_none": False}, {"set_to_none": True}, {}):
+        give_grads(params, 0)
+        fused.zero_grad(**argument)
+        none = argument.get("set_to_none", fused.set_grad_none)
+        assert all((p.grad is None) if none else not p.grad.any() for p in params)  # type: ignore[union-attr]
+
+
+@every
+def test_closures_see_gradients_and_return_the_loss(name: str) -> None:
+    param = Parameter(torch.ones(3))
+    fused = EVERY[name]([param])
+
+    def closure() -> Tensor:
+        fused.zero_grad()
+        loss = (param**2).sum()
+        loss.backward()
+        return loss
+
+    loss = fused.step(closure)
+    assert loss.item() == 3.0
+    assert float(param.detach().sum()) < 3.0
+
+
+@every
+@pytest.mark.filterwarnings("ignore:.*sparse.*:UserWarning")
+def test_sparse_gradients_are_refused(name: str) -> None:
+    embedding = torch.nn.Embedding(5, 3, sparse=True)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    fused = EVERY[name](embedding.parameters())
+    before = values(list(embedding.parameters()))
+    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+        fused.step()
+    assert_same_bits(values(list(embedding.parameters())), before)
+
+
+@every
+def test_nan_gradients_poison_only_what_they_reach(name: str) -> None:
+    params = tensors()
+    fused = EVERY[name](params)
+    give_grads(params, 0)
+    assert params[0].grad is not None
+    params[0].grad[0, 0] = float("nan")
+    fused.step()
+    assert not params[0].isfinite().all()
+    if "lamb" not in name:
+        assert all(bool(p.isfinite().all()) for p in params[1:])
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_views_and_channels_last(name: str, dtype: torch.dtype) -> None:
+    """Memory order is nobody's business: strided views and channels_last step as contiguous tensors do."""
+    base = torch.rand(6, 8).to(dtype)
+    image = torch.rand(2, 3, 4, 4).to(dtype)
+    plain = [Parameter(base[:, ::2].clone()), Parameter(base.t().contiguous()), Parameter(image.clone())]
+    odd = [
+        Parameter(base.clone()[:, ::2]), Parameter(base.clone().t()),
+        Parameter(image.clone(memory_format=torch.channels_last)),
+    ]  # fmt: skip
+    ours, theirs = EVERY[name](odd), EVERY[name](plain)
+    for i in range(3):
+        give_grads(plain, i, odd)
+        ours.step()
+        theirs.step()
+    assert distance(odd, plain) <= (1e-6 if dtype is torch.float32 else 4e-3)
+
+
+@every
+def test_schedulers_move_the_learning_rate(name: str) -> None:
+    param = Parameter(torch.ones(4))
+    fused = EVERY[name]([param], lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(fused, 1, gamma=0.0)
+    param.grad = torch.ones(4)
+    fused.step()
+    scheduler.step()
+    before = param.detach().clone()
+    param.grad = torch.ones(4)
+    fused.step()
+    assert float(fused.param_groups[0]["lr"]) == 0.0
+    assert torch.equal(param, before)
+
+
+# -- refusals, attributes, formats
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, FusedLAMB, FusedNovoGrad, FusedMixedPrecisionLamb])
+def test_amsgrad_is_refused(kind: Any) -> None:
+    with pytest.raises(RuntimeError, match="AMSGrad"):
+        kind(tensors(), amsgrad=True)
+    kind(tensors(), amsgrad=False)
+
+
+@pytest.mark.parametrize("argument", ["grads", "output_params", "scale", "grad_norms"])
+def test_legacy_arguments_are_refused(argument: str) -> None:
+    with pytest.raises(RuntimeError, match=r"step\(\)"):
+        FusedAdam(tensors()).step(**{argument: 2.0})
+
+
+def test_hyper_parameters_are_checked() -> None:
+    ahead = {"lr": 0.1, "nesterov": True}
+    wrong: list[dict[str, Any]] = [
+        {"lr": -1.0}, {"lr": 0.1, "momentum": -1.0}, {"lr": 0.1, "weight_decay": -1.0}, ahead,
+        {**ahead, "momentum": 0.9, "dampening": 0.1},
+    ]  # fmt: skip
+    for bad in wrong:
+        with pytest.raises(ValueError):
+            FusedSGD(tensors(), **bad)
+    with pytest.raises(ValueError, match="lr"):
+        FusedSGD(tensors())
+    FusedSGD([{"params": tensors(), "lr": 0.1}])
+    with pytest.raises(ValueError, match="betas"):
+        FusedAdam(tensors(), betas=(1.0, 0.9))
+    with pytest.raises(RuntimeError, match="norm_type"):
+        FusedNovoGrad(tensors(), norm_type=3)
+    with pytest.raises(ValueError, match="empty"):
+        FusedAdam([])
+
+
+def test_complex_parameters_are_refused() -> None:
+    param = Parameter(torch.ones(2, dtype=torch.complex64))
+    param.grad = torch.ones_like(param)
+    with pytest.raises(RuntimeError, match="complex64"):
+        FusedAdam([param]).step()
+
+
+def test_signatures_are_apexs() -> None:
+    expected = {
+        FusedSGD: "params lr momentum dampening weight_decay nesterov wd_after_momentum materialize_master_grads "
+                  "set_grad_none",
+        FusedAdam: "params lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none capturable "
+                   "master_weights",
+        FusedLAMB: "params lr bias_correction betas eps weight_decay amsgrad adam_w_mode grad_averaging set_grad_none "
+                   "max_grad_norm use_nvlamb",
+        FusedNovoGrad: "params lr bias_correction betas eps weight_decay amsgrad reg_inside_moment grad_averaging "
+                       "norm_type init_zero set_grad_none",
+        FusedAdagrad: "params lr eps weight_decay set_grad_none adagrad_w_mode",
+        FusedMixedPrecisionLamb: "params lr step bias_correction betas eps weight_decay amsgrad adam_w_mode "
+                                 "grad_averaging max_grad_norm use_nvlamb reduced_precision_dtype",
+    }  # fmt: skip
+    for kind, names in expected.items():
+        assert list(inspect.signature(kind).parameters) == names.split()
+    assert list(inspect.signature(FusedAdam.step).parameters)[1:] == [
+        "closure", "grads", "output_params", "scale", "grad_norms", "grad_scaler",
+    ]  # fmt: skip
+
+
+def test_attributes_and_state_formats() -> None:
+    params = tensors()
+    give_grads(params, 0)
+    adam = FusedAdam(params)
+    adam.step()
+    assert adam.param_groups[0]["step"] == 1
+    assert adam.adam_w_mode == 1
+    assert set(adam.state[params[0]]) == {"exp_avg", "exp_avg_sq"}
+    lamb = FusedLAMB(params)
+    lamb.step()
+    assert lamb.param_groups[0]["step"] == 1
+    assert set(lamb.state[params[0]]) == {"exp_avg", "exp_avg_sq"}
+    novograd = FusedNovoGrad(params)
+    novograd.step()
+    assert set(novograd.state[params[0]]) == {"exp_avg"}
+    assert novograd.moment_mode == 1
+    adagrad = FusedAdagrad(params)
+    adagrad.step()
+    assert set(adagrad.state[params[0]]) == {"sum"}
+    sgd = FusedSGD(params, 0.1, momentum=0.9)
+    sgd.step()
+    assert set(sgd.state[params[0]]) == {"momentum_buffer"}
+    assert sgd.most_recent_scale == 1.0
+    assert not sgd.scale_set_by_backward
+    assert sgd.materialize_master_grads
+    assert not sgd.wd_after_momentum
+    assert not sgd.set_grad_none
+
+
+def test_sgd_divides_by_the_most_recent_scale_once() -> None:
+    mine, theirs = tensors(), tensors()
+    fused, reference = FusedSGD(mine, lr=0.1, momentum=0.9), torch.optim.SGD(theirs, lr=0.1, momentum=0.9)
+    for i, scale in enumerate((128.0, 1.0)):
+        give_grads(mine, i, theirs)
+        for param in mine:
+            param.grad = param.grad * scale if param.grad is not None else None
+        fused.most_recent_scale = scale
+        fused.scale_set_by_backward = True
+        fused.step()
+        reference.step()
+        assert fused.most_recent_scale == 1.0
+        assert not fused.scale_set_by_backward
+    assert distance(mine, theirs) < 1e-6
+
+
+def test_novograd_keeps_16_bit_norms_first() -> None:
+    params = [Parameter(torch.ones(2)), Parameter(torch.ones(3).half()), Parameter(torch.ones(4).bfloat16())]
+    fused = FusedNovoGrad(params, betas=(0.9, 0.0))
+    for param in params:
+        param.grad = torch.ones_like(param)
+    fused.step()
+    low, full = fused.param_groups[0]["exp_avg_sq"]
+    assert low.tolist() == pytest.approx([3**0.5, 2.0])
+    assert full.tolist() == pytest.approx([2**0.5])
+
+
+def test_novograd_loads_norms_of_those_that_had_gradients() -> None:
+    """Apex keeps norms only of the parameters that had gradients."""
+    params = tensors()
+    fused = FusedNovoGrad(params)
+    give_grads(params, 0)
+    params[1].grad = None
+    fused.step()
+    state = copy.deepcopy(fused.state_dict())
+    whole = state["param_groups"][0]["exp_avg_sq"]
+    state["param_groups"][0]["exp_avg_sq"] = [whole[0], torch.cat([whole[1][:1], whole[1][2:]])]
+    other = FusedNovoGrad(tensors())
+    other.load_state_dict(state)
+    assert torch.equal(other.param_groups[0]["exp_avg_sq"][1], whole[1])
+    state["param_groups"][0]["exp_avg_sq"] = [whole[0], whole[1][:2]]
+    with pytest.raises(ValueError, match="which norm is whose"):
+        FusedNovoGrad(tensors()).load_state_dict(state)
+
+
+def test_novograd_follows_a_change_of_dtype() -> None:
+    """amp puts float32 masters where 16-bit parameters were."""
+    params = tensors(torch.float16)
+    fused = FusedNovoGrad(params)
+    give_grads(params, 0)
+    fused.step()
+    kept = fused.param_groups[0]["exp_avg_sq"][0].clone()
+    masters = [Parameter(p.detach().float()) for p in params]
+    fused.param_groups[0]["params"] = masters
+    for param, master in zip(params, masters, strict=True):
+        fused.state[master] = fused.state.pop(param)
+        master.grad = torch.zeros_like(master)
+    fused.step()
+    low, full = fused.param_groups[0]["exp_avg_sq"]
+    assert not low.numel()
+    assert torch.allclose(full, kept * 0.999**0.5)
+
+
+def test_state_of_a_capturable_adam_fits_a_plain_one() -> None:
+    params = tensors()
+    captured = FusedAdam(params, capturable=True)
+    for i in range(3):
+        give_grads(params, i)
+        captured.step()
+    assert captured.param_groups[0]["step"].dtype is torch.int32
+    plain = FusedAdam(tensors())
+    plain.load_state_dict(captured.state_dict())
+    assert plain.param_groups[0]["step"] == 3
+    again = FusedAdam(tensors(), capturable=True)
+    again.load_state_dict(plain.state_dict())
+    assert again.param_groups[0]["step"].tolist() == [3]
+
+
+def test_a_loaded_state_is_nobody_elses() -> None:
+    params = tensors()
+    fused = FusedAdam(params)
+    give_grads(params, 0)
+    fused.step()
+    other_params = tensors()
+    other = FusedAdam(other_params)
+    other.load_state_dict(fused.state_dict())
+    assert other.state[other_params[0]]["exp_avg"].data_ptr() != fused.state[params[0]]["exp_avg"].data_ptr()
+
+
+def test_16_bit_states_of_an_old_checkpoint_are_widened() -> None:
+    params = tensors(torch.float16)
+    fused = FusedLAMB(params)
+    give_grads(params, 0)
+    fused.step()
+    state = copy.deepcopy(fused.state_dict())
+    for own in state["state"].values():
+        own["exp_avg"] = own["exp_avg"].half()
+    other_params = tensors(torch.float16)
+    other = FusedLAMB(other_params)
+    other.load_state_dict(state)
+    assert other.state[other_params[0]]["exp_avg"].dtype is torch.float32
+
+
+def test_masters_follow_a_weight_that_was_written() -> None:
+    params = tensors(torch.bfloat16)
+    fused = FusedAdam(params, lr=1e-3, master_weights=True)
+    give_grads(params, 0)
+    fused.step()
+    with torch.no_grad():
+        params[0].fill_(7.0)
+    give_grads(params, 1)
+    fused.step()
+    assert float((params[0].detach().float() - 7.0).abs().max()) < 0.1
+
+
+# -- GradScaler
+
+
+@pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself:FutureWarning")
+@pytest.mark.parametrize("make", [
+    lambda p: FusedAdam(p), lambda p: FusedAdam(p, capturable=True), lambda p: FusedMixedPrecisionLamb(p),
+], ids=["adam", "capturable", "mixed-lamb"])  # fmt: skip
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_grad_scaler_skips_and_unscales(make: Any, unscale_first: bool) -> None:
+    mine, theirs = tensors(), tensors()
+    fused, reference = make(mine), make(theirs)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for i in range(5):
+        give_grads(mine, i, theirs)
+        scaler.scale(torch.ones(()))
+        scale = scaler.get_scale()
+        for param in mine:
+            param.grad = param.grad * scale if param.grad is not None else None
+        if i == 2:
+            assert mine[0].grad is not None
+            mine[0].grad[0, 0] = float("inf")
+        else:
+            reference.step()
+        if unscale_first:
+            scaler.unscale_(fused)
+        scaler.step(fused)
+        scaler.update()
+        assert int(fused.param_groups[0]["step"]) == (i + 1 if i < 2 else i)
+    assert scaler.get_scale() == 2.0**9
+    assert distance(mine, theirs) < 1e-6
+
+
+def test_found_inf_and_grad_scale_are_heard() -> None:
+    """torch's newer protocol, which `preamp.Session` speaks."""
+    mine, theirs = tensors(), tensors()
+    fused, reference = FusedAdam(mine, capturable=True), FusedAdam(theirs)
+    assert fused._step_supports_amp_scaling
+    assert not reference._step_supports_amp_scaling
+    give_grads(mine, 0, theirs)
+    for param in mine:
+        param.grad = param.grad * 8 if param.grad is not None else None
+    before = values(mine)
+    fused.grad_scale, fused.found_inf = torch.tensor(8.0), torch.tensor(1.0)  # type: ignore[attr-defined]
+    fused.step()
+    assert_same_bits(values(mine), before)
+    fused.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
+    fused.step()
+    reference.step()
+    assert distance(mine, theirs) < 1e-7
+    assert fused.param_groups[0]["step"].tolist() == [1]
+
+
+def test_groups_of_a_mixed_precision_lamb_share_no_tensor() -> None:
+    fused = FusedMixedPrecisionLamb([{"params": [p]} for p in tensors()], step=4)
+    first, second = fused.param_groups[:2]
+    assert first["lr"] is not second["lr"]
+    assert first["step"].data_ptr() != second["step"].data_ptr()
+    assert first["step"].tolist() == [4]
+    assert fused.param_groups_full_precision[0]["params"] == [None]

@@ -1,0 +1,338 @@
+"""What happens between two steps: unused and frozen parameters, several passes, nested and broken backwards."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from preamp.compat.apex import amp
+from preamp.compat.apex.parallel import LARC, SyncBatchNorm
+from preamp.compat.apex.parallel import DistributedDataParallel as DDP
+from tests.compat.ranks import Check, agree, batch, grads, net, plain_grads, reference, run_checks, same
+
+CHECKS: dict[str, Check] = {}
+
+
+def check(function: Check) -> Check:
+    CHECKS[function.__name__] = function
+    return function
+
+
+@cache
+def outcome(world: int) -> dict[str, str]:
+    return run_checks(CHECKS, world)
+
+
+class Branches(nn.Module):
+    """A trunk, a branch per rank, and a branch that nobody takes."""
+
+    def __init__(self, world: int) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.branches = nn.ModuleList(nn.Linear(3, 1) for _ in range(world + 1))
+        self.trunk = nn.Linear(4, 3)
+        self.double()
+
+    def forward(self, x: torch.Tensor, branch: int) -> dict[str, torch.Tensor]:
+        return {"y": self.branches[branch](self.trunk(x))}
+
+
+def count_ranks_in_backward(_: nn.Module, __: object, output: torch.Tensor) -> None:
+    """A collective of somebody else in the default group; ranks have sent different buckets when it comes."""
+
+    def count(gradient: torch.Tensor) -> None:
+        ranks = gradient.new_ones(1)
+        dist.all_reduce(ranks)
+        assert ranks == dist.get_world_size()
+
+    output.register_hook(count)
+
+
+@check
+def ranks_may_use_different_parameters(rank: int, world: int) -> None:
+    plain = Branches(world)
+    wanted = plain_grads([plain(batch(r), r)["y"].square().sum() for r in range(world)], plain, 1 / world)
+    for options in ({}, {"message_size": 1}, {"message_size": 4}, {"delay_allreduce": True}):
+        model = DDP(Branches(world), **options)
+        model.module.trunk.register_forward_hook(count_ranks_in_backward)
+        for repeat in (1, 2, 3):  # gradients add up over the passes
+            model(batch(rank), rank)["y"].square().sum().backward()
+            same(grads(model)[:-4] + grads(model)[-2:], [g * repeat for g in wanted[:-4] + wanted[-2:]])
+            assert all(p.grad is None for p in model.module.branches[world].parameters())
+
+
+@check
+def a_rank_without_any_gradient_takes_part(rank: int, world: int) -> None:
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = net()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.body(x) if rank else x * 1
+
+    model = DDP(Skips(), message_size=10)
+    plain = net()
+    wanted = plain_grads([plain(batch(r)).square().sum() for r in range(1, world)], plain, 1 / world)
+    for repeat in (1, 2):
+        model(batch(rank).requires_grad_()).square().sum().backward()
+        same(grads(model), [g * repeat for g in wanted])
+
+
+@check
+def accumulation_without_and_with_reduction(rank: int, world: int) -> None:
+    wanted = reference(world)
+    model = DDP(net(), message_size=10)
+    model.disable_allreduce()
+    model(batch(rank)).square().sum().backward()
+    plain = net()
+    same(grads(model), plain_grads([plain(batch(rank)).square().sum()], plain, 1.0))
+    model.enable_allreduce()
+    model(batch(rank)).square().sum().backward()
+    same(grads(model), [2 * g for g in wanted])
+    model(batch(rank)).square().sum().backward()  # on top of what is averaged already
+    same(grads(model), [3 * g for g in wanted])
+
+    branches, single = DDP(Branches(world)), Branches(world)
+    branches.disable_allreduce()
+    branches(batch(rank), rank)["y"].sum().backward()
+    branches.enable_allreduce()
+    branches(batch(rank), world)["y"].sum().backward()  # not the branch in which gradients wait
+    losses = [single(batch(r), b)["y"].sum() for r in range(world) for b in (r, world)]
+    same(grads(branches), plain_grads(losses, single, 1 / world))
+
+
+@check
+def forwards_and_backwards_in_any_order(rank: int, world: int) -> None:
+    wanted = reference(world)
+    model = DDP(net(), message_size=10)
+    first, second = model(batch(rank)).square().sum(), model(batch(rank)).square().sum()
+    second.backward()
+    first.backward(retain_graph=True)
+    same(grads(model), [2 * g for g in wanted])
+    first.backward()
+    same(grads(model), [3 * g for g in wanted])
+    model.zero_grad(set_to_none=False)
+    (model(batch(rank)).square().sum() + model(batch(rank)).square().sum()).backward()
+    same(grads(model), [2 * g for g in wanted])
+    model.module.zero_grad()
+    model.module(batch(rank)).square().sum().backward()  # past the wrapper
+    same(grads(model), wanted)
+    with torch.no_grad():
+        model(batch(rank))
+    if rank == 0:  # only rank 0 looks at something
+        model.eval()
+        x = batch(rank).requires_grad_()
+        torch.autograd.grad(model(x).sum(), x)
+        with torch.no_grad():
+            model(batch(rank))
+        model.train()
+    model.zero_grad()
+    model(batch(rank)).square().sum().backward()
+    same(grads(model), wanted)
+
+
+@check
+def layers_are_frozen_and_thawed(rank: int, world: int) -> None:
+    wanted = reference(world)
+    model = DDP(net(), message_size=10)
+    for frozen in ([], [0], [0, 2], [2], [], [0], []):
+        for number, layer in enumerate(model.module):
+            layer.requires_grad_(number not in frozen)
+        for _ in range(2):
+            model.zero_grad()
+            model(batch(rank)).square().sum().backward()
+            for (name, p), want in zip(model.module.named_parameters(), wanted, strict=True):
+                if int(name[0]) in frozen:
+                    assert p.grad is None
+                else:
+                    same([p.grad], [want])
+
+
+@check
+def two_models_as_in_a_gan(rank: int, world: int) -> None:
+    def two(wrap: Callable[[nn.Module], nn.Module]) -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(3)
+        return wrap(nn.Linear(4, 4).double()), wrap(nn.Linear(4, 1).double())
+
+    def losses(generator: nn.Module, critic: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        critic.requires_grad_(True)
+        fake = generator(x)
+        critic_loss = critic(x).square().sum() - critic(fake.detach()).sum()
+        critic.requires_grad_(False)
+        return critic_loss, critic(fake).square().sum()
+
+    plain = two(lambda m: m)
+    parts = [losses(*plain, batch(r)) for r in range(world)]
+    plain[1].requires_grad_(True)
+    wanted = [torch.autograd.grad(sum(part[1] for part in parts) / world, [*plain[0].parameters()])]
+    wanted.append(torch.autograd.grad(sum(part[0] for part in parts) / world, [*plain[1].parameters()]))
+    wrapped = two(lambda m: DDP(m, message_size=1))
+    for order in (0, 1, 2):
+        for model in wrapped:
+            model.zero_grad()
+        critic_loss, generator_loss = losses(*wrapped, batch(rank))
+        if order == 1:
+            generator_loss.backward()
+        wrapped[1].requires_grad_(True)
+        if order == 0:
+            critic_loss.backward()
+            generator_loss.backward()
+        elif order == 1:
+            critic_loss.backward()
+        else:
+            (critic_loss + generator_loss).backward()
+        for model, want in zip(wrapped, wanted, strict=True):
+            same(grads(model), list(want))
+
+
+@check
+def wrapped_twice(rank: int, world: int) -> None:
+    model = DDP(DDP(net(), message_size=10), message_size=7)
+    model(batch(rank)).square().sum().backward()
+    same(grads(model), reference(world))
+
+
+class Fuse(nn.Module):
+    """Lets its input through; backward raises when armed."""
+
+    armed = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1
+
+        def burn(_: torch.Tensor) -> None:
+            if self.armed:
+                raise ArithmeticError("boom")
+
+        x.register_hook(burn)
+        return x
+
+
+@check
+def a_backward_that_raises_is_survived(rank: int, world: int) -> None:
+    wanted = reference(world)
+    for on in (set(range(world)), {0}, {world - 1}):
+        for again in ("forward", "backward"):
+            for place in (3, 5):  # between the layers, and before any gradient
+                fuse = Fuse()
+                model = DDP(nn.Sequential(*net()[:place], fuse, *net()[place:], Fuse()), message_size=10)
+                for _ in range(2):
+                    kept = model(batch(rank)).square().sum()
+                    fuse.armed = rank in on
+                    try:
+                        model(batch(rank)).square().sum().backward(retain_graph=True)
+                        assert rank not in on
+                    except ArithmeticError:
+                        assert rank in on
+                    fuse.armed = False
+                    model.zero_grad()
+                    if again == "forward":
+                        kept = model(batch(rank)).square().sum()
+                    kept.backward()
+                    same(grads(model), wanted)
+                    model.zero_grad()
+
+
+@check
+def reentrant_checkpoints(rank: int, world: int) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = net()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = checkpoint(self.body[:2], x, use_reentrant=True)
+            return self.body[4](checkpoint(self.body[2:4], x, use_reentrant=True))
+
+    sent = []
+    send = dist.all_reduce
+    model = DDP(Checkpointed(), message_size=10**6)
+    dist.all_reduce = lambda *a, **k: (sent.append(1), send(*a, **k))[1]
+    try:
+        for _ in range(2):
+            model.zero_grad()
+            model(batch(rank).requires_grad_()).square().sum().backward()
+            same(grads(model), reference(world))
+    finally:
+        dist.all_reduce = send
+    assert len(sent) == 2  # once per outer backward
+
+
+@check
+def parameters_shared_by_reentrant_checkpoints(rank: int, world: int) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(4)
+            self.body = nn.Linear(4, 4).double()
+
+        def forward(self, x: torch.Tensor, reentrant: bool = True) -> torch.Tensor:
+            for _ in range(2):
+                x = checkpoint(self.body, x, use_reentrant=reentrant)
+            return x
+
+    plain = Twice()
+    wanted = plain_grads([plain(batch(r), False).square().sum() for r in range(world)], plain, 1 / world)
+    for options in ({"message_size": 1}, {"delay_allreduce": True}):
+        model = DDP(Twice(), **options)
+        model(batch(rank).requires_grad_()).square().sum().backward()
+        same(grads(model), wanted)
+
+
+@check
+def levels_of_amp(rank: int, world: int) -> None:
+    for level in ("O0", "O1", "O2", "O3", "O5"):
+        torch.manual_seed(rank)
+        module = nn.Sequential(nn.Linear(4, 8), SyncBatchNorm(8), nn.ReLU(), nn.Linear(8, 2))
+        optimizer = LARC(torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module, optimizer = amp.initialize(module, optimizer, opt_level=level, verbosity=0)
+        model = DDP(module, message_size=10)
+        x, losses = batch(rank).float(), []
+        for _ in range(8):
+            loss = (model(x).float() - x[:, :2]).square().mean()
+            losses.append(float(loss.detach()))
+            optimizer.zero_grad()
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+        assert losses[-1] < losses[0], (level, losses)
+        for parameter in [*model.parameters(), *amp.master_params(optimizer)]:
+            agree(parameter)
+        with warnings.catch_warnings(), pytest.raises(RuntimeError, match="DistributedDataParallel"):
+            warnings.simplefilter("ignore")
+            amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+
+
+@pytest.mark.parametrize("name", list(CHECKS))
+@pytest.mark.parametrize("world", [2, 3])
+def test_in_processes(world: int, name: str) -> None:
+    complaint = outcome(world)[name]
+    assert not complaint, complaint
+
+
+def test_a_world_of_one(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        for factor in (1.0, 4.0):
+            model = DDP(net(), gradient_predivide_factor=factor, message_size=10)
+            model(batch(0)).square().sum().backward()
+            same(grads(model), reference(1))
+        layer = SyncBatchNorm(4).double()
+        assert torch.equal(layer(batch(0)), nn.BatchNorm1d(4).double()(batch(0)))
+    finally:
+        dist.destroy_process_group()
+    state = pickle.dumps(model)
+    model(batch(0)).sum().backward()  # what is left of a closed group is a plain module
+    pickle.loads(state)(batch(0)).sum().backward()

@@ -1,0 +1,192 @@
+"""Checkpoints: amp.state_dict, masters in the optimizer's, models loaded at any moment."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from preamp.compat.apex import amp
+
+from .toys import mlp, train
+
+pytestmark = pytest.mark.filterwarnings("ignore::preamp.compat.apex.DeprecatedFeatureWarning")
+
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW(p, 1e-2, eps=1e-6),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, 1e-3),
+}
+
+
+def made(level: str, kind: str, seed: int = 0, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = mlp(seed)
+    optimizer = KINDS[kind](model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    return model, optimizer
+
+
+def round_trip(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def all_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p.detach().float().clone() for p in amp.master_params(optimizer)]
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("optimizer_first", [False, True])
+def test_resume_is_bit_for_bit(level: str, kind: str, optimizer_first: bool) -> None:
+    if level == "O3" and kind != "SGD":
+        pytest.skip("squared gradients and an eps of 1e-8 are nothing in float16: O3 diverges, whatever is loaded")
+    model, optimizer = made(level, kind)
+    train(model, optimizer, 5)
+    saved = round_trip({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()})
+    expected = train(model, optimizer, 5, start=5)
+    weights = all_of(optimizer)
+    amp.close()
+
+    model, optimizer = made(level, kind, seed=1)
+    if optimizer_first:
+        optimizer.load_state_dict(saved["optimizer"])
+        model.load_state_dict(saved["model"])
+    else:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    amp.load_state_dict(saved["amp"])
+    assert train(model, optimizer, 5, start=5) == expected
+    assert all(torch.equal(a, b) for a, b in zip(weights, all_of(optimizer), strict=True))
+
+
+def test_momentum_of_float32_does_not_pass_through_float16() -> None:
+    """Apex casts state that was loaded before the first backward to half and back; AdamW's variances are then zero."""
+    model, optimizer = made("O2", "AdamW")
+    train(model, optimizer, 3)
+    saved = copy.deepcopy(optimizer.state_dict())
+    amp.close()
+    model, optimizer = made("O2", "AdamW")
+    optimizer.load_state_dict(saved)
+    for i, state in optimizer.state_dict()["state"].items():
+        assert state["exp_avg_sq"].dtype is torch.float32
+        assert torch.equal(state["exp_avg_sq"], saved["state"][i]["exp_avg_sq"])
+
+
+def test_state_that_existed_before_initialize_stays_float32() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model(torch.randn(4, 6)).sum().mul(1e-6).backward()
+    optimizer.step()
+    before = [state["momentum_buffer"].clone() for state in optimizer.state.values()]
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    optimizer.zero_grad()
+    after = [optimizer.state[p]["momentum_buffer"] for p in amp.master_params(optimizer)]
+    assert all(torch.equal(a, b) and b.dtype is torch.float32 for a, b in zip(before, after, strict=True))
+
+
+def test_a_checkpoint_of_apex_itself_loads() -> None:
+    """It has no masters: they are made from the model's weights, as they were there."""
+    model, optimizer = made("O2", "SGD")
+    train(model, optimizer, 3)
+    saved = optimizer.state_dict()
+    saved.pop("amp_master_params")
+    weights = model.state_dict()
+    amp.close()
+    model, optimizer = made("O2", "SGD", seed=1)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(saved)
+    for p, master in zip(model.parameters(), amp.master_params(optimizer), strict=True):
+        assert torch.equal(p.float(), master)
+    train(model, optimizer, 2)
+
+
+def test_a_checkpoint_with_masters_loads_without_amp() -> None:
+    model, optimizer = made("O2", "SGD")
+    train(model, optimizer, 3)
+    saved = round_trip(optimizer.state_dict())
+    amp.close()
+    plain = mlp()
+    other = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)
+    other.load_state_dict(saved)
+    assert all(state["momentum_buffer"].dtype is torch.float32 for state in other.state.values())
+
+
+def test_masters_of_another_model_are_refused_and_change_nothing() -> None:
+    model, optimizer = made("O2", "SGD")
+    train(model, optimizer, 2)
+    saved = optimizer.state_dict()
+    before = all_of(optimizer)
+    saved["amp_master_params"][0] = torch.zeros(2, 2)
+    with pytest.raises(ValueError, match=r"parameter 0 has shape \(2, 2\) in the checkpoint and \(8, 6\) here"):
+        optimizer.load_state_dict(saved)
+    assert all(torch.equal(a, b) for a, b in zip(before, all_of(optimizer), strict=True))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_weights_loaded_after_masters_exist_stay(whole: bool) -> None:
+    """With Apex the masters overwrite them at the next step."""
+    model, optimizer = made("O2", "SGD")
+    train(model, optimizer, 2)
+    given: Any = {k: torch.full_like(v, 1 / 3) if v.is_floating_point() else v for k, v in model.state_dict().items()}
+    if whole:
+        model.load_state_dict(given)
+    else:
+        model[0].load_state_dict({"weight": given["0.weight"], "bias": given["0.bias"]})  # type: ignore[index]
+    masters = list(amp.master_params(optimizer))
+    assert torch.equal(masters[0], given["0.weight"])  # to the last bit, more than the model can hold
+    assert torch.equal(masters[-1], given["3.bias"]) == whole
+    optimizer.zero_grad()
+    optimizer.step()  # without gradients: masters are rounded into the model
+    assert torch.equal(model[0].weight, given["0.weight"].half())  # type: ignore[index]
+
+
+def test_weights_loaded_as_they_are_leave_masters_their_bits() -> None:
+    model, optimizer = made("O2", "SGD")
+    train(model, optimizer, 4)
+    before = all_of(optimizer)
+    model.load_state_dict(model.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(before, all_of(optimizer), strict=True))
+
+
+def test_the_format_of_amps_own_state() -> None:
+    made("O2", "SGD", num_losses=2)
+    state = amp.state_dict()
+    assert type(state) is OrderedDict and state == {
+        "loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0},
+        "loss_scaler1": {"loss_scale": 65536.0, "unskipped": 0},
+    }
+    destination: dict[str, Any] = {"epoch": 3}
+    assert amp.state_dict(destination) is destination and set(destination) == {"epoch", "loss_scaler0", "loss_scaler1"}
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 4.0, "unskipped": 7}, "loss_scaler1": state["loss_scaler1"]})
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 4.0, "unskipped": 7}
+
+
+def test_amp_state_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    made("O1", "SGD")
+    one = {"loss_scale": 2.0, "unskipped": 1}
+    amp.load_state_dict({"loss_scaler0": one, "loss_scaler1": one})
+    assert capsys.readouterr().out.splitlines() == [
+        "Warning: state_dict contains 2 entries, while 1 loss_scalers are used",
+        "Skipping loss_scaler[1], since num_losses was set to 1",
+    ]
+    assert amp.state_dict() == {"loss_scaler0": one}
+    with pytest.raises(RuntimeError, match=r"Error\(s\) in loading state_dict. Unexpected key\(s\).*\"epoch\""):
+        amp.load_state_dict({"loss_scaler0": one, "epoch": 3})
+
+
+def test_copies_of_optimizers_are_plain() -> None:
+    model, optimizer = made("O2", "SGD")
+    train(model, optimizer, 2)
+    twin = copy.deepcopy(optimizer)
+    assert not hasattr(twin, "_amp_stash")
+    round_trip(optimizer.state_dict())

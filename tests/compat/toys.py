@@ -1,0 +1,49 @@
+"""Small networks and loops written the way scripts for Apex are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from preamp.compat.apex import amp
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+
+
+def mlp(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def batch(seed: int = 0, size: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 6, generator=generator), torch.randint(0, 3, (size,), generator=generator)
+
+
+def train(model: nn.Module, optimizer: Any, steps: int, start: int = 0, clip: float | None = None) -> list[float]:
+    """The usual loop; losses."""
+    losses = []
+    for i in range(start, start + steps):
+        x, y = batch(i)
+        loss = nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(amp.master_params(optimizer), clip)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+class Weights(nn.Module):
+    """One weight vector, whose gradient is what the loss says: sum(weight * given) has the gradient `given`."""
+
+    def __init__(self, start: float = 1.0, size: int = 3) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((size,), start))
+
+    def forward(self, given: Tensor) -> Tensor:
+        return (self.weight * given).sum()
