@@ -326,6 +326,20 @@ def test_copies_and_saved_models_are_whole(level: str) -> None:
     assert all(v.dtype is FLOAT for v in twin.state_dict().values() if v.is_floating_point())
 
 
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_validating_in_float32_and_going_on(level: str) -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    quiet(model, optimizer, opt_level=level)
+    train(model, optimizer, 2)
+    low = next(model.parameters()).dtype
+    model.float().eval()
+    assert copy.deepcopy(model)(batch()[0]).dtype is FLOAT and model(batch()[0]).dtype is FLOAT
+    model.to(low).train()
+    model[1].float()
+    assert all(map(np.isfinite, train(model, optimizer, 2)))
+
+
 def test_a_forward_that_somebody_replaced_on_the_instance() -> None:
     model = nn.Linear(2, 2)
     model.forward = lambda x: x * 2  # type: ignore[method-assign]

@@ -24,11 +24,14 @@ class CastedModel(nn.Module):
     """The mixin in front of the model's own class."""
 
     _amp_dtypes: tuple[torch.dtype | None, torch.dtype | None]
+    _amp_witness: nn.Parameter | None
     _amp_forward: Any
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward between the casts of positional and keyword arguments, and of outputs."""
         inputs, outputs = self._amp_dtypes
+        if inputs is not None and self._amp_witness is not None:
+            inputs = self._amp_witness.dtype  # follows model.float(), which some call to validate
         if inputs is not None:
             args = tuple(cast_nested(value, inputs) for value in args)
             kwargs = {key: cast_nested(value, inputs) for key, value in kwargs.items()}
@@ -54,6 +57,7 @@ def _casted_class(original: type[nn.Module]) -> type[nn.Module]:
 def patch_forward(model: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
     """Have a model cast floating inputs to `inputs` and outputs to `outputs`; None leaves them alone."""
     model.__dict__["_amp_dtypes"] = (inputs, outputs)
+    model.__dict__["_amp_witness"] = next((p for p in model.parameters() if p.dtype is inputs), None)
     if isinstance(model, CastedModel):
         return
     if "forward" in model.__dict__:  # somebody replaced it on the instance; his is what runs
@@ -65,7 +69,8 @@ def unpatch_forward(model: nn.Module) -> None:
     """Undo `patch_forward`."""
     if isinstance(model, CastedModel):
         model.__class__ = type(model).__mro__[2]
-        model.__dict__.pop("_amp_dtypes")
+        for name in ("_amp_dtypes", "_amp_witness"):
+            model.__dict__.pop(name)
         inner = model.__dict__.pop("_amp_forward", None)
         if inner is not None:
             model.__dict__["forward"] = inner
