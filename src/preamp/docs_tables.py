@@ -20,7 +20,14 @@ from .report import Column, LineChart, Series, Table, to_svg
 from .report.files import write_text
 from .rules import TABLE
 
-DOCUMENTS = ("README.md", "docs/levels.md", "docs/loss-scaling.md", "docs/rules.md", "docs/step.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/coming-from-apex.md",
+    "docs/levels.md",
+    "docs/loss-scaling.md",
+    "docs/rules.md",
+    "docs/step.md",
+)
 
 
 def levels(root: Path) -> str:
@@ -123,6 +130,55 @@ def bench(root: Path) -> str:
     return f"{Table('', columns, rows).to_markdown()}\n\n{text}"
 
 
+def apex_door(root: Path) -> str:
+    """What a step through preamp.compat.apex takes beside preamp's own."""
+    path = newest(root, "apex-door")
+    if path is None:
+        return "(no results committed yet: `python benchmarks/apex_door.py` makes them)"
+    results = json.loads(path.read_text(encoding="utf-8"))
+    rows = []
+    for row in results["rows"]:
+        low, median, high = statistics.quantiles(row["ratios"], n=4)
+        own, door = (1e3 * statistics.median(seconds) for seconds in row["seconds"].values())
+        rows.append((row["name"], own, door, median, low, high))
+    columns = (
+        "12-layer transformer step", Column("preamp.prepare", "ms", 1), Column("compat.apex", "ms", 1),
+        Column("ratio", digits=3), Column("lower quartile", digits=3), Column("upper quartile", digits=3),
+    )  # fmt: skip
+    machine = results["environment"]
+    text = (
+        "Ratio: time of preamp's own session over time through the door, round by round; above 1 the door is faster. "
+        f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, preamp at {machine['commit']}, "
+        f"{len(results['rows'][0]['ratios'])} rounds; `{path.relative_to(root).as_posix()}`."
+    )
+    return f"{Table('', columns, rows).to_markdown()}\n\n{text}"
+
+
+def apex_levels(root: Path) -> str:
+    """Final losses of networks trained through preamp.compat.apex, by level."""
+    path = newest(root, "apex-levels")
+    if path is None:
+        return "(no results committed yet: `python benchmarks/apex_levels.py` makes them)"
+    results = json.loads(path.read_text(encoding="utf-8"))
+    finals: dict[str, dict[str, list[float]]] = {}
+    for run in results["rows"]:
+        last = statistics.fmean(run["losses"][-len(run["losses"]) // 10 :])
+        finals.setdefault(run["network"], {}).setdefault(run["level"], []).append(last)
+    levels_ = list(next(iter(finals.values())))
+    rows = [
+        (name, *(statistics.fmean(own[level]) for level in levels_), f"{min(own['O0']):.4f} to {max(own['O0']):.4f}")
+        for name, own in finals.items()
+    ]
+    columns = ("network", *(Column(level, digits=4) for level in levels_), "O0, seed by seed")
+    machine = results["environment"]
+    text = (
+        f"Training loss over the last {len(results['rows'][0]['losses']) // 10} of {len(results['rows'][0]['losses'])} "
+        f"steps, mean of {len(next(iter(finals.values()))['O0'])} seeds, SGD with momentum. {machine['cpu']}, torch "
+        f"{machine['torch']}, preamp at {machine['commit']}; `{path.relative_to(root).as_posix()}`."
+    )
+    return f"{Table('', columns, rows).to_markdown()}\n\n{text}"
+
+
 def step(root: Path) -> str:
     """The newest committed ratios of the suite "step", and what was counted."""
     path = newest(root, "step")
@@ -205,6 +261,8 @@ def _scale_chart(row: dict[str, Any]) -> LineChart:
 
 
 GENERATORS: dict[str, Callable[[Path], str]] = {
+    "apex_door": apex_door,
+    "apex_levels": apex_levels,
     "bench": bench,
     "demo": demo,
     "formats": formats,
@@ -219,7 +277,12 @@ _PART = re.compile(r"(<!-- begin: (\w+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 
 def renewed(root: Path, text: str) -> str:
     """A document's text with its generated parts made anew."""
-    return _PART.sub(lambda part: f"{part[1]}{GENERATORS[part[2]](root).strip()}\n{part[3]}", text)
+    return _PART.sub(lambda part: f"{part[1]}{_with_code(GENERATORS[part[2]](root).strip())}\n{part[3]}", text)
+
+
+def _with_code(markdown: str) -> str:
+    """Tables show their cells literally; what stands between backticks here is meant as code."""
+    return re.sub(r"\\`(.*?)\\`", lambda code: "`" + code[1].replace("\\", "") + "`", markdown)
 
 
 def main(root: Path) -> None:

@@ -77,8 +77,7 @@ def test_options_of_levels(level: str) -> None:
     quiet(mlp(), opt_level=level)
     p = _amp_state.opt_properties
     seen = (p.cast_model_type, p.patch_torch_functions, p.keep_batchnorm_fp32, p.master_weights, p.loss_scale)
-    expected = DEFAULTS[level]
-    assert seen[:1] + seen[2:] == expected[:1] + expected[2:] and bool(seen[1]) == bool(expected[1])
+    assert seen == DEFAULTS[level]
     assert p.enabled is True and p.opt_level == level and list(p.options) == [
         "enabled", "opt_level", "cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights",
         "loss_scale",

@@ -9,7 +9,6 @@ import os
 import pickle
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,11 +28,6 @@ CHECKS: dict[str, Check] = {}
 def check(function: Check) -> Check:
     CHECKS[function.__name__] = function
     return function
-
-
-@cache
-def outcome(world: int) -> dict[str, str]:
-    return run_checks(CHECKS, world)
 
 
 @check
@@ -294,11 +288,11 @@ def reducer_and_flat_calls(rank: int, world: int) -> None:
     flat.apply_flat_dist_call([torch.ones(2)], dist.all_reduce)
 
 
-@pytest.mark.parametrize("name", list(CHECKS))
 @pytest.mark.parametrize("world", [2, 3])
-def test_in_processes(world: int, name: str) -> None:
-    complaint = outcome(world)[name]
-    assert not complaint, complaint
+def test_in_processes(world: int) -> None:
+    """All checks in one set of processes, which take longer to start than to run."""
+    complaints = {name: complaint for name, complaint in run_checks(CHECKS, world).items() if complaint}
+    assert not complaints, "\n".join(f"{name}: {complaint}" for name, complaint in complaints.items())
 
 
 # -- in this process

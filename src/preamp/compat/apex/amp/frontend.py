@@ -157,7 +157,8 @@ opt_levels = {
         OptLevel(
             "O5", "O5:  BFLOAT16 training with FP32 batchnorm and FP32 master weights.",
             "As O2, in BFLOAT16 and without a loss scale.",
-            cast_model_type=_BFLOAT16, keep_batchnorm_fp32=True, master_weights=True, loss_scale=1,
+            cast_model_type=_BFLOAT16, patch_torch_functions=None, keep_batchnorm_fp32=True, master_weights=True,
+            loss_scale=1,
         ),
     )
 }  # fmt: skip

@@ -1,0 +1,74 @@
+"""amp over processes: models wrapped after initialize, in torch's wrapper or Apex's, agree on every step and skip."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from preamp.compat.apex import amp, parallel
+
+from .ranks import Check, run_checks
+from .toys import batch, mlp
+
+WRAPPERS: dict[str, Any] = {
+    "torch": nn.parallel.DistributedDataParallel,
+    "apex": parallel.DistributedDataParallel,
+    "apex delayed": partial(parallel.DistributedDataParallel, delay_allreduce=True),
+}
+LEVELS = ("O0", "O1", "O2", "O3", "O5")
+
+
+def same_everywhere(tensors: list[Tensor]) -> None:
+    mine = torch.cat([t.detach().double().flatten() for t in tensors])
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    assert all(torch.equal(one, mine) for one in everyone)
+
+
+def trained(level: str, wrapper: str, rank: int, world: int) -> None:
+    """With an infinity in one rank's batch, accumulation over two passes, and clipping."""
+    warnings.simplefilter("ignore")
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    dynamic: dict[str, Any] = {"loss_scale": "dynamic"} if level in ("O1", "O2") else {}
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **dynamic)
+    wrapped = WRAPPERS[wrapper](model)
+    before: list[Tensor] = []
+    for i in range(6):
+        for half in (0, 1):
+            x, y = batch(100 * i + 10 * half + rank)
+            loss = nn.functional.cross_entropy(wrapped(x), y) / 2
+            if i == 3 and half == 1 and rank == world - 1 and dynamic:
+                loss = loss * math.inf
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+        nn.utils.clip_grad_norm_(amp.master_params(optimizer), 5.0)
+        before = [p.clone() for p in amp.master_params(optimizer)]
+        optimizer.step()
+        moved = any(not torch.equal(a, b) for a, b in zip(before, amp.master_params(optimizer), strict=True))
+        assert moved == (i != 3 or not dynamic), (i, moved)
+        same_everywhere(list(amp.master_params(optimizer)))
+        same_everywhere(list(model.parameters()))
+        optimizer.zero_grad()
+    if dynamic:
+        assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 2.0**15, "unskipped": 4}
+    amp.close()
+
+
+CHECKS: dict[str, Check] = {
+    f"{level} {wrapper}": partial(trained, level, wrapper) for level in LEVELS for wrapper in WRAPPERS
+}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_in_processes(world: int) -> None:
+    """All checks in one set of processes, which take longer to start than to run."""
+    complaints = {name: complaint for name, complaint in run_checks(CHECKS, world).items() if complaint}
+    assert not complaints, "\n".join(f"{name}: {complaint}" for name, complaint in complaints.items())
