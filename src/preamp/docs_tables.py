@@ -11,6 +11,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from .policy import LEVELS
 from .report import Column, LineChart, Series, Table, to_svg
 from .report.files import write_text
 from .rules import TABLE
+
+_Maker = Callable[[dict[str, Any]], tuple[Table, str]]
+_Generator = Callable[[Path], str]
 
 DOCUMENTS = (
     "README.md",
@@ -59,12 +63,32 @@ def rules(root: Path) -> str:
     return Table("", ("runs", "family", "operators", "why"), rows).to_markdown()
 
 
-def demo(root: Path) -> str:
-    """The newest committed results of the demo, one row a network and level, with where they come from."""
-    path = newest(root, "demo")
-    if path is None:
-        return "(no results committed yet: `./dev demo` makes them)"
-    results = json.loads(path.read_text(encoding="utf-8"))
+def newest(root: Path, theme: str) -> Path | None:
+    """The newest committed result of a theme: files are called `<theme>_<hardware>_<date>_<commit>.json`."""
+    found = sorted((root / "benchmarks" / "results").glob(f"{theme}_*.json"), key=lambda p: p.stem.split("_")[-2])
+    return found[-1] if found else None
+
+
+def committed(theme: str, how: str) -> Callable[[_Maker], _Generator]:
+    """Makes a generator of a function from the newest results of a theme to a table and what is to be said of it."""
+
+    def decorate(make: _Maker) -> _Generator:
+        @wraps(make)
+        def generator(root: Path) -> str:
+            path = newest(root, theme)
+            if path is None:
+                return f"(no results committed yet: `{how}` makes them)"
+            table, text = make(json.loads(path.read_text(encoding="utf-8")))
+            return f"{table.to_markdown()}\n\n{text}: `{path.relative_to(root).as_posix()}`."
+
+        return generator
+
+    return decorate
+
+
+@committed("demo", "./dev demo")
+def demo(results: dict[str, Any]) -> tuple[Table, str]:
+    """Results of the demo, one row a network and level, with where they come from."""
     machine = results["environment"]
     columns = (
         Column("network"), Column("level"), Column("time", "ms/step", 1), Column("against O0", "x", 2),
@@ -78,10 +102,9 @@ def demo(root: Path) -> str:
         f"`./dev demo`, size {results['plan']['size']}, {seeds} seeds a level: **{within} of {judged} 16-bit results "
         f"(mean over seeds) are not below the worst of the {seeds} float32 seeds.** "
         f"{machine.get('gpu', machine['cpu'])}, {machine['threads']} threads, torch {machine['torch']}, Python "
-        f"{machine['python']}, preamp at {machine['commit']}; {results['seconds']:.0f} s in all. All samples: "
-        f"`{path.relative_to(root).as_posix()}`."
+        f"{machine['python']}, preamp at {machine['commit']}; {results['seconds']:.0f} s in all. All samples"
     )
-    return f"{Table('', columns, rows).to_markdown()}\n\n{text}"
+    return Table("", columns, rows), text
 
 
 def _demo_rows(results: dict[str, Any], task: str) -> list[tuple[Any, ...]]:
@@ -102,18 +125,9 @@ def _demo_rows(results: dict[str, Any], task: str) -> list[tuple[Any, ...]]:
     return rows
 
 
-def newest(root: Path, theme: str) -> Path | None:
-    """The newest committed result of a theme: files are called `<theme>_<hardware>_<date>_<commit>.json`."""
-    found = sorted((root / "benchmarks" / "results").glob(f"{theme}_*.json"), key=lambda p: p.stem.split("_")[-2])
-    return found[-1] if found else None
-
-
-def bench(root: Path) -> str:
+@committed("regions", "./dev bench")
+def bench(results: dict[str, Any]) -> tuple[Table, str]:
     """The newest committed ratios of the suite "regions"."""
-    path = newest(root, "regions")
-    if path is None:
-        return "(no results committed yet: `./dev bench` makes them)"
-    results = json.loads(path.read_text(encoding="utf-8"))
     rows = [
         (row["name"], row["what"], c["ratio"]["median"], c["ratio"]["min"], c["ratio"]["max"])
         for row in results["suites"]["regions"]
@@ -124,18 +138,14 @@ def bench(root: Path) -> str:
     machine = results["environment"]
     text = (
         "Ratios torch.autocast / preamp.autocast of the time of one round; above 1 preamp is faster. "
-        f"{machine['cpu']}, torch {machine['torch']}, preamp at {machine['commit']}, {results['rounds']} rounds; "
-        f"`{path.relative_to(root).as_posix()}`."
+        f"{machine['cpu']}, torch {machine['torch']}, preamp at {machine['commit']}, {results['rounds']} rounds"
     )
-    return f"{Table('', columns, rows).to_markdown()}\n\n{text}"
+    return Table("", columns, rows), text
 
 
-def apex_door(root: Path) -> str:
+@committed("apex-door", "python benchmarks/apex_door.py")
+def apex_door(results: dict[str, Any]) -> tuple[Table, str]:
     """What a step through preamp.compat.apex takes beside preamp's own."""
-    path = newest(root, "apex-door")
-    if path is None:
-        return "(no results committed yet: `python benchmarks/apex_door.py` makes them)"
-    results = json.loads(path.read_text(encoding="utf-8"))
     rows = []
     for row in results["rows"]:
         low, median, high = statistics.quantiles(row["ratios"], n=4)
@@ -149,42 +159,36 @@ def apex_door(root: Path) -> str:
     text = (
         "Ratio: time of preamp's own session over time through the door, round by round; above 1 the door is faster. "
         f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, preamp at {machine['commit']}, "
-        f"{len(results['rows'][0]['ratios'])} rounds; `{path.relative_to(root).as_posix()}`."
+        f"{len(results['rows'][0]['ratios'])} rounds"
     )
-    return f"{Table('', columns, rows).to_markdown()}\n\n{text}"
+    return Table("", columns, rows), text
 
 
-def apex_levels(root: Path) -> str:
+@committed("apex-levels", "python benchmarks/apex_levels.py")
+def apex_levels(results: dict[str, Any]) -> tuple[Table, str]:
     """Final losses of networks trained through preamp.compat.apex, by level."""
-    path = newest(root, "apex-levels")
-    if path is None:
-        return "(no results committed yet: `python benchmarks/apex_levels.py` makes them)"
-    results = json.loads(path.read_text(encoding="utf-8"))
     finals: dict[str, dict[str, list[float]]] = {}
     for run in results["rows"]:
         last = statistics.fmean(run["losses"][-len(run["losses"]) // 10 :])
         finals.setdefault(run["network"], {}).setdefault(run["level"], []).append(last)
-    levels_ = list(next(iter(finals.values())))
-    rows = [
-        (name, *(statistics.fmean(own[level]) for level in levels_), f"{min(own['O0']):.4f} to {max(own['O0']):.4f}")
+    trained = list(next(iter(finals.values())))
+    rows: list[tuple[Any, ...]] = [
+        (name, *(statistics.fmean(own[level]) for level in trained), f"{min(own['O0']):.4f} to {max(own['O0']):.4f}")
         for name, own in finals.items()
     ]
-    columns = ("network", *(Column(level, digits=4) for level in levels_), "O0, seed by seed")
+    columns: list[Column | str] = ["network", *(Column(level, digits=4) for level in trained), "O0, seed by seed"]
     machine = results["environment"]
     text = (
         f"Training loss over the last {len(results['rows'][0]['losses']) // 10} of {len(results['rows'][0]['losses'])} "
         f"steps, mean of {len(next(iter(finals.values()))['O0'])} seeds, SGD with momentum. {machine['cpu']}, torch "
-        f"{machine['torch']}, preamp at {machine['commit']}; `{path.relative_to(root).as_posix()}`."
+        f"{machine['torch']}, preamp at {machine['commit']}"
     )
-    return f"{Table('', columns, rows).to_markdown()}\n\n{text}"
+    return Table("", columns, rows), text
 
 
-def step(root: Path) -> str:
+@committed("step", "./dev bench --suite step")
+def step(results: dict[str, Any]) -> tuple[Table, str]:
     """The newest committed ratios of the suite "step", and what was counted."""
-    path = newest(root, "step")
-    if path is None:
-        return "(no results committed yet: `./dev bench --suite step` makes them)"
-    results = json.loads(path.read_text(encoding="utf-8"))
     rows: list[tuple[Any, ...]] = []
     for row in results["suites"]["step"]:
         for c in row["contenders"]:
@@ -203,17 +207,14 @@ def step(root: Path) -> str:
         "contender over time of this one, round by round; above 1 is faster. Counted in one call: megabytes that "
         "operators read and write, tensors converted, operators called (a fused one is one call), values read by the "
         f"host (free on a CPU). {machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, preamp at "
-        f"{machine['commit']}, {results['rounds']} rounds; `{path.relative_to(root).as_posix()}`."
+        f"{machine['commit']}, {results['rounds']} rounds"
     )
-    return f"{Table('', columns, rows).to_markdown()}\n\n{text}"
+    return Table("", columns, rows), text
 
 
-def schedules(root: Path) -> str:
+@committed("schedules", "preamp.bench.write_schedules(root)")
+def schedules(results: dict[str, Any]) -> tuple[Table, str]:
     """Skips and flushed gradients of every schedule, network and start, from the newest committed replays."""
-    path = newest(root, "schedules")
-    if path is None:
-        return "(no results committed yet)"
-    results = json.loads(path.read_text(encoding="utf-8"))
     rows = results["suites"]["schedules"]
     names = [each["name"] for each in rows[0]["contenders"]]
     columns = ("network", "start", *(f"{name}: {figure}" for name in names for figure in ("skips", "flushed")))
@@ -227,10 +228,9 @@ def schedules(root: Path) -> str:
     told = ", ".join(f"{task} {count}" for task, count in steps.items())
     text = (
         f"Skipped steps, and the share of non-zero weight gradients that became zero in the steps not skipped; {told} "
-        f"steps, from {rows[0]['seeds']} seeds each. Replayed by preamp at {results['environment']['commit']}: "
-        f"`{path.relative_to(root).as_posix()}`."
+        f"steps, from {rows[0]['seeds']} seeds each. Replayed by preamp at {results['environment']['commit']}"
     )
-    return f"{Table('', columns, cells).to_markdown()}\n\n{text}"
+    return Table("", columns, cells), text
 
 
 def _share(share: float) -> str:
