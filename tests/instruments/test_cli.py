@@ -26,7 +26,7 @@ def invoke(*arguments: str) -> str:
 
 def test_verbs_are_frozen() -> None:
     names = [command.name or command.callback.__name__ for command in app.registered_commands]
-    assert names == ["demo", "lr-find", "bench", "run", "levels", "rules", "env"]
+    assert names == ["demo", "lr-find", "bench", "run", "migrate", "levels", "rules", "env"]
 
 
 def test_version() -> None:
@@ -87,3 +87,22 @@ def test_an_error_is_one_message_and_status_2(arguments: tuple[str, ...], messag
     assert done.returncode == 2
     assert message in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
+
+
+def test_migrate_prints_writes_and_says_what_is_left(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from apex import amp\n"
+        "model, optimizer = amp.initialize(model, optimizer, opt_level='O2')\n"
+        "with amp.scale_loss(loss, optimizer) as scaled:\n"
+        "    scaled.backward()\n"
+        "optimizer.step()\n"
+    )
+    done = runner.invoke(app, ["migrate", str(script)])
+    assert "+session = preamp.prepare(model, optimizer, level='O2')" in done.output
+    assert "+session.backward(loss)" in done.output and "apex" in script.read_text()
+    assert done.exit_code == 1 and ":3: by hand: " in done.output  # the forward pass is not in sight
+    assert runner.invoke(app, ["migrate", "--write", str(script)]).exit_code == 1
+    assert "apex" not in script.read_text()
+    invoke("migrate", str(script))  # nothing is left
+    assert isinstance(runner.invoke(app, ["migrate", str(tmp_path / "nowhere.py")]).exception, FileNotFoundError)

@@ -142,6 +142,19 @@ def run(
 
 
 @app.command()
+def migrate(
+    paths: Annotated[list[Path], typer.Argument(help="Scripts, or folders of them.")],
+    write: Annotated[bool, typer.Option("--write", help="Rewrite the files, show no difference.")] = False,
+) -> None:
+    """Show the difference that takes scripts from apex.amp to preamp's own API, and what is left to do by hand."""
+    from ..migrate import run as migrate_files
+
+    text, status = migrate_files(paths, write)
+    print(text, end="")
+    raise typer.Exit(status)
+
+
+@app.command()
 def levels(as_json: _Json = None) -> None:
     """The levels, what each keeps in which dtype, and which of them suits this machine."""
     auto, why = auto_level()

@@ -1,0 +1,200 @@
+"""A plan of changes by node of the original, and the transformer that carries it out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import libcst as cst
+
+from ._calls import argument, laid_out
+from ._forward import Block, merged
+from ._notes import Note
+
+Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
+
+
+@dataclass
+class Edits:
+    """What to change, by node of the original tree."""
+
+    expressions: dict[cst.CSTNode, Callable[[cst.CSTNode], cst.CSTNode]] = field(default_factory=dict)
+    """An expression's replacement, from what it has become inside."""
+    statements: dict[cst.CSTNode, Callable[[Statement], list[Statement]]] = field(default_factory=dict)
+    """What a statement becomes, from what it has become inside."""
+    before: dict[cst.CSTNode, list[str]] = field(default_factory=dict)
+    """Statements to put in front."""
+    regions: dict[Block, list[tuple[int, int, str]]] = field(default_factory=dict)
+    """Ranges of a block's statements, with the session whose region goes around them."""
+    parameters: dict[cst.CSTNode, str] = field(default_factory=dict)
+    """Functions that get a keyword parameter."""
+    first: dict[cst.CSTNode, str] = field(default_factory=dict)
+    """Functions that get a first statement."""
+    arguments: dict[cst.CSTNode, tuple[str, str]] = field(default_factory=dict)
+    """Calls that get a keyword argument."""
+    conditions: set[cst.CSTNode] = field(default_factory=set)
+    """`if` statements to fold where all branches have come to say the same."""
+    handled: set[cst.CSTNode] = field(default_factory=set)
+    """Uses of Apex that are translated, or have their note."""
+    notes: list[Note] = field(default_factory=list)
+
+
+class Apply(cst.CSTTransformer):
+    """Carries out edits, from the inside out."""
+
+    def __init__(self, module: cst.Module, edits: Edits) -> None:
+        super().__init__()
+        self._module, self._edits = module, edits
+
+    def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> cst.CSTNode:  # type: ignore[override]
+        """What a node becomes."""
+        edits = self._edits
+        node = updated_node
+        if original_node in edits.expressions:
+            node = edits.expressions[original_node](node)
+        if original_node in edits.arguments and isinstance(node, cst.Call):
+            name, text = edits.arguments[original_node]
+            new = argument(text, name)
+            at = next((i for i, arg in enumerate(node.args) if arg.star == "**"), len(node.args))
+            node = node.with_changes(args=laid_out(node, [*node.args[:at], new, *node.args[at:]]))
+        if isinstance(original_node, cst.FunctionDef) and isinstance(node, cst.FunctionDef):
+            if original_node in edits.parameters:
+                node = node.with_changes(params=_with_parameter(node.params, edits.parameters[original_node]))
+            if original_node in edits.first:
+                node = _with_first(node, self._parsed(edits.first[original_node]))
+        if isinstance(original_node, (cst.Module, cst.IndentedBlock)) and isinstance(
+            node, (cst.Module, cst.IndentedBlock)
+        ):
+            return self._block(original_node, node)
+        return node
+
+    def _block(self, original: Block, updated: Block) -> cst.CSTNode:
+        """The block's statements, each expanded into what it becomes, ranges put into regions."""
+        edits = self._edits
+        expanded = [self._expand(old, new) for old, new in zip(original.body, updated.body, strict=True)]  # type: ignore[arg-type]
+        ranges = edits.regions.get(original, [])
+        texts = {text for _, _, text in ranges}
+        body: list[Statement] = []
+        for number, part in enumerate(expanded[:-1]):
+            following = expanded[number + 1]
+            if not part and following and not following[0].leading_lines:  # blank lines stay where one was taken out
+                removed: Statement = updated.body[number]  # type: ignore[assignment]
+                lines = [line for line in removed.leading_lines if line.comment is None]
+                expanded[number + 1] = [following[0].with_changes(leading_lines=lines), *following[1:]]
+        index = 0
+        starts = {
+            start: (end, text) for text in texts for start, end in merged([(s, e) for s, e, t in ranges if t == text])
+        }
+        while index < len(expanded):
+            end, text = starts.get(index, (index, ""))
+            inside = [statement for part in expanded[index : end + 1] for statement in part]
+            body += [self._region(text, inside)] if text and inside else inside
+            index = max(end, index) + 1
+        return updated.with_changes(body=body)
+
+    def _expand(self, old: Statement, new: Statement) -> list[Statement]:
+        edits = self._edits
+        found = edits.statements[old](new) if old in edits.statements else [new]
+        if old in edits.conditions:
+            found = [folded for each in found for folded in fold(self._module, each)]
+        extra = [self._parsed(text) for text in edits.before.get(old, [])]
+        return with_lead(new, [*extra, *found]) if extra else found
+
+    def _region(self, session: str, inside: list[Statement]) -> cst.With:
+        first = inside[0]
+        region = self._parsed(f"with {session}.autocast():\n    pass")
+        assert isinstance(region, cst.With)
+        return region.with_changes(
+            leading_lines=first.leading_lines,
+            body=cst.IndentedBlock(body=[first.with_changes(leading_lines=()), *inside[1:]]),
+        )
+
+    def _parsed(self, text: str) -> Statement:
+        return cst.parse_statement(text, config=self._module.config_for_parsing)
+
+
+def with_lead(old: Statement, found: list[Statement]) -> list[Statement]:
+    """Statements in place of `old`, whose comments and blank lines go before the first."""
+    if not found:
+        return found
+    cleared = [
+        each.with_changes(leading_lines=()) if each.leading_lines == old.leading_lines else each for each in found
+    ]
+    return [cleared[0].with_changes(leading_lines=old.leading_lines), *cleared[1:]]
+
+
+def _with_parameter(params: cst.Parameters, name: str) -> cst.Parameters:
+    star = params.star_arg
+    if isinstance(star, cst.MaybeSentinel) and not params.kwonly_params:
+        star = cst.ParamStar()
+    return params.with_changes(star_arg=star, kwonly_params=[*params.kwonly_params, cst.Param(cst.Name(name))])
+
+
+def _with_first(function: cst.FunctionDef, statement: Statement) -> cst.FunctionDef:
+    body = function.body
+    if not isinstance(body, cst.IndentedBlock):
+        return function
+    at = 0
+    first = body.body[0]
+    if isinstance(first, cst.SimpleStatementLine) and isinstance(first.body[0], cst.Expr):
+        value = first.body[0].value
+        text = isinstance(value, (cst.SimpleString, cst.ConcatenatedString))
+        is_super = isinstance(value, cst.Call) and "super" in cst.Module([]).code_for_node(value.func)
+        at = 1 if text or is_super else 0
+        following = body.body[1] if len(body.body) > 1 else None
+        if text and isinstance(following, cst.SimpleStatementLine):
+            at = 2 if "super()" in cst.Module([]).code_for_node(following) else 1
+    return function.with_changes(body=body.with_changes(body=[*body.body[:at], statement, *body.body[at:]]))
+
+
+def fold(module: cst.Module, statement: Statement) -> list[Statement]:
+    """An `if` whose branches all say the same, as what they say; anything else as it is."""
+    if not isinstance(statement, cst.If) or not _is_pure(statement.test):
+        return [statement]
+    branches: list[Sequence[cst.BaseStatement]] = []
+    current: cst.If | cst.Else | None = statement
+    while current is not None:
+        if not isinstance(current.body, cst.IndentedBlock):
+            return [statement]
+        branches.append(current.body.body)
+        if isinstance(current, cst.Else):
+            break
+        if not _is_pure(current.test):
+            return [statement]
+        current = current.orelse
+    if current is None or len({_plain_text(module, branch) for branch in branches}) != 1:
+        return [statement]
+    fullest = max(branches, key=lambda branch: _comments(module, branch))
+    return with_lead(statement, _joined(statement, list(fullest)))  # type: ignore[arg-type]
+
+
+def _joined(statement: cst.If, body: list[Statement]) -> list[Statement]:
+    lead = [*statement.leading_lines, *body[0].leading_lines]
+    comment = statement.body.header.comment if isinstance(statement.body, cst.IndentedBlock) else None
+    if comment is not None:
+        lead.append(cst.EmptyLine(comment=comment))
+    return [body[0].with_changes(leading_lines=lead), *body[1:]]
+
+
+def _plain_text(module: cst.Module, branch: Sequence[cst.BaseStatement]) -> str:
+    bare = [s.with_changes(leading_lines=()) for s in branch]
+    bare = [
+        s.with_changes(trailing_whitespace=cst.TrailingWhitespace()) if isinstance(s, cst.SimpleStatementLine) else s
+        for s in bare
+    ]
+    return "".join(module.code_for_node(s) for s in bare)
+
+
+def _comments(module: cst.Module, branch: Sequence[cst.BaseStatement]) -> int:
+    return sum(module.code_for_node(s).count("#") for s in branch)
+
+
+def _is_pure(test: cst.BaseExpression) -> bool:
+    """Whether leaving a condition unasked changes nothing."""
+    pure = (
+        cst.Name, cst.Attribute, cst.Comparison, cst.ComparisonTarget, cst.UnaryOperation, cst.BooleanOperation,
+        cst.Integer, cst.SimpleString, cst.Subscript, cst.SubscriptElement, cst.Index, cst.BaseBooleanOp,
+        cst.BaseUnaryOp, cst.BaseCompOp, cst.Dot, cst.BaseParenthesizableWhitespace, cst.LeftParen, cst.RightParen,
+        cst.LeftSquareBracket, cst.RightSquareBracket,
+    )  # fmt: skip
+    return isinstance(test, pure) and all(_is_pure(child) for child in test.children)  # type: ignore[arg-type]

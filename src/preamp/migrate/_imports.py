@@ -1,0 +1,278 @@
+"""The last pass: imports that nothing uses any more go, `import preamp` comes, branches that a merge makes shorter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import libcst as cst
+from libcst import metadata
+
+from ._edits import Statement
+from ._names import apex_name, dotted, walk
+
+
+def tidied(source: str) -> str:
+    """The text with its imports in order."""
+    wrapper = metadata.MetadataWrapper(cst.parse_module(source))
+    scopes: Any = wrapper.resolve(metadata.ScopeProvider)
+    text = wrapper.module.visit(_Tidy(_unused(wrapper.module, scopes), wrapper.module)).code
+    for name in ("torch", "preamp"):
+        if re.search(rf"\b{name}\.", text) and not _is_bound(cst.parse_module(text), name):
+            text = _with_import(cst.parse_module(text), name).code
+    return text
+
+
+def _unused(module: cst.Module, scopes: Any) -> set[cst.CSTNode]:
+    """Import aliases of Apex that nothing refers to."""
+    found: set[cst.CSTNode] = set()
+    used = {n.value for n in walk(module) if isinstance(n, cst.Name)}
+    for node in walk(module):
+        if isinstance(node, cst.ImportFrom) and node.module is not None and not node.relative:
+            base = dotted(node.module) or ""
+            if isinstance(node.names, cst.ImportStar):
+                if apex_name(base) is not None and not (used & STARS.get(apex_name(base) or "", set())):
+                    found.add(node)
+                continue
+            for alias in node.names:
+                qualified = f"{base}.{dotted(alias.name)}"
+                if apex_name(qualified) is not None and not _references(scopes, node, alias):
+                    found.add(alias)
+        elif isinstance(node, cst.Import):
+            for alias in node.names:
+                if apex_name(dotted(alias.name) or "") is not None and not _references(scopes, node, alias):
+                    found.add(alias)
+    return found
+
+
+STARS = {
+    "fp16_utils": {
+        "FP16_Optimizer", "network_to_half", "BN_convert_float", "prep_param_lists", "model_grads_to_master_grads",
+        "master_params_to_model_params", "tofp16", "to_python_float", "clip_grad_norm", "convert_module",
+        "convert_network", "FP16Model", "LossScaler", "DynamicLossScaler",
+    },
+    "amp": {
+        "initialize", "scale_loss", "master_params", "init", "half_function", "float_function", "promote_function",
+        "disable_casts", "register_half_function", "register_float_function", "register_promote_function",
+    },
+    "parallel": {
+        "DistributedDataParallel", "Reducer", "SyncBatchNorm", "convert_syncbn_model", "LARC",
+        "create_syncbn_process_group",
+    },
+    "optimizers": {"FusedAdam", "FusedSGD", "FusedLAMB", "FusedNovoGrad", "FusedAdagrad", "FusedMixedPrecisionLamb"},
+    "normalization": {"FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm"},
+}  # fmt: skip
+"""Names that `from apex.x import *` brings."""
+
+
+def _references(scopes: Any, node: cst.CSTNode, alias: cst.ImportAlias) -> bool:
+    local = alias.evaluated_alias or (dotted(alias.name) or "").partition(".")[0]
+    scope = scopes.get(node)
+    return scope is None or any(assignment.references for assignment in scope[local])
+
+
+class _Tidy(cst.CSTTransformer):
+    """Takes unused aliases out, and what stands around them empty."""
+
+    def __init__(self, unused: set[cst.CSTNode], module: cst.Module) -> None:
+        super().__init__()
+        self._unused, self._module = unused, module
+        self._top = set(module.body)
+        self._wanted = not _is_bound(module, "preamp") and re.search(r"\bpreamp\.", module.code) is not None
+
+    def leave_ImportFrom(self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom) -> Any:
+        """Without the aliases that nothing uses."""
+        if original_node in self._unused:
+            return cst.RemoveFromParent()
+        if isinstance(original_node.names, cst.ImportStar) or isinstance(updated_node.names, cst.ImportStar):
+            return updated_node
+        return self._shorter(original_node.names, updated_node, updated_node.names)
+
+    def leave_Import(self, original_node: cst.Import, updated_node: cst.Import) -> Any:
+        """Without the aliases that nothing uses."""
+        return self._shorter(original_node.names, updated_node, updated_node.names)
+
+    def _shorter(self, old: Sequence[cst.ImportAlias], node: Any, new: Sequence[cst.ImportAlias]) -> Any:
+        kept = [alias for before, alias in zip(old, new, strict=True) if before not in self._unused]
+        if not kept:
+            return cst.RemoveFromParent()
+        if len(kept) < len(new):
+            kept[-1] = kept[-1].with_changes(comma=new[-1].comma)
+            return node.with_changes(names=kept)
+        return node
+
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> Any:
+        """A line of which nothing is left goes, or becomes `import preamp`."""
+        return updated_node if updated_node.body else self._removed(original_node)
+
+    def _removed(self, original: Any) -> Any:
+        if original not in self._top or not self._wanted:
+            return cst.RemoveFromParent()
+        self._wanted = False
+        line = cst.parse_statement("import preamp", config=self._module.config_for_parsing)
+        return line.with_changes(leading_lines=original.leading_lines)
+
+    def _gone(self, small: cst.CSTNode) -> bool:
+        if isinstance(small, cst.ImportFrom) and small in self._unused:
+            return True
+        if isinstance(small, (cst.Import, cst.ImportFrom)) and not isinstance(small.names, cst.ImportStar):
+            return all(alias in self._unused for alias in small.names)
+        return False
+
+    def _rest(self, node: cst.Try) -> list[Any]:
+        rest = []
+        for statement in node.body.body:
+            if isinstance(statement, cst.SimpleStatementLine) and all(self._gone(small) for small in statement.body):
+                continue
+            rest.append(statement)
+        return rest
+
+    def leave_Try(self, original_node: cst.Try, updated_node: cst.Try) -> Any:
+        """A `try` around an import of Apex that is gone."""
+        rest = self._rest(original_node)
+        if len(rest) == len(original_node.body.body):
+            return updated_node
+        outcome = self._outcome(original_node, rest)
+        if outcome is None:
+            return updated_node
+        if not outcome:
+            return self._removed(original_node)
+        first = outcome[0].with_changes(leading_lines=original_node.leading_lines)
+        return cst.FlattenSentinel([first, *outcome[1:]])
+
+    def _outcome(self, node: cst.Try, rest: list[Any]) -> list[Any] | None:
+        """What is left of a `try`; None to leave it standing."""
+        if len(rest) == len(node.body.body) or node.finalbody is not None:
+            return None
+        if not all(_cannot_fail(statement) for statement in rest):
+            return None
+        after = list(node.orelse.body.body) if node.orelse is not None else []
+        if not rest and self._defines_used(node):
+            handler = node.handlers[0]
+            return [*handler.body.body, *after]
+        return [*rest, *after]
+
+    def _defines_used(self, node: cst.Try) -> bool:
+        """Whether a handler imports or defines something that is used, in place of what Apex had."""
+        if not node.handlers:
+            return False
+        for each in walk(node.handlers[0].body):
+            names: list[str] = []
+            if isinstance(each, (cst.Import, cst.ImportFrom)) and not isinstance(each.names, cst.ImportStar):
+                names = [a.evaluated_alias or (dotted(a.name) or "").partition(".")[0] for a in each.names]
+            elif isinstance(each, (cst.FunctionDef, cst.ClassDef)):
+                names = [each.name.value]
+            if any(self._count(name) > 1 for name in names):
+                return True
+        return False
+
+    def _count(self, name: str) -> int:
+        return sum(isinstance(n, cst.Name) and n.value == name for n in walk(self._module))
+
+    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> Any:
+        """An `if` that is empty now, or whose branches make the same session at two levels."""
+        body = updated_node.body
+        if isinstance(body, cst.IndentedBlock) and not body.body and original_node.body.body:
+            return cst.RemoveFromParent() if updated_node.orelse is None else updated_node
+        merged = self._merged(updated_node)
+        return updated_node if merged is None else merged
+
+    def _merged(self, node: cst.If) -> Statement | None:
+        other = node.orelse
+        if not isinstance(other, cst.Else) or not isinstance(node.test, (cst.Name, cst.Attribute)):
+            return None
+        here, there = _prepared(node.body), _prepared(other.body)
+        if here is None or there is None:
+            return None
+        (line, target, call), (_, target_there, call_there) = here, there
+        code = self._module.code_for_node
+        known = {"level", "losses", "scale"}
+        given = {arg.keyword.value: arg for arg in call.args if arg.keyword is not None}
+        given_there = {arg.keyword.value: arg for arg in call_there.args if arg.keyword is not None}
+        positional, positional_there = _positional(call), _positional(call_there)
+        if (
+            set(given) - known or any(arg.star for arg in call.args) or set(given_there) - {"level", "losses"}
+            or code(target) != code(target_there)
+            or [code(a.value) for a in positional] != [code(a.value) for a in positional_there]
+            or code(given_there["level"].value) != '"O0"' or isinstance(given["level"].value, cst.IfExp)
+        ):  # fmt: skip
+            return None
+        test = code(node.test)
+        args = []
+        for arg in call.args:
+            word = arg.keyword.value if arg.keyword is not None else ""
+            if word in ("level", "scale"):
+                other_text = '"O0"' if word == "level" else "None"
+                arg = arg.with_changes(value=cst.parse_expression(f"{code(arg.value)} if {test} else {other_text}"))
+            args.append(arg)
+        assign = cst.Assign([cst.AssignTarget(target)], call.with_changes(args=args))
+        return line.with_changes(body=[assign], leading_lines=[*node.leading_lines, *line.leading_lines])
+
+
+def _positional(call: cst.Call) -> list[cst.Arg]:
+    return [arg for arg in call.args if arg.keyword is None and not arg.star]
+
+
+def _prepared(body: cst.BaseSuite) -> tuple[cst.SimpleStatementLine, cst.BaseAssignTargetExpression, cst.Call] | None:
+    """(line, target, call) of a block that is nothing but `target = preamp.prepare(...)`."""
+    if not isinstance(body, cst.IndentedBlock) or len(body.body) != 1:
+        return None
+    line = body.body[0]
+    if not isinstance(line, cst.SimpleStatementLine) or len(line.body) != 1 or not isinstance(line.body[0], cst.Assign):
+        return None
+    assign = line.body[0]
+    if (
+        isinstance(assign.value, cst.Call)
+        and dotted(assign.value.func) == "preamp.prepare"
+        and len(assign.targets) == 1
+    ):
+        return line, assign.targets[0].target, assign.value
+    return None
+
+
+def _cannot_fail(statement: Any) -> bool:
+    """Whether a statement is `pass`, or gives a name a constant."""
+    return isinstance(statement, cst.SimpleStatementLine) and all(
+        isinstance(small, cst.Pass)
+        or (isinstance(small, cst.Assign) and isinstance(small.value, (cst.Name, cst.BaseString, cst.BaseNumber)))
+        for small in statement.body
+    )
+
+
+def _is_bound(module: cst.Module, name: str) -> bool:
+    """Whether the module itself imports a package under its own name."""
+    for node in _module_level(module):
+        if isinstance(node, cst.Import) and any(
+            (alias.evaluated_alias or (dotted(alias.name) or "").partition(".")[0]) == name for alias in node.names
+        ):
+            return True
+    return False
+
+
+def _module_level(node: cst.CSTNode) -> Any:
+    for child in node.children:
+        if isinstance(child, (cst.FunctionDef, cst.ClassDef, cst.Lambda)):
+            continue
+        yield child
+        yield from _module_level(child)
+
+
+def _with_import(module: cst.Module, name: str) -> cst.Module:
+    """The module with `import name` after the other imports at its head."""
+    body = list(module.body)
+    line = cst.parse_statement(f"import {name}", config=module.config_for_parsing)
+    at = 0
+    for index, statement in enumerate(body):
+        text = module.code_for_node(statement.with_changes(leading_lines=())).strip()
+        docstring = index == 0 and text[:1] in "\"'rR"
+        imports = isinstance(statement, cst.SimpleStatementLine) and isinstance(
+            statement.body[0], (cst.Import, cst.ImportFrom)
+        )
+        if docstring or imports:
+            at = index + 1
+        elif not isinstance(statement, cst.Try):
+            break
+    return module.with_changes(body=[*body[:at], line, *body[at:]])

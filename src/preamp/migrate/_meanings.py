@@ -1,0 +1,113 @@
+"""Which names stand for models and optimizers of sessions: by scope, by alias, by argument."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from ._names import Names, dotted, root
+from ._scopes import Scope, Scopes
+from ._sessions import Plan, constructor, elements
+
+_WRAPPERS = {"DistributedDataParallel", "DataParallel", "compile", "convert_syncbn_model", "convert_sync_batchnorm"}
+
+
+def spread_meanings(names: Names, scopes: Scopes, plans: list[Plan]) -> None:
+    """Find out which names stand for models and optimizers of sessions: by scope, by alias, by argument."""
+    for plan in plans:
+        for scope in {plan.scope, plan.home}:
+            scope.models.update(plan.models)
+            scope.optimizers.update(plan.optimizers)
+    for scope in scopes.all:
+        for call in scope.calls:
+            if names.apex(call.func) in ("amp.scale_loss", "amp.master_params"):
+                position = 1 if names.apex(call.func) == "amp.scale_loss" else 0
+                if len(call.args) > position:
+                    found = elements(call.args[position].value)
+                    scope.optimizers.update(t for t in map(dotted, found) if t is not None)
+    for scope in scopes.all:
+        _same_names(names, scope, plans)
+    for _ in range(8):  # as far as names are handed on in a chain; each round reaches one further
+        before = sum(len(s.models) + len(s.optimizers) for s in scopes.all)
+        for scope in scopes.all:
+            _inherit(scope)
+            _aliases(names, scope)
+            for call in scope.calls:
+                _arguments(scopes, scope, call)
+        if before == sum(len(s.models) + len(s.optimizers) for s in scopes.all):
+            return
+
+
+def _inherit(scope: Scope) -> None:
+    parent = scope.parent
+    if parent is None:
+        return
+    if isinstance(scope.node, cst.ClassDef):
+        scope.models |= {m for m in parent.models if "." not in m}
+        scope.optimizers |= {o for o in parent.optimizers if "." not in o}
+        return
+    scope.models |= {m for m in parent.models if root(m) not in scope.bound or m.startswith("self.")}
+    scope.optimizers |= {o for o in parent.optimizers if root(o) not in scope.bound or o.startswith("self.")}
+    if isinstance(parent.node, cst.ClassDef):
+        parent.models |= {m for m in scope.models if m.startswith("self.")}
+        parent.optimizers |= {o for o in scope.optimizers if o.startswith("self.")}
+
+
+def _aliases(names: Names, scope: Scope) -> None:
+    for target, value in scope.assigns:
+        text = dotted(value)
+        if isinstance(value, cst.Call) and value.args:
+            function = (dotted(value.func) or "").rpartition(".")[2]
+            meaning = {q.rpartition(".")[2] for q in names.qualified(value.func)} | {function}
+            if meaning & _WRAPPERS:
+                text = dotted(value.args[0].value)
+        if text is not None and text.removesuffix(".module") in scope.models:
+            scope.models.add(target)
+        if text in scope.optimizers:
+            scope.optimizers.add(target)
+    for target, over in scope.loops:
+        if dotted(over) in scope.optimizers or (
+            isinstance(over, (cst.List, cst.Tuple)) and all(dotted(e.value) in scope.optimizers for e in over.elements)
+        ):
+            scope.optimizers.add(target)
+
+
+def _arguments(scopes: Scopes, scope: Scope, call: cst.Call) -> None:
+    """What is a model here is one inside the function that it is given to."""
+    text = dotted(call.func)
+    if text is None:
+        return
+    target: Scope | None = None
+    skip = 0
+    if "." not in text:
+        target = next((s for s in scopes.all if s.name == text and s.parent is scopes.module), None)
+        if target is not None and isinstance(target.node, cst.ClassDef):
+            target, skip = constructor(scopes, target), 1
+    elif text.startswith("self.") and text.count(".") == 1:
+        own = scope.own_class()
+        target = next((s for s in scopes.all if own is not None and s.parent is own and s.name == text[5:]), None)
+        skip = 1
+    if target is None or not target.is_function:
+        return
+    parameters = target.parameters()[skip:]
+    for index, arg in enumerate(call.args):
+        given = dotted(arg.value)
+        name = arg.keyword.value if arg.keyword is not None else None
+        if name is None and index < len(parameters):
+            name = parameters[index]
+        if name is None or given is None or arg.star:
+            continue
+        if given in scope.models:
+            target.models.add(name)
+        if given in scope.optimizers:
+            target.optimizers.add(name)
+
+
+def _same_names(names: Names, scope: Scope, plans: list[Plan]) -> None:
+    """A parameter called as a session's model or optimizer is one, but not where something else is trained."""
+    parameters = set(scope.parameters())
+    scaled = any(names.apex(call.func) == "amp.scale_loss" for call in scope.calls)
+    plain = any((dotted(call.func) or "").endswith(".backward") for call in scope.calls)
+    for plan in plans:
+        scope.models |= parameters & set(plan.models)
+        if scaled or not plain:
+            scope.optimizers |= parameters & set(plan.optimizers)

@@ -1,0 +1,165 @@
+"""What names mean: which of them come from Apex or torch, in whatever spelling they were imported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import libcst as cst
+from libcst import metadata
+
+_SUBMODULES = re.compile(
+    r"^(amp|parallel|optimizers|normalization|fp16_utils)\.(?:(?:amp|frontend|handle|scaler|opt|utils|wrap|compat|lists|"
+    r"_amp_state(?=\.master_params)|_initialize|_process_optimizer|distributed|LARC(?=\.)|\w*sync_batchnorm|fused_\w+|"
+    r"fp16_optimizer|fp16util|loss_scaler)\.)+(\w+)$"
+)
+_HIDDEN_IMPORT = re.compile(r"^(apex|preamp\.compat\.apex)(\.|$)")
+
+
+def apex_name(qualified: str) -> str | None:
+    """A qualified name without "apex." and without the module that defines it: "amp.scale_loss"; None for others."""
+    if not _HIDDEN_IMPORT.match(qualified):
+        return None
+    rest = re.sub(r"^(preamp\.compat\.)?apex\.?", "", qualified)
+    inner = _SUBMODULES.match(rest)
+    return f"{inner[1]}.{inner[2]}" if inner else rest
+
+
+def dotted(node: cst.BaseExpression | None) -> str | None:
+    """The text of a chain of names, "self.model"; None for any other expression."""
+    if isinstance(node, cst.Name):
+        return node.value
+    if isinstance(node, cst.Attribute):
+        inner = dotted(node.value)
+        return None if inner is None else f"{inner}.{node.attr.value}"
+    return None
+
+
+class Names:
+    """A parsed file and the meaning of its names."""
+
+    def __init__(self, module: cst.Module) -> None:
+        wrapper = metadata.MetadataWrapper(module)
+        self.module = wrapper.module
+        resolved = wrapper.resolve_many(
+            [
+                metadata.QualifiedNameProvider, metadata.PositionProvider, metadata.ParentNodeProvider,
+                metadata.ScopeProvider, metadata.ExpressionContextProvider,
+            ]
+        )  # fmt: skip
+        self._qualified: Any = resolved[metadata.QualifiedNameProvider]
+        self._positions: Any = resolved[metadata.PositionProvider]
+        self._parents: Any = resolved[metadata.ParentNodeProvider]
+        self._scopes: Any = resolved[metadata.ScopeProvider]
+        self._contexts: Any = resolved[metadata.ExpressionContextProvider]
+        self.identifiers = {n.value for n in walk(self.module) if isinstance(n, cst.Name)}
+
+    def code(self, node: cst.CSTNode) -> str:
+        """The text of a node, without what surrounds it."""
+        return self.module.code_for_node(node)
+
+    def line(self, node: cst.CSTNode) -> int:
+        """The line that a node begins in."""
+        return int(self._positions[node].start.line)
+
+    def span(self, node: cst.CSTNode) -> tuple[int, int]:
+        """The lines that a node begins and ends in."""
+        where = self._positions[node]
+        return int(where.start.line), int(where.end.line)
+
+    def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
+        """The node around this one."""
+        found: cst.CSTNode | None = self._parents.get(node)
+        return found
+
+    def qualified(self, node: cst.CSTNode) -> set[str]:
+        """Every imported name that an expression may stand for."""
+        found = self._qualified.get(node, ())
+        found = found() if callable(found) else found
+        return {q.name for q in found if q.source is metadata.QualifiedNameSource.IMPORT}
+
+    def apex(self, node: cst.CSTNode) -> str | None:
+        """What of Apex an expression stands for, such as "amp.initialize"; None if nothing."""
+        for name in sorted(self.qualified(node)):
+            found = apex_name(name)
+            if found is not None:
+                return found
+        return None
+
+    def is_any(self, node: cst.CSTNode, names: Collection[str]) -> bool:
+        """Whether an expression stands for one of these qualified names."""
+        return any(name in names for name in self.qualified(node))
+
+    def apex_references(self) -> Iterator[tuple[cst.BaseExpression, str]]:
+        """Every use of something of Apex, as its longest chain of names, imports left out."""
+        for node in walk(self.module):
+            if not isinstance(node, (cst.Name, cst.Attribute)):
+                continue
+            parent = self.parent(node)
+            if isinstance(parent, cst.Attribute) and (parent.value is not node or self.apex(parent) is not None):
+                continue
+            if self._contexts.get(node) is not metadata.ExpressionContext.LOAD:
+                continue
+            found = self.apex(node)
+            if found is not None and dotted(node) is not None and not self._within_import(node):
+                yield node, found
+
+    def references(self, definition: cst.FunctionDef | cst.ClassDef) -> list[cst.CSTNode]:
+        """Every place that uses a function or class of this file by its name."""
+        scope = self._scopes[definition]
+        return [
+            access.node
+            for assignment in scope[definition.name.value]
+            if getattr(assignment, "node", None) is definition
+            for access in assignment.references
+        ]
+
+    def _within_import(self, node: cst.CSTNode) -> bool:
+        around = self.parent(node)
+        while around is not None:
+            if isinstance(around, (cst.Import, cst.ImportFrom)):
+                return True
+            if isinstance(around, cst.BaseSmallStatement):
+                return False
+            around = self.parent(around)
+        return False
+
+
+def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """A node and everything in it, in the order of the text."""
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        yield current
+        stack.extend(reversed(current.children))
+
+
+def calls(node: cst.CSTNode) -> Iterator[cst.Call]:
+    """Every call in a node."""
+    return (each for each in walk(node) if isinstance(each, cst.Call))
+
+
+def chains(node: cst.CSTNode) -> Iterator[tuple[cst.BaseExpression, str]]:
+    """Every name and chain of names in a node, also the heads of longer chains; not keywords, not attributes alone."""
+    stack: list[cst.CSTNode] = [node]
+    while stack:
+        current = stack.pop()
+        if isinstance(current, (cst.Name, cst.Attribute)):
+            text = dotted(current)
+            if text is not None:
+                yield current, text
+        if isinstance(current, (cst.Attribute, cst.Arg)):
+            stack.append(current.value)
+        else:
+            stack.extend(current.children)
+
+
+def mentions(node: cst.CSTNode, texts: Collection[str]) -> bool:
+    """Whether one of these names ("model", "self.model") occurs in a node, also as the head of a longer chain."""
+    return any(text in texts for _, text in chains(node))
+
+
+def root(text: str) -> str:
+    """The first name of a chain, or of a subscript's text."""
+    return re.split(r"[.\[(]", text, maxsplit=1)[0]

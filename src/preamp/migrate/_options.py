@@ -1,0 +1,145 @@
+"""The arguments of `amp.initialize` as arguments of `preamp.prepare`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import libcst as cst
+
+from ._calls import literal, named_arguments
+
+POSITIONS = (
+    "models", "optimizers", "enabled", "opt_level", "cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32",
+    "master_weights", "loss_scale", "cast_model_outputs", "num_losses", "verbosity", "min_loss_scale", "max_loss_scale",
+)  # fmt: skip
+
+_DTYPES = {
+    "torch.float16": "fp16", "torch.half": "fp16", "torch.bfloat16": "bf16", "torch.float32": "fp32",
+    "torch.float": "fp32",
+}  # fmt: skip
+
+
+@dataclass
+class Options:
+    """What `prepare` gets besides models and optimizers, as (keyword, text) pairs; keyword "**" for a mapping."""
+
+    models: cst.BaseExpression
+    optimizers: cst.BaseExpression | None
+    level: str
+    extra: list[tuple[str, str]] = field(default_factory=list)
+    losses: str | None = None
+    """The text of num_losses where it may be more than one."""
+    remarks: list[tuple[str, str, bool]] = field(default_factory=list)
+    """(seen, write, by hand) for what has no exact counterpart."""
+
+
+def read(call: cst.Call, code: Callable[[cst.CSTNode], str]) -> Options | None:
+    """The options of a call of `amp.initialize`; None if they cannot be told (`*args`, `**kwargs`)."""
+    given = named_arguments(call, POSITIONS)
+    if given is None or "models" not in given:
+        return None
+    texts = {name: code(value) for name, value in given.items()}
+    level = texts.get("opt_level", '"O1"')
+    named_level = literal(given.get("opt_level"), "O1")
+    optimizers = given.get("optimizers")
+    if optimizers is not None and code(optimizers) == "None":
+        optimizers = None
+    options = Options(given["models"], optimizers, level)
+    if texts.get("patch_torch_functions_type") in ("torch.bfloat16",) and named_level == "O1":
+        options.level = '"O4"'
+    enabled = texts.get("enabled", "True")
+    if enabled == "False":
+        options.level = '"O0"'
+    elif enabled != "True":
+        options.level = f'{options.level} if {enabled} else "O0"'
+    conditional = enabled if enabled not in ("True", "False") else None
+    _losses(options, texts)
+    _scale(options, given, texts, named_level, conditional)
+    _norms(options, given, texts, named_level)
+    _masters(options, given, texts, named_level)
+    _casts(options, texts, named_level)
+    return options
+
+
+def _losses(options: Options, texts: Mapping[str, str]) -> None:
+    count = texts.get("num_losses", "1")
+    options.losses = None if count == "1" else count
+
+
+def _scale(
+    options: Options,
+    given: Mapping[str, cst.BaseExpression],
+    texts: Mapping[str, str],
+    level: object,
+    enabled: str | None,
+) -> None:
+    scale = texts.get("loss_scale")
+    value = literal(given.get("loss_scale"), scale)
+    text = None if scale in (None, "None") else scale
+    if isinstance(value, str) and value != "dynamic" and text is not None and text != value:
+        text = str(float(value)) if value.replace(".", "", 1).isdigit() else text
+    bounds = [(name, texts[name]) for name in ("min_loss_scale", "max_loss_scale") if texts.get(name, "None") != "None"]
+    if bounds and options.losses is None and (value == "dynamic" or (text is None and level in ("O1", "O2"))):
+        inner = ", ".join(f"{name.partition('_')[0]}_scale={bound}" for name, bound in bounds)
+        text = f"preamp.DynamicScale({inner})"
+    elif bounds:
+        options.remarks.append((
+            ", ".join(f"{name}={bound}" for name, bound in bounds),
+            "left out; write scale=preamp.DynamicScale(min_scale=..., max_scale=...) if the scale is dynamic",
+            True,
+        ))  # fmt: skip
+    elif text is not None and literal(given["loss_scale"], None) is None:
+        options.remarks.append((
+            f"loss_scale={text}", "scale takes a number or 'dynamic', and no number written as text ('128.0')", False,
+        ))  # fmt: skip
+    if text is not None:
+        options.extra.append(("scale", text if enabled is None else f"{text} if {enabled} else None"))
+
+
+def _norms(options: Options, given: Mapping[str, cst.BaseExpression], texts: Mapping[str, str], level: object) -> None:
+    text = texts.get("keep_batchnorm_fp32", "None")
+    low = "bf16" if level == "O5" else "fp16"
+    value = str(literal(given.get("keep_batchnorm_fp32"), ""))
+    if text == "None":
+        return
+    if value in ("True", "False"):
+        options.extra.append(("norms", '"fp32"' if value == "True" else f'"{low}"'))
+        return
+    options.extra.append((
+        "**", f'({{}} if {text} is None else {{"norms": "fp32" if str({text}) == "True" else "{low}"}})',
+    ))  # fmt: skip
+
+
+def _masters(
+    options: Options, given: Mapping[str, cst.BaseExpression], texts: Mapping[str, str], level: object
+) -> None:
+    text = texts.get("master_weights", "None")
+    value = literal(given.get("master_weights"), None)
+    if text == "None" or (value is True and level in ("O2", "O5")):
+        return
+    if isinstance(value, bool):
+        options.extra.append(("masters", text))
+    else:
+        options.extra.append(("**", f'({{}} if {text} is None else {{"masters": {text}}})'))
+
+
+def _casts(options: Options, texts: Mapping[str, str], level: object) -> None:
+    outputs = texts.get("cast_model_outputs", "None")
+    if outputs in _DTYPES:
+        options.extra.append(("output", f'"{_DTYPES[outputs]}"'))
+    elif outputs != "None":
+        options.extra.append(("**", f'({{}} if {outputs} is None else {{"output": {outputs}}})'))
+    cast = texts.get("cast_model_type", "None")
+    usual = {"O0": "fp32", "O2": "fp16", "O3": "fp16", "O5": "bf16"}
+    if cast != "None" and _DTYPES.get(cast) != usual.get(str(level), "fp32"):
+        options.remarks.append((
+            f"cast_model_type={cast}",
+            "left out; a session's parameters are 16-bit at O2, O3 (fp16) and O5 (bf16), float32 at the others",
+            True,
+        ))  # fmt: skip
+    patch = texts.get("patch_torch_functions", "None")
+    if patch not in ("None", "True" if level in ("O1", "O4") else "False"):
+        options.remarks.append((
+            f"patch_torch_functions={patch}", "left out; write ops=None to prepare() for no operator rules", True,
+        ))  # fmt: skip

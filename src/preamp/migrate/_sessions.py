@@ -1,0 +1,310 @@
+"""Where sessions are made, what they are called, and how every place that needs one gets at it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import libcst as cst
+
+from ._calls import literal
+from ._names import Names, dotted
+from ._options import Options, read
+from ._scopes import Scope, Scopes
+
+
+@dataclass(eq=False)
+class Plan:
+    """A call of `amp.initialize` that becomes a session."""
+
+    call: cst.Call
+    statement: cst.SimpleStatementLine
+    scope: Scope
+    options: Options
+    models: list[str]
+    optimizers: list[str]
+    first: str | None
+    """A statement that has to come before: the assignment of what the targets are called."""
+    owner: str | None
+    """"self" or another chain of names that the session becomes an attribute of."""
+    home: Scope
+    """The scope whose name the session is."""
+    name: str = ""
+    several: bool = False
+    """Whether it may have more than one optimizer."""
+    loss_names: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """How its own scope spells the session."""
+        return f"{self.owner}.{self.name}" if self.owner else self.name
+
+
+@dataclass(frozen=True)
+class Access:
+    """How a place spells a session."""
+
+    text: str
+    plan: Plan
+
+
+def elements(node: cst.BaseExpression | None) -> list[cst.BaseExpression]:
+    """What stands in a list, or the thing itself."""
+    if node is None:
+        return []
+    if isinstance(node, (cst.List, cst.Tuple)):
+        return [element.value for element in node.elements]
+    return [node]
+
+
+def find_plans(names: Names, scopes: Scopes) -> tuple[list[Plan], list[cst.Call]]:
+    """The calls of `amp.initialize` that can be translated, and those that cannot."""
+    plans: list[Plan] = []
+    others: list[cst.Call] = []
+    for scope in scopes.all:
+        for call in scope.calls:
+            if names.apex(call.func) == "amp.initialize":
+                plan = _plan(names, scope, call)
+                if plan is None:
+                    others.append(call)
+                else:
+                    plans.append(plan)
+    return plans, others
+
+
+def _plan(names: Names, scope: Scope, call: cst.Call) -> Plan | None:
+    options = read(call, names.code)
+    small = names.parent(call)
+    statement = names.parent(small) if small is not None else None
+    if options is None or not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
+        return None
+    given = [options.models] if options.optimizers is None else [options.models, options.optimizers]
+    if isinstance(small, cst.Assign) and len(small.targets) == 1:
+        target: cst.BaseExpression = small.targets[0].target
+        targets: list[cst.BaseExpression] = [target]
+        if len(given) == 2:
+            if not isinstance(target, (cst.Tuple, cst.List)) or len(target.elements) != 2:
+                return None
+            targets = [element.value for element in target.elements]
+    elif isinstance(small, cst.Expr):
+        targets = given
+    else:
+        return None
+    same = [names.code(one) for one in targets] == [names.code(one) for one in given]
+    first = None
+    if not same:
+        left = ", ".join(names.code(one) for one in targets)
+        right = ", ".join(names.code(one) for one in given)
+        first = f"{left} = {right}" if len(targets) > 1 or len(given) == 1 else None
+    optimizers = elements(targets[1]) if len(targets) > 1 else []
+    models = elements(targets[0])
+    plan = Plan(
+        call, statement, scope, options, [names.code(m) for m in models], [names.code(o) for o in optimizers], first,
+        _owner([*models, *optimizers]), scope,
+    )  # fmt: skip
+    listed = len(targets) > 1 and isinstance(targets[1], (cst.List, cst.Tuple))
+    plan.several = len(optimizers) > 1 or (
+        not listed and any(re.search(r"(optims|optimizers|opts)$", o) for o in plan.optimizers)
+    )
+    if first is not None:
+        plan.options.models = targets[0]
+        plan.options.optimizers = targets[1] if len(targets) > 1 else None
+    return plan
+
+
+def _owner(targets: list[cst.BaseExpression]) -> str | None:
+    for target in targets:
+        while isinstance(target, cst.Subscript):
+            target = target.value
+        if isinstance(target, cst.Attribute):
+            return dotted(target.value)
+    return None
+
+
+class Sessions:
+    """Which session a place may use, by which name; parameters are added to functions on the way there."""
+
+    def __init__(self, names: Names, scopes: Scopes, plans: list[Plan]) -> None:
+        self.names, self.scopes, self.plans = names, scopes, plans
+        self.parameters: dict[Scope, Access] = {}
+        """Functions that get the session as a parameter."""
+        self.stored: dict[Scope, Access] = {}
+        """Classes whose constructor gets the session and keeps it."""
+        self.arguments: dict[cst.CSTNode, str] = {}
+        """Calls that hand the session on, with its text there."""
+        self._failed: set[Scope] = set()
+        self._name_all()
+
+    def _name_all(self) -> None:
+        taken = self.names.identifiers
+        base = next(n for n in ("session", "amp_session", "preamp_session", "migrated_session") if n not in taken)
+        groups: dict[tuple[Scope, str | None], dict[tuple[str, ...], list[Plan]]] = {}
+        for plan in self.plans:
+            key = tuple(plan.optimizers or plan.models)
+            home = plan.scope.own_class() if plan.owner else None
+            groups.setdefault((home or plan.home, plan.owner), {}).setdefault(key, []).append(plan)
+        for group in groups.values():
+            for key, members in group.items():
+                last = re.sub(r"\W+", "_", key[0].rpartition(".")[2]).strip("_") if key else "model"
+                for plan in members:
+                    plan.name = base if len(group) == 1 else f"{base}_{last.lower()}"
+
+    def settle_owners(self, needy: list[Scope]) -> None:
+        """A session made in a method becomes the object's if other methods need one."""
+        for plan in self.plans:
+            own, method = plan.scope.own_class(), plan.scope.method()
+            if plan.owner or own is None or method is None or not method.parameters():
+                continue
+            others = [scope for scope in needy if scope.own_class() is own and scope.method() is not method]
+            if any(self._plain(scope, None) is None for scope in others):
+                plan.owner = method.parameters()[0]
+
+    def visible(self, scope: Scope, optimizer: str | None = None) -> Access | None:
+        """The session of a place, without adding parameters."""
+        return self._plain(scope, optimizer)
+
+    def reach(self, scope: Scope, optimizer: str | None = None) -> Access | None:
+        """The session of a place; if need be, functions of this file hand it on as a parameter."""
+        found = self._plain(scope, optimizer)
+        if found is not None:
+            return found
+        outer = scope.outermost()
+        if outer is None or not self._hand_on(outer, set()):
+            return None
+        return self._plain(scope, optimizer)
+
+    # -- looking
+
+    def _plain(self, scope: Scope, optimizer: str | None) -> Access | None:
+        for each in scope.outward():
+            if each.is_function or each is self.scopes.module:
+                here = [p for p in self.plans if p.home is each and not self._of_self(p)]
+                found = _choose(here, optimizer)
+                if found is not None:
+                    return Access(found.text, found)
+                if each in self.parameters:
+                    return self.parameters[each]
+        own, method = scope.own_class(), scope.method()
+        if own is None or method is None or not method.parameters():
+            return None
+        me = method.parameters()[0]
+        family = list(self._family(own))
+        found = _choose([p for p in self.plans if self._of_self(p) and p.scope.own_class() in family], optimizer)
+        if found is not None:
+            return Access(f"{me}.{found.name}", found)
+        for each in family:
+            if each in self.stored:
+                return Access(f"{me}.{self.stored[each].text.rpartition('.')[2]}", self.stored[each].plan)
+        return None
+
+    def _of_self(self, plan: Plan) -> bool:
+        method = plan.scope.method()
+        return method is not None and plan.owner is not None and plan.owner == (method.parameters() or [""])[0]
+
+    def _family(self, own: Scope) -> Iterator[Scope]:
+        """A class, its bases and the classes made from it, as far as they are in this file."""
+        yield own
+        for other in self.scopes.all:
+            if other is own or not isinstance(other.node, cst.ClassDef) or not isinstance(own.node, cst.ClassDef):
+                continue
+            if other.name in _bases(own.node) or own.name in _bases(other.node):
+                yield other
+
+    # -- handing on
+
+    def _hand_on(self, function: Scope, asked: set[Scope]) -> bool:
+        """Give a function, or the class of a method, the session; False if not every caller is known and has one."""
+        parent = function.parent
+        assert parent is not None
+        receiver = parent if isinstance(parent.node, cst.ClassDef) else function
+        if receiver in self.parameters or receiver in self.stored or receiver in asked:
+            return True
+        if receiver in self._failed or receiver.parent is not self.scopes.module:
+            return False
+        asked.add(receiver)
+        found = self._callers(receiver, asked)
+        if not found or len({access.plan.name for _, access in found}) != 1:
+            self._failed.add(receiver)
+            return False
+        access = Access(found[0][1].plan.name, found[0][1].plan)
+        if receiver is function:
+            self.parameters[function] = access
+        else:
+            self.stored[receiver] = access
+        for call, _ in found:
+            around = self.scopes.of[call]
+            again = self._plain(around, None)
+            self.arguments[call] = again.text if again is not None else access.text
+        return True
+
+    def _callers(self, receiver: Scope, asked: set[Scope]) -> list[tuple[cst.Call, Access]]:
+        assert isinstance(receiver.node, (cst.FunctionDef, cst.ClassDef))
+        if isinstance(receiver.node, cst.ClassDef) and constructor(self.scopes, receiver) is None:
+            return []
+        if isinstance(receiver.node, cst.FunctionDef) and receiver.node.decorators:
+            return []
+        found: list[tuple[cst.Call, Access]] = []
+        for reference in self.names.references(receiver.node):
+            call = self.names.parent(reference)
+            if not isinstance(call, cst.Call) or call.func is not reference:
+                return []
+            around = self.scopes.of[call]
+            if around is receiver or receiver in around.outward():
+                self.arguments[call] = ""  # a recursive call: it has the parameter
+                continue
+            access = self._plain(around, None)
+            if (
+                access is not None
+                and access.plan.home is around
+                and self.names.line(call) < self.names.line(access.plan.statement)
+            ):
+                return []  # it is called before there is a session
+            outer = around.outermost()
+            if access is None and outer is not None and self._hand_on(outer, asked):
+                access = self._plain(around, None)
+            if access is None:
+                return []
+            found.append((call, access))
+        return found
+
+
+def constructor(scopes: Scopes, own: Scope) -> Scope | None:
+    """The `__init__` of a class of this file."""
+    return next((s for s in scopes.all if s.parent is own and s.is_function and s.name == "__init__"), None)
+
+
+def _bases(node: cst.ClassDef) -> set[str]:
+    return {text for text in (dotted(base.value) for base in node.bases) if text is not None}
+
+
+def _choose(plans: list[Plan], optimizer: str | None) -> Plan | None:
+    """The plan with this optimizer; any, if all are one session."""
+    fitting = [p for p in plans if optimizer is not None and any(_same(o, optimizer) for o in p.optimizers)]
+    if fitting:
+        return fitting[0]
+    trained = [p for p in plans if p.optimizers] or plans
+    return trained[0] if len({p.text for p in trained}) == 1 else None
+
+
+def _same(known: str, given: str) -> bool:
+    return known == given or (given.startswith(f"{known}[") and given.endswith("]"))
+
+
+def name_losses(names: Names, plan: Plan, uses: list[tuple[cst.BaseExpression, cst.BaseExpression | None]]) -> None:
+    """Names for the losses of a session that has several: those of the variables, where they tell them apart."""
+    if plan.options.losses is None or not plan.options.losses.isdecimal():
+        return
+    count = int(plan.options.losses)
+    seen: dict[int, set[str]] = {}
+    for loss, number in uses:
+        index = literal(number, 0)
+        text = dotted(loss)
+        if isinstance(index, int) and text is not None:
+            seen.setdefault(index, set()).add(text.rpartition(".")[2])
+    told = {index: next(iter(texts)) for index, texts in seen.items() if len(texts) == 1}
+    apart = len(set(told.values())) == len(told) and set(told) == set(range(count))
+    plan.loss_names = {index: told[index] if apart else f"loss{index}" for index in range(count)}
+
+
+POSITIONS_OF_SCALE_LOSS = ("loss", "optimizers", "loss_id", "model", "delay_unscale", "delay_overflow_check")

@@ -1,0 +1,335 @@
+"""Scaled backward passes, clipping, steps and states: what a session's methods take the place of."""
+
+from __future__ import annotations
+
+import re
+
+import libcst as cst
+
+from ._bodies import is_linear, is_plain, method, substituted, unindented
+from ._calls import literal, named_arguments
+from ._edits import Edits, Statement
+from ._forward import block_around
+from ._names import Names, calls, chains, dotted, mentions, walk
+from ._notes import Note
+from ._regions import Regions
+from ._scopes import Scope, Scopes
+from ._sessions import POSITIONS_OF_SCALE_LOSS, Access, Sessions, elements, name_losses
+
+_CLIPS = {
+    f"torch.nn.utils{part}.{name}": name.rstrip("_") + "_"
+    for part in ("", ".clip_grad")
+    for name in ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_")
+}
+_CLIP_POSITIONS = ("parameters", "max_norm", "norm_type", "error_if_nonfinite", "foreach")
+_IN_BODY = re.compile(r"\.step\(|clip_grad|master_params|\.grad\b|\.zero_grad\(")
+
+
+class Uses:
+    """Plans the changes around sessions that exist."""
+
+    def __init__(self, names: Names, scopes: Scopes, sessions: Sessions, edits: Edits) -> None:
+        self._names, self._scopes, self._sessions, self._edits = names, scopes, sessions, edits
+        self._regions = Regions(names, scopes, sessions, edits)
+        self._left: set[cst.CSTNode] = set()
+        """Everything in blocks that are left as they are."""
+        self._losses: dict[Scope, dict[str, str]] = {}
+        """In a function, losses that have a scaled backward pass, with the words that follow the loss in it."""
+
+    def needy(self) -> list[Scope]:
+        """Scopes in which something of a session is used."""
+        names = ("amp.scale_loss", "amp.master_params", "amp.state_dict", "amp.load_state_dict")
+        return [
+            scope for scope in self._scopes.all
+            if any(self._names.apex(call.func) in names or self._steps(scope, call) for call in scope.calls)
+        ]  # fmt: skip
+
+    def plan(self) -> None:
+        """Everything that a session's methods take the place of."""
+        scaled = [
+            (scope, call)
+            for scope in self._scopes.all
+            for call in scope.calls
+            if self._names.apex(call.func) == "amp.scale_loss"
+        ]
+        for plan in self._sessions.plans:
+            uses = [named_arguments(call, POSITIONS_OF_SCALE_LOSS) or {} for _, call in scaled]
+            name_losses(self._names, plan, [(u["loss"], u.get("loss_id")) for u in uses if "loss" in u])
+        for scope, call in scaled:
+            self._scale_loss(scope, call)
+        for scope in self._scopes.all:
+            for call in scope.calls:
+                if call not in self._left:
+                    self._call(scope, call)
+            self._gradients(scope)
+
+    # -- scale_loss
+
+    def _scale_loss(self, scope: Scope, call: cst.Call) -> None:
+        names = self._names
+        item = names.parent(call)
+        block = names.parent(item) if item is not None else None
+        given = named_arguments(call, POSITIONS_OF_SCALE_LOSS)
+        if (
+            not isinstance(item, cst.WithItem)
+            or not isinstance(block, cst.With)
+            or given is None
+            or "loss" not in given
+        ):
+            return
+        optimizers = elements(given.get("optimizers"))
+        access = self._sessions.reach(scope, dotted(optimizers[0]) if optimizers else None)
+        if access is None:
+            return
+        self._edits.handled.add(call.func)
+        scaled = item.asname.name if item.asname is not None else None
+        loss = given["loss"]
+        named = self._loss_name(access, given.get("loss_id"))
+        trouble = "it has no `as`" if not isinstance(scaled, cst.Name) else self._trouble(block, scaled.value)
+        if trouble is not None:
+            self._left.update(walk(block))
+            self._edits.handled.update(walk(block))
+            self._regions.around(scope, access, loss, block)
+            self._say(
+                call, f"with amp.scale_loss(...): {trouble}",
+                f"put `{access.text}.backward({names.code(loss)}{named})` in its place, and what works on gradients "
+                f"after it, behind `{access.text}.unscale_()`",
+            )  # fmt: skip
+            return
+        assert isinstance(scaled, cst.Name)
+        if "delay_overflow_check" in given and literal(given["delay_overflow_check"], None) is not False:
+            self._say(call, "delay_overflow_check", "left out: a session looks at the gradients once, in step()", False)
+        text = names.code(loss)
+        if (
+            any("." not in (dotted(c.func) or "") or mentions(c, scope.models) for c in calls(loss))
+            and len(block.items) == 1
+        ):
+            text = self._hoisted(scope, access, block, loss)
+        elif not self._regions.around(scope, access, loss, block):
+            self._say(
+                call, f"the statements that make {text!r} from the model are not in sight",
+                f"put the forward pass and the loss inside `with {access.text}.autocast():`",
+            )  # fmt: skip
+        self._losses.setdefault(scope, {})[text] = named
+        for inner in calls(block.body):
+            receiver = inner.func.value if isinstance(inner.func, cst.Attribute) else None
+            if receiver is not None and method(inner) == "backward" and mentions(receiver, {scaled.value}):
+                self._backward(inner, access, substituted(names, receiver, scaled.value, text), named)
+        self._edits.statements[block] = lambda new: self._without_item(new, block.items.index(item))
+
+    def _trouble(self, block: cst.With, scaled: str) -> str | None:
+        """Why a body cannot be taken out of its `with`; None if it can."""
+        uses = 0
+        for inner in calls(block.body):
+            if not isinstance(inner.func, cst.Attribute) or inner.func.attr.value != "backward":
+                continue
+            if not mentions(inner.func.value, {scaled}):
+                continue
+            if not isinstance(self._names.parent(inner), cst.Expr) or any(arg.keyword is None for arg in inner.args):
+                return "what backward() is given, or gives, is not understood"
+            if not is_linear(inner.func.value, scaled):
+                return "backward() runs from something made of the scaled loss"
+            uses += 1
+        if uses == 0:
+            return "the scaled loss is used otherwise than by .backward()"
+        if sum(text == scaled for _, text in chains(block.body)) != uses:
+            return "the scaled loss is used otherwise than by .backward()"
+        if _IN_BODY.search(self._names.code(block.body)):
+            return "its body works on gradients that Apex has not unscaled yet"
+        return None
+
+    def _backward(self, call: cst.Call, access: Access, loss: str, named: str) -> None:
+        rest = "".join(f", {self._names.code(arg).rstrip(', ')}" for arg in call.args)
+        text = f"{access.text}.backward({loss}{named}{rest})"
+        self._edits.expressions[call] = lambda _: cst.parse_expression(text)
+
+    def _hoisted(self, scope: Scope, access: Access, block: cst.With, loss: cst.BaseExpression) -> str:
+        """A loss that is computed in the call itself gets a name, and its region."""
+        name = "loss" if "loss" not in self._names.identifiers else "loss_of_session"
+        self._edits.before.setdefault(block, []).append(
+            f"with {access.text}.autocast():\n    {name} = ({self._names.code(loss)})"
+            if "\n" in self._names.code(loss)
+            else f"with {access.text}.autocast():\n    {name} = {self._names.code(loss)}"
+        )
+        if not mentions(loss, scope.models):
+            self._regions.around(scope, access, loss, block)
+        return name
+
+    def _loss_name(self, access: Access, number: cst.BaseExpression | None) -> str:
+        count = access.plan.options.losses
+        if count is None:
+            return ""
+        index = literal(number, 0)
+        if isinstance(index, int):
+            return f', name="{access.plan.loss_names.get(index, f"loss{index}")}"'
+        assert number is not None
+        return f', name=f"loss{{{self._names.code(number)}}}"'
+
+    def _without_item(self, new: Statement, index: int) -> list[Statement]:
+        assert isinstance(new, cst.With)
+        if len(new.items) > 1:
+            items = [item for i, item in enumerate(new.items) if i != index]
+            items[-1] = items[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+            return [new.with_changes(items=items)]
+        return unindented(new)
+
+    # -- everything else
+
+    def _call(self, scope: Scope, call: cst.Call) -> None:
+        names = self._names
+        what = names.apex(call.func)
+        if what in ("amp.state_dict", "amp.load_state_dict", "amp.disable_casts"):
+            self._state(scope, call, what)
+            return
+        clip = next((_CLIPS[q] for q in names.qualified(call.func) if q in _CLIPS), None)
+        if clip is not None:
+            self._clip(scope, call, clip)
+            return
+        step = self._steps(scope, call)
+        if step is not None:
+            optimizer, method = step
+            access = self._sessions.reach(scope, optimizer)
+            if access is None:
+                return
+            if method == "step" and call.args:
+                self._say(
+                    call, f"{optimizer}.step with a closure",
+                    f"a session's step takes none: run forward and {access.text}.backward(loss), then "
+                    f"{access.text}.step()",
+                )  # fmt: skip
+                return
+            args = [names.code(arg).rstrip(", ") for arg in call.args]
+            if access.plan.several:
+                args.append(optimizer if method == "step" else f"optimizer={optimizer}")
+            self._replace(call, f"{access.text}.{method}({', '.join(args)})")
+            self._fold_around(call)
+            return
+        if isinstance(call.func, cst.Attribute) and call.func.attr.value == "backward":
+            loss = names.code(call.func.value)
+            named = self._losses.get(scope, {}).get(loss)
+            access = self._sessions.visible(scope)
+            plain = call not in self._edits.expressions and all(arg.keyword is not None for arg in call.args)
+            if named is not None and access is not None and plain:
+                self._backward(call, access, loss, named)
+
+    def _steps(self, scope: Scope, call: cst.Call) -> tuple[str, str] | None:
+        """(optimizer, "step" or "zero_grad") if that is what a call does to an optimizer of a session."""
+        if not isinstance(call.func, cst.Attribute) or call.func.attr.value not in ("step", "zero_grad"):
+            return None
+        text = self._names.code(call.func.value)
+        bare = text.partition("[")[0]
+        if text in scope.optimizers or (bare != text and bare in scope.optimizers):
+            return text, call.func.attr.value
+        return None
+
+    def _state(self, scope: Scope, call: cst.Call, what: str) -> None:
+        casts = what == "amp.disable_casts"  # often in a model, which exists before its session and cannot be given it
+        access = self._sessions.visible(scope) if casts else self._sessions.reach(scope)
+        if access is None:
+            return
+        args = ", ".join(self._names.code(arg).rstrip(", ") for arg in call.args)
+        if what == "amp.disable_casts":
+            self._replace(call, f"{access.text}.autocast(enabled=False)")
+        elif what == "amp.state_dict" and not args:
+            self._replace(call, f"{access.text}.state_dict()")
+        elif what == "amp.load_state_dict":
+            self._replace(call, f"{access.text}.load_state_dict({args})")
+            self._say(
+                call, "amp.load_state_dict", "translated; a session's state has masters and counters too, and one that "
+                "Apex saved does not load: start from model and optimizer, and a fresh scale", False,
+            )  # fmt: skip
+        else:
+            return
+        self._edits.handled.add(call.func)
+
+    def _clip(self, scope: Scope, call: cst.Call, method: str) -> None:
+        names = self._names
+        given = named_arguments(call, _CLIP_POSITIONS)
+        given = {("max_norm" if k == "clip_value" else k): v for k, v in given.items()} if given is not None else None
+        if given is None or "parameters" not in given or "max_norm" not in given:
+            return
+        inner = self._inner_call(given["parameters"])
+        masters = inner is not None and names.apex(inner.func) == "amp.master_params" and len(inner.args) == 1
+        optimizer: str | None = None
+        if masters and inner is not None:
+            optimizer = names.code(inner.args[0].value)
+        elif scope not in self._losses and not any(self._steps(scope, c) for c in scope.calls):
+            return  # a function that trains something else
+        access = self._sessions.reach(scope, optimizer)
+        if access is None:
+            return
+        if not masters:
+            whole = (
+                inner is not None and isinstance(inner.func, cst.Attribute) and inner.func.attr.value == "parameters"
+            )
+            model = names.code(inner.func.value) if whole and isinstance(inner.func, cst.Attribute) else ""  # type: ignore[union-attr]
+            if access.plan.several or model.removesuffix(".module") not in scope.models:
+                self._true_first(call, access)
+                return
+        args = [names.code(given["max_norm"])]
+        if "norm_type" in given and method == "clip_grad_norm_":
+            args.append(f"norm_type={names.code(given['norm_type'])}")
+        if access.plan.several and optimizer is not None:
+            args.append(f"optimizer={optimizer}")
+        if inner is not None:
+            self._edits.handled.add(inner.func)
+        self._replace(call, f"{access.text}.{method}({', '.join(args)})")
+        self._fold_around(call)
+
+    def _inner_call(self, node: cst.BaseExpression) -> cst.Call | None:
+        """`f(...)` of `f(...)`, `list(f(...))` or `[p for p in f(...)]`."""
+        if isinstance(node, cst.Call) and dotted(node.func) in ("list", "tuple") and len(node.args) == 1:
+            node = node.args[0].value
+        if isinstance(node, (cst.ListComp, cst.GeneratorExp)) and is_plain(node):
+            node = node.for_in.iter
+        return node if isinstance(node, cst.Call) else None
+
+    def _true_first(self, node: cst.CSTNode, access: Access) -> None:
+        place = block_around(self._names, node)
+        if place is None:
+            self._say(node, "gradients are read here", f"write `{access.text}.unscale_()` before it")
+            return
+        block, index = place
+        line = f"{access.text}.unscale_()"
+        lines = self._edits.before.setdefault(block.body[index], [])
+        if line not in lines:
+            lines.append(line)
+
+    def _gradients(self, scope: Scope) -> None:
+        """A reader of gradients has to ask for true ones."""
+        if scope not in self._losses:
+            return
+        access = self._sessions.visible(scope)
+        seen: set[int] = set()
+        for node in walk(scope.node):
+            if not isinstance(node, cst.Attribute) or node.attr.value != "grad" or self._scopes.of[node] is not scope:
+                continue
+            parent = self._names.parent(node)
+            line = self._names.line(node)
+            none = isinstance(parent, (cst.AssignTarget, cst.Comparison)) or dotted(node) == "torch.autograd.grad"
+            if none or line in seen or access is None or dotted(node.value) in ("torch.autograd", "autograd"):
+                continue
+            seen.add(line)
+            self._say(
+                node, f"{self._names.code(node)} is read", f"if this is between backward and step, write "
+                f"`{access.text}.unscale_()` before it: until then gradients are scaled",
+            )  # fmt: skip
+
+    def _fold_around(self, node: cst.CSTNode) -> None:
+        around = self._names.parent(node)
+        while around is not None and not isinstance(around, (cst.FunctionDef, cst.For, cst.While)):
+            if isinstance(around, cst.If):
+                self._edits.conditions.add(around)
+            around = self._names.parent(around)
+
+    def _replace(self, call: cst.Call, text: str) -> None:
+        def new(updated: cst.CSTNode) -> cst.CSTNode:
+            assert isinstance(updated, cst.Call)
+            parsed = cst.parse_expression(text)
+            assert isinstance(parsed, cst.Call)
+            return parsed.with_changes(lpar=updated.lpar, rpar=updated.rpar)
+
+        self._edits.expressions[call] = new
+
+    def _say(self, node: cst.CSTNode, seen: str, write: str, by_hand: bool = True) -> None:
+        self._edits.notes.append(Note(self._names.line(node), " ".join(seen.split()), " ".join(write.split()), by_hand))
