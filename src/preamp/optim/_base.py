@@ -17,6 +17,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from ..errors import OptimizerError
 from ..formats import LOW_DTYPES
 from ..masters import Masters, SplitMasters
+from ._flat import Flat
 from ._plan import Bucket, Plan, share_steps
 
 Lows = Sequence[Tensor | None] | None
@@ -87,6 +88,14 @@ class FusedOptimizer(Optimizer):
     ) -> None:  # fmt: skip
         """Step the float32 `targets`, and write them rounded into `lows`."""
 
+    def _advance_flat(
+        self, bucket: Bucket, flat: Flat, grads: list[Tensor], factor: Tensor | None, found: Tensor | None
+    ) -> None:
+        """Step parameters that are laid side by side."""
+        flat.take_in()
+        self._advance(bucket, bucket.tensors(), None, grads, factor, found)
+        flat.give_out()
+
     def _advance_split(
         self, bucket: Bucket, params: list[Tensor], bits: list[Tensor], grads: list[Tensor],
         factor: Tensor | None, found: Tensor | None,
@@ -129,9 +138,7 @@ class FusedOptimizer(Optimizer):
                 self._advance(bucket, self._masters.followed(bucket.params), params, grads, factor, found)
                 self._masters.published(bucket.params)
             elif bucket.flat is not None:
-                bucket.flat.take_in()
-                self._advance(bucket, params, None, grads, factor, found)
-                bucket.flat.give_out()
+                self._advance_flat(bucket, bucket.flat, grads, factor, found)
             else:
                 self._advance(bucket, params, self._masters.twins(bucket.params), grads, factor, found)
                 self._masters.published(bucket.params)

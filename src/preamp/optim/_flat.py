@@ -56,12 +56,15 @@ class Flat:
         for param, view in zip(params, self._views if for_good else (), strict=False):
             param.data = view
         self.states: dict[str, list[Tensor]] = {}
+        self._parts: dict[int, list[Tensor]] = {}
         for name in names:
             together = _flattened([state[name] for state in states])
-            for state, view in zip(states, _views(together, params), strict=True):
+            self._parts[id(together)] = list(_views(together, params))
+            for state, view in zip(states, self._parts[id(together)], strict=True):
                 state[name] = view
             self.states[name] = [together]
         self._gradient = torch.empty_like(self.param)
+        self._parts[id(self._gradient)] = list(_views(self._gradient, params))
         self._runs = list(_runs(params))
         self._param_rows, self._gradient_rows = self._by_rows(self.param), self._by_rows(self._gradient)
         self._addresses = self._now()
@@ -79,6 +82,13 @@ class Flat:
         """Copy the parameters back."""
         if not self._for_good:
             torch._foreach_copy_(list[Tensor](self._params), self._views)
+
+    def add(self, update: Tensor, factor: float) -> None:
+        """Add `factor * update` to the parameters where they lie. `update`: a state of this, or the gradient."""
+        if self._for_good:
+            self.param.add_(update, alpha=factor)
+        else:
+            torch._foreach_add_(list[Tensor](self._params), self._parts[id(update)], alpha=factor)
 
     def _now(self) -> list[int]:
         return list(map(Tensor.data_ptr, self._params))

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from ..errors import OptimizerError
 from ..fused import adagrad_, sgd_
 from ._base import FusedOptimizer, Lows, check_hyper, refuse_differentiable
+from ._flat import Flat
 from ._plan import Bucket
 
 
@@ -86,6 +87,32 @@ class SGD(FusedOptimizer):
             nesterov=group["nesterov"], maximize=group["maximize"], first=first, factor=factor, found=found,
             contiguous=bucket.contiguous, alike=lows is None,
         )  # fmt: skip
+
+    def _advance_flat(
+        self, bucket: Bucket, flat: Flat, grads: list[Tensor], factor: Tensor | None, found: Tensor | None
+    ) -> None:
+        """Without weight decay nothing has to be known of the parameters: the update is made, and added to them."""
+        group = bucket.group
+        if group["weight_decay"] or found is not None:
+            super()._advance_flat(bucket, flat, grads, factor, found)
+            return
+        (update,) = grads
+        if factor is not None:
+            update.mul_(factor)
+        if group["momentum"]:
+            (momentum,) = bucket.states["momentum_buffer"]
+            if bucket.params[0] in self.unstarted:
+                self.unstarted.difference_update(bucket.params)
+                momentum.copy_(-update if group["maximize"] else update)
+            else:
+                part = 1 - group["dampening"]
+                momentum.mul_(group["momentum"]).add_(update, alpha=-part if group["maximize"] else part)
+            if group["nesterov"]:
+                update.mul_(-1 if group["maximize"] else 1).add_(momentum, alpha=group["momentum"])
+            else:
+                update = momentum
+        ascends = group["maximize"] and not group["momentum"]
+        flat.add(update, float(group["lr"]) * (1 if ascends else -1))
 
 
 class Adagrad(FusedOptimizer):
