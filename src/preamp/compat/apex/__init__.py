@@ -8,11 +8,12 @@ says `import apex`.
 from importlib import import_module as _import_module
 from types import ModuleType as _ModuleType
 
-from ._notice import DeprecatedFeatureWarning, deprecated_warning
+from ._notice import DeprecatedFeatureWarning, check_cudnn_version_and_warn, deprecated_warning
 
 __all__ = [
     "DeprecatedFeatureWarning",
     "amp",
+    "check_cudnn_version_and_warn",
     "deprecated_warning",
     "fp16_utils",
     "multi_tensor_apply",
