@@ -220,7 +220,7 @@ def test_the_question_about_cudnns_version(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 8500)
     assert apex.check_cudnn_version_and_warn("--bnp", 8400)
-    with pytest.warns(UserWarning, match="needs cuDNN 9000 or newer, and here is 8500"):
+    with pytest.warns(UserWarning, match="needs cuDNN 9000 or newer, here is 8500"):
         assert not apex.check_cudnn_version_and_warn("--bnp", 9000)
 
 

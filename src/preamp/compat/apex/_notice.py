@@ -29,7 +29,7 @@ def check_cudnn_version_and_warn(global_option: str, required_cudnn_version: int
     if found is not None and found >= required_cudnn_version:
         return True
     warnings.warn(
-        f"{global_option} needs cuDNN {required_cudnn_version} or newer, and here is {found or 'none'}: it goes without",
+        f"{global_option} needs cuDNN {required_cudnn_version} or newer, here is {found or 'none'}: it goes without",
         stacklevel=2,
     )
     return False
