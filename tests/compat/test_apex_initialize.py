@@ -225,12 +225,8 @@ def test_the_question_about_cudnns_version(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_cudnn_has_to_be_on() -> None:
-    torch.backends.cudnn.enabled = False
-    try:
-        with pytest.raises(RuntimeError, match="cudnn"):
-            quiet(mlp())
-    finally:
-        torch.backends.cudnn.enabled = True
+    with torch.backends.cudnn.flags(enabled=False), pytest.raises(RuntimeError, match="cudnn"):
+        quiet(mlp())
 
 
 class Everything(nn.Module):
