@@ -1,0 +1,108 @@
+"""AdamW's ways of keeping numbers, bfloat16 weights: time of a step alone, and what training comes to at O5.
+
+    python benchmarks/options.py [--rounds 9] [--out FILE]
+
+Times: `scaler.step(optimizer); scaler.update()` over 150 tensors of 100,000 elements, contenders interleaved. Losses: the
+zoo's networks bert and flights, size ci, three seeds; shadow weights are an option of O4 and stand beside that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import preamp
+from preamp.bench import environment
+from preamp.bench._machine import keep_heap
+from preamp.bench._step_suite import _leaves, _low, _scaled
+from preamp.optim import AdamW
+from preamp.zoo import TASKS
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "master float32": {},
+    "master split": {"master": "split"},
+    "no master, rounded by chance": {"master": None, "rounding": "stochastic"},
+    "master float32, 8-bit states": {"states": "8bit"},
+    "master split, 8-bit states": {"master": "split", "states": "8bit"},
+    "no master, by chance, 8-bit states": {"master": None, "rounding": "stochastic", "states": "8bit"},
+}
+NETWORKS = ("flights", "bert")
+
+
+def times(rounds: int) -> list[dict[str, Any]]:
+    """Seconds of a step, by contender and round."""
+    cpu, shapes = torch.device("cpu"), [(250, 400)] * 150
+    works: dict[str, Callable[[], None]] = {
+        "torch, masters by hand": _low("AdamW", {"lr": 1e-9}, shapes, cpu)["masters by hand"]
+    }
+    for name, options in OPTIONS.items():
+        optimizer = AdamW(_leaves(shapes, cpu, torch.bfloat16), 1e-9, **options)
+        works[name] = _scaled(preamp.GradScaler, optimizer, cpu)
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for work in works.values():
+        work()
+    for _ in range(rounds):
+        for name, work in works.items():
+            started = time.perf_counter()
+            work()
+            seconds[name].append(time.perf_counter() - started)
+    return [{"name": name, "seconds": found} for name, found in seconds.items()]
+
+
+def train(network: str, level: str, seed: int, shadow: bool, options: dict[str, Any]) -> float:
+    """The mean loss of the last tenth of the steps."""
+    task = TASKS[network]
+    recipe = task.recipe("ci")
+    model = task.build("ci", seed=seed)
+    optimizer = AdamW(model.parameters(), recipe.max_lr, weight_decay=recipe.weight_decay, **options)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.max_lr, total_steps=recipe.steps + 1)
+    policy = f"{level},masters=no" if options.get("master", "") is None else level
+    losses = []
+    with preamp.prepare(model, optimizer, policy=policy, shadow=shadow) as session:
+        for inputs, target in task.batches("ci", seed=seed, steps=recipe.steps, batch_size=recipe.batch_size):
+            with session.autocast():
+                loss = task.loss(model(*inputs), target)
+            session.backward(loss)
+            session.clip_grad_norm_(recipe.clip)
+            session.step()
+            session.zero_grad()
+            schedule.step()
+            losses.append(float(loss.detach()))
+    return statistics.fmean(losses[-len(losses) // 10 :])
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path, default=Path("preamp-bench/options.json"))
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    keep_heap()
+    timed = times(arguments.rounds)
+    for row in timed:
+        print(f"{row['name']:36} {1e3 * statistics.median(row['seconds']):8.1f} ms", flush=True)
+    trained: list[dict[str, Any]] = []
+    variants = [("O5", False, name, options) for name, options in OPTIONS.items()]
+    variants += [("O4", False, "float32 weights", {}), ("O4", True, "float32 weights with shadows", {})]
+    for network in NETWORKS:
+        for level, shadow, name, options in variants:
+            losses = [train(network, level, seed, shadow, options) for seed in range(3)]
+            trained.append({"network": network, "level": level, "name": name, "losses": losses})
+            print(f"{network:8} {level} {name:36} {', '.join(f'{loss:.4f}' for loss in losses)}", flush=True)
+    about = environment(torch.device("cpu"))
+    result = {"schema": "preamp-bench/1", "suite": "options", "environment": about, "steps": timed, "rows": trained}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
