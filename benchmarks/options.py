@@ -2,8 +2,8 @@
 
     python benchmarks/options.py [--rounds 9] [--out FILE]
 
-Times: `scaler.step(optimizer); scaler.update()` over 150 tensors of 100,000 elements, contenders interleaved. Losses: the
-zoo's networks bert and flights, size ci, three seeds; shadow weights are an option of O4 and stand beside that.
+Times: `scaler.step(optimizer); scaler.update()` over 150 tensors of 100,000 elements, contenders interleaved. Losses:
+networks of the zoo, size ci, three seeds; shadow weights are an option of O4 and stand beside that.
 """
 
 from __future__ import annotations

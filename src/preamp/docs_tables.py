@@ -6,29 +6,35 @@ when a document is behind. Run as `python -m preamp.docs_tables ROOT`.
 
 from __future__ import annotations
 
-import json
 import re
-import statistics
 import sys
 from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
-from typing import Any
 
+from .docs_results import (
+    apex_door,
+    apex_levels,
+    bench,
+    demo,
+    option_losses,
+    option_times,
+    schedule_pictures,
+    schedules,
+    sessions,
+    step,
+)
 from .formats import FORMATS
 from .policy import LEVELS
-from .report import Column, LineChart, Series, Table, to_svg
+from .report import Table, to_svg
 from .report.files import write_text
 from .rules import TABLE
-
-_Maker = Callable[[dict[str, Any]], tuple[Table, str]]
-_Generator = Callable[[Path], str]
 
 DOCUMENTS = (
     "README.md",
     "docs/coming-from-apex.md",
     "docs/levels.md",
     "docs/loss-scaling.md",
+    "docs/optimizers.md",
     "docs/rules.md",
     "docs/step.md",
 )
@@ -63,203 +69,6 @@ def rules(root: Path) -> str:
     return Table("", ("runs", "family", "operators", "why"), rows).to_markdown()
 
 
-def newest(root: Path, theme: str) -> Path | None:
-    """The newest committed result of a theme: files are called `<theme>_<hardware>_<date>_<commit>.json`."""
-    found = sorted((root / "benchmarks" / "results").glob(f"{theme}_*.json"), key=lambda p: p.stem.split("_")[-2])
-    return found[-1] if found else None
-
-
-def committed(theme: str, how: str) -> Callable[[_Maker], _Generator]:
-    """Makes a generator of a function from the newest results of a theme to a table and what is to be said of it."""
-
-    def decorate(make: _Maker) -> _Generator:
-        @wraps(make)
-        def generator(root: Path) -> str:
-            path = newest(root, theme)
-            if path is None:
-                return f"(no results committed yet: `{how}` makes them)"
-            table, text = make(json.loads(path.read_text(encoding="utf-8")))
-            return f"{table.to_markdown()}\n\n{text}: `{path.relative_to(root).as_posix()}`."
-
-        return generator
-
-    return decorate
-
-
-@committed("demo", "./dev demo")
-def demo(results: dict[str, Any]) -> tuple[Table, str]:
-    """Results of the demo, one row a network and level, with where they come from."""
-    machine = results["environment"]
-    columns = (
-        Column("network"), Column("level"), Column("time", "ms/step", 1), Column("against O0", "x", 2),
-        Column("memory", "MiB", 1), Column("final loss", digits=4), Column("quality"), Column("fp32 seeds"),
-        Column("skips", digits=0),
-    )  # fmt: skip
-    rows = [row for task in results["plan"]["models"] for row in _demo_rows(results, task)]
-    seeds = len(results["plan"]["seeds"])
-    within, judged = sum(j["within"] for j in results["judgements"]), len(results["judgements"])
-    text = (
-        f"`./dev demo`, size {results['plan']['size']}, {seeds} seeds a level: **{within} of {judged} 16-bit results "
-        f"(mean over seeds) are not below the worst of the {seeds} float32 seeds.** "
-        f"{machine.get('gpu', machine['cpu'])}, {machine['threads']} threads, torch {machine['torch']}, Python "
-        f"{machine['python']}, preamp at {machine['commit']}; {results['seconds']:.0f} s in all. All samples"
-    )
-    return Table("", columns, rows), text
-
-
-def _demo_rows(results: dict[str, Any], task: str) -> list[tuple[Any, ...]]:
-    runs = [run for run in results["runs"] if run["task"] == task and run["complete"]]
-    band = [run["quality"] for run in runs if run["level"] == "O0"]
-    metric = next((j["metric"] for j in results["judgements"] if j["task"] == task), "quality")
-    reference = statistics.median(run["ms_per_step"] for run in runs if run["level"] == "O0")
-    rows = []
-    for level in results["plan"]["levels"]:
-        own = [run for run in runs if run["level"] == level]
-        ms = statistics.median(run["ms_per_step"] for run in own)
-        rows.append((
-            task, level, ms, reference / ms, max(run["peak_bytes"] for run in own) / 2**20,
-            statistics.fmean(run["final_loss"] for run in own),
-            f"{metric} {statistics.fmean(run['quality'] for run in own):.4f}", f"{min(band):.4f} to {max(band):.4f}",
-            sum(len(run["skipped"]) for run in own),
-        ))  # fmt: skip
-    return rows
-
-
-@committed("regions", "./dev bench")
-def bench(results: dict[str, Any]) -> tuple[Table, str]:
-    """The newest committed ratios of the suite "regions"."""
-    rows = [
-        (row["name"], row["what"], c["ratio"]["median"], c["ratio"]["min"], c["ratio"]["max"])
-        for row in results["suites"]["regions"]
-        for c in row["contenders"]
-        if c["name"] == "preamp.autocast"
-    ]
-    columns = ("work", "what", Column("median", digits=3), Column("smallest", digits=3), Column("largest", digits=3))
-    machine = results["environment"]
-    text = (
-        "Ratios torch.autocast / preamp.autocast of the time of one round; above 1 preamp is faster. "
-        f"{machine['cpu']}, torch {machine['torch']}, preamp at {machine['commit']}, {results['rounds']} rounds"
-    )
-    return Table("", columns, rows), text
-
-
-@committed("apex-door", "python benchmarks/apex_door.py")
-def apex_door(results: dict[str, Any]) -> tuple[Table, str]:
-    """What a step through preamp.compat.apex takes beside preamp's own."""
-    rows = []
-    for row in results["rows"]:
-        low, median, high = statistics.quantiles(row["ratios"], n=4)
-        own, door = (1e3 * statistics.median(seconds) for seconds in row["seconds"].values())
-        rows.append((row["name"], own, door, median, low, high))
-    columns = (
-        "12-layer transformer step", Column("preamp.prepare", "ms", 1), Column("compat.apex", "ms", 1),
-        Column("ratio", digits=3), Column("lower quartile", digits=3), Column("upper quartile", digits=3),
-    )  # fmt: skip
-    machine = results["environment"]
-    text = (
-        "Ratio: time of preamp's own session over time through the door, round by round; above 1 the door is faster. "
-        f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, preamp at {machine['commit']}, "
-        f"{len(results['rows'][0]['ratios'])} rounds"
-    )
-    return Table("", columns, rows), text
-
-
-@committed("apex-levels", "python benchmarks/apex_levels.py")
-def apex_levels(results: dict[str, Any]) -> tuple[Table, str]:
-    """Final losses of networks trained through preamp.compat.apex, by level."""
-    finals: dict[str, dict[str, list[float]]] = {}
-    for run in results["rows"]:
-        last = statistics.fmean(run["losses"][-len(run["losses"]) // 10 :])
-        finals.setdefault(run["network"], {}).setdefault(run["level"], []).append(last)
-    trained = list(next(iter(finals.values())))
-    rows: list[tuple[Any, ...]] = [
-        (name, *(statistics.fmean(own[level]) for level in trained), f"{min(own['O0']):.4f} to {max(own['O0']):.4f}")
-        for name, own in finals.items()
-    ]
-    columns: list[Column | str] = ["network", *(Column(level, digits=4) for level in trained), "O0, seed by seed"]
-    machine = results["environment"]
-    text = (
-        f"Training loss over the last {len(results['rows'][0]['losses']) // 10} of {len(results['rows'][0]['losses'])} "
-        f"steps, mean of {len(next(iter(finals.values()))['O0'])} seeds, SGD with momentum. {machine['cpu']}, torch "
-        f"{machine['torch']}, preamp at {machine['commit']}"
-    )
-    return Table("", columns, rows), text
-
-
-@committed("step", "./dev bench --suite step")
-def step(results: dict[str, Any]) -> tuple[Table, str]:
-    """The newest committed ratios of the suite "step", and what was counted."""
-    rows: list[tuple[Any, ...]] = []
-    for row in results["suites"]["step"]:
-        for c in row["contenders"]:
-            counts, ratio = c["counts"], c["ratio"]
-            told = (ratio["median"], ratio["min"], ratio["max"], counts["bytes"] / 1e6)
-            counted = (counts["casts"], counts["calls"], counts["waits"])
-            rows.append((row["name"], c["name"], 1e3 * c["stats"]["median"], *told, *counted))
-    columns = (
-        "tensors", "contender", Column("median", "ms", 2), Column("ratio", digits=2), Column("smallest", digits=2),
-        Column("largest", digits=2), Column("moved", "MB", 1), Column("casts", digits=0), Column("calls", digits=0),
-        Column("waits", digits=0),
-    )  # fmt: skip
-    machine = results["environment"]
-    text = (
-        "`scaler.step(optimizer); scaler.update()` on tensors that have gradients. Ratio: time of the row's first "
-        "contender over time of this one, round by round; above 1 is faster. Counted in one call: megabytes that "
-        "operators read and write, tensors converted, operators called (a fused one is one call), values read by the "
-        f"host (free on a CPU). {machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, preamp at "
-        f"{machine['commit']}, {results['rounds']} rounds"
-    )
-    return Table("", columns, rows), text
-
-
-@committed("schedules", "preamp.bench.write_schedules(root)")
-def schedules(results: dict[str, Any]) -> tuple[Table, str]:
-    """Skips and flushed gradients of every schedule, network and start, from the newest committed replays."""
-    rows = results["suites"]["schedules"]
-    names = [each["name"] for each in rows[0]["contenders"]]
-    columns = ("network", "start", *(f"{name}: {figure}" for name in names for figure in ("skips", "flushed")))
-    cells = [
-        (row["task"], row["start"], *(
-            cell for each in row["contenders"] for cell in (str(each["skips"]), _share(each["flushed"]))
-        ))
-        for row in rows
-    ]  # fmt: skip
-    steps = {row["task"]: row["contenders"][0]["steps"] for row in rows}
-    told = ", ".join(f"{task} {count}" for task, count in steps.items())
-    text = (
-        f"Skipped steps, and the share of non-zero weight gradients that became zero in the steps not skipped; {told} "
-        f"steps, from {rows[0]['seeds']} seeds each. Replayed by preamp at {results['environment']['commit']}"
-    )
-    return Table("", columns, cells), text
-
-
-def _share(share: float) -> str:
-    return f"{share:.1e}" if share else "0"
-
-
-def schedule_pictures(root: Path) -> dict[str, LineChart]:
-    """The scale by step, by path of the picture; empty without committed results."""
-    path = newest(root, "schedules")
-    if path is None:
-        return {}
-    rows = json.loads(path.read_text(encoding="utf-8"))["suites"]["schedules"]
-    wanted = {("bert", "2^20 too high"): "scale-too-high", ("flights", "2^20 too low"): "scale-too-low"}
-    return {
-        f"docs/pictures/{wanted[key]}.svg": _scale_chart(row)
-        for row in rows
-        if (key := (row["task"], row["start"])) in wanted
-    }
-
-
-def _scale_chart(row: dict[str, Any]) -> LineChart:
-    limit = row["log2 largest scale"]
-    series = [Series("largest that does not overflow", range(len(limit)), [2.0**x for x in limit], dashed=True)]
-    for each in row["contenders"]:
-        scales = [2.0**log2 for log2, steps in each["first"]["log2 scale, steps"] for _ in range(steps)]
-        series.append(Series(each["name"], range(len(scales)), scales, steps=True))
-    return LineChart(f"Loss scale of {row['name']}", "step", "loss scale", series, y_log2=True)
-
-
 GENERATORS: dict[str, Callable[[Path], str]] = {
     "apex_door": apex_door,
     "apex_levels": apex_levels,
@@ -267,8 +76,11 @@ GENERATORS: dict[str, Callable[[Path], str]] = {
     "demo": demo,
     "formats": formats,
     "levels": levels,
+    "option_losses": option_losses,
+    "option_times": option_times,
     "rules": rules,
     "schedules": schedules,
+    "sessions": sessions,
     "step": step,
 }
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from preamp import docs_tables
+from preamp import docs_results
 from preamp.bench._replay import below, overflows, replay
 from preamp.bench._schedules import ScheduleRow, schedule_table, schedules
 from preamp.bench._traces import Trace, load_trace, record, trace_of
@@ -174,14 +174,14 @@ def test_window_on_the_zoo(rows: list[ScheduleRow]) -> None:
 
 
 def committed() -> list[dict[str, Any]]:
-    path = docs_tables.newest(ROOT, "schedules")
+    path = docs_results.newest(ROOT, "schedules")
     assert path is not None
     rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["suites"]["schedules"]
     return rows
 
 
 def test_pictures_are_current() -> None:
-    pictures = docs_tables.schedule_pictures(ROOT)
+    pictures = docs_results.schedule_pictures(ROOT)
     assert len(pictures) == 2
     for name, chart in pictures.items():
         assert (ROOT / name).read_text(encoding="utf-8") == to_svg(chart), "run ./dev docs"
