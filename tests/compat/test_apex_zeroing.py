@@ -72,3 +72,48 @@ def test_steps_are_those_of_float32(kind: str, level: str, clear: str, infinity:
         torch.testing.assert_close(mine.float(), theirs, rtol=2e-3, atol=2e-3)
     if checked:
         assert scaler.loss_scale() == (4.0 if infinity is None else 2.0)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_lbfgs_where_there_are_no_masters(level: str) -> None:
+    """Its closure runs forward and backward inside step(), once for every point that it tries."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=128.0 if level == "O1" else None)
+    x = torch.randn(32, 4)
+    y = x.sum(1, keepdim=True)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        return loss.detach()
+
+    first = float(closure())
+    for _ in range(4):
+        last = float(optimizer.step(closure))
+    assert last < first / 100
+
+
+def test_lbfgs_is_refused_clearly_where_there_are() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    with pytest.raises(RuntimeError, match="closure"):
+        optimizer.step(lambda: torch.zeros(()))
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+def test_dataparallel_after_initialize(level: str) -> None:
+    """On a CPU it calls the module; replicas for devices are in test_copies_and_saved_models_are_whole."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    wrapped = nn.DataParallel(model)
+    with amp.scale_loss(wrapped(torch.ones(3, 4)).sum() * 1e-3, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert wrapped(torch.ones(3, 4)).dtype is torch.float32
+    assert set(wrapped.state_dict()) == {"module.weight", "module.bias"}
