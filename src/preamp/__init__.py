@@ -24,7 +24,7 @@ from .scaling import DynamicScale, GradScaler, HysteresisScale, NoScale, StaticS
 from .session import Session, StepReport, prepare
 
 if TYPE_CHECKING:
-    from . import checkpoint, compat, lr_finder, report, zoo
+    from . import checkpoint, compat, doctor, lr_finder, report, zoo
     from .compat.install import install_as_apex, uninstall_as_apex
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "autocast",
     "checkpoint",
     "compat",
+    "doctor",
     "errors",
     "float_function",
     "half_function",
@@ -59,7 +60,7 @@ __all__ = [
     "zoo",
 ]
 
-_ON_DEMAND = ("checkpoint", "compat", "lr_finder", "report", "zoo")
+_ON_DEMAND = ("checkpoint", "compat", "doctor", "lr_finder", "report", "zoo")
 _DOORS = ("install_as_apex", "uninstall_as_apex")
 
 

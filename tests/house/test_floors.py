@@ -20,7 +20,7 @@ FLOOR = {
     "session": 4,
     "": 4.5,  # preamp/__init__.py shows the floors up to here; the rest is loaded when asked for
     "checkpoint": 5, "lr_finder": 5, "zoo": 5,
-    "bench": 6,
+    "bench": 6, "doctor": 6,
     "compat": 7, "migrate": 7,
     "docs_results": 7.5,
     "demo": 8, "docs_tables": 8,

@@ -1,0 +1,458 @@
+"""The lint: for every code a sick model that it finds and a healthy twin about which it says nothing."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from preamp.autocast import REGISTRY, autocast
+from preamp.doctor._examine import examine
+from preamp.doctor._lint import fix
+from preamp.errors import PolicyError, SessionError
+from preamp.policy import policy
+from preamp.session import prepare
+from preamp.zoo import TASKS
+
+
+class Run(nn.Module):
+    """A linear layer, then a function of its output: what a test is about."""
+
+    def __init__(self, then, **attributes):
+        super().__init__()
+        self.lin = nn.Linear(16, 16)
+        self.then = then
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x):
+        return self.then(self, self.lin(x))
+
+
+X = (torch.randn(4, 16, generator=torch.Generator().manual_seed(0)),)
+HALF = "params=fp16,compute=fp16,norms=fp32,masters=yes,ops=none"  # float16 with no rules that rescue operators
+
+
+def found(code, model, level="O1", *, example=X, **others):
+    return [f for f in examine(model, others.pop("optimizer", None), level, example=example, **others).findings
+            if f.code == code]  # fmt: skip
+
+
+def harmful(report):
+    return [f for f in report.findings if f.severity != "info"]
+
+
+# -- PA101
+
+
+@pytest.mark.parametrize(
+    ("level", "severity"), [("O3", "error"), ("O0", None), ("O1", None), ("O2", None), ("O5", None)]
+)
+def test_an_optimizers_eps_is_a_finding_on_fp16_state_only(level, severity):
+    model = nn.Linear(8, 8)
+    rows = found("PA101", model, level, example=None, optimizer=torch.optim.Adam(model.parameters()))
+    assert [f.severity for f in rows] == ([severity] if severity else [])
+    if rows:
+        assert rows[0].evidence["eps"] == 1e-8 and rows[0].evidence["becomes"] == 0
+        assert "optimizer.param_groups[0]['eps'] = 0.0001" in rows[0].fix
+
+
+def _rms(self, x):
+    return x / ((x * x).mean(-1, keepdim=True) + self.variance_epsilon).sqrt()
+
+
+def _rms_full(self, x):
+    y = x.float()
+    return (y / ((y * y).mean(-1, keepdim=True) + self.variance_epsilon).sqrt()).to(x.dtype)
+
+
+@pytest.mark.parametrize(("eps", "severity"), [(1e-8, "error"), (1e-6, "warning"), (1e-3, None)])
+def test_a_custom_norms_eps_is_judged_where_it_is_added(eps, severity):
+    rows = found("PA101", Run(_rms, variance_epsilon=eps), "O2")
+    assert [f.severity for f in rows] == ([severity] if severity else [])
+    if rows:
+        assert rows[0].evidence["attribute"] == "variance_epsilon"
+        assert rows[0].file.endswith("test_lint.py") and rows[0].line == _rms.__code__.co_firstlineno + 1
+    assert not found("PA101", Run(_rms_full, variance_epsilon=eps), "O2")
+    assert not found("PA101", Run(_rms, variance_epsilon=eps), "O5"), "bfloat16 has float32's range"
+
+
+def test_the_floor_of_normalize_vanishes_in_fp16():
+    (row,) = found("PA101", Run(lambda self, x: F.normalize(x)), HALF)
+    assert row.op == "clamp_min" and row.evidence["eps"] == 1e-12
+    assert not found("PA101", Run(lambda self, x: F.normalize(x, eps=1e-3)), HALF)
+
+
+class Rms(nn.Module):
+    def __init__(self, eps):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(16)), eps
+
+    def forward(self, x):
+        return self.weight * x / ((x * x).mean(-1, keepdim=True) + self.eps).sqrt()
+
+
+class UpcastingRms(Rms):
+    def forward(self, x):
+        return super().forward(x.float()).to(x.dtype)
+
+
+def test_without_an_example_the_source_decides():
+    (row,) = found("PA101", nn.Sequential(Rms(1e-8)), "O2", example=None)
+    assert row.severity == "warning" and row.module == "0" and row.file.endswith("test_lint.py")
+    assert not found("PA101", nn.Sequential(UpcastingRms(1e-8)), "O2", example=None)
+    assert not found("PA101", nn.Sequential(Rms(1e-8)), "O1", example=None)
+    assert not found("PA101", nn.LayerNorm(16, eps=1e-8), "O3"), "torch's norms add in float32"
+
+
+def test_fix_applies_epsilons_and_says_so():
+    model = nn.Sequential(nn.Linear(16, 16), Rms(1e-8))
+    optimizer = torch.optim.Adam(model.parameters())
+    report = examine(model, optimizer, "O3", example=X)
+    done = fix(report, model, optimizer)
+    assert sorted(done) == ["1.eps: 1e-08 -> 0.0001", "optimizer.param_groups[0]['eps']: 1e-08 -> 0.0001"]
+    assert model[1].eps == optimizer.param_groups[0]["eps"] == 1e-4
+    assert fix(report, model, optimizer) == (), "what has been changed is left alone"
+    assert not found("PA101", model, "O3", optimizer=optimizer)
+    with pytest.raises(SessionError, match="give fix"):
+        fix(report, model)
+
+
+# -- PA102
+
+
+def test_bceloss_is_found_under_16_bits_and_not_under_fp32():
+    model = nn.Sequential(nn.Linear(16, 1), nn.Sigmoid())
+    assert found("PA102", model, "O1", loss=nn.BCELoss())[0].severity == "error", "the region refuses it"
+    assert found("PA102", model, "O2", loss=F.binary_cross_entropy)[0].severity == "warning"
+    assert found("PA102", model, "O1", loss=nn.BCELoss(), example=None)
+    assert not found("PA102", model, "O0", loss=nn.BCELoss())
+    assert not found("PA102", nn.Linear(16, 1), "O1", loss=nn.BCEWithLogitsLoss())
+
+
+def test_a_log_of_a_rounded_sigmoid_is_found():
+    def sick(self, x):
+        return (1 - torch.sigmoid(x)).log()
+
+    (row,) = found("PA102", Run(sick))
+    assert row.severity == "error" and row.line == sick.__code__.co_firstlineno + 1
+    assert not found("PA102", Run(lambda self, x: (1 - torch.sigmoid(x.float())).log()))
+    assert not found("PA102", Run(lambda self, x: F.logsigmoid(-x)))
+    assert not found("PA102", Run(sick), "O0")
+
+
+def test_a_cross_entropy_that_a_region_refuses_is_reported_and_run():
+    def sick(self, x):
+        return F.binary_cross_entropy(torch.sigmoid(x), torch.ones_like(x))
+
+    rows = found("PA102", Run(sick))
+    assert any(row.line == sick.__code__.co_firstlineno + 1 for row in rows)
+
+
+# -- PA103
+
+
+@pytest.mark.parametrize(
+    ("then", "severity"),
+    [
+        (lambda self, x: x.masked_fill(x > 0, -1e9), "error"),
+        (lambda self, x: torch.where(x > 0, x, -1e9), "warning"),
+        (lambda self, x: torch.where(x > 0, x, torch.tensor(-1e9)), "warning"),
+        (lambda self, x: x + torch.full_like(x, 65536.0), "error"),
+        (lambda self, x: x + 1e6, "warning"),
+        (lambda self, x: x.clamp(max=1e9), "error"),
+        (lambda self, x: x + (x > 0).to(x.dtype) * -1e9, "error"),
+    ],
+)
+def test_constants_beyond_fp16_are_found(then, severity):
+    rows = found("PA103", Run(then))
+    assert [f.severity for f in rows] == [severity]
+    assert rows[0].file.endswith("test_lint.py") and rows[0].line
+    assert not found("PA103", Run(then), "O4"), "bfloat16 has float32's range"
+    assert not found("PA103", Run(then), "O0")
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        lambda self, x: x.masked_fill(x > 0, torch.finfo(x.dtype).min),
+        lambda self, x: x.masked_fill(x > 0, float("-inf")),
+        lambda self, x: x.float().masked_fill(x > 0, -1e9),
+        lambda self, x: torch.where(x > 0, x, -1e4),
+        lambda self, x: x.clamp(max=1e4),
+        lambda self, x: x + (1.0 - (x > 0).float()) * -1e9,
+    ],
+)
+def test_constants_that_do_no_harm_are_not_found(then):
+    assert not found("PA103", Run(then))
+
+
+def test_buffers_and_attributes_beyond_fp16():
+    model = nn.Linear(4, 4)
+    model.register_buffer("mask", torch.full((4,), -1e9))
+    assert found("PA103", model, "O2", example=None)[0].severity == "error"
+    assert not found("PA103", model, "O1", example=None)
+    assert not found("PA103", model, "O5", example=None)
+    named = Run(lambda self, x: x.float().masked_fill(x > 0, self.mask_value), mask_value=-1e9)
+    assert [f.severity for f in found("PA103", named, example=None)] == ["info"]
+    assert not found("PA103", named), "the run saw it meet float32"
+
+
+# -- PA104
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        lambda self, x: x.exp(),
+        lambda self, x: x.pow(2).mean(),
+        lambda self, x: x.repeat(1, 100).sum(-1),
+        lambda self, x: x.repeat(1, 100).cumsum(-1),
+    ],
+)
+def test_operators_in_fp16_are_found_where_no_rule_rescues_them(then):
+    (row,) = found("PA104", Run(then), HALF)
+    assert row.severity == "warning" and row.line
+    assert not found("PA104", Run(then), "O2")
+    assert not found("PA104", Run(then), "O1")
+    assert not found("PA104", Run(lambda self, x: then(self, x.float())), HALF)
+
+
+def test_an_overflow_that_is_seen_is_an_error_and_a_stable_exp_is_nothing():
+    assert found("PA104", Run(lambda self, x: (x + 50).exp()), HALF)[0].severity == "error"
+    assert not found("PA104", Run(lambda self, x: (x - x.amax(-1, keepdim=True)).exp()), HALF)
+    assert not found("PA104", Run(lambda self, x: x.softmax(-1).sum(-1)), HALF)
+
+
+def test_torchs_cpu_autocast_leaving_softmax_low_is_information():
+    def inner(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.lin(x).softmax(-1)
+
+    (row,) = found("PA104", Run(inner), "O0")
+    assert row.severity == "info" and row.op == "softmax"
+    assert not found("PA104", Run(lambda self, x: self.lin(x).softmax(-1)), "O4")
+
+
+# -- PA105
+
+
+def test_dimensions_off_the_multiple_are_named_with_the_size_to_use():
+    model = nn.Sequential(nn.Linear(16, 30), nn.ReLU(), nn.Linear(30, 16))
+    rows = found("PA105", model, "O4")
+    assert [f.module for f in rows] == ["0", "2"] and {f.severity for f in rows} == {"info"}
+    assert rows[0].fix == "# pad out_features 30 to 32" and rows[1].fix == "# pad in_features 30 to 32"
+    assert not found("PA105", model, "O0")
+    assert not found("PA105", model, "O4", example=None)
+    assert not found("PA105", nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)), "O4")
+
+
+def test_a_layer_of_little_weight_is_not_reported():
+    model = nn.Sequential(nn.Linear(16, 512), nn.Linear(512, 512), nn.Linear(512, 3))
+    assert not found("PA105", model, "O4")
+
+
+def test_convolutions_are_counted():
+    model = nn.Sequential(nn.Conv2d(8, 20, 3), nn.Conv2d(20, 16, 3))
+    images = (torch.zeros(2, 8, 12, 12),)
+    report = examine(model, None, "O4", example=images)
+    assert [f.fix for f in report.findings] == ["# pad out_channels 20 to 24", "# pad in_channels 20 to 24"]
+    assert report.data["flops"] == 2 * 2 * (20 * 8 * 9 * 100 + 16 * 20 * 9 * 64)
+
+
+def test_flops_of_attention_and_transposed_convolution():
+    q = torch.zeros(2, 3, 5, 8)
+    attention = Run(lambda self, x: F.scaled_dot_product_attention(q, q, q))
+    assert examine(attention, None, "O0", example=X).data["flops"] == 2 * 4 * 16 * 16 + 4 * 2 * 3 * 5 * 5 * 8
+    up = nn.ConvTranspose2d(8, 16, 2, stride=2)
+    assert examine(up, None, "O0", example=(torch.zeros(1, 8, 4, 4),)).data["flops"] == 2 * 8 * 16 * 4 * 16
+
+
+# -- PA109
+
+
+def test_mixed_precision_that_is_not_in_effect_is_found():
+    class Off(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(16, 16)
+
+        def forward(self, x):
+            with torch.autocast("cpu", enabled=False):
+                return self.lin(x)
+
+    (row,) = found("PA109", Off(), "O4")
+    assert row.severity == "warning" and "autocast was off" in row.message and row.module == "lin"
+    (row,) = found("PA109", nn.Linear(16, 16).double(), "O4", example=(X[0].double(),))
+    assert "float64" in row.message and row.evidence["observed"] == ["fp64"]
+    (row,) = found("PA109", nn.Linear(16, 16), "compute=bf16,ops=none")
+    assert "ops=none" in row.message
+
+
+def test_mixed_precision_in_effect_or_not_asked_for_is_nothing():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    assert not found("PA109", model, "O4")
+    assert not found("PA109", model, "O0")
+    assert not found("PA109", model, "O4; .* -> full"), "full by the policy's own rule"
+
+
+# -- PA111
+
+
+def test_a_model_cast_by_hand_is_found():
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)).half()
+    rows = found("PA111", model, "O1", example=None)
+    assert {f.severity for f in rows} == {"error"} and "0.weight" in rows[0].message
+    assert any("running statistics" in f.message for f in rows)
+    assert found("PA111", model, "O1", example=(X[0].half(),)), "also where it runs"
+    assert not found("PA111", model.float(), "O1", example=None)
+    assert not found("PA111", model.bfloat16(), "O0", example=None), "bfloat16 is PA204's business"
+
+
+def test_fp16_parameters_without_masters_are_found():
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (row,) = found("PA111", model, "O3", optimizer=optimizer)
+    assert row.severity == "warning" and row.op == "SGD" and row.evidence["parameters"] == 2
+    assert not found("PA111", model, "O2", optimizer=optimizer)
+
+
+def test_numbers_that_are_not_finite_are_found():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    assert not found("PA111", model, "O0", example=None)
+    model[1].running_var[1] = float("inf")
+    with torch.no_grad():
+        model[0].weight[0, 0] = float("nan")
+    rows = found("PA111", model, "O0", example=None)
+    assert [(f.severity, f.module) for f in rows] == [("error", "0"), ("error", "1")]
+
+
+def test_a_prepared_model_is_examined_as_it_is():
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
+    optimizer = torch.optim.Adam(model.parameters())
+    with prepare(model, optimizer, level="O2"):
+        report = examine(model, optimizer, "O2", example=X)
+        assert not harmful(report)
+        assert report.data["low share of flops"] == 1.0
+
+
+# -- the whole
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("name", list(TASKS))
+def test_healthy_networks_have_no_error_and_no_warning(name, level):
+    task = TASKS[name]
+    model = task.build("ci", seed=0)
+    inputs, _ = next(task.batches("ci", seed=0, steps=1, batch_size=4))
+    report = examine(model, torch.optim.AdamW(model.parameters()), level, example=inputs, loss=task.loss)
+    assert not harmful(report)
+    assert report.mood == "good" and "Nothing speaks against" in report.verdict
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
+def test_examine_changes_nothing(level):
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 16), nn.Dropout(0.5))
+    model[3].eval()
+    model[0](X[0]).sum().backward()
+    model(X[0])
+    optimizer = torch.optim.Adam(model.parameters())
+    x = X[0].clone().requires_grad_()
+
+    def picture():
+        tensors = {**model.state_dict(), **{f"{n}.grad": p.grad for n, p in model.named_parameters()}}
+        bits = {n: None if t is None else (t.dtype, t.numpy().tobytes()) for n, t in tensors.items()}
+        hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks), m.training, type(m)) for m in model.modules()]
+        generators = (torch.get_rng_state().numpy().tobytes(), random.getstate(), str(np.random.get_state()))
+        torchs = (torch.is_autocast_enabled("cpu"), torch.is_grad_enabled(), torch.get_default_dtype(), REGISTRY.stamp)
+        ours = (x.grad, x.detach().numpy().tobytes(), str(optimizer.state_dict()))
+        return bits, hooks, generators, torchs, ours
+
+    pointers = [p.data_ptr() for p in model.parameters()]
+    autocast.uninstall()
+    before = picture()
+    examine(model, optimizer, level, example=(x,), loss=nn.BCELoss())
+    assert picture() == before
+    assert [p.data_ptr() for p in model.parameters()] == pointers
+
+
+def test_a_failed_run_leaves_nothing_behind():
+    autocast.uninstall()
+    model = nn.Sequential(nn.Dropout(), nn.Linear(16, 16))
+    state = torch.get_rng_state()
+    with pytest.raises(SessionError, match=r"example did not run.*O4.*'1'"):
+        examine(model, None, "O4", example=(torch.zeros(2, 3),))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not REGISTRY.stamp and not torch.is_autocast_enabled("cpu")
+
+
+def test_modules_are_told_apart_inside_an_except_block_and_after_an_error_that_the_model_caught():
+    class Raising(nn.Module):
+        def forward(self, x):
+            raise ValueError("caught by the parent")
+
+    class Catching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.raising, self.lin = Raising(), nn.Linear(16, 16)
+
+        def forward(self, x):
+            try:
+                x = self.raising(x)
+            except ValueError:
+                x = self.lin(x)
+            return x.masked_fill(x > 0, -1e9)
+
+    try:
+        raise KeyError
+    except KeyError:
+        (row,) = found("PA103", nn.Sequential(Catching(), nn.ReLU(), Run(lambda self, x: x)))
+        assert row.module == "0"
+        (row,) = found("PA103", nn.Sequential(nn.Linear(16, 16), Run(lambda self, x: x.masked_fill(x > 0, 1e9))))
+        assert row.module == "1"
+
+
+def test_lazy_and_meta_models_are_examined_statically():
+    assert examine(nn.LazyLinear(8), None, "O2").findings == ()
+    assert examine(nn.Linear(8, 8, device="meta"), None, "O2").findings == ()
+
+
+def test_keyword_inputs_auto_and_the_report():
+    report = examine(nn.Linear(16, 16), example={"input": X[0]})
+    assert report.environment["policy"] in ("O0", "O4")
+    assert examine(nn.Linear(16, 16), None, policy("O4"), example=X[0]).findings == ()
+    sick = examine(Run(lambda self, x: x.masked_fill(x > 0, -1e9)), None, "O1", example=X)
+    assert sick.verdict.startswith("1 error under O1; the worst is PA103")
+    assert sick.to_dict()["findings"][0]["code"] == "PA103" and "PA103" in sick.to_html()
+
+
+def test_findings_are_sorted_by_harm_and_not_repeated():
+    def looping(self, x):
+        for _ in range(3):
+            x = x.masked_fill(x > 1, -1e9)
+        return torch.where(x > 0, x, 1e9)
+
+    rows = examine(Run(looping), None, "O1", example=X).findings
+    assert [f.severity for f in rows] == ["error", "warning"]
+
+
+def test_wrong_inputs_give_one_clear_error():
+    model = nn.Linear(16, 16)
+    with pytest.raises(SessionError, match=r"takes a torch\.nn\.Module; got a str"):
+        examine("model")
+    with pytest.raises(SessionError, match="optimizer= is"):
+        examine(model, model)
+    with pytest.raises(SessionError, match="example= is a tuple"):
+        examine(model, example=3)
+    with pytest.raises(SessionError, match="names of forward's arguments"):
+        examine(model, example={1: X[0]})
+    with pytest.raises(SessionError, match="loss= is"):
+        examine(model, loss=1)
+    with pytest.raises(PolicyError, match="no level 'O9'"):
+        examine(model, policy="O9")
+    with pytest.raises(SessionError, match="takes a report"):
+        fix(["PA101"])
