@@ -82,11 +82,18 @@ def test_the_report_is_one_page_that_loads_nothing(flights: Path) -> None:
         assert words in page
 
 
+def interruptible() -> None:
+    """A shell that runs tests in the background has SIGINT ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("signal_number", [signal.SIGINT])
 def test_ctrl_c_leaves_a_valid_partial_report(tmp_path: Path, signal_number: int) -> None:
     command = [sys.executable, "-m", "preamp", "demo", "-m", "flights", "--seeds", "50", "--out", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as run:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, preexec_fn=interruptible
+    ) as run:
         assert run.stdout is not None
         for line in run.stdout:
             if "O0 seed 1" in line:
