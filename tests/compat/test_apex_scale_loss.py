@@ -68,7 +68,7 @@ def test_gradients_are_true_and_add_up(level: str) -> None:
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
-def test_masters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masters() -> None:
     model, optimizer = prepared("O2")
     low = model.weight
     assert next(amp.master_params(optimizer)) is low  # made when first needed
@@ -88,7 +88,7 @@ def test_masters(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="closure"):
         optimizer.step(lambda: torch.zeros(()))
     stash = optimizer._amp_stash  # type: ignore[attr-defined]
-    assert stash.all_fp16_params == [low] or stash.all_fp16_params[0] is low
+    assert len(stash.all_fp16_params) == 1 and stash.all_fp16_params[0] is low
     assert stash.all_fp32_from_fp16_params[0] is master and stash.fp32_from_fp16_groups[0][0] is master
 
 
@@ -204,12 +204,12 @@ def test_schedulers_live_with_it(level: str, when: str) -> None:
     if when == "after initialize":
         schedule = build()
     for i in range(3):
-        backward(model, optimizer, INF if i == 0 and level != "O0" else ONES * 1e-4)
+        backward(model, optimizer, INF if i == 0 and level != "O0" else ONES * 0.05)
         if when == "after overflow" and schedule is None:
             schedule = build()
         before = model.weight.clone()
         optimizer.step()
-        assert torch.equal(before, model.weight) == (i == 0 and level != "O0") or level == "O2"
+        assert torch.equal(before, model.weight) == (i == 0 and level != "O0")
         schedule.step()
         optimizer.zero_grad()
     assert optimizer.param_groups[0]["lr"] == 0.0625

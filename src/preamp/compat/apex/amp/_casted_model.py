@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ....formats import LOW_DTYPES
 from ....tree import map_tensors
 from ._masters import follow
-from .utils import LOW
 
 _SUBCLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
@@ -101,7 +101,7 @@ def _full_entries(module: nn.Module, state_dict: dict[str, Any], prefix: str, lo
     for own in (module._parameters, module._buffers):
         for name in own:
             value = state_dict.get(prefix + name)
-            if isinstance(value, Tensor) and value.dtype in LOW:
+            if isinstance(value, Tensor) and value.dtype in LOW_DTYPES:
                 state_dict[prefix + name] = value.float()
 
 

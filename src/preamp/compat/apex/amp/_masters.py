@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ....formats import LOW_DTYPES
 from .scaler import LossScaler
-from .utils import LOW
 
 MASTER_OF: Any = WeakTensorKeyDictionary()
 """The master of every 16-bit parameter that has one, for hooks of models, which know of no optimizer."""
@@ -34,9 +34,7 @@ class MastersOfOptimizer:
         self.all_fp32_from_fp16_params: list[Parameter] = []
         self.all_fp32_from_fp32_params: list[Parameter] = []
         self.all_fp32_params = self.all_fp32_from_fp32_params
-        self.all_fp32_from_fp16_grad_stash: list[Tensor | None] = []
         self.all_fp32_from_fp32_grad_stash: list[Tensor | None] = []
-        self._prepared = False
 
     def lazy_init(self) -> None:
         """Make the masters, once."""
@@ -56,7 +54,7 @@ class MastersOfOptimizer:
         for i, parameter in enumerate(group["params"]):
             if not parameter.requires_grad:
                 continue
-            if parameter.dtype not in LOW:
+            if parameter.dtype not in LOW_DTYPES:
                 full.append(parameter)
                 continue
             master = Parameter(parameter.detach().clone().float())
@@ -73,7 +71,6 @@ class MastersOfOptimizer:
         self.all_fp16_params += low
         self.all_fp32_from_fp16_params += masters
         self.all_fp32_from_fp32_params += full
-        self.all_fp32_from_fp16_grad_stash += [None] * len(masters)
         self.all_fp32_from_fp32_grad_stash += [None] * len(full)
 
     def prepare_backward(self) -> None:
@@ -82,7 +79,6 @@ class MastersOfOptimizer:
         for parameter in self.all_fp16_params:
             parameter.grad = None
         put_aside(self.all_fp32_from_fp32_params, self.all_fp32_from_fp32_grad_stash)
-        self._prepared = True
 
     def post_backward(self, scaler: LossScaler) -> None:
         """Unscale the model's gradients into the masters', added to what those hold; the model's stay scaled."""
@@ -103,14 +99,12 @@ class MastersOfOptimizer:
         totals = [m for _, m in added]
         scaler.unscale_with_stashed([g for g, _ in added], totals, totals)
         unscale_and_add(self.all_fp32_from_fp32_params, self.all_fp32_from_fp32_grad_stash, scaler)
-        self._prepared = False
 
     def abandon_backward(self) -> None:
         """The backward pass failed: its gradients are dropped, and those from before it are back."""
         for parameter in self.all_fp16_params:
             parameter.grad = None
         put_back(self.all_fp32_from_fp32_params, self.all_fp32_from_fp32_grad_stash)
-        self._prepared = False
 
     @torch.no_grad()
     def masters_to_model(self) -> None:
@@ -172,8 +166,8 @@ class PlainParameters:
         if len(found) != len(stash.all_fp32_from_fp32_grad_stash):
             stash.all_fp32_from_fp32_grad_stash[:] = [None] * len(found)
         stash.lazy_init_called = True
-        stash.all_fp16_params[:] = [p for p in found if p.dtype in LOW]
-        stash.all_fp32_from_fp32_params[:] = [p for p in found if p.dtype not in LOW]
+        stash.all_fp16_params[:] = [p for p in found if p.dtype in LOW_DTYPES]
+        stash.all_fp32_from_fp32_params[:] = [p for p in found if p.dtype not in LOW_DTYPES]
         return found
 
     def lazy_init(self) -> None:
@@ -231,7 +225,7 @@ def unscale_and_add(parameters: Sequence[Parameter], stash: list[Tensor | None],
 
 def _sum(one: Tensor, other: Tensor) -> Tensor:
     """Of two gradients, one of them sparse at least; in float32, since torch adds no sparse tensors of 16 bits."""
-    a, b = (x.float() if x.dtype in LOW else x for x in (one, other))
+    a, b = (x.float() if x.dtype in LOW_DTYPES else x for x in (one, other))
     total = (a + b).coalesce() if a.layout is b.layout else a.to_dense() + b.to_dense()
     return total.to(one.dtype)
 
@@ -241,4 +235,4 @@ def _values(gradient: Tensor) -> Tensor:
 
 
 def _full(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in LOW else value
+    return value.float() if isinstance(value, Tensor) and value.dtype in LOW_DTYPES else value

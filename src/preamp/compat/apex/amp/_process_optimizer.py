@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ._amp_state import maybe_print
 from ._masters import MastersOfOptimizer, PlainParameters
-from .scaler import LossScaler
 
 _METHODS = (
     "_lazy_init_maybe_master_weights",
@@ -210,6 +209,3 @@ def _loading(inner: Any, stash: AmpOptimizerState) -> Any:
         return result
 
     return load_state_dict
-
-
-__all__ = ["AmpOptimizerState", "LossScaler", "_process_optimizer", "adopt", "release"]

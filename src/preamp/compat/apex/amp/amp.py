@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ....formats import LOW_DTYPES
 from . import rnn_compat, utils, wrap
 from ._amp_state import _amp_state
 from .handle import AmpHandle, NoOpHandle
@@ -107,7 +108,7 @@ def init(
     if not enabled:
         _DECORATOR_HANDLE = NoOpHandle()
         return _DECORATOR_HANDLE
-    if patch_type not in utils.LOW:
+    if patch_type not in LOW_DTYPES:
         raise ValueError(f"patch_type is the 16-bit dtype of casts, torch.float16 or torch.bfloat16, not {patch_type}")
     before = getattr(_amp_state, "handle", None)
     if before is not None:

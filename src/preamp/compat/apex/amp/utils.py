@@ -18,8 +18,6 @@ _TYPE_NAMES = {
     torch.float64: "DoubleTensor",
 }
 
-LOW = (torch.float16, torch.bfloat16)
-
 
 def get_cuda_version() -> tuple[int, ...]:
     """The version of CUDA that torch was built with; () without CUDA."""

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ....formats import LOW_DTYPES
 from . import utils
-from .utils import LOW, Caster, casted_args, collect_fp_tensor_types, mapped
+from .utils import Caster, casted_args, collect_fp_tensor_types, mapped
 
 if TYPE_CHECKING:
     from .handle import AmpHandle
@@ -75,7 +76,7 @@ def widest(dtypes: set[torch.dtype]) -> torch.dtype | None:
     if len(dtypes) < 2:
         return None
     best = max(dtypes, key=_RANK.__getitem__)
-    return torch.float32 if best in LOW else best  # of two 16-bit formats, neither holds the other
+    return torch.float32 if best in LOW_DTYPES else best  # of two 16-bit formats, neither holds the other
 
 
 def cached_cast(
@@ -145,7 +146,7 @@ def err_if_arg0_half(module: Any, name: str, handle: AmpHandle) -> None:
     def wrapper(written: Any, *args: Any, **kwargs: Any) -> Any:
         if not handle._is_active or not isinstance(written, Tensor):
             return function(written, *args, **kwargs)
-        if written.dtype in LOW:
+        if written.dtype in LOW_DTYPES:
             raise NotImplementedError(
                 f"Cannot call in-place method {name} on fp16 Tensors. Write x = x.{name.rstrip('_')}(...), which "
                 "computes in float32, or x.float() before it."
@@ -166,7 +167,7 @@ def decorated_cast(function: Function, dtype_of: Callable[[AmpHandle], torch.dty
             return function(*args, **kwargs)
         dtype = dtype_of(handle)
         cast = utils.verbosify(handle.caster(dtype), getattr(function, "__name__", str(function)), handle.verbose)
-        if dtype in LOW and handle.has_cache:
+        if dtype in LOW_DTYPES and handle.has_cache:
             cast = handle.cached(cast)
         args_, kwargs_ = [mapped(cast, x) for x in args], {key: mapped(cast, x) for key, x in kwargs.items()}
         return function(*args_, **kwargs_)
