@@ -19,8 +19,9 @@ class FusedSGD(ApexOptimizer):
 
     `lr` must be given, here or in every group. `wd_after_momentum`: weight decay is added to the update instead of to
     the gradient. Parameters may be of several floating dtypes; 16-bit ones are stepped in float32 and rounded once,
-    and their "momentum_buffer" is float32. `materialize_master_grads` says to `amp` how to hand gradients
-    over; the step itself goes by `.grad`, divided by `most_recent_scale` if that is not 1. Raises ValueError for
+    and their "momentum_buffer" is float32. `materialize_master_grads=False` is taken and
+    makes no difference: `amp` hands float32 gradients over in any case. The step goes by
+    `.grad`, divided by `most_recent_scale` if that is not 1. Raises ValueError for
     hyper-parameters out of range, RuntimeError for sparse gradients.
     """
 
