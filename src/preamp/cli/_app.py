@@ -141,6 +141,30 @@ def run(
     raise typer.Exit(run_unchanged(target, arguments or [], as_module))
 
 
+@app.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+def doctor(
+    target: Annotated[str, typer.Argument(help="A script, or with -m a module.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Its own arguments, options included.")] = None,
+    as_module: Annotated[bool, typer.Option("-m", help="Run a module, as `python -m` does.")] = False,
+    every: Annotated[int, typer.Option("--every", min=1, help="Look closely at every so many steps.")] = 50,
+    steps: Annotated[int | None, typer.Option("--steps", min=1, help="End the script after so many steps.")] = None,
+    replay: Annotated[bool, typer.Option(help="Do a sick step again to find where it began.")] = True,
+    out: _Out = Path("preamp-doctor"),
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write report.json to this file.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 when an error was found.")] = False,
+) -> None:
+    """Run an unchanged training script and say what is wrong with its precision, where, and what to write instead."""
+    from ._doctor import run_doctor
+
+    status = run_doctor(
+        target, arguments or [], as_module, out=out, json_file=json_file, every=every, steps=steps, replay=replay,
+        strict=strict,
+    )  # fmt: skip
+    raise typer.Exit(status)
+
+
 @app.command()
 def migrate(
     paths: Annotated[list[Path], typer.Argument(help="Scripts, or folders of them.")],

@@ -54,6 +54,8 @@ class Call:
     """Whether it ran inside a plain torch.autocast, which has rules of its own."""
     autocast_on: bool
     out: Any = None
+    at: tuple[str | None, int | None] | None = None
+    """File and line, where they are known already."""
 
     @property
     def base(self) -> str:
@@ -68,6 +70,8 @@ class Call:
 
     def place(self) -> tuple[str | None, int | None]:
         """File and line of the innermost frame that is neither torch's nor ours; (None, None) if there is none."""
+        if self.at is not None:
+            return self.at
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code is not _called.__code__:
             name = frame.f_code.co_filename

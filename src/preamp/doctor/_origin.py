@@ -260,8 +260,15 @@ def find_origin(
     the user's own hooks step, are not put back. Compiled models run eagerly. What `run` or `backward` raises is raised,
     after everything is put back.
     """
+    return trace(lambda places: run(), models, backward, preserve)
+
+
+def trace(
+    run: Callable[[Places], Any], models: Models, backward: Callable[[Tensor], None] | None, preserve: bool = True
+) -> Origin | None:
+    """`find_origin`, for a `run` that knows better than the stack where its operators come from."""
     paths, owners, held = named_parts(models)
-    places = Places(paths, owners, find_origin.__code__)
+    places = Places(paths.get, owners, trace.__code__)
     observer = _Observer(places, {key_of(tensor): name for name, tensor in held})
     with ExitStack() as stack:
         stack.callback(places.close)
@@ -271,7 +278,7 @@ def find_origin(
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # the mode lives on this thread
         stack.enter_context(eager())
         with observer:
-            losses = list(tensors(run()))
+            losses = list(tensors(run(places)))
         for loss in losses:
             observer.arrive(loss)
         if not observer.reached:

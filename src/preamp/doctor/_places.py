@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Literal, cast
@@ -28,6 +28,7 @@ _PREAMP = str(Path(__file__).parents[1]) + "/"
 _ZOO = _PREAMP + "zoo/"  # models, like a user's own
 _PASSED_THROUGH = ("contextlib.py", "functools.py")  # decorators of the standard library: the line inside is meant
 _CHECKPOINT = _TORCH + "utils/checkpoint.py"
+_FUNCTION = _TORCH + "autograd/function.py"
 _ENGINE = "_engine_run_backward"
 
 
@@ -48,17 +49,21 @@ class _Frames:
 
     source: tuple[str, int] | None  # innermost frame of the user's
     own: tuple[str, int] | None  # the same, but called by the autograd engine
+    applied: tuple[str, int] | None  # who applies the autograd.Function whose forward this is in
     recomputed: bool  # activation checkpointing is running the forward again
 
 
 class Places:
     """Follows modules by hooks and autograd nodes by sequence number, so that any operator has a place.
 
-    `named`: module paths by module; `stop`: code of the function whose callers are not looked at. `begin` when the
-    observation starts (sequence numbers go on counting from there), `close` removes the hooks.
+    `named`: the path of a module, or the default given with it; `stop`: code of the function whose callers are not
+    looked at. The observation begins when this is made (sequence numbers go on counting from there), and `close`
+    removes the hooks.
     """
 
-    def __init__(self, named: Mapping[nn.Module, str], parameters: Mapping[int, str], stop: CodeType) -> None:
+    def __init__(
+        self, named: Callable[[nn.Module, str | None], str | None], parameters: Mapping[int, str], stop: CodeType
+    ) -> None:
         self._named = named
         self._parameters = parameters
         self._stop = stop
@@ -67,6 +72,8 @@ class Places:
         self._seen = torch._C._autograd._get_sequence_nr()
         self._last: Place | None = None
         self._copy_slices = False
+        self.forced: Place | None = None
+        """Where forward operators are said to run, whatever the stack tells: a replay has no line of the user's."""
         self._handles: tuple[Any, ...] = (
             nn.modules.module.register_module_forward_pre_hook(self._enter),
             nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
@@ -79,7 +86,7 @@ class Places:
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         # A module that is not the models' own (a wrapper made on the fly) belongs to the one that calls it.
-        self._stack.append((module, self._named.get(module, self._stack[-1][1] if self._stack else None)))
+        self._stack.append((module, self._named(module, self._stack[-1][1] if self._stack else None)))
 
     def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
         # Down to this module, not just one: what an exception left behind goes too.
@@ -93,11 +100,14 @@ class Places:
         node = torch._C._current_autograd_node()
         frames = _walk(self._stop)
         place = self._resolve(node, frames)
-        self._note_nodes(place, writes_view)
+        made = place if frames.applied is None else replace(place, file=frames.applied[0], line=frames.applied[1])
+        self._note_nodes(made, writes_view)
         return place
 
     def _resolve(self, node: Any, frames: _Frames) -> Place:
         inside = self._stack[-1][1] if self._stack else None
+        if node is None and self.forced is not None:
+            return self.forced
         if node is None:
             return Place(inside, *_file_line(frames.source), "forward")
         maker = self._made_by.get(node._sequence_nr())
@@ -124,7 +134,8 @@ class Places:
 
 
 def _walk(stop: CodeType) -> _Frames:
-    source = own = None
+    source = own = applied = None
+    function = False
     recomputed = False
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not stop:
@@ -134,10 +145,13 @@ def _walk(stop: CodeType) -> _Frames:
         elif frame.f_code.co_name == _ENGINE and file.startswith(_TORCH):
             own = source  # what lies between the engine and the operator is a backward or a hook in Python
             break
-        elif source is None and _is_users(file):
-            source = (file, frame.f_lineno)
+        elif source is not None and file == _FUNCTION:
+            function = True
+        elif _is_users(file) and (source is None or (function and applied is None)):
+            here = (file, frame.f_lineno)
+            source, applied = (here, applied) if source is None else (source, here)
         frame = frame.f_back
-    return _Frames(source, own, recomputed)
+    return _Frames(source, own, applied, recomputed)
 
 
 def _file_line(source: tuple[str, int] | None) -> tuple[str | None, int | None]:

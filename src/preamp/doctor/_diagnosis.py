@@ -1,0 +1,175 @@
+"""The report of a watched run, from what its processes wrote down."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..report import (
+    Finding,
+    Item,
+    LineChart,
+    Marker,
+    Report,
+    Section,
+    Series,
+    Snippet,
+    Table,
+    count_severities,
+    to_json,
+)
+from ..report.files import write_text
+from ._judge import judge
+from ._records import Rank
+
+STRICT = 3
+"""Exit status of --strict when an error was found."""
+_MARKS = 40
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of `report.json` (draft 2020-12)."""
+    text = files(__package__).joinpath("report.schema.json").read_text(encoding="utf-8")
+    loaded: dict[str, Any] = json.loads(text)
+    return loaded
+
+
+def all_findings(ranks: list[Rank], base: Path) -> tuple[Finding, ...]:
+    """Findings of all processes, most harmful first; one that several have is told once, with the ranks."""
+    found: dict[Any, tuple[Finding, list[int]]] = {}
+    for rank in ranks:
+        for finding in (*rank.findings, *(_relative(one, base) for one in judge(rank))):
+            key = (finding.code, finding.module, finding.op, finding.file, finding.line)
+            found.setdefault(key, (finding, []))[1].append(rank.rank)
+    several = len({rank.rank for rank in ranks}) > 1
+    told = []
+    for finding, which in found.values():
+        if several:
+            evidence = finding.evidence if isinstance(finding.evidence, dict) else {"seen": finding.evidence}
+            finding = replace(finding, evidence={**evidence, "ranks": sorted(set(which))})
+        told.append(finding)
+    return tuple(sorted(told))
+
+
+def _relative(finding: Finding, base: Path) -> Finding:
+    if finding.file is None:
+        return finding
+    below = os.path.relpath(finding.file, base)
+    return finding if below.startswith("..") else replace(finding, file=below)
+
+
+def verdict(findings: tuple[Finding, ...], steps: int, ended: str, spoken: str) -> str:
+    """The one line to remember."""
+    if not steps:
+        return f"No optimizer step was seen: {ended}. There is nothing to judge the precision by."
+    counts = count_severities(findings)
+    tail = f" {steps} steps; {ended}."
+    if not counts["error"] and not counts["warning"]:
+        return f"Nothing is wrong with the precision of this run ({spoken}).{tail}"
+    said = [f"{n} {kind}{'s' if n > 1 and kind != 'info' else ''}" for kind, n in counts.items() if n]
+    worst = findings[0]
+    where = f" in {worst.module}" if worst.module else ""
+    where += f" at {worst.file}:{worst.line}" if worst.file and worst.line else ""
+    return f"{', '.join(said)} ({spoken}). The worst is {worst.code}{where}: {worst.message}.{tail}"
+
+
+def policy_seen(rank: Rank | None) -> str:
+    """What ran, in a few words."""
+    audit = rank.facts.get("audit") if rank is not None else None
+    if not audit:
+        return "precision not observed"
+    share = audit["low_share"]
+    parameters = "/".join(sorted(audit["parameters"])) or "none"
+    return f"{parameters} parameters, {'no' if not share else f'{share:.0%}'} of the products in 16 bits"
+
+
+def build(
+    ranks: list[Rank], base: Path, command: list[str], exit_code: int, ended: str, seconds: float
+) -> tuple[Report, dict[str, Any]]:
+    """The report as a page, and as the content of `report.json`."""
+    findings = all_findings(ranks, base)
+    first = next((rank for rank in ranks if rank.steps), None)
+    steps = max((len(rank.steps) for rank in ranks), default=0)
+    spoken = policy_seen(first)
+    line = verdict(findings, steps, ended, spoken)
+    end = first.facts.get("end", {}) if first is not None else {}
+    environment = {
+        "command": " ".join(command), "ended": ended, "exit status": exit_code, "steps": steps,
+        "processes": len(ranks), "precision": spoken, "seconds": round(seconds, 2),
+        "doctor's own seconds": round(end["spent"], 2) if end else None, "preamp": __version__,
+    }  # fmt: skip
+    serious = any(f.severity != "info" for f in findings)
+    sections: list[Section | None] = [Section("Findings", "" if findings else "Nothing was found.", findings)]
+    if first is not None:
+        sections += [_timeline(first), _audit(first), _advice(first, findings)]
+    report = Report(
+        f"Doctor: {Path(command[0]).name}", line, [s for s in sections if s is not None],
+        environment=environment, status=None if serious else "good" if steps else "neutral",
+    )  # fmt: skip
+    content: dict[str, Any] = to_json({
+        "schema": "preamp-doctor/1", "verdict": line, "exit_code": exit_code, "ended": ended, "steps": steps,
+        "policy": spoken, "findings": [finding.to_dict() for finding in findings],
+        "environment": environment, "processes": [_process(rank) for rank in ranks],
+    })  # fmt: skip
+    return report, content
+
+
+def _process(rank: Rank) -> dict[str, Any]:
+    return {
+        "rank": rank.rank, "steps": rank.steps, "audit": rank.facts.get("audit"),
+        "raised": rank.facts.get("raised"), "overflows": rank.many.get("overflow", []),
+    }  # fmt: skip
+
+
+def _timeline(rank: Rank) -> Section:
+    steps = rank.steps
+    x = [step["step"] for step in steps]
+    skipped = [step["step"] for step in steps if step["skipped"]]
+    marks = tuple(Marker(float(step), None, "skipped") for step in skipped[:_MARKS])
+    loss = Series("loss", x, [_number(step["loss"]) for step in steps])
+    items: list[Item] = [LineChart("Loss", "step", "loss", (loss,), markers=marks)]
+    if any(step["scale"] for step in steps):
+        scale = Series("scale", x, [_number(step["scale"]) for step in steps], steps=True)
+        items.append(LineChart("Loss scale", "step", "scale", (scale,), y_log2=True, markers=marks))
+    text = f"{len(steps)} attempts to step, {len(skipped)} of them skipped."
+    return Section("Timeline", text, items)
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, (int, float)) else None
+
+
+def _audit(rank: Rank) -> Section | None:
+    audit = rank.facts.get("audit")
+    if not audit:
+        return None
+    dtypes = sorted({name for counts in audit["outputs"].values() for name in counts})
+    rows = [(path or "(root)", *(counts.get(name, 0) for name in dtypes)) for path, counts in audit["outputs"].items()]
+    table = Table("Results by module and dtype", ("module", *dtypes), rows)
+    held = ", ".join(f"{count} {name}" for name, count in audit["parameters"].items())
+    text = f"What really ran in step {audit['step']}. Parameters: {held}."
+    return Section("Really running", text, (table,))
+
+
+def _advice(rank: Rank, findings: tuple[Finding, ...]) -> Section | None:
+    sick = [f for f in findings if f.code in ("PA104", "PA201", "PA205") and f.module]
+    if not sick:
+        return None
+    modules = "; ".join(f"{module} -> full" for module in dict.fromkeys(str(f.module) for f in sick))
+    snippet = Snippet("Keep these modules in float32", f'preamp.prepare(model, optimizer, policy="O1; {modules}")')
+    return Section("What to write", "", (snippet,))
+
+
+def write(report: Report, content: dict[str, Any], folder: Path, also: Path | None) -> tuple[Path, Path]:
+    """Write `report.html` and `report.json` into a folder, whole or not at all; returns their paths."""
+    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+    page = report.write_html(folder / "report.html")
+    data = write_text(folder / "report.json", text)
+    if also is not None:
+        write_text(also, text)
+    return page, data

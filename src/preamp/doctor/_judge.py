@@ -1,0 +1,107 @@
+"""Findings that only the whole run shows: PA203 about the loss scale, PA108 about schedules, PA107 about updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..report import Finding
+from ._records import Rank
+
+START = 5
+"""Skips in a row at the start by which a scale that began too high finds its place, and a schedule loses little."""
+COLLAPSED = 1.0
+"""A scale at or below this protects nothing."""
+
+
+def judge(rank: Rank) -> Iterator[Finding]:
+    """All of them, from the steps that one process recorded."""
+    steps = rank.steps
+    if not steps:
+        return
+    yield from _scale(rank)
+    yield from _schedule(steps)
+    yield from _updates(rank)
+
+
+def _started(steps: list[dict[str, Any]]) -> int:
+    """How many steps were skipped before the first one that was taken."""
+    return next((i for i, step in enumerate(steps) if not step["skipped"]), len(steps))
+
+
+def _scale(rank: Rank) -> Iterator[Finding]:
+    steps = rank.steps
+    scales = [step["scale"] for step in steps if step["scale"]]
+    if not scales:
+        return
+    start, skips = _started(steps), [step["step"] for step in steps if step["skipped"]]
+    later = [number for number in skips if number >= start]
+    lows = rank.many.get("overflow", [])
+    where = lows[-1] if lows else {}
+    evidence = {"first scale": scales[0], "last scale": scales[-1], "skipped": len(skips), "steps": len(steps)}
+    named = {name: where.get(name) for name in ("module", "op", "direction", "file", "line")}
+    if start == len(steps) and len(steps) >= START:
+        yield Finding(
+            "PA203", "error",
+            f"all {len(steps)} steps were skipped: the scale went from {scales[0]:g} to {scales[-1]:g} and nothing was "
+            "trained",
+            step=steps[0]["step"], evidence=evidence, **named,
+            fix="# find what overflows whatever the scale: see PA201; if there is none, begin lower:\n"
+            "scaler = torch.amp.GradScaler(init_scale=2.0**10)",
+        )  # fmt: skip
+    elif scales[-1] <= COLLAPSED < scales[0] and len(skips) >= START:
+        yield Finding(
+            "PA203", "error",
+            f"the scale collapsed from {scales[0]:g} to {scales[-1]:g} by {len(skips)} skips: gradients are not "
+            "protected from underflow any more",
+            step=skips[-1], evidence=evidence, **named,
+            fix="# find what overflows (PA201), or train in bfloat16; preamp.GradScaler(min_scale=1.0) stops the fall",
+        )  # fmt: skip
+    elif len(steps) >= 6 and len(later) > max(2, len(steps) // 5):
+        yield Finding(
+            "PA203", "warning",
+            f"the scale oscillates: {len(later)} of {len(steps) - start} steps after the start were skipped",
+            step=later[0], evidence=evidence, **named,
+            fix="scaler = torch.amp.GradScaler(growth_interval=2000)  # growth by 2 in 2000 clean steps\n"
+            "# or preamp.GradScaler(schedule='window'), which sees an overflow coming",
+        )  # fmt: skip
+
+
+def _schedule(steps: list[dict[str, Any]]) -> Iterator[Finding]:
+    moved = [step for index, step in enumerate(steps) if step["skipped"] and _schedules_after(steps, index)]
+    if not moved:
+        return
+    start = _started(steps)
+    later = [step for step in moved if step["step"] >= start]
+    lost = max(len(moved) - START, len(later))
+    many = lost > 0.02 * len(steps) and (len(later) > 1 or len(moved) > START)
+    place = next((s["schedule_at"] for s in reversed(steps) if s["schedule_at"]), None)
+    file, _, line = (place or "").rpartition(":")
+    yield Finding(
+        "PA108", "warning" if many else "info",
+        f"the learning rate schedule moved on in {len(moved)} of {len(steps)} steps that were skipped: warm-up and "
+        "decay run ahead of training",
+        file=file or None, line=int(line) if line.isdigit() else None, step=moved[0]["step"],
+        evidence={"moved while skipped": len(moved), "at the start": len(moved) - len(later), "steps": len(steps)},
+        fix="before = scaler.get_scale()\nscaler.step(optimizer)\nscaler.update()\n"
+        "if scaler.get_scale() >= before:  # not skipped\n    scheduler.step()",
+    )  # fmt: skip
+
+
+def _schedules_after(steps: list[dict[str, Any]], index: int) -> bool:
+    """Whether a schedule moved between this attempt and the next."""
+    return index + 1 < len(steps) and bool(steps[index + 1]["schedules"])
+
+
+def _updates(rank: Rank) -> Iterator[Finding]:
+    end = rank.facts.get("end", {})
+    made = end.get("scaler_at")
+    if not made or not any(step["scale"] for step in rank.steps) or len(rank.steps) < 2:
+        return
+    if sum(step["updates"] for step in rank.steps) + end.get("updates", 0) == 0:
+        file, _, line = made.rpartition(":")
+        yield Finding(
+            "PA107", "error", "scaler.update() is never called: the scale neither falls after an overflow nor grows",
+            file=file, line=int(line), evidence={"steps": len(rank.steps), "updates": 0},
+            fix="scaler.step(optimizer)\nscaler.update()  # once a step",
+        )  # fmt: skip

@@ -1,0 +1,122 @@
+"""Which modules a running script trains, found from outside, and what their parts are called."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ._places import named_parts
+
+_WRAPPERS = frozenset({
+    "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule", "_ForwardRedirection",
+    "_FabricModule", "_LightningModuleWrapperBase",
+})  # fmt: skip
+"""Classes that hold a user's model and are no part of it."""
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The user's model inside wrappers for parallel training and compilation."""
+    while type(module).__name__ in _WRAPPERS:
+        inner = list(module.children())
+        if len(inner) != 1:
+            break
+        module = inner[0]
+    return module
+
+
+def is_trainable(module: nn.Module) -> bool:
+    """Whether any parameter of the module asks for a gradient."""
+    return any(p.requires_grad for p in module.parameters())
+
+
+class Names:
+    """Module paths by module, as `Mapping.get`; looks for models anew when it meets one that it does not know."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, nn.Module] = {}
+        self.owners: dict[int, str] = {}
+        self._paths: dict[nn.Module, str] = {}
+        self._unknown = WeakIdKeyDictionary()
+
+    def get(self, module: nn.Module, default: str | None = None) -> str | None:
+        """The path of a module within its model; `default` for what belongs to none."""
+        found = self._paths.get(module)
+        if found is None and module not in self._unknown:
+            self.look(())
+            found = self._paths.get(module)
+            if found is None:
+                self._unknown[module] = True
+        return default if found is None else found
+
+    def items(self) -> Iterator[tuple[str, nn.Module]]:
+        """(path, module) of all models."""
+        return ((path, module) for module, path in self._paths.items())
+
+    def parameter(self, parameter: Tensor) -> tuple[str | None, str]:
+        """Path of the module that owns a parameter, and the parameter's own name."""
+        for model in self.models.values():
+            for name, own in model.named_parameters():
+                if own is parameter:
+                    return self.owners.get(id(parameter)), name
+        return None, "a parameter"
+
+    def look(self, optimizers: Iterable[Any]) -> None:
+        """Find the models: modules that are no other's part, with parameters to train (that an optimizer steps)."""
+        modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module) and "_modules" in one.__dict__]
+        parts = {id(child) for one in modules for child in one._modules.values() if child is not None}
+        stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        found: list[nn.Module] = []
+        for one in modules:
+            if id(one) in parts or not is_trainable(one):
+                continue
+            inner = unwrapped(one)
+            if inner not in found and (not stepped or any(id(p) in stepped for p in inner.parameters())):
+                found.append(inner)
+        found = [one for one in found if not any(one is not other and one in set(other.modules()) for other in found)]
+        if not found and stepped:
+            self.look(())  # the optimizer steps copies
+            return
+        self.models = {_variable(one) or str(index): one for index, one in enumerate(found)}
+        paths, owners, _ = named_parts(self.models)
+        self._paths, self.owners = paths, owners
+        self._unknown = WeakIdKeyDictionary()
+
+    def common(self, parameters: Iterable[Tensor]) -> str | None:
+        """The innermost module that holds all of these parameters."""
+        paths = [self.owners.get(id(p)) for p in parameters]
+        if not paths or any(path is None for path in paths):
+            return None
+        words = [str(path).split(".") if path else [] for path in paths]
+        same = 0
+        while all(len(each) > same and each[same] == words[0][same] for each in words):
+            same += 1
+        return ".".join(words[0][:same])
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """All parameters to train, each once."""
+        return list(
+            {id(p): p for model in self.models.values() for p in model.parameters() if p.requires_grad}.values()
+        )
+
+
+def _variable(module: nn.Module) -> str | None:
+    """The name by which the script knows a model."""
+    spaces = [vars(sys.modules["__main__"])] if "__main__" in sys.modules else []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        spaces.append(frame.f_locals)
+        frame = frame.f_back
+    for space in spaces:
+        if space.get("__name__", "__main__") != "__main__" or "found" in space:
+            continue
+        for name, value in list(space.items()):
+            if isinstance(value, nn.Module) and name not in ("self", "module", "model_") and unwrapped(value) is module:
+                return name
+    return None

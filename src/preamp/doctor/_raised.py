@@ -1,0 +1,49 @@
+"""Errors that torch raises for a precision disease, as findings with the line of the script that met them."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any, Literal
+
+from ..report import Finding
+from ._patches import _LIBRARY, _PREAMP
+
+_KNOWN: tuple[tuple[str, str, str, str], ...] = (
+    ("without overflow", "PA103", "a constant is beyond float16, whose largest number is 65504",
+     "torch.finfo(x.dtype).min  # instead of the constant"),
+    ("unsafe to autocast", "PA102", "binary cross entropy of probabilities in 16 bits is refused",
+     "loss = F.binary_cross_entropy_with_logits(logits, target)  # drop the sigmoid"),
+    ("step() has already been called since the last update", "PA107", "scaler.update() is missing after scaler.step()",
+     "scaler.step(optimizer)\nscaler.update()  # once a step, after the last optimizer"),
+    ("No inf checks were recorded prior to update", "PA107", "scaler.update() runs without a scaler.step() before it",
+     "scaler.step(optimizer)\nscaler.update()  # once a step"),
+    ("No inf checks were recorded for this optimizer", "PA107", "scaler.step() of an optimizer without gradients",
+     "scaler.scale(loss).backward()  # before scaler.step(optimizer), with this optimizer's parameters in the loss"),
+    ("unscale_() has already been called", "PA106", "gradients are unscaled twice in one step",
+     "# call scaler.unscale_(optimizer) once a step"),
+    ("Attempting to unscale FP16 gradients", "PA111", "the parameters are float16: GradScaler wants float32 ones",
+     "model = model.float()  # and torch.autocast for the computation; or preamp.prepare(model, optimizer, 'O2')"),
+)  # fmt: skip
+
+
+def finding_of(error: BaseException, trace: Any) -> Finding | None:
+    """The finding that an uncaught error stands for, or None."""
+    text = str(error)
+    for part, code, message, fix in _KNOWN:
+        if part in text:
+            file, line = _place(trace)
+            severity: Literal["error"] = "error"
+            return Finding(
+                code, severity, f"{message} ({type(error).__name__})", file=file, line=line,
+                evidence=text.splitlines()[0][:300], fix=fix,
+            )  # fmt: skip
+    return None
+
+
+def _place(trace: Any) -> tuple[str | None, int | None]:
+    own = [
+        f
+        for f in traceback.extract_tb(trace)
+        if not f.filename.startswith(_PREAMP) and not any(part in f.filename for part in (*_LIBRARY, "<"))
+    ]
+    return (own[-1].filename, own[-1].lineno) if own else (None, None)

@@ -1,0 +1,100 @@
+"""Why a step was not finite: the step is done again under observation, and nothing is left of that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..report import Finding
+from ._names import Names
+from ._origin import Origin, trace
+from ._places import Places
+from ._tape import Tape, plain_attributes, random_state, set_random_state
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """An origin, and whether only the loss scale brings it about."""
+
+    origin: Origin
+    by_scale: bool
+    samples: tuple[int, ...] = ()
+    """Positions along the first dimension of the input that holds a value that is not finite."""
+
+    def finding(self, step: int) -> Finding:
+        """PA201 or PA207."""
+        found = self.origin.finding(step)
+        if self.samples:
+            evidence = dict(found.evidence) if isinstance(found.evidence, dict) else {}
+            found = replace(found, evidence={**evidence, "entries of the batch": list(self.samples)})
+        return found
+
+    def place(self) -> dict[str, Any]:
+        """Where it is, for a record."""
+        one = self.origin
+        return {"module": one.module, "op": one.op, "direction": one.direction, "file": one.file, "line": one.line}
+
+
+def diagnose(
+    tape: Tape, names: Names, losses: Sequence[Tensor], scale: float, parameters: Sequence[Tensor]
+) -> Diagnosis | None:
+    """Replay the step that led to `losses`; None where it cannot be replayed or is sound when it is.
+
+    `scale`: what is on the loss. An overflow that is gone without it is the scale's doing.
+    """
+    known = [loss for loss in losses if tape.knows(loss)]
+    if not known:
+        return None
+    models = names.models or {str(i): m for i, m in enumerate(tape.models())}
+    before = random_state()
+    flags = {part: plain_attributes(part) for model in tape.models() for part in model.modules()}
+
+    def look(seed: float) -> Origin | None:
+        def run(places: Places) -> list[Tensor]:
+            return [tape.replay(loss, places) for loss in known]
+
+        return trace(run, models, lambda loss: _backward(loss, seed, parameters))
+
+    try:
+        with torch.utils._python_dispatch._disable_current_modes():
+            origin = look(1.0)
+            by_scale = False
+            if origin is not None and scale != 1.0 and not origin.from_data:
+                by_scale = look(1.0 / scale) is None
+    except Exception:  # a model that cannot be called a second time
+        return None
+    finally:
+        set_random_state(before)
+        for part, attributes in flags.items():
+            vars(part).update(attributes)
+    if origin is None:
+        return None
+    return Diagnosis(origin, by_scale, _samples(tape) if origin.from_data else ())
+
+
+def _backward(loss: Tensor, seed: float, parameters: Sequence[Tensor]) -> None:
+    """Gradients without the hooks of those who wait for gradients, such as DistributedDataParallel's."""
+    wanted = [p for p in parameters if p.requires_grad]
+    grown = torch.full_like(loss, seed)
+    try:
+        grads = torch.autograd.grad(loss, wanted, grown, allow_unused=True)
+    except RuntimeError as error:
+        if "Checkpointing is not compatible" not in str(error):
+            raise
+        torch.autograd.backward(loss, grown)
+        return
+    for parameter, grad in zip(wanted, grads, strict=True):
+        if grad is not None:
+            parameter.grad = grad.to(parameter.dtype)
+
+
+def _samples(tape: Tape) -> tuple[int, ...]:
+    for _, tensor in tape.inputs():
+        if tensor.is_floating_point() and tensor.dim() and not bool(torch.isfinite(tensor).all()):
+            rows = (~torch.isfinite(tensor.detach())).reshape(tensor.shape[0], -1).any(dim=1)
+            return tuple(int(i) for i in rows.nonzero().flatten()[:16])
+    return ()

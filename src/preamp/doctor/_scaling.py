@@ -1,0 +1,288 @@
+"""What a script does with loss scales: PA106 and PA107, and the counts from which PA203 and PA108 are judged."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..report import Finding
+from ..session import Session
+from ._patches import Patches, Place, users_place
+
+if TYPE_CHECKING:
+    from ._watch import Watch
+
+
+class Scaling:
+    """Follows torch's scalers (and their subclasses), preamp's sessions, and Apex's `scale_loss`."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self.active = False
+        """Whether anything scaled a loss so far."""
+        self.scale: float | None = None
+        """The last one used."""
+        self._scaled: list[tuple[weakref.ref[Tensor], float]] = []
+        self._pending = False
+        """Whether gradients lie there that are still scaled."""
+        self._stepping = False
+        self._made: Place | None = None
+        self._used = self._in_apex = self._session = False
+        self._updated_at: Place | None = None
+        self._schedules = self._updates = 0
+        self._schedule_place: Place = (None, None)
+        self._patched_apex: Any = None
+        self._patches: Patches | None = None
+
+    def start(self, patches: Patches) -> None:
+        """Have scalers, sessions, schedulers and clipping tell."""
+        self._patches = patches
+        scaler = torch.amp.grad_scaler.GradScaler
+        patches.wrap(scaler, "__init__", self._made_scaler)
+        patches.wrap(scaler, "scale", self._scale)
+        patches.wrap(scaler, "unscale_", self._unscale)
+        for kind in (scaler, *_subclasses_with(scaler, "step")):
+            patches.wrap(kind, "step", self._step)
+        patches.wrap(scaler, "update", self._update)
+        patches.wrap(Session, "scale", self._session_scale)
+        patches.wrap(Session, "backward", self._session_backward)
+        patches.wrap(Session, "unscale_", self._session_unscale)
+        patches.wrap(Session, "clip_grad_norm_", self._session_quiet)
+        patches.wrap(Session, "step", self._session_step)
+        patches.wrap(torch.optim.lr_scheduler.LRScheduler, "step", self._schedule)
+        for kind in _subclasses_with(torch.optim.lr_scheduler.LRScheduler, "step"):
+            patches.wrap(kind, "step", self._schedule)
+        for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
+            for name in ("clip_grad_norm_", "clip_grad_value_"):
+                patches.wrap(owner, name, self._clip)
+
+    # -- torch's scaler
+
+    def _made_scaler(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> None:
+        original(scaler, *args, **kwargs)
+        if scaler.is_enabled():
+            self._made = users_place()
+
+    def _scale(self, original: Any, scaler: Any, outputs: Any) -> Any:
+        out = original(scaler, outputs)
+        if isinstance(out, Tensor) and scaler.is_enabled():
+            self._note(out, float(scaler.get_scale()))
+        return out
+
+    def _note(self, scaled: Tensor, scale: float) -> None:
+        self.active, self.scale = True, scale
+        self._scaled = [(ref, s) for ref, s in self._scaled if ref() is not None][-8:]
+        self._scaled.append((weakref.ref(scaled), scale))
+
+    def _unscale(self, original: Any, scaler: Any, optimizer: Optimizer) -> Any:
+        self._watch.gradients_are_true()
+        out = original(scaler, optimizer)
+        if scaler.is_enabled():
+            self._pending = False
+        return out
+
+    def _step(self, original: Any, scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if self._stepping or not scaler.is_enabled():
+            return original(scaler, optimizer, *args, **kwargs)
+        if self._updated_at is not None:
+            file, line = self._updated_at
+            self._watch.tell(
+                Finding(
+                    "PA107", "error",
+                    "scaler.update() runs between two scaler.step() of one backward: the second optimizer is unscaled "
+                    "by another scale than was on its loss, and growth counts double",
+                    file=file, line=line,
+                    fix="scaler.step(first)\nscaler.step(second)\nscaler.update()  # once, after the last",
+                )
+            )  # fmt: skip
+        self._stepping = True
+        try:
+            return self._watch.attempt(lambda: original(scaler, optimizer, *args, **kwargs), optimizer)
+        finally:
+            self._stepping = self._pending = False
+
+    def _update(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        self._updates += 1
+        self._updated_at = users_place()
+        return original(scaler, *args, **kwargs)
+
+    # -- preamp's session
+
+    def _session_scale(self, original: Any, session: Session, *args: Any, **kwargs: Any) -> Any:
+        out = original(session, *args, **kwargs)
+        self._session = True
+        self._from_session(session, out)
+        return out
+
+    def _from_session(self, session: Session, scaled: Tensor | None) -> None:
+        try:
+            scale = session.loss_scale()
+        except Exception:  # several losses, each with a scale of its own
+            return
+        if scale != 1:
+            self.active, self.scale = True, scale
+            if scaled is not None:
+                self._note(scaled, scale)
+
+    def _session_backward(self, original: Any, session: Session, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self._session = True
+        self._from_session(session, None)
+        self._stepping, before = True, self._stepping
+        try:
+            return original(session, loss, *args, **kwargs)
+        finally:
+            self._stepping = before
+            self._pending = self.active
+
+    def _session_unscale(self, original: Any, session: Session, *args: Any, **kwargs: Any) -> Any:
+        self._pending = False
+        return original(session, *args, **kwargs)
+
+    def _session_quiet(self, original: Any, session: Session, *args: Any, **kwargs: Any) -> Any:
+        self._stepping, before = True, self._stepping
+        try:
+            return original(session, *args, **kwargs)
+        finally:
+            self._stepping = before
+
+    def _session_step(self, original: Any, session: Session, *args: Any, **kwargs: Any) -> Any:
+        if self._stepping:
+            return original(session, *args, **kwargs)
+        self._stepping = True
+        optimizer = next(iter(session.optimizers.values()))
+        try:
+            return self._watch.attempt(lambda: original(session, *args, **kwargs), optimizer)
+        finally:
+            self._stepping = self._pending = False
+
+    # -- Apex
+
+    def look_for_apex(self) -> None:
+        """Follow `amp.scale_loss` once the script has imported it."""
+        amp = sys.modules.get("apex.amp") or getattr(sys.modules.get("apex"), "amp", None)
+        if amp is None or self._patched_apex is amp or self._patches is None or not hasattr(amp, "scale_loss"):
+            return
+        self._patched_apex = amp
+        self._patches.wrap(amp, "scale_loss", self._apex)
+
+    @contextmanager
+    def _apex(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self._in_apex = True
+        try:
+            with original(*args, **kwargs) as scaled:
+                if isinstance(scaled, Tensor) and args and isinstance(args[0], Tensor) and args[0].numel() == 1:
+                    scale = float(scaled.detach().double() / args[0].detach().double())
+                    if scale == scale and scale not in (0.0, 1.0, float("inf")):
+                        self._note(scaled, scale)
+                yield scaled
+        finally:
+            self._in_apex = self._pending = False
+
+    # -- what follows from it
+
+    def scale_of(self, loss: Tensor) -> float:
+        """The scale that is on a loss; 1 for one that nobody scaled."""
+        for ref, scale in self._scaled:
+            if ref() is loss:
+                return scale
+        return self.scale if self._session and self._stepping and self.scale else 1.0
+
+    def scale_now(self) -> float:
+        """The scale on the gradients as they lie there."""
+        return self.scale if self._pending and self.scale else 1.0
+
+    def after_backward(self, losses: list[Tensor]) -> None:
+        """Gradients have arrived."""
+        self._updated_at = None
+        scaled = any(self.scale_of(loss) != 1 for loss in losses) or self._in_apex
+        self._used |= scaled
+        self._pending = scaled
+
+    def unscaled_backward(self, place: Place, low: set[torch.dtype]) -> Finding | None:
+        """PA107: float16 products, and no scale on the loss."""
+        if self._used or self._in_apex or self._watch.scaled_by_hand or torch.float16 not in low:
+            return None
+        why = "a GradScaler was made and scale() is not called" if self._made else "nothing scales the loss"
+        return Finding(
+            "PA107", "warning",
+            f"float16 gradients without a loss scale: {why}, so gradients below 6e-8 are flushed to zero",
+            direction="backward", file=place[0], line=place[1],
+            evidence={"compute dtype": "fp16", "scale": 1, "scaler made at": _spelt(self._made)},
+            fix="scaler = torch.amp.GradScaler()\nscaler.scale(loss).backward()\nscaler.step(optimizer)\n"
+            "scaler.update()\n# or bfloat16, which needs no scale",
+        )  # fmt: skip
+
+    def before_step(self, optimizer: Optimizer, place: Place) -> None:
+        """PA107: a step taken outside of the scaler with gradients that are still scaled."""
+        if self._pending and not self._stepping and not self._in_apex and not self._session:
+            self._pending = False
+            self._watch.tell(
+                Finding(
+                    "PA107", "error",
+                    f"optimizer.step() takes gradients that are still {self.scale:g} times too large: the scaler is "
+                    "left out of the step",
+                    op=type(optimizer).__name__, file=place[0], line=place[1], evidence={"scale": self.scale},
+                    fix="scaler.step(optimizer)  # in place of optimizer.step()\nscaler.update()",
+                )
+            )  # fmt: skip
+
+    def _clip(self, original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        self._watch.gradients_are_true()
+        if self._pending and not self._stepping:
+            file, line = users_place()
+            undo = "with amp.scale_loss(...) as scaled_loss: scaled_loss.backward()\n# and clip after this block, "
+            undo += "amp.master_params(optimizer)"
+            self._watch.tell(
+                Finding(
+                    "PA106", "error",
+                    f"{getattr(original, '__name__', 'clipping')} sees gradients that are still {self.scale:g} times "
+                    "too large: nearly every step is clipped, and to a length that changes with the scale",
+                    op=getattr(original, "__name__", None), file=file, line=line, evidence={"scale": self.scale},
+                    fix=undo if self._in_apex else
+                    "session.clip_grad_norm_(max_norm)" if self._session else
+                    "scaler.unscale_(optimizer)  # once, before this line",
+                )
+            )  # fmt: skip
+        self._stepping, before = True, self._stepping
+        try:
+            return original(parameters, *args, **kwargs)
+        finally:
+            self._stepping = before
+
+    def _schedule(self, original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        if not getattr(scheduler, "_is_initial", False) and self._watch.step:
+            self._schedules += 1
+            self._schedule_place = users_place()
+        return original(scheduler, *args, **kwargs)
+
+    def since_last(self) -> dict[str, Any]:
+        """Events since the last attempt to step."""
+        facts = {"schedules": self._schedules, "updates": self._updates, "schedule_at": _spelt(self._schedule_place)}
+        self._schedules = self._updates = 0
+        return facts
+
+    def counts(self) -> dict[str, Any]:
+        """For the last record."""
+        return {**self.since_last(), "scaler_at": _spelt(self._made)}
+
+
+def _spelt(place: Place | None) -> str | None:
+    return None if place is None or place[0] is None else f"{place[0]}:{place[1]}"
+
+
+def _subclasses_with(kind: type, name: str) -> list[type]:
+    """Subclasses, at any depth, that define a method anew."""
+    found: list[type] = []
+    todo: list[type] = list(kind.__subclasses__())
+    while todo:
+        one = todo.pop()
+        todo += one.__subclasses__()
+        if name in vars(one):
+            found.append(one)
+    return found

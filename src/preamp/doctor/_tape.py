@@ -1,0 +1,299 @@
+"""What a training step did between two optimizer steps, kept so that it can be done again.
+
+Calls of the models are kept with their inputs, random state and buffers; what the script computes from their outputs
+(the loss) is kept operator by operator, with the line that asked for each. A replay calls the models again and runs
+those operators on what they give, with autograd, so that the backward pass can be looked at too.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_map
+
+from ..tree import tensors
+from ._places import Place, Places, _file_line, _walk, key_of, written_by
+
+Key = tuple[Any, ...]
+LIMIT = 4000
+"""Operators kept a step; a loss made of more is not replayed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ref:
+    """Stands for a tensor that the replay makes itself."""
+
+    key: Key
+
+
+@dataclass(slots=True)
+class _ModelCall:
+    module: nn.Module
+    args: Any
+    kwargs: Any
+    random: Any
+    buffers: list[tuple[nn.Module, str, Tensor, Tensor]]
+    """Owner, name, the tensor and a copy of its numbers: a forward may change it or put another in its place."""
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    attributes: dict[nn.Module, dict[str, Any]]
+    """Plain attributes of every part: a counter, a temperature, `training`."""
+    outputs: list[Key | None] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Op:
+    func: Any
+    args: Any
+    kwargs: Any
+    outputs: list[Key]
+    grad: bool
+    place: Place
+
+
+@dataclass(slots=True)
+class _Random:
+    state: Any
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A tensor of the script's that an operator was about to change."""
+
+    key: Key
+    value: Tensor
+
+
+def tensor_key(tensor: Tensor) -> Key:
+    """Which numbers a tensor is: views of the same ones have the same key."""
+    if tensor.layout is not torch.strided:
+        return (id(tensor),)
+    return (key_of(tensor), tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+
+class Tape:
+    """The step's calls and operators, from its first model call on."""
+
+    def __init__(self) -> None:
+        self._entries: list[_ModelCall | _Op | _Random | _Kept] = []
+        self._known: set[Key] = set()
+        self._mode: _Window | None = None
+        self.whole = True
+        """False when more was done than is kept."""
+
+    def clear(self) -> None:
+        """Begin a new step."""
+        self.close_window()
+        self._entries.clear()
+        self._known.clear()
+        self.whole = True
+
+    @property
+    def called(self) -> bool:
+        """Whether a model was called."""
+        return any(isinstance(entry, _ModelCall) for entry in self._entries)
+
+    def enter_model(self, module: nn.Module, args: Any, kwargs: Any, device_types: tuple[str, ...]) -> _ModelCall:
+        """Before a model runs."""
+        self.close_window()
+        call = _ModelCall(
+            module, self._refer(args), self._refer(kwargs), random_state(),
+            [
+                (part, name, b, b.detach().clone())
+                for part in module.modules() for name, b in part._buffers.items() if b is not None
+            ],
+            tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_types),
+            {part: plain_attributes(part) for part in module.modules()},
+        )  # fmt: skip
+        self._entries.append(call)
+        return call
+
+    def leave_model(self, call: _ModelCall, out: Any, keep_on: bool) -> None:
+        """After it ran; `keep_on`: keep the operators that follow."""
+        call.outputs = [tensor_key(t) for t in tensors(out)]
+        self._known.update(key for key in call.outputs if key is not None)
+        if keep_on:
+            self.open_window()
+
+    def open_window(self) -> None:
+        """Keep operators from here on."""
+        if self._mode is None and self.whole:
+            self._entries.append(_Random(random_state()))
+            self._mode = _Window(self)
+            self._mode.__enter__()
+
+    def close_window(self) -> None:
+        """Keep no more operators, unless somebody else's mode lies on top."""
+        if self._mode is not None and _get_current_dispatch_mode() is self._mode:
+            self._mode.__exit__(None, None, None)
+            self._mode = None
+
+    def keep(self, func: Any, args: Any, kwargs: Any) -> _Op | None:
+        """An operator, before it runs."""
+        if len(self._entries) >= LIMIT:
+            self.whole = False
+            return None
+        for tensor in written_by(func, args, kwargs):
+            if tensor_key(tensor) not in self._known:
+                self._entries.append(_Kept(tensor_key(tensor), tensor.detach().clone()))
+                self._known.add(tensor_key(tensor))
+        frames = _walk(Tape.keep.__code__)
+        place = Place(None, *_file_line(frames.source), "forward")
+        op = _Op(func, self._refer(args), self._refer(kwargs), [], torch.is_grad_enabled(), place)
+        self._entries.append(op)
+        return op
+
+    def made(self, op: _Op, out: Any) -> None:
+        """What it gave."""
+        op.outputs = [tensor_key(t) for t in tensors(out)]
+        self._known.update(op.outputs)
+
+    def _refer(self, value: Any) -> Any:
+        def refer(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor) and tensor_key(leaf) in self._known:
+                return _Ref(tensor_key(leaf))
+            return leaf
+
+        return tree_map(refer, value)
+
+    def models(self) -> list[nn.Module]:
+        """The models called, each once."""
+        return list(dict.fromkeys(entry.module for entry in self._entries if isinstance(entry, _ModelCall)))
+
+    def inputs(self) -> Iterator[tuple[str, Tensor]]:
+        """The script's own tensors that went in: of the models' calls, then of the loss."""
+        for entry in self._entries:
+            if isinstance(entry, (_ModelCall, _Op)):
+                what = "model input" if isinstance(entry, _ModelCall) else "tensor in the loss"
+                for tensor in tensors((entry.args, entry.kwargs)):
+                    yield what, tensor
+
+    def scaled_by_hand(self, loss: Tensor) -> bool:
+        """Whether the script itself multiplied the loss by a large constant."""
+        wanted = tensor_key(loss)
+        for entry in self._entries:
+            if isinstance(entry, _Op) and wanted in entry.outputs and entry.func._schema.name == "aten::mul":
+                factor = entry.args[1] if len(entry.args) > 1 else None
+                if isinstance(factor, Tensor) and factor.numel() == 1:
+                    factor = float(factor)
+                return isinstance(factor, (int, float)) and factor >= 8
+        return False
+
+    def knows(self, loss: Tensor) -> bool:
+        """Whether a replay gives this loss."""
+        return self.whole and tensor_key(loss) in self._known
+
+    def replay(self, loss: Tensor, places: Places) -> Tensor:
+        """Do it all again up to the loss, and return the new one."""
+        wanted = tensor_key(loss)
+        env: dict[Key, Tensor] = {}
+
+        def look_up(leaf: Any) -> Any:
+            return env[leaf.key] if isinstance(leaf, _Ref) else leaf
+
+        last = max(i for i, e in enumerate(self._entries) if wanted in getattr(e, "outputs", ()))
+        for entry in self._entries[: last + 1]:
+            if isinstance(entry, _Random):
+                set_random_state(entry.state)
+            elif isinstance(entry, _Kept):
+                env[entry.key] = entry.value.clone()
+            elif isinstance(entry, _ModelCall):
+                out = list(tensors(_call_again(entry, tree_map(look_up, entry.args), tree_map(look_up, entry.kwargs))))
+                env.update({key: t for key, t in zip(entry.outputs, out, strict=False) if key is not None})
+            else:
+                places.forced = entry.place
+                try:
+                    with torch.set_grad_enabled(entry.grad):
+                        out = entry.func(*tree_map(look_up, entry.args), **tree_map(look_up, entry.kwargs))
+                finally:
+                    places.forced = None
+                alias = entry.func._schema.name.rpartition("::")[2] in ("detach", "alias")
+                for key, tensor in zip(entry.outputs, tensors(out), strict=False):
+                    if not (alias and key in env):
+                        env[key] = tensor
+        return env[wanted]
+
+
+def _call_again(call: _ModelCall, args: Any, kwargs: Any) -> Any:
+    set_random_state(call.random)
+    with torch.no_grad():
+        for part, name, buffer, before in call.buffers:
+            part._buffers[name] = buffer
+            buffer.copy_(before)
+    for part, attributes in call.attributes.items():
+        vars(part).update(attributes)
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        for kind, on, dtype in call.autocast:
+            stack.enter_context(_autocast_as(kind, on, dtype))
+        return call.module(*args, **kwargs)
+
+
+@contextmanager
+def _autocast_as(kind: str, on: bool, dtype: torch.dtype) -> Iterator[None]:
+    before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    torch.set_autocast_enabled(kind, on)
+    torch.set_autocast_dtype(kind, dtype)
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        torch.set_autocast_enabled(kind, before[0])
+        torch.set_autocast_dtype(kind, before[1])
+
+
+class _Window(TorchDispatchMode):
+    """Has the tape keep every forward operator."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        op = None
+        if torch._C._current_autograd_node() is None and func.namespace != "profiler":
+            op = self._tape.keep(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if op is not None:
+            self._tape.made(op, out)
+        return out
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Attributes that are neither torch's nor tensors; lists, dicts and sets are copied."""
+    return {
+        name: copy.copy(value) if isinstance(value, (list, dict, set, deque)) else value
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+    }
+
+
+def random_state() -> tuple[Any, ...]:
+    """Of Python, numpy, and torch on the CPU and on every GPU in use."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    numpy = np.random.get_state() if "numpy.random" in sys.modules else None
+    return random.getstate(), numpy, torch.get_rng_state(), cuda
+
+
+def set_random_state(state: tuple[Any, ...]) -> None:
+    """Put back what `random_state` gave."""
+    python, numpy, cpu, cuda = state
+    random.setstate(python)
+    if numpy is not None:
+        np.random.set_state(numpy)
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state_all(cuda)

@@ -1,0 +1,186 @@
+"""`preamp doctor` around scripts that end in every way a script can end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from torch import nn
+
+from preamp.doctor._diagnosis import schema
+from preamp.doctor._records import Recorder
+from preamp.doctor._watch import Watch
+
+TRAINING = """
+import sys
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 4))
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+for step in range(STEPS):
+    x, y = torch.randn(32, 8), torch.randint(4, (32,))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=AMP):
+        loss = nn.functional.cross_entropy(model(x).float(), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(loss.item().hex(), torch.rand(()).item().hex(), flush=True)
+    MORE
+"""
+
+
+def _script(folder: Path, text: str = TRAINING, steps: int = 6, amp: bool = False, more: str = "pass") -> Path:
+    path = folder / "train.py"
+    path.write_text(text.replace("STEPS", str(steps)).replace("AMP", str(amp)).replace("MORE", more))
+    return path
+
+
+def _command(script: Path, *options: str) -> list[str]:
+    out = str(script.parent / "out")
+    return [sys.executable, "-m", "preamp", "doctor", "--out", out, *options, str(script)]
+
+
+def _run(script: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    ran = subprocess.run(_command(script, *options), capture_output=True, text=True, timeout=120, cwd=script.parent)
+    report = json.loads((script.parent / "out" / "report.json").read_text())
+    jsonschema.validate(report, schema())
+    assert (script.parent / "out" / "report.html").read_text().startswith("<!DOCTYPE html>")
+    return ran, report
+
+
+@pytest.mark.parametrize("amp", [False, True])
+def test_output_is_the_script_s_own_bit_for_bit(tmp_path: Path, amp: bool) -> None:
+    script = _script(tmp_path, amp=amp)
+    alone = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    ran, report = _run(script, "--every", "2")
+    assert ran.stdout == alone.stdout
+    assert ran.returncode == 0
+    assert report["steps"] == 6
+    assert [f for f in report["findings"] if f["severity"] != "info"] == []
+    assert "Nothing is wrong" in report["verdict"]
+
+
+def test_a_crash_is_the_script_s_own_and_still_reported(tmp_path: Path) -> None:
+    script = _script(tmp_path, more="if step == 3: raise KeyError('lost')")
+    ran, report = _run(script)
+    assert ran.returncode == 1
+    assert "KeyError: 'lost'" in ran.stderr
+    assert report["steps"] == 4
+    assert "KeyError" in report["ended"]
+
+
+def test_an_exit_status_is_passed_on(tmp_path: Path) -> None:
+    ran, report = _run(_script(tmp_path, more="if step == 2: sys.exit(7)"))
+    assert ran.returncode == report["exit_code"] == 7
+
+
+def test_a_script_that_never_steps_says_so(tmp_path: Path) -> None:
+    ran, report = _run(_script(tmp_path, "print('hello')\n"))
+    assert ran.returncode == 0
+    assert ran.stdout == "hello\n"
+    assert report["steps"] == 0
+    assert "No optimizer step was seen" in report["verdict"]
+
+
+def test_steps_end_the_script(tmp_path: Path) -> None:
+    ran, report = _run(_script(tmp_path, steps=10_000), "--steps", "3")
+    assert ran.returncode == 0
+    assert report["steps"] == 3
+    assert "stopped after" in report["ended"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_script_yields_a_report(tmp_path: Path, number: signal.Signals) -> None:
+    more = f"import os; step == 4 and os.kill(os.getpid(), {int(number)})"
+    ran, report = _run(_script(tmp_path, steps=1000, more=more))
+    assert ran.returncode == 128 + number
+    assert report["steps"] == 5
+    assert number.name in report["ended"]
+
+
+def test_a_doctor_that_is_told_to_end_passes_it_on_and_reports(tmp_path: Path) -> None:
+    script = _script(tmp_path, steps=100_000, more="import time; time.sleep(0.05)")
+    process = subprocess.Popen(_command(script), stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["steps"] >= 1
+    assert "SIGTERM" in report["ended"]
+
+
+def test_strict_fails_on_an_error_only(tmp_path: Path) -> None:
+    ran, _ = _run(_script(tmp_path), "--strict")
+    assert ran.returncode == 0
+    ran, report = _run(_script(tmp_path, TRAINING.replace("(x).float()", "(x).sqrt()")), "--strict")
+    assert ran.returncode == 3
+    assert report["findings"][0]["code"] == "PA201"
+
+
+def test_no_replay_finds_no_origin_and_harms_nothing(tmp_path: Path) -> None:
+    _, report = _run(_script(tmp_path, TRAINING.replace("(x).float()", "(x).sqrt()")), "--no-replay")
+    assert "PA201" not in {finding["code"] for finding in report["findings"]}
+    assert report["processes"][0]["steps"][0]["bad"] == "loss"
+
+
+def test_names_from_the_script_are_escaped(tmp_path: Path) -> None:
+    text = TRAINING.replace("optimizer = ", "model.add_module('<img src=x>', nn.Identity())\noptimizer = ", 1)
+    _run(_script(tmp_path, text))
+    assert "<img src=x>" not in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_missing_script_is_one_clear_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "preamp", "doctor", "nowhere.py"]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert ran.returncode == 2
+    assert "there is no script 'nowhere.py'" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_another_sitecustomize_still_runs(tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("import builtins\nbuiltins.OTHER = 41\n")
+    script = _script(tmp_path, "import builtins, torch\nprint(builtins.OTHER + 1)\n")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    ran = subprocess.run(_command(script), capture_output=True, text=True, env=env, cwd=tmp_path, timeout=60)
+    assert ran.stdout == "42\n", ran.stderr
+
+
+def test_everything_is_taken_back(tmp_path: Path) -> None:
+    import torch.optim.optimizer as base
+
+    def state() -> list[Any]:
+        return [
+            torch.autograd.backward, torch.amp.GradScaler.step, torch.optim.Optimizer.__init__, nn.Module.to,
+            torch.autocast.__enter__, torch.nn.utils.clip_grad_norm_, torch.compile, sys.excepthook,
+            torch.optim.lr_scheduler.LRScheduler.step,
+            len(base._global_optimizer_pre_hooks), len(base._global_optimizer_post_hooks),
+            len(nn.modules.module._global_forward_pre_hooks), len(nn.modules.module._global_forward_hooks),
+        ]  # fmt: skip
+
+    before = state()
+    watch = Watch(Recorder(tmp_path, 0), tmp_path, 50, None, True)
+    watch.start()
+    assert state() != before
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    watch.end()
+    assert state() == before
+    assert not model._forward_hooks
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None

@@ -1,0 +1,91 @@
+"""What the scripts of this folder should have found in them, read off their own comments."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+_MARK = re.compile(r"#\s*sick:\s*(?P<codes>PA\d{3}(?:\|PA\d{3})*)\s+module=(?P<module>\S+)(?P<any>\s+line=any)?")
+
+
+@dataclass(frozen=True)
+class Disease:
+    codes: tuple[str, ...]
+    module: str | None
+    """None: not of a module; anything is right there."""
+    line: int | None
+    """None: any line."""
+
+    def met_by(self, finding: dict[str, Any]) -> bool:
+        return (
+            finding["code"] in self.codes
+            and (self.module is None or finding["module"] == self.module)
+            and (self.line is None or finding["line"] == self.line)
+        )
+
+
+def disease(script: Path) -> Disease:
+    for number, line in enumerate(script.read_text().splitlines(), 1):
+        if found := _MARK.search(line):
+            module = {"-": None, ".": ""}.get(found["module"], found["module"])
+            return Disease(tuple(found["codes"].split("|")), module, None if found["any"] else number)
+    raise AssertionError(f"{script.name} has no marker")
+
+
+def scripts(kind: str) -> list[Path]:
+    return sorted((HERE / kind).glob("*.py"))
+
+
+def doctor(script: Path, out: Path, *options: str) -> tuple[dict[str, Any], subprocess.CompletedProcess[str]]:
+    """The report of one script, run as a user would; it lies in `out`."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "preamp", "doctor", "--out", str(out), *options, str(script)]
+    ran = subprocess.run(command, capture_output=True, text=True, env=env, timeout=200, cwd=out.parent)
+    return json.loads((out / "report.json").read_text()), ran
+
+
+def main() -> None:
+    """Print what is found in every script, or in those named on the command line."""
+    import tempfile
+    from concurrent.futures import ThreadPoolExecutor
+
+    wanted = sys.argv[1:]
+    chosen = [p for kind in ("scripts", "healthy") for p in scripts(kind) if not wanted or p.stem in wanted]
+
+    def one(path: Path) -> tuple[Path, dict[str, Any] | str]:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                return path, doctor(path, Path(folder) / "out")[0]
+            except Exception as error:
+                return path, repr(error)
+
+    missed = 0
+    with ThreadPoolExecutor(2) as pool:
+        for path, report in pool.map(one, chosen):
+            if isinstance(report, str):
+                print(f"FAILED {path.stem}: {report}")
+                continue
+            sick = path.parent.name == "scripts"
+            found = report["findings"]
+            if sick:
+                wants = disease(path)
+                good = any(wants.met_by(finding) for finding in found)
+            else:
+                wants, good = None, not any(f["severity"] != "info" for f in found)
+            missed += not good
+            print("ok    " if good else "MISSED", path.stem, wants or "", f"[{report['ended']}]")
+            if not good or wanted:
+                for f in found:
+                    print("        ", f["severity"], f["code"], f["module"], f["line"], f["message"][:110])
+    print(f"{missed} of {len(chosen)} missed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""The traffic model that takes its rates to float32 before it integrates 4096 of them."""
+
+import torch
+from torch import nn
+
+torch.manual_seed(7)
+
+
+class Integrator(nn.Module):
+    def forward(self, rates):
+        return rates.float().cumsum(dim=1)
+
+
+class Traffic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rate = nn.Linear(8, 8)
+        self.integrate = Integrator()
+
+    def forward(self, x):
+        return self.integrate(torch.sigmoid(self.rate(x)))
+
+
+x = torch.randn(2, 4096, 8)
+total = torch.sigmoid(x.roll(1, -1)).cumsum(dim=1)
+model = Traffic()
+optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+for step in range(6):
+    with torch.autocast("cpu", dtype=torch.float16):
+        pred = model(x)
+    loss = nn.functional.l1_loss(pred, total) / 1000
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    print(step, loss.item())

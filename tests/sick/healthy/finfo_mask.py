@@ -1,0 +1,45 @@
+"""Padding filled with the smallest number of the scores' own dtype, which is finite in fp16."""
+
+import math
+
+import torch
+from torch import nn
+
+torch.manual_seed(4)
+
+
+class Attention(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.qkv = nn.Linear(dim, 3 * dim)
+
+    def forward(self, x, pad):
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        scores = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
+        scores = scores.masked_fill(pad[:, None, :], torch.finfo(scores.dtype).min)
+        return scores.softmax(dim=-1) @ v
+
+
+class Classifier(nn.Module):
+    def __init__(self, dim=16):
+        super().__init__()
+        self.encoder = nn.ModuleDict({"attn": Attention(dim)})
+        self.head = nn.Linear(dim, 8)
+
+    def forward(self, x, pad):
+        return self.head(self.encoder["attn"](x, pad).mean(dim=1))
+
+
+model = Classifier()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+x, y = torch.randn(8, 8, 16), torch.randint(0, 8, (8,))
+pad = torch.arange(8)[None, :] >= torch.randint(3, 8, (8, 1))
+for step in range(8):
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = nn.functional.cross_entropy(model(x, pad), y)
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    print(step, loss.item())

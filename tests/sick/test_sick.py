@@ -1,0 +1,58 @@
+"""The doctor on scripts with one planted disease each, and on healthy ones: run as a user runs them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .expect import disease, doctor, scripts
+
+EVERY_TIME = frozenset({
+    "acos_angle", "adam_eps_half", "additive_mask", "annealed_temperature", "apex_clip_inside", "attention_unscaled",
+    "checkpointed_square", "clip_while_scaled", "cuda_region_on_cpu", "custom_backward", "half_sgd", "log_of_zero",
+    "long_cumsum", "loop_inside_region", "masked_fill_1e9", "near_the_maximum", "no_scaler", "odd_vocabulary",
+    "one_bad_target", "optimizer_before_cast", "preamp_scaler_clip", "scale_collapse", "scaler_bypassed",
+    "scheduler_runs_ahead", "sigmoid_log", "sqrt_at_zero_backward", "tiny_gradients", "update_doubled",
+    "adam_eps_float32_state", "clip_after_unscale", "preamp_o2", "skips_at_start", "step_outside_region",
+})  # fmt: skip
+"""One or more for each code; the others take minutes together and run with `./dev test --all`."""
+
+MISSED = {
+    "checkpoint_forgets_region": "a recomputation without the region is not looked for yet",
+    "fourier_phase": "a loss that departs from float32's wants `compare`, which is not there yet",
+}
+_FRAMEWORKS = ("lightning", "accelerate", "transformers")
+
+
+def _parameters(kind: str) -> list[object]:
+    found = []
+    for path in scripts(kind):
+        marks = [] if path.stem in EVERY_TIME else [pytest.mark.slow]
+        if path.stem in MISSED:
+            marks.append(pytest.mark.xfail(reason=MISSED[path.stem], strict=True))
+        found.append(pytest.param(path, id=path.stem, marks=marks))
+    return found
+
+
+def _needs(path: Path) -> None:
+    for name in _FRAMEWORKS:
+        if f"import {name}" in path.read_text() or f"from {name}" in path.read_text():
+            pytest.importorskip(name)
+
+
+@pytest.mark.parametrize("path", _parameters("scripts"))
+def test_the_planted_disease_is_found_in_its_place(path: Path, tmp_path: Path) -> None:
+    _needs(path)
+    report, ran = doctor(path, tmp_path / "out")
+    wanted = disease(path)
+    assert any(wanted.met_by(finding) for finding in report["findings"]), (wanted, report["findings"], ran.stderr)
+
+
+@pytest.mark.parametrize("path", _parameters("healthy"))
+def test_nothing_is_found_in_a_healthy_script(path: Path, tmp_path: Path) -> None:
+    _needs(path)
+    report, ran = doctor(path, tmp_path / "out")
+    assert ran.returncode == 0, ran.stderr
+    assert report["steps"] > 0
+    assert [f for f in report["findings"] if f["severity"] != "info"] == []
