@@ -48,7 +48,9 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 LEAN = """
 import sys, time
+started = time.perf_counter()
 import torch, numpy
+torchs = time.perf_counter() - started
 before = set(sys.modules)
 started = time.perf_counter()
 import preamp
@@ -61,17 +63,17 @@ assert not loaded, sorted(loaded)[:5]
 assert not torch.cuda.is_initialized()
 upstairs = ("zoo", "bench", "demo", "cli", "report", "checkpoint", "lr_finder", "compat", "doctor")
 assert not {f"preamp.{room}" for room in upstairs} & set(sys.modules)
-print(seconds)
+print(seconds / torchs)
 """
 
 
 def test_import_is_lean() -> None:
-    """No CUDA, no command line, no pictures, and under 150 ms on top of torch."""
-    seconds = [
+    """No CUDA, no command line, no pictures, and little on top of torch, which a busy machine slows down as well."""
+    shares = [
         float(subprocess.run([sys.executable, "-c", LEAN], capture_output=True, text=True, check=True).stdout)
         for _ in range(3)
     ]
-    assert min(seconds) < 0.150, seconds
+    assert min(shares) < 0.2, shares
 
 
 def test_sources_keep_the_rules() -> None:
