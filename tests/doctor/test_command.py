@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from preamp.doctor._diagnosis import schema
-from preamp.doctor._records import Recorder
+from preamp.doctor._records import JsonLines, Recorder
 from preamp.doctor._watch import Watch
 
 TRAINING = """
@@ -69,6 +69,13 @@ def test_output_is_the_script_s_own_bit_for_bit(tmp_path: Path, amp: bool) -> No
     assert report["steps"] == 6
     assert [f for f in report["findings"] if f["severity"] != "info"] == []
     assert "Nothing is wrong" in report["verdict"]
+
+
+def test_a_script_may_import_preamp_before_torch(tmp_path: Path) -> None:
+    script = _script(tmp_path, "import preamp\n" + TRAINING)
+    ran, report = _run(script)
+    assert ran.returncode == 0, ran.stderr
+    assert report["steps"] == 6
 
 
 def test_a_crash_is_the_script_s_own_and_still_reported(tmp_path: Path) -> None:
@@ -173,7 +180,7 @@ def test_everything_is_taken_back(tmp_path: Path) -> None:
         ]  # fmt: skip
 
     before = state()
-    watch = Watch(Recorder(tmp_path, 0), tmp_path, 50, None, True)
+    watch = Watch(Recorder(JsonLines(tmp_path / "rank0.jsonl")), tmp_path, 50, None, True)
     watch.start()
     assert state() != before
     model = nn.Linear(4, 2)

@@ -11,6 +11,7 @@ from preamp.report import (
     BarChart,
     Bars,
     ExponentHistogram,
+    HeatMap,
     LineChart,
     Marker,
     Series,
@@ -103,6 +104,32 @@ def test_any_bar_chart_is_a_sound_drawing(values, log, digits, name, width):
     check(chart, width)
     chart.to_text()
     json.dumps(chart.to_dict(), allow_nan=False)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    values=st.lists(st.tuples(any_float, any_float), max_size=4),
+    percent=st.booleans(),
+    name=st.text(max_size=80),
+    width=st.sampled_from([390, 760]),
+)
+def test_any_heat_map_is_a_sound_drawing(values, percent, name, width):
+    chart = HeatMap("h", [name] * len(values), [name, "b"], values, name, pale=16, dark=0, percent=percent)
+    root = check(chart, width)
+    written = [e for e in root.iter("{http://www.w3.org/2000/svg}text") if e.get("class") == "cell"]
+    assert len(written) == 2 * len(values)
+    assert name.split() == [] or name in chart.to_text() or not values
+    json.dumps(chart.to_dict(), allow_nan=False)
+
+
+def test_a_heat_map_is_darkest_at_its_dark_end():
+    chart = HeatMap("h", ["a"], ["x", "y", "z"], [[16, 4, None]], "bits", pale=16, dark=0)
+    shades = [float(e.get("fill-opacity")) for e in check(chart).iter() if e.get("class") == "heat"]
+    assert len(shades) == 2
+    assert shades[0] < shades[1] < 0.6
+    assert [chart.cell(v) for v in (16, None)] == ["16", "-"]
+    share = HeatMap("h", [], [], [], "share", percent=True)
+    assert [share.cell(v) for v in (0, 1e-5, 0.0312, 0.312, 1)] == ["0%", "<0.1%", "3.1%", "31%", "100%"]
 
 
 def test_gaps_stay_open():
@@ -202,6 +229,10 @@ def test_a_hundred_thousand_points_make_a_small_drawing():
         lambda: Series("s", [1], [1], [1], [1, 2]),
         lambda: Bars("b", [1], low=[1]),
         lambda: BarChart("c", ["a"], [Bars("b", [1, 2])], "v"),
+        lambda: HeatMap("c", ["a"], ["b"], [[1, 2]], "v"),
+        lambda: HeatMap("c", ["a", "b"], ["c"], [[1]], "v"),
+        lambda: HeatMap("c", ["a"], ["b"], [[1]], "v", pale=1, dark=1),
+        lambda: HeatMap("c", ["a"], ["b"], [[1]], "v", dark=math.inf),
         lambda: Span("z", 0, 1, ""),
         lambda: LineChart("t", "x", "y", [], y_log=True, y_log2=True),
     ],

@@ -3,7 +3,7 @@ import sys
 import pytest
 
 from preamp.errors import MissingExtra
-from preamp.report import BarChart, Bars, ExponentHistogram, LineChart, Marker, Series, Span, write_png
+from preamp.report import BarChart, Bars, ExponentHistogram, HeatMap, LineChart, Marker, Series, Span, write_png
 
 SERIES = (
     Series("_$unclosed", [0, 1, 2], [1, None, 3], [0, 0, 0], [4, 4, 4]),
@@ -17,6 +17,7 @@ CHARTS = [
     ExponentHistogram("h", SERIES, spans=SPANS),
     BarChart("b", ["a $", "b"], [Bars("x", [1, None], [0.5, None], [2, None]), Bars("_y", [2, 3])], "ms"),
     BarChart("none", [], [], "ms", log=True),
+    HeatMap("$ heat", ["a $", "_b"], ["x", "y"], [[0.5, None], [1, 0]], "share", percent=True),
 ]
 
 

@@ -2,6 +2,6 @@
 
 from ._decorators import float_function, half_function, promote_function
 from ._region import autocast
-from ._registry import REGISTRY
+from ._registry import MARKER, REGISTRY
 
-__all__ = ["REGISTRY", "autocast", "float_function", "half_function", "promote_function"]
+__all__ = ["MARKER", "REGISTRY", "autocast", "float_function", "half_function", "promote_function"]

@@ -12,8 +12,9 @@ from torch import nn
 from ..formats import LOW_DTYPES, name_of
 from ..report import Finding
 from ._live import Live
-from ._names import _WRAPPERS, unwrapped
-from ._patches import Patches, Place, users_place
+from ._names import WRAPPERS, unwrapped
+from ._patches import Patches
+from ._stack import Line, users_line
 
 if TYPE_CHECKING:
     from ._watch import Watch
@@ -26,10 +27,9 @@ class Asked:
         self._watch = watch
         self.compiled: str | None = None
         """"module" or "function" once torch.compile was called on one."""
-        self._regions: list[tuple[str, torch.dtype, bool, Place]] = []
+        self._regions: list[tuple[str, torch.dtype, bool, Line]] = []
         self._depth = 0
         self._version: int | None = None
-        self._stepped_at: Place = (None, None)
 
     def start(self, patches: Patches) -> None:
         """Have autocast, casts and the compiler tell."""
@@ -51,7 +51,7 @@ class Asked:
         original(region, device_type, *args, **kwargs)
         asked = bool(kwargs.get("enabled", args[1] if len(args) > 1 else True))
         got = bool(getattr(region, "_enabled", asked))
-        place = users_place()
+        place = users_line()
         dtype = getattr(region, "fast_dtype", None)
         if asked and not got and place[0] is not None:
             self._watch.tell(_no_effect(str(device_type), dtype, place))
@@ -90,7 +90,7 @@ class Asked:
     def _cast(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         name = original.__name__
         low = name != "to" or any(value in LOW_DTYPES for value in (*args, *kwargs.values()) if _is_dtype(value))
-        place = users_place()
+        place = users_line()
         if low and self._depth > 0 and any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
             self._watch.tell(
                 Finding(
@@ -119,12 +119,12 @@ class Asked:
             place = live.writes[0][0]
             owner = self._watch.names.common(weight for _, weight in live.writes)
             yield Finding(
-                    "PA110", "error",
-                    "a weight is changed in place while the model runs inside an autocast region: a cast of it that "
-                    "was made before is used on",
-                    module=owner, direction="forward", file=place.file, line=place.line,
-                    fix="# change weights outside of the region, or compute a new tensor: w = weight.clamp(-1, 1)",
-                )  # fmt: skip
+                "PA110", "error",
+                "a weight is changed in place while the model runs inside an autocast region: a cast of it that "
+                "was made before is used on",
+                module=owner, direction="forward", file=place.file, line=place.line,
+                fix="# change weights outside of the region, or compute a new tensor: w = weight.clamp(-1, 1)",
+            )  # fmt: skip
         products = live.products
         if not products.total or live.low:
             return
@@ -167,7 +167,7 @@ def _in_vain(regions: list[Any], products: Any) -> Iterator[Finding]:
             return
 
 
-def _no_effect(device_type: str, dtype: Any, place: Place) -> Finding:
+def _no_effect(device_type: str, dtype: Any, place: Line) -> Finding:
     return Finding(
         "PA109", "warning",
         f"autocast({device_type!r}) was asked for and torch has switched it off: this machine cannot, so everything "
@@ -183,4 +183,4 @@ def _is_dtype(value: Any) -> bool:
 
 
 def _wrapped(module: nn.Module) -> bool:
-    return type(module).__name__ in _WRAPPERS - {"OptimizedModule", "_LightningModuleWrapperBase", "_FabricModule"}
+    return type(module).__name__ in WRAPPERS - {"OptimizedModule", "_LightningModuleWrapperBase", "_FabricModule"}

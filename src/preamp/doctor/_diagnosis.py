@@ -25,6 +25,7 @@ from ..report import (
 )
 from ..report.files import write_text
 from ._judge import judge
+from ._magnitudes import magnitudes, spread
 from ._records import Rank
 
 STRICT = 3
@@ -106,7 +107,9 @@ def build(
     serious = any(f.severity != "info" for f in findings)
     sections: list[Section | None] = [Section("Findings", "" if findings else "Nothing was found.", findings)]
     if first is not None:
-        sections += [_timeline(first), _audit(first), _advice(first, findings)]
+        samples = first.many.get("telemetry", [])
+        has_fp16 = "float16" in first.facts.get("audit", {}).get("low", ())
+        sections += [_timeline(first), magnitudes(samples, has_fp16), _audit(first), _advice(findings)]
     report = Report(
         f"Doctor: {Path(command[0]).name}", line, [s for s in sections if s is not None],
         environment=environment, status=None if serious else "good" if steps else "neutral",
@@ -123,6 +126,7 @@ def _process(rank: Rank) -> dict[str, Any]:
     return {
         "rank": rank.rank, "steps": rank.steps, "audit": rank.facts.get("audit"),
         "raised": rank.facts.get("raised"), "overflows": rank.many.get("overflow", []),
+        "telemetry": spread(rank.many.get("telemetry", [])),
     }  # fmt: skip
 
 
@@ -130,7 +134,9 @@ def _timeline(rank: Rank) -> Section:
     steps = rank.steps
     x = [step["step"] for step in steps]
     skipped = [step["step"] for step in steps if step["skipped"]]
-    marks = tuple(Marker(float(step), None, "skipped") for step in skipped[:_MARKS])
+    marks = tuple(  # of those in a row the first is labelled
+        Marker(float(step), None, "" if step - 1 in skipped else "skipped") for step in skipped[:_MARKS]
+    )
     loss = Series("loss", x, [_number(step["loss"]) for step in steps])
     items: list[Item] = [LineChart("Loss", "step", "loss", (loss,), markers=marks)]
     if any(step["scale"] for step in steps):
@@ -156,7 +162,7 @@ def _audit(rank: Rank) -> Section | None:
     return Section("Really running", text, (table,))
 
 
-def _advice(rank: Rank, findings: tuple[Finding, ...]) -> Section | None:
+def _advice(findings: tuple[Finding, ...]) -> Section | None:
     sick = [f for f in findings if f.code in ("PA104", "PA201", "PA205") and f.module]
     if not sick:
         return None

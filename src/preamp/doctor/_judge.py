@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 from ..report import Finding
@@ -58,9 +59,18 @@ def _scale(rank: Rank) -> Iterator[Finding]:
             fix="# find what overflows (PA201), or train in bfloat16; preamp.GradScaler(min_scale=1.0) stops the fall",
         )  # fmt: skip
     elif len(steps) >= 6 and len(later) > max(2, len(steps) // 5):
+        grows = any(after > before for before, after in pairwise(scales))
+        many = f"{len(later)} of {len(steps) - start} steps after the start were skipped"
+        if not grows:
+            yield Finding(
+                "PA203", "warning",
+                f"the scale never grows back, from {scales[0]:g} to {scales[-1]:g}: {many}",
+                step=later[0], evidence=evidence, **named,
+                fix="# find what overflows whatever the scale: see PA201, PA207",
+            )  # fmt: skip
+            return
         yield Finding(
-            "PA203", "warning",
-            f"the scale oscillates: {len(later)} of {len(steps) - start} steps after the start were skipped",
+            "PA203", "warning", f"the scale oscillates: {many}",
             step=later[0], evidence=evidence, **named,
             fix="scaler = torch.amp.GradScaler(growth_interval=2000)  # growth by 2 in 2000 clean steps\n"
             "# or preamp.GradScaler(schedule='window'), which sees an overflow coming",

@@ -60,10 +60,10 @@ def lint(
     if ran:
         found += unaligned(products, model)
         found += not_in_effect(products, policy)
-    return Linted(_without_repeats(found), products.total if ran else None, products.low_share)
+    return Linted(without_repeats(found), products.total if ran else None, products.low_share)
 
 
-def _without_repeats(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+def without_repeats(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Most harmful first; a line that runs in a loop, or a constant met twice there, is reported once."""
     kept: dict[tuple[Any, ...], Finding] = {}
     for each in sorted(findings):

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import copy
 import os
-import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -22,22 +19,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..autocast import REGISTRY, autocast
-from ..autocast._registry import MARKER
+from ..autocast import MARKER, REGISTRY, autocast
 from ..errors import PolicyError, SessionError
 from ..formats import LOW_DTYPES
 from ..masters import Masters, NoMasters
 from ..modules import CastingModule, Conversion
 from ..policy import Policy
 from ..tree import map_tensors, tensors
-
-_PACKAGE = Path(__file__).resolve().parent.parent
-_MACHINERY = tuple(
-    str(path) for path in (Path(torch.__file__).resolve().parent, _PACKAGE / "autocast", _PACKAGE / "modules.py")
-)
-
-
-_PASSED_THROUGH = ("contextlib.py", "functools.py")  # of the standard library's decorators
+from ._random import random_kept
+from ._stack import Line, walk
 
 
 @dataclass(slots=True)
@@ -54,7 +44,7 @@ class Call:
     """Whether it ran inside a plain torch.autocast, which has rules of its own."""
     autocast_on: bool
     out: Any = None
-    at: tuple[str | None, int | None] | None = None
+    at: Line | None = None
     """File and line, where they are known already."""
 
     @property
@@ -68,17 +58,12 @@ class Call:
         """Floating tensors among the arguments."""
         return [t for t in tensors((self.args, self.kwargs)) if t.is_floating_point()]
 
-    def place(self) -> tuple[str | None, int | None]:
+    def place(self) -> Line:
         """File and line of the innermost frame that is neither torch's nor ours; (None, None) if there is none."""
         if self.at is not None:
             return self.at
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code is not _called.__code__:
-            name = frame.f_code.co_filename
-            if not name.startswith((*_MACHINERY, str(_PACKAGE / "doctor"), "<")) and not name.endswith(_PASSED_THROUGH):
-                return shown_path(name), frame.f_lineno
-            frame = frame.f_back
-        return None, None
+        file, line = walk(_called.__code__).source
+        return None if file is None else shown_path(file), line
 
 
 class Watcher:
@@ -164,7 +149,7 @@ def observe(model: nn.Module, policy: Policy, example: Any, watchers: Sequence[W
     """
     args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
     args, kwargs = map_tensors(_cloned, args), map_tensors(_cloned, kwargs)
-    with _generators_kept(model):
+    with random_kept():
         try:
             twin = copy.deepcopy(model)
         except Exception as error:
@@ -244,19 +229,3 @@ def _popper(state: _State) -> Callable[..., None]:
             state.error, state.failed = error, path
 
     return pop
-
-
-@contextmanager
-def _generators_kept(model: nn.Module) -> Iterator[None]:
-    """Put back what the run draws from Python's, numpy's and torch's generators."""
-    indices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    python = random.getstate()
-    numpy: Any = sys.modules.get("numpy")
-    numpys = None if numpy is None else numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=sorted(index for index in indices if index is not None)):
-            yield
-    finally:
-        random.setstate(python)
-        if numpys is not None:
-            numpy.random.set_state(numpys)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from ..formats import LOW_DTYPES, format_of, name_of
@@ -16,6 +19,8 @@ from ..policy import Policy
 from ..report.finding import Finding
 from ._lint_constants import kept_full
 from ._lint_observe import Call, Watcher
+
+_CHECKPOINT = torch.utils.checkpoint.__file__
 
 WEIGHT = 0.05
 """Share of the FLOPs from which a layer's shape is worth a finding."""
@@ -34,6 +39,8 @@ class Product:
     autocast_on: bool
     place: tuple[str | None, int | None]
     flops: float = 0.0
+    trained: bool = False
+    """Whether a backward pass goes through one of them: a frozen backbone has no gradients that could underflow."""
 
 
 @dataclass
@@ -51,7 +58,9 @@ class ProductWatcher(Watcher):
         key = (call.module, call.base, dtype, dims, call.autocast_on)
         if key not in self.products:
             self.products[key] = Product(call.module, call.base, dtype, dims, call.autocast_on, call.place())
-        self.products[key].flops += flops
+        product = self.products[key]
+        product.flops += flops
+        product.trained = product.trained or _goes_back(call)
 
     @property
     def total(self) -> float:
@@ -59,10 +68,27 @@ class ProductWatcher(Watcher):
         return sum(p.flops for p in self.products.values())
 
     @property
+    def trained_low(self) -> set[torch.dtype]:
+        """16-bit dtypes of the products that a backward pass goes through."""
+        return {p.dtype for p in self.products.values() if p.trained and p.dtype in LOW_DTYPES}
+
+    @property
     def low_share(self) -> float | None:
         """Share of the FLOPs that ran in 16 bits; None when there were none."""
         low = sum(p.flops for p in self.products.values() if p.dtype in LOW_DTYPES)
         return low / self.total if self.total else None
+
+
+def _goes_back(call: Call) -> bool:
+    """Whether gradients will be asked for. Reentrant checkpointing hides that: it runs without, and again later."""
+    if torch.is_grad_enabled():
+        return any(t.requires_grad for t in call.inputs)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == _CHECKPOINT:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _measure(call: Call) -> tuple[float, torch.dtype, Dims] | None:

@@ -22,8 +22,8 @@ def state_findings(model: nn.Module, optimizer: Optimizer | None, policy: Policy
     if not (prepared and policy.masters):
         yield from _cast_by_hand(model, policy)
         yield from _unmastered(model, optimizer, policy)
-    yield from _norm_statistics(model, policy)
-    yield from _not_finite(model)
+    yield from norm_statistics(model, policy)
+    yield from not_finite(model)
 
 
 def _cast_by_hand(model: nn.Module, policy: Policy) -> Iterator[Finding]:
@@ -77,7 +77,7 @@ def _unmastered(model: nn.Module, optimizer: Optimizer | None, policy: Policy) -
         )
 
 
-def _norm_statistics(model: nn.Module, policy: Policy) -> Iterator[Finding]:
+def norm_statistics(model: nn.Module, policy: Policy) -> Iterator[Finding]:
     already: list[str] = []
     later: list[str] = []
     for path, module in model.named_modules():
@@ -122,7 +122,7 @@ def _layers(paths: Sequence[str]) -> str:
     return first if len(paths) == 1 else f"{first} and {len(paths) - 1} more layers"
 
 
-def _not_finite(model: nn.Module) -> Iterator[Finding]:
+def not_finite(model: nn.Module) -> Iterator[Finding]:
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not _finite(parameter):
             path, _, own = name.rpartition(".")

@@ -5,6 +5,7 @@ Nothing is changed and nothing is run twice. What can only be told from numbers 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from ..formats import FP16, LOW_DTYPES, name_of
 from ..report import Finding
 from ..tree import tensors
-from ._lint import _without_repeats
+from ._clock import Clock
+from ._lint import without_repeats
 from ._lint_constants import ConstantWatcher
 from ._lint_eps import EpsWatcher
 from ._lint_observe import Call, Watcher
@@ -67,13 +69,13 @@ class TopWatcher(Watcher):
 
 
 def _bits(top: float) -> float:
-    return round(float(torch.log2(torch.tensor(FP16.max / top))), 2)
+    return round(math.log2(FP16.max / top), 2)
 
 
 class Live(TorchDispatchMode):
     """Shows forward operators to the lint's watchers."""
 
-    def __init__(self, names: Names, weights: dict[int, Tensor]) -> None:
+    def __init__(self, names: Names, weights: dict[int, Tensor], clock: Clock) -> None:
         super().__init__()
         self.places = Places(names.get, names.owners, Places.close.__code__)
         self.products = ProductWatcher()
@@ -82,9 +84,10 @@ class Live(TorchDispatchMode):
         self._watchers: tuple[Watcher, ...] = (
             self._eps, self._constants, self._ranges, self._sigmoids, self._tops, self.products,
         )  # fmt: skip
-        self._names, self._weights = names, weights
+        self._names, self._weights, self._clock = names, weights, clock
         self.autocast_on = self.torchs_own = False
         """As it is where the model is called; below autocast, where this looks, it cannot be seen."""
+        self._inside_a_model = False
         self.grad_keys: frozenset[int] = frozenset()
         """Storages of gradients that are still scaled."""
         self.reads: list[Place] = []
@@ -102,10 +105,23 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        with self._clock:
+            call = self._before(func, args, kwargs)
+        if call is None:
+            return func(*args, **kwargs)
+        call.out = out = func(*args, **kwargs)
+        with self._clock, torch.no_grad():
+            for watcher in self._watchers:
+                watcher.after(call)
+            self._count(call)
+        return out
+
+    def _before(self, func: Any, args: Any, kwargs: Any) -> Call | None:
+        """The operator that is about to run, as watchers see it; None for one of the backward pass."""
         written = written_by(func, args, kwargs)
         place = self.places.place(any(t._is_view() for t in written))
         if place.direction == "backward":
-            return func(*args, **kwargs)
+            return None
         changed = [t if t._base is None else t._base for t in written]
         self.writes += [(place, t) for t in changed if id(t) in self._weights]
         if self.grad_keys and any(key_of(t) in self.grad_keys for t in tensors((args, kwargs))):
@@ -115,19 +131,15 @@ class Live(TorchDispatchMode):
             name, tuple(args), dict(kwargs), place.module or "", self.torchs_own, self.autocast_on,
             at=(place.file, place.line),
         )  # fmt: skip
+        self._inside_a_model = place.module is not None
         with torch.no_grad():
             for watcher in self._watchers:
                 watcher.before(call)
-        call.out = out = func(*args, **kwargs)
-        with torch.no_grad():
-            for watcher in self._watchers:
-                watcher.after(call)
-        self._count(place, out)
-        return out
+        return call
 
-    def _count(self, place: Place, out: Any) -> None:
-        if place.module is not None and isinstance(out, Tensor) and out.is_floating_point():
-            self.dtypes.setdefault(place.module, Counter())[name_of(out.dtype)] += 1
+    def _count(self, call: Call) -> None:
+        if self._inside_a_model and isinstance(call.out, Tensor) and call.out.is_floating_point():
+            self.dtypes.setdefault(call.module, Counter())[name_of(call.out.dtype)] += 1
 
     def findings(self) -> tuple[Finding, ...]:
         """What the watchers found, most harmful first."""
@@ -135,7 +147,7 @@ class Live(TorchDispatchMode):
         found += [*self._tops.findings]
         if self.products.total:
             found += unaligned(self.products, _Whole(self._names))
-        return _without_repeats(found)
+        return without_repeats(found)
 
     @property
     def low(self) -> set[torch.dtype]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ._places import named_parts
 
-_WRAPPERS = frozenset({
+WRAPPERS = frozenset({
     "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule", "_ForwardRedirection",
     "_FabricModule", "_LightningModuleWrapperBase",
 })  # fmt: skip
@@ -23,7 +23,7 @@ _WRAPPERS = frozenset({
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The user's model inside wrappers for parallel training and compilation."""
-    while type(module).__name__ in _WRAPPERS:
+    while type(module).__name__ in WRAPPERS:
         inner = list(module.children())
         if len(inner) != 1:
             break
@@ -37,9 +37,13 @@ def is_trainable(module: nn.Module) -> bool:
 
 
 class Names:
-    """Module paths by module, as `Mapping.get`; looks for models anew when it meets one that it does not know."""
+    """Module paths by module, as `Mapping.get`; looks for models anew when it meets one that it does not know.
 
-    def __init__(self) -> None:
+    `fixed`: the models by name, where they are known and no others are meant.
+    """
+
+    def __init__(self, fixed: Mapping[str, nn.Module] | None = None) -> None:
+        self._fixed = fixed
         self.models: dict[str, nn.Module] = {}
         self.owners: dict[int, str] = {}
         self._paths: dict[nn.Module, str] = {}
@@ -59,6 +63,12 @@ class Names:
         """(path, module) of all models."""
         return ((path, module) for module, path in self._paths.items())
 
+    def wants(self, module: nn.Module) -> bool:
+        """Whether a call of this module is one of a model to look at."""
+        if self._fixed is not None:
+            return any(unwrapped(module) is unwrapped(one) for one in self._fixed.values())
+        return is_trainable(module)
+
     def parameter(self, parameter: Tensor) -> tuple[str | None, str]:
         """Path of the module that owns a parameter, and the parameter's own name."""
         for model in self.models.values():
@@ -69,6 +79,9 @@ class Names:
 
     def look(self, optimizers: Iterable[Any]) -> None:
         """Find the models: modules that are no other's part, with parameters to train (that an optimizer steps)."""
+        if self._fixed is not None:
+            self._take(dict(self._fixed))
+            return
         modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module) and "_modules" in one.__dict__]
         parts = {id(child) for one in modules for child in one._modules.values() if child is not None}
         stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
@@ -83,8 +96,11 @@ class Names:
         if not found and stepped:
             self.look(())  # the optimizer steps copies
             return
-        self.models = {_variable(one) or str(index): one for index, one in enumerate(found)}
-        paths, owners, _ = named_parts(self.models)
+        self._take({_variable(one) or str(index): one for index, one in enumerate(found)})
+
+    def _take(self, models: dict[str, nn.Module]) -> None:
+        self.models = models
+        paths, owners, _ = named_parts(models)
         self._paths, self.owners = paths, owners
         self._unknown = WeakIdKeyDictionary()
 

@@ -3,19 +3,8 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any
-
-import torch
-
-_TORCH = str(Path(torch.__file__).resolve().parent)
-_PREAMP = str(Path(__file__).resolve().parents[1])
-_LIBRARY = ("site-packages", "dist-packages", "/lib/python")
-
-Place = tuple[str | None, int | None]
 
 
 class Patches:
@@ -52,18 +41,3 @@ class Patches:
         """Take everything back."""
         while self._undo:
             self._undo.pop()()
-
-
-def users_place() -> Place:
-    """File and line of the innermost frame of the user's own; of any library but torch where there is none such."""
-    first: Place = (None, None)
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((_TORCH, "<")) and (not name.startswith(_PREAMP) or name.startswith(_PREAMP + "/zoo")):
-            if not any(part in name for part in _LIBRARY):
-                return name, frame.f_lineno
-            if first[0] is None and "site-packages" in name:
-                first = (name, frame.f_lineno)
-        frame = frame.f_back
-    return first

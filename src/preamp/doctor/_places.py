@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import math
-import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any, Literal, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..formats import name_of
 from ..tree import tensors
+from ._random import random_kept
+from ._stack import Frames, walk
 
 Models = nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]
-
-_TORCH = str(Path(torch.__file__).parent) + "/"
-_PREAMP = str(Path(__file__).parents[1]) + "/"
-_ZOO = _PREAMP + "zoo/"  # models, like a user's own
-_PASSED_THROUGH = ("contextlib.py", "functools.py")  # decorators of the standard library: the line inside is meant
-_CHECKPOINT = _TORCH + "utils/checkpoint.py"
-_FUNCTION = _TORCH + "autograd/function.py"
-_ENGINE = "_engine_run_backward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +32,6 @@ class Place:
     line: int | None
     direction: Literal["forward", "backward"]
     own: tuple[str, int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Frames:
-    """What a walk up the Python stack tells."""
-
-    source: tuple[str, int] | None  # innermost frame of the user's
-    own: tuple[str, int] | None  # the same, but called by the autograd engine
-    applied: tuple[str, int] | None  # who applies the autograd.Function whose forward this is in
-    recomputed: bool  # activation checkpointing is running the forward again
 
 
 class Places:
@@ -98,25 +79,25 @@ class Places:
     def place(self, writes_view: bool) -> Place:
         """The place of the operator about to run; `writes_view`: it changes a view in place."""
         node = torch._C._current_autograd_node()
-        frames = _walk(self._stop)
+        frames = walk(self._stop)
         place = self._resolve(node, frames)
-        made = place if frames.applied is None else replace(place, file=frames.applied[0], line=frames.applied[1])
+        made = place if frames.applied[0] is None else replace(place, file=frames.applied[0], line=frames.applied[1])
         self._note_nodes(made, writes_view)
         return place
 
-    def _resolve(self, node: Any, frames: _Frames) -> Place:
+    def _resolve(self, node: Any, frames: Frames) -> Place:
         inside = self._stack[-1][1] if self._stack else None
         if node is None and self.forced is not None:
             return self.forced
         if node is None:
-            return Place(inside, *_file_line(frames.source), "forward")
+            return Place(inside, *frames.source, "forward")
         maker = self._made_by.get(node._sequence_nr())
         module = inside if self._stack else maker.module if maker else None
         if node.name() == "torch::autograd::AccumulateGrad":
             module = self._parameters.get(id(node.variable))
         if frames.recomputed and torch.is_grad_enabled():
-            return Place(module, *_file_line(frames.source), "forward")
-        file, line = (maker.file, maker.line) if maker else _file_line(frames.own)
+            return Place(module, *frames.source, "forward")
+        file, line = (maker.file, maker.line) if maker else frames.own or (None, None)
         return Place(module, file, line, "backward", frames.own)
 
     def _note_nodes(self, place: Place, writes_view: bool) -> None:
@@ -131,39 +112,6 @@ class Places:
             self._made_by[number] = cast(Place, self._last) if late else place
         self._copy_slices = writes_view and now > self._seen
         self._seen, self._last = max(now, self._seen), place
-
-
-def _walk(stop: CodeType) -> _Frames:
-    source = own = applied = None
-    function = False
-    recomputed = False
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code is not stop:
-        file = frame.f_code.co_filename
-        if file == _CHECKPOINT:
-            recomputed = True
-        elif frame.f_code.co_name == _ENGINE and file.startswith(_TORCH):
-            own = source  # what lies between the engine and the operator is a backward or a hook in Python
-            break
-        elif source is not None and file == _FUNCTION:
-            function = True
-        elif _is_users(file) and (source is None or (function and applied is None)):
-            here = (file, frame.f_lineno)
-            source, applied = (here, applied) if source is None else (source, here)
-        frame = frame.f_back
-    return _Frames(source, own, applied, recomputed)
-
-
-def _file_line(source: tuple[str, int] | None) -> tuple[str | None, int | None]:
-    return source if source is not None else (None, None)
-
-
-def _is_users(file: str) -> bool:
-    if file.startswith("<"):
-        return False  # made by exec: dataclasses, frozen importlib
-    if file.startswith(_PREAMP):
-        return file.startswith(_ZOO)
-    return not file.startswith(_TORCH) and not file.endswith(_PASSED_THROUGH)
 
 
 def named_parts(models: Models) -> tuple[dict[nn.Module, str], dict[int, str], list[tuple[str, Tensor]]]:
@@ -205,10 +153,9 @@ def untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
     tables = [(module, dict(module._buffers), module.training) for module in modules]
     distinct = {id(b): b for _, buffers, _ in tables for b in buffers.values() if b is not None}
     copies = [(b, b.detach().clone()) for b in distinct.values()]
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     torch.clear_autocast_cache()  # a cached cast would hide that it overflows
     with ExitStack() as stack:
+        stack.enter_context(random_kept())
         # A graph of the caller's that saved a buffer still finds the version it saved.
         stack.enter_context(_unsafe_preserve_version_counter(tuple(distinct.values())))
         try:
@@ -225,11 +172,6 @@ def untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
             with torch.no_grad():
                 for buffer, copy in copies:
                     buffer.copy_(copy)
-            random.setstate(python)
-            np.random.set_state(numpy)
-            torch.set_rng_state(cpu)
-            if cuda is not None:
-                torch.cuda.set_rng_state_all(cuda)
             torch.clear_autocast_cache()
 
 

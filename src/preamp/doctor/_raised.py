@@ -6,7 +6,7 @@ import traceback
 from typing import Any, Literal
 
 from ..report import Finding
-from ._patches import _LIBRARY, _PREAMP
+from ._stack import in_library, is_users
 
 _KNOWN: tuple[tuple[str, str, str, str], ...] = (
     ("without overflow", "PA103", "a constant is beyond float16, whose largest number is 65504",
@@ -41,9 +41,5 @@ def finding_of(error: BaseException, trace: Any) -> Finding | None:
 
 
 def _place(trace: Any) -> tuple[str | None, int | None]:
-    own = [
-        f
-        for f in traceback.extract_tb(trace)
-        if not f.filename.startswith(_PREAMP) and not any(part in f.filename for part in (*_LIBRARY, "<"))
-    ]
+    own = [f for f in traceback.extract_tb(trace) if is_users(f.filename) and not in_library(f.filename)]
     return (own[-1].filename, own[-1].lineno) if own else (None, None)

@@ -1,47 +1,86 @@
-"""What a watched process writes down as it goes, so that whatever ends it, the report can be made from outside.
+"""What a watched process tells as it goes, and who listens: the doctor outside by a file, memory, a sink of the user's.
 
-One line of JSON a record, in one file a process; each is in the file as soon as it is written.
+In a file a record is one line of JSON, there as soon as it is written: whatever ends the process, the report is made.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from ..errors import PreampWarning
 from ..report import Finding, to_json
 
 
-class Recorder:
-    """Appends records to a file that is made with the first of them. A forked child writes nothing."""
+class Sink(Protocol):
+    """Takes records: "step", "finding", "telemetry", "audit", "overflow", ..., each with facts fit for JSON."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._path = folder / f"rank{rank}-{os.getpid()}.jsonl"
-        self._rank = rank
-        self._pid = os.getpid()
-        self._file: int | None = None
+    def write(self, kind: str, facts: Mapping[str, Any]) -> None:
+        """One record."""
+
+
+class Recorder:
+    """Hands records on to sinks. A forked child records nothing; a sink that fails is left out from then on."""
+
+    def __init__(self, *sinks: Sink, rank: int = 0) -> None:
+        self._sinks = list(sinks)
+        self._rank, self._pid = rank, os.getpid()
+        self._begun = False
 
     @property
     def is_own(self) -> bool:
         """Whether this is the process that the recorder was made in."""
         return os.getpid() == self._pid
 
+    def add(self, sink: Sink) -> None:
+        """Have another one listen from here on."""
+        self._sinks.append(sink)
+
+    def remove(self, sink: Sink) -> None:
+        """Have it listen no more."""
+        if sink in self._sinks:
+            self._sinks.remove(sink)
+
     def write(self, kind: str, **facts: Any) -> None:
         """One record; values are made fit for JSON."""
         if not self.is_own:
             return
-        if self._file is None:
-            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        if not self._begun:
+            self._begun = True
             self.write("process", rank=self._rank, pid=self._pid)
-        line = json.dumps({"kind": kind, **to_json(facts)}, allow_nan=False)
-        os.write(self._file, line.encode() + b"\n")
+        told = to_json(facts)
+        for sink in tuple(self._sinks):
+            try:
+                sink.write(kind, told)
+            except Exception as error:
+                self.remove(sink)
+                name = type(sink).__name__
+                warnings.warn(f"{name} failed and gets no more records: {error!r}", PreampWarning, stacklevel=2)
 
     def finding(self, finding: Finding) -> None:
         """A finding, as a record."""
         self.write("finding", **finding.to_dict())
+
+
+class JsonLines:
+    """A sink: appends every record to a file as one line of JSON, with its "kind"; the file is made with the first."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._file: int | None = None
+
+    def write(self, kind: str, facts: Mapping[str, Any]) -> None:
+        """One line, in the file when this returns."""
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        line = json.dumps({"kind": kind, **facts}, allow_nan=False)
+        os.write(self._file, line.encode() + b"\n")
 
 
 @dataclass(slots=True)
@@ -56,6 +95,19 @@ class Rank:
     many: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """All records of each other kind."""
 
+    def write(self, kind: str, facts: Mapping[str, Any]) -> None:
+        """Take one record: this is a sink."""
+        record = dict(facts)
+        if kind == "process":
+            self.rank = record["rank"]
+        elif kind == "finding":
+            self.findings.append(Finding(**record))
+        elif kind == "step":
+            self.steps.append(record)
+        else:
+            self.facts[kind] = record
+            self.many.setdefault(kind, []).append(record)
+
 
 def read_ranks(folder: Path) -> list[Rank]:
     """The processes that recorded anything, by rank; a line cut short by a kill is left out."""
@@ -63,16 +115,7 @@ def read_ranks(folder: Path) -> list[Rank]:
     for path in sorted(folder.glob("rank*.jsonl"), key=lambda p: p.stat().st_mtime):
         rank = Rank(0)
         for record in _lines(path):
-            kind = record.pop("kind", "")
-            if kind == "process":
-                rank.rank = record["rank"]
-            elif kind == "finding":
-                rank.findings.append(Finding(**record))
-            elif kind == "step":
-                rank.steps.append(record)
-            else:
-                rank.facts[kind] = record
-                rank.many.setdefault(kind, []).append(record)
+            rank.write(record.pop("kind", ""), record)
         found.append(rank)
     return sorted(found, key=lambda one: (one.rank, -len(one.steps)))
 

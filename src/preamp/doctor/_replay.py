@@ -13,7 +13,8 @@ from ..report import Finding
 from ._names import Names
 from ._origin import Origin, trace
 from ._places import Places
-from ._tape import Tape, plain_attributes, random_state, set_random_state
+from ._random import random_state, set_random_state
+from ._tape import Tape, plain_attributes
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,16 @@ class Diagnosis:
     """Positions along the first dimension of the input that holds a value that is not finite."""
 
     def finding(self, step: int) -> Finding:
-        """PA201 or PA207."""
+        """PA201, or PA207 for what came in with a batch; a damaged weight did not."""
         found = self.origin.finding(step)
+        source = self.origin.source
+        if source is not None:
+            when = f"the step before, {step - 1}," if step else "whoever made or loaded it"
+            found = replace(
+                found, code="PA201",
+                message=f"parameter or buffer {source!r} was {self.origin.kind} before step {step} began: {when} left "
+                f"it so; {self.origin.op} is the first to compute with it",
+            )  # fmt: skip
         if self.samples:
             evidence = dict(found.evidence) if isinstance(found.evidence, dict) else {}
             found = replace(found, evidence={**evidence, "entries of the batch": list(self.samples)})
@@ -55,7 +64,7 @@ def diagnose(
 
     def look(seed: float) -> Origin | None:
         def run(places: Places) -> list[Tensor]:
-            return [tape.replay(loss, places) for loss in known]
+            return [tape.replay(loss, places, names.get) for loss in known]
 
         return trace(run, models, lambda loss: _backward(loss, seed, parameters))
 

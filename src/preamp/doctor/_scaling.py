@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from contextlib import contextmanager
@@ -13,7 +14,10 @@ from torch.optim import Optimizer
 
 from ..report import Finding
 from ..session import Session
-from ._patches import Patches, Place, users_place
+from ..tree import tensors
+from ._patches import Patches
+from ._scaled import Gradients, left_out, mixed_up, never_taken_off
+from ._stack import Line, users_line
 
 if TYPE_CHECKING:
     from ._watch import Watch
@@ -31,29 +35,39 @@ class Scaling:
         self._scaled: list[tuple[weakref.ref[Tensor], float]] = []
         self._pending = False
         """Whether gradients lie there that are still scaled."""
+        self._gradients = Gradients()
+        self._backward_scale = 1.0
+        self._depth = 0
+        """Backward passes that are under way: checkpointing goes back inside of one."""
+        self._low_half = False
+        """Whether products ran in float16."""
+        self._followed: set[type] = set()
         self._stepping = False
-        self._made: Place | None = None
+        self._made: Line | None = None
         self._used = self._in_apex = self._session = False
-        self._updated_at: Place | None = None
+        self._updated_at: Line | None = None
         self._schedules = self._updates = 0
-        self._schedule_place: Place = (None, None)
+        self._schedule_place: Line = (None, None)
         self._patched_apex: Any = None
         self._patches: Patches | None = None
 
     def start(self, patches: Patches) -> None:
         """Have scalers, sessions, schedulers and clipping tell."""
         self._patches = patches
+        import torch.optim.optimizer as base
+
         scaler = torch.amp.grad_scaler.GradScaler
         patches.wrap(scaler, "__init__", self._made_scaler)
-        patches.wrap(scaler, "scale", self._scale)
-        patches.wrap(scaler, "unscale_", self._unscale)
-        for kind in (scaler, *_subclasses_with(scaler, "step")):
-            patches.wrap(kind, "step", self._step)
-        patches.wrap(scaler, "update", self._update)
+        self._follow(scaler)
+        for kind in _subclasses_with(scaler, "step"):
+            self._follow(kind)
+        patches.wrap(torch.autograd, "backward", self._backward)
+        patches.on_close(base.register_optimizer_step_pre_hook(self._about_to_step).remove)
         patches.wrap(Session, "scale", self._session_scale)
         patches.wrap(Session, "backward", self._session_backward)
         patches.wrap(Session, "unscale_", self._session_unscale)
         patches.wrap(Session, "clip_grad_norm_", self._session_quiet)
+        patches.wrap(Session, "clip_grad_value_", self._session_quiet)
         patches.wrap(Session, "step", self._session_step)
         patches.wrap(torch.optim.lr_scheduler.LRScheduler, "step", self._schedule)
         for kind in _subclasses_with(torch.optim.lr_scheduler.LRScheduler, "step"):
@@ -64,10 +78,43 @@ class Scaling:
 
     # -- torch's scaler
 
+    def _follow(self, kind: type) -> None:
+        """Have the methods tell that this class defines itself."""
+        if kind in self._followed or self._patches is None:
+            return
+        self._followed.add(kind)
+        around = {"scale": self._scale, "unscale_": self._unscale, "step": self._step, "update": self._update}
+        for name in around.keys() & vars(kind).keys():
+            self._patches.wrap(kind, name, around[name])
+
     def _made_scaler(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> None:
+        for kind in type(scaler).__mro__:
+            if issubclass(kind, torch.amp.grad_scaler.GradScaler):
+                self._follow(kind)  # one that was written or imported after the start
         original(scaler, *args, **kwargs)
         if scaler.is_enabled():
-            self._made = users_place()
+            self._made = users_line()
+
+    def _backward(self, original: Any, tensors_: Any, *args: Any, **kwargs: Any) -> Any:
+        """Outermost of those who listen to backward passes: what they do again changes gradients too."""
+        optimizers = list(self._watch.optimizers.values())
+        if self._depth == 0:
+            self._gradients.before_backward(optimizers)
+        self._depth += 1
+        try:
+            out = original(tensors_, *args, **kwargs)
+        finally:
+            self._depth -= 1
+        if self._depth == 0:
+            losses = list(tensors(tensors_))
+            by_scaler = any(self._noted(loss) not in (None, 1.0) for loss in losses)
+            by_scaler &= not self._in_apex and not self._session
+            by_hand = None
+            if len(losses) == 1 and not (self._session or self._in_apex or self._made):
+                factor = self._watch._tape.factor_on(losses[0])
+                by_hand = factor if factor is not None and _like_a_scale(factor) else None
+            self._gradients.after_backward(optimizers, by_scaler, by_hand)
+        return out
 
     def _scale(self, original: Any, scaler: Any, outputs: Any) -> Any:
         out = original(scaler, outputs)
@@ -82,10 +129,21 @@ class Scaling:
 
     def _unscale(self, original: Any, scaler: Any, optimizer: Optimizer) -> Any:
         self._watch.gradients_are_true()
+        if not scaler.is_enabled():
+            return original(scaler, optimizer)
+        self._look_for_mixed(optimizer)
         out = original(scaler, optimizer)
-        if scaler.is_enabled():
-            self._pending = False
+        self._gradients.unscaled(optimizer)
+        self._pending = False
         return out
+
+    def _look_for_mixed(self, optimizer: Optimizer) -> None:
+        """PA107: gradients that were unscaled were left lying, and a backward pass added scaled ones."""
+        count = self._gradients.mixed(optimizer)
+        if not count or not self.scale or self.scale == 1:
+            return
+        self._gradients.stepped(optimizer)  # once
+        self._watch.tell(mixed_up(count, self.scale, optimizer, users_line()))
 
     def _step(self, original: Any, scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if self._stepping or not scaler.is_enabled():
@@ -101,15 +159,17 @@ class Scaling:
                     fix="scaler.step(first)\nscaler.step(second)\nscaler.update()  # once, after the last",
                 )
             )  # fmt: skip
+        self._look_for_mixed(optimizer)
         self._stepping = True
         try:
             return self._watch.attempt(lambda: original(scaler, optimizer, *args, **kwargs), optimizer)
         finally:
+            self._gradients.stepped(optimizer)
             self._stepping = self._pending = False
 
     def _update(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
         self._updates += 1
-        self._updated_at = users_place()
+        self._updated_at = users_line()
         return original(scaler, *args, **kwargs)
 
     # -- preamp's session
@@ -147,7 +207,8 @@ class Scaling:
     def _session_quiet(self, original: Any, session: Session, *args: Any, **kwargs: Any) -> Any:
         self._stepping, before = True, self._stepping
         try:
-            return original(session, *args, **kwargs)
+            with self._watch.gradients_may_be_read():  # a session knows what is on them
+                return original(session, *args, **kwargs)
         finally:
             self._stepping = before
 
@@ -155,9 +216,10 @@ class Scaling:
         if self._stepping:
             return original(session, *args, **kwargs)
         self._stepping = True
-        optimizer = next(iter(session.optimizers.values()))
+        given = kwargs.get("optimizer", args[0] if args else None)
+        stepped = [given] if isinstance(given, Optimizer) else list(session.optimizers.values())
         try:
-            return self._watch.attempt(lambda: original(session, *args, **kwargs), optimizer)
+            return self._watch.attempt(lambda: original(session, *args, **kwargs), *stepped)
         finally:
             self._stepping = self._pending = False
 
@@ -186,12 +248,20 @@ class Scaling:
 
     # -- what follows from it
 
+    def _noted(self, loss: Tensor) -> float | None:
+        """The scale that a scaler put on this very loss, which may be 1; None for one that nobody scaled."""
+        return next((scale for ref, scale in self._scaled if ref() is loss), None)
+
     def scale_of(self, loss: Tensor) -> float:
         """The scale that is on a loss; 1 for one that nobody scaled."""
-        for ref, scale in self._scaled:
-            if ref() is loss:
-                return scale
+        noted = self._noted(loss)
+        if noted is not None:
+            return noted
         return self.scale if self._session and self._stepping and self.scale else 1.0
+
+    def scale_of_backward(self) -> float:
+        """The scale that was on the loss of the last backward pass, whatever happened to the gradients since."""
+        return self._backward_scale
 
     def scale_now(self) -> float:
         """The scale on the gradients as they lie there."""
@@ -201,11 +271,14 @@ class Scaling:
         """Gradients have arrived."""
         self._updated_at = None
         scaled = any(self.scale_of(loss) != 1 for loss in losses) or self._in_apex
-        self._used |= scaled
+        # A scale that has come down to 1 is a scale all the same: PA203 tells of that.
+        self._used |= scaled or any(self._noted(loss) is not None for loss in losses)
         self._pending = scaled
+        self._backward_scale = (self.scale or 1.0) if scaled else 1.0
 
-    def unscaled_backward(self, place: Place, low: set[torch.dtype]) -> Finding | None:
+    def unscaled_backward(self, place: Line, low: set[torch.dtype]) -> Finding | None:
         """PA107: float16 products, and no scale on the loss."""
+        self._low_half |= torch.float16 in low
         if self._used or self._in_apex or self._watch.scaled_by_hand or torch.float16 not in low:
             return None
         why = "a GradScaler was made and scale() is not called" if self._made else "nothing scales the loss"
@@ -218,24 +291,36 @@ class Scaling:
             "scaler.update()\n# or bfloat16, which needs no scale",
         )  # fmt: skip
 
-    def before_step(self, optimizer: Optimizer, place: Place) -> None:
+    def before_step(self, optimizer: Optimizer, place: Line) -> None:
         """PA107: a step taken outside of the scaler with gradients that are still scaled."""
-        if self._pending and not self._stepping and not self._in_apex and not self._session:
+        if self._stepping or self._in_apex or self._session:
+            return
+        factor = self._gradients.scaled_by_hand(optimizer) if self._low_half and not self._used else None
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        if self._pending:
             self._pending = False
-            self._watch.tell(
-                Finding(
-                    "PA107", "error",
-                    f"optimizer.step() takes gradients that are still {self.scale:g} times too large: the scaler is "
-                    "left out of the step",
-                    op=type(optimizer).__name__, file=place[0], line=place[1], evidence={"scale": self.scale},
-                    fix="scaler.step(optimizer)  # in place of optimizer.step()\nscaler.update()",
-                )
-            )  # fmt: skip
+            if self._gradients.any_scaled(own) or not self._gradients.some_scaled:  # or it steps copies
+                self._gradients.stepped(optimizer)
+                self._watch.tell(left_out(self.scale, optimizer, place))
+        elif factor is not None:
+            self._watch.tell(never_taken_off(factor, optimizer, place))
+
+    def _about_to_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Of every optimizer, also of the second one of a backward pass; a closure brings gradients of its own."""
+        if self._stepping or self._in_apex or self._session or len(args) > 1 or kwargs.get("closure"):
+            return
+        if self._gradients.any_scaled(p for group in optimizer.param_groups for p in group["params"]):
+            self._gradients.stepped(optimizer)
+            self._watch.tell(left_out(self.scale, optimizer, users_line()))
+        else:
+            self._look_for_mixed(optimizer)
 
     def _clip(self, original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
         self._watch.gradients_are_true()
-        if self._pending and not self._stepping:
-            file, line = users_place()
+        clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        parameters = clipped  # it may have been a generator
+        if not self._stepping and self._still_scaled(clipped):
+            file, line = users_line()
             undo = "with amp.scale_loss(...) as scaled_loss: scaled_loss.backward()\n# and clip after this block, "
             undo += "amp.master_params(optimizer)"
             self._watch.tell(
@@ -255,10 +340,16 @@ class Scaling:
         finally:
             self._stepping = before
 
+    def _still_scaled(self, parameters: list[Tensor]) -> bool:
+        """Whether gradients are about to be clipped that still are scaled."""
+        if self._in_apex or self._session:
+            return self._pending
+        return self._gradients.any_scaled(parameters) or (self._pending and not self._gradients.all_true(parameters))
+
     def _schedule(self, original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         if not getattr(scheduler, "_is_initial", False) and self._watch.step:
             self._schedules += 1
-            self._schedule_place = users_place()
+            self._schedule_place = users_line()
         return original(scheduler, *args, **kwargs)
 
     def since_last(self) -> dict[str, Any]:
@@ -272,17 +363,22 @@ class Scaling:
         return {**self.since_last(), "scaler_at": _spelt(self._made)}
 
 
-def _spelt(place: Place | None) -> str | None:
+def _like_a_scale(factor: float) -> bool:
+    """Whether a constant in front of a loss is taken for a loss scale: a power of two, 64 or more."""
+    return factor >= 64 and math.frexp(factor)[0] == 0.5
+
+
+def _spelt(place: Line | None) -> str | None:
     return None if place is None or place[0] is None else f"{place[0]}:{place[1]}"
 
 
 def _subclasses_with(kind: type, name: str) -> list[type]:
     """Subclasses, at any depth, that define a method anew."""
     found: list[type] = []
-    todo: list[type] = list(kind.__subclasses__())
-    while todo:
-        one = todo.pop()
-        todo += one.__subclasses__()
+    queue: list[type] = list(kind.__subclasses__())
+    while queue:
+        one = queue.pop()
+        queue += one.__subclasses__()
         if name in vars(one):
             found.append(one)
     return found

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
 from ..policy import policy
 from ..report import Finding
+from ..session import Session
 from ._lint_eps import optimizer_eps
-from ._lint_state import _norm_statistics, _not_finite
-from ._masters import keeps_masters
+from ._lint_state import norm_statistics, not_finite
 
 if TYPE_CHECKING:
     from ._watch import Watch
@@ -23,7 +24,7 @@ def before_first_step(watch: Watch, optimizer: Optimizer) -> Iterator[Finding]:
     """Findings about an optimizer and the models, just before its first step."""
     file, line = watch.places.get(id(optimizer), (None, None))
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
-    mastered = keeps_masters(optimizer)
+    mastered = _keeps_masters(optimizer)
     if not mastered:
         half = [p for p in stepped if p.dtype is torch.float16]
         for finding in optimizer_eps(optimizer, policy("O3" if half else "O0")):
@@ -40,7 +41,7 @@ def before_first_step(watch: Watch, optimizer: Optimizer) -> Iterator[Finding]:
                 "# or leave the model in float32, under torch.autocast",
             )  # fmt: skip
     for path_model in watch.names.models.values():
-        for finding in (*_norm_statistics(path_model, policy("O0")), *_not_finite(path_model)):
+        for finding in (*norm_statistics(path_model, policy("O0")), *not_finite(path_model)):
             yield finding
     yield from _of_no_model(watch, optimizer, file, line)
 
@@ -65,3 +66,11 @@ def _of_no_model(watch: Watch, optimizer: Optimizer, file: str | None, line: int
         evidence={"stepped": total, "with gradients": len(orphans)},
         fix="model = model.to(...)  # casts and wrappers first\noptimizer = torch.optim.Adam(model.parameters())",
     )  # fmt: skip
+
+
+def _keeps_masters(optimizer: Optimizer) -> bool:
+    """True for the optimizer of a session whose policy has masters, and for one that Apex initialised."""
+    if hasattr(optimizer, "_amp_stash"):
+        return True
+    sessions: list[Any] = [one for one in gc.get_objects() if type(one) is Session]
+    return any(optimizer in one.optimizers.values() and one.policy.masters for one in sessions)

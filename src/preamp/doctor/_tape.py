@@ -8,22 +8,24 @@ those operators on what they give, with autograd, so that the backward pass can 
 from __future__ import annotations
 
 import copy
-import random
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_map
 
 from ..tree import tensors
-from ._places import Place, Places, _file_line, _walk, key_of, written_by
+from ._clock import Clock
+from ._places import Place, Places, key_of, written_by
+from ._random import random_state, set_random_state
+from ._stack import walk
 
 Key = tuple[Any, ...]
 LIMIT = 4000
@@ -59,6 +61,8 @@ class _Op:
     outputs: list[Key]
     grad: bool
     place: Place
+    modules: tuple[nn.Module, ...]
+    """Modules that were running, the innermost first: one without parameters is not kept as a call."""
 
 
 @dataclass(slots=True)
@@ -84,7 +88,8 @@ def tensor_key(tensor: Tensor) -> Key:
 class Tape:
     """The step's calls and operators, from its first model call on."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
         self._entries: list[_ModelCall | _Op | _Random | _Kept] = []
         self._known: set[Key] = set()
         self._mode: _Window | None = None
@@ -97,11 +102,6 @@ class Tape:
         self._entries.clear()
         self._known.clear()
         self.whole = True
-
-    @property
-    def called(self) -> bool:
-        """Whether a model was called."""
-        return any(isinstance(entry, _ModelCall) for entry in self._entries)
 
     def enter_model(self, module: nn.Module, args: Any, kwargs: Any, device_types: tuple[str, ...]) -> _ModelCall:
         """Before a model runs."""
@@ -147,9 +147,8 @@ class Tape:
             if tensor_key(tensor) not in self._known:
                 self._entries.append(_Kept(tensor_key(tensor), tensor.detach().clone()))
                 self._known.add(tensor_key(tensor))
-        frames = _walk(Tape.keep.__code__)
-        place = Place(None, *_file_line(frames.source), "forward")
-        op = _Op(func, self._refer(args), self._refer(kwargs), [], torch.is_grad_enabled(), place)
+        place = Place(None, *walk(Tape.keep.__code__).source, "forward")
+        op = _Op(func, self._refer(args), self._refer(kwargs), [], torch.is_grad_enabled(), place, _running())
         self._entries.append(op)
         return op
 
@@ -180,21 +179,25 @@ class Tape:
 
     def scaled_by_hand(self, loss: Tensor) -> bool:
         """Whether the script itself multiplied the loss by a large constant."""
+        return (self.factor_on(loss) or 0) >= 8
+
+    def factor_on(self, loss: Tensor) -> float | None:
+        """The constant that the script multiplied the loss by, last of all; None without one."""
         wanted = tensor_key(loss)
         for entry in self._entries:
             if isinstance(entry, _Op) and wanted in entry.outputs and entry.func._schema.name == "aten::mul":
                 factor = entry.args[1] if len(entry.args) > 1 else None
                 if isinstance(factor, Tensor) and factor.numel() == 1:
                     factor = float(factor)
-                return isinstance(factor, (int, float)) and factor >= 8
-        return False
+                return float(factor) if isinstance(factor, (int, float)) else None
+        return None
 
     def knows(self, loss: Tensor) -> bool:
         """Whether a replay gives this loss."""
         return self.whole and tensor_key(loss) in self._known
 
-    def replay(self, loss: Tensor, places: Places) -> Tensor:
-        """Do it all again up to the loss, and return the new one."""
+    def replay(self, loss: Tensor, places: Places, named: Callable[[nn.Module], str | None]) -> Tensor:
+        """Do it all again up to the loss, and return the new one; `named`: the path of a module of the models'."""
         wanted = tensor_key(loss)
         env: dict[Key, Tensor] = {}
 
@@ -211,7 +214,8 @@ class Tape:
                 out = list(tensors(_call_again(entry, tree_map(look_up, entry.args), tree_map(look_up, entry.kwargs))))
                 env.update({key: t for key, t in zip(entry.outputs, out, strict=False) if key is not None})
             else:
-                places.forced = entry.place
+                inside = next((path for path in map(named, entry.modules) if path is not None), None)
+                places.forced = replace(entry.place, module=inside)
                 try:
                     with torch.set_grad_enabled(entry.grad):
                         out = entry.func(*tree_map(look_up, entry.args), **tree_map(look_up, entry.kwargs))
@@ -265,11 +269,24 @@ class _Window(TorchDispatchMode):
         kwargs = kwargs or {}
         op = None
         if torch._C._current_autograd_node() is None and func.namespace != "profiler":
-            op = self._tape.keep(func, args, kwargs)
+            with self._tape.clock:
+                op = self._tape.keep(func, args, kwargs)
         out = func(*args, **kwargs)
         if op is not None:
-            self._tape.made(op, out)
+            with self._tape.clock:
+                self._tape.made(op, out)
         return out
+
+
+def _running() -> tuple[nn.Module, ...]:
+    """The modules whose call this is in, the innermost first."""
+    found: list[nn.Module] = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__:
+            found.append(frame.f_locals["self"])
+        frame = frame.f_back
+    return tuple(found)
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
@@ -279,21 +296,3 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
         for name, value in vars(module).items()
         if not name.startswith("_")
     }
-
-
-def random_state() -> tuple[Any, ...]:
-    """Of Python, numpy, and torch on the CPU and on every GPU in use."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    numpy = np.random.get_state() if "numpy.random" in sys.modules else None
-    return random.getstate(), numpy, torch.get_rng_state(), cuda
-
-
-def set_random_state(state: tuple[Any, ...]) -> None:
-    """Put back what `random_state` gave."""
-    python, numpy, cpu, cuda = state
-    random.setstate(python)
-    if numpy is not None:
-        np.random.set_state(numpy)
-    torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state_all(cuda)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -109,8 +110,8 @@ def flushed(watch: Watch, scale: float) -> Iterator[Finding]:
 def _flushed_in(watch: Watch, parameter: Tensor, share: float, top: float, scale: float) -> Finding:
     module, name = watch.names.parameter(parameter)
     room = FP16.max / top / 4
-    power = int(torch.log2(torch.tensor(room)).floor())
-    lowest = int(torch.log2(torch.tensor(FP16.smallest_normal / top * 2**6)).ceil())
+    power = math.floor(math.log2(room))
+    lowest = math.ceil(math.log2(FP16.smallest_normal / top * 2**6))
     return Finding(
         "PA202", "warning",
         f"{share:.0%} of the gradients of {name} that are not zero are subnormal in float16 at a scale of {scale:g}; "
@@ -123,4 +124,4 @@ def _flushed_in(watch: Watch, parameter: Tensor, share: float, top: float, scale
 
 
 def _log2(scale: float) -> int:
-    return int(torch.log2(torch.tensor(scale)).round())
+    return round(math.log2(scale))

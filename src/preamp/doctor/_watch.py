@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 import warnings
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,56 +17,73 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..autocast._registry import MARKER
+from ..autocast import MARKER
 from ..gradients import read
 from ..report import Finding
 from ..tree import tensors
 from ._asked import Asked
-from ._live import Live
-from ._names import Names, is_trainable, unwrapped
-from ._patches import Patches, Place, users_place
-from ._places import key_of
+from ._clock import Clock
+from ._look import Look
+from ._names import Names, unwrapped
+from ._patches import Patches
 from ._raised import finding_of
 from ._records import Recorder
 from ._replay import diagnose
 from ._scaling import Scaling
+from ._stack import Line, users_line
 from ._state import before_first_step
 from ._tape import Tape
-from ._updates import Updates, flushed
+from ._updates import Updates
 
 DIAGNOSES = 8
 """Sick steps that are replayed; the first ones tell."""
 
 
+_current: Watch | None = None
+
+
+def current() -> Watch | None:
+    """The watch of this process, if one is going on: torch is wrapped once, and a second one would see the first."""
+    return _current if _current is not None and _current.recorder.is_own else None
+
+
+def set_current(watch: Watch | None) -> None:
+    """Say which one it is."""
+    global _current
+    _current = watch
+
+
 class Watch:
     """One process under observation. `start` begins, `end` takes everything back and writes the last record."""
 
-    def __init__(self, recorder: Recorder, base: Path, every: int, steps: int | None, replay: bool) -> None:
-        self._recorder, self._base = recorder, base
+    def __init__(
+        self, recorder: Recorder, base: Path, every: int, steps: int | None, replay: bool, names: Names | None = None
+    ) -> None:
+        self.recorder, self._base = recorder, base
         self._every, self._limit, self._replay = every, steps, replay
+        self.clock = Clock()
         self._patches = Patches()
-        self.names, self._tape = Names(), Tape()
-        self.scaling, self._asked, self._updates = Scaling(self), Asked(self), Updates(self)
+        self.names, self._tape = names or Names(), Tape(self.clock)
+        self.scaling, self.asked, self._updates = Scaling(self), Asked(self), Updates(self)
+        self._look = Look(self, every)
         self.optimizers: dict[int, Optimizer] = {}
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, Line] = {}
         """Where each optimizer was made."""
         self._attempts: dict[int, int] = {}
-        self._live: Live | None = None
         self._hook: Any = None
         self._inside = self._in_backward = self._in_attempt = False
         self._told: set[Any] = set()
         self._diagnoses = 0
         self._damaged = False
-        self._bad: str | None = None
+        self.bad: str | None = None
+        """What was not finite in this step, "loss" or "gradients"."""
         self._loss: float | None = None
-        self._backward_at: Place = (None, None)
-        self.stepped_at: Place = (None, None)
+        self._backward_at: Line = (None, None)
+        self.stepped_at: Line = (None, None)
         self.scaled_by_hand = False
         """Whether the script multiplied a loss by a scale of its own."""
         self._awaits_attempt = False
         self._saw_step = False
-        self._low: set[torch.dtype] = set()
-        self._spent, self._began = 0.0, time.perf_counter()
 
     def start(self) -> None:
         """Have torch tell of model calls, backward passes and steps."""
@@ -83,30 +98,44 @@ class Watch:
         ):
             self._patches.on_close(hook.remove)
         self.scaling.start(self._patches)
-        self._asked.start(self._patches)
+        self.asked.start(self._patches)
         wrap(sys, "excepthook", self._raised)
-        warnings.filterwarnings("ignore", message="Using `torch.compile", category=UserWarning)
+        self._hush("Using `torch.compile")
         self._listen()
+
+    def _hush(self, message: str) -> None:
+        """Keep a warning about our hooks from the script's output."""
+        warnings.filterwarnings("ignore", message=message, category=UserWarning)
+        rule = warnings.filters[0]
+        self._patches.on_close(lambda: rule in warnings.filters and warnings.filters.remove(rule))  # type: ignore[attr-defined]
 
     def end(self) -> None:
         """The script is over."""
-        if not self._recorder.is_own:
+        if not self.recorder.is_own:
             return
         if self._awaits_attempt:
             self._attempted(None, skipped=True)
         self._patches.close()
         if self._hook is not None:
             self._hook.remove()
-        self._stop_looking()
-        self._tape.clear()
+        self._tape.clear()  # its mode lies above the other's
+        self._look.close()
         if self._attempts:
-            seconds = time.perf_counter() - self._began
-            self._recorder.write("end", spent=self._spent, seconds=seconds, **self.scaling.counts())
+            self.recorder.write("end", spent=self.clock.spent, seconds=self.clock.seconds, **self.scaling.counts())
 
     @property
     def step(self) -> int:
         """Attempts so far, of the optimizer that made most."""
         return max(self._attempts.values(), default=0)
+
+    @property
+    def _turn(self) -> int:
+        """Attempts so far, of the optimizer that made fewest: two optimizers take turns, and each is to be looked at.
+
+        One that made next to none while another made many is not used.
+        """
+        made = [self._attempts.get(key, 0) for key in self.optimizers]
+        return min((count for count in made if count * 20 >= self.step - 4), default=self.step)
 
     def tell(self, finding: Finding) -> None:
         """Record a finding, once for each place."""
@@ -118,15 +147,7 @@ class Watch:
         key = (finding.code, finding.module, finding.op, finding.file, finding.line)
         if key not in self._told:
             self._told.add(key)
-            self._recorder.finding(finding)
-
-    @contextmanager
-    def _own_time(self) -> Any:
-        begun = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._spent += time.perf_counter() - begun
+            self.recorder.finding(finding)
 
     # -- model calls --------------------------------------------------------------------------------------------
 
@@ -135,100 +156,64 @@ class Watch:
             self._hook = nn.modules.module.register_module_forward_pre_hook(self._enter)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if self._inside or self._in_backward or not torch.is_grad_enabled() or not self._recorder.is_own:
+        if self._inside or self._in_backward or not torch.is_grad_enabled() or not self.recorder.is_own:
             return
-        if not is_trainable(module):
+        if not self.names.wants(module):
             return
         kwargs = sys._getframe(1).f_locals.get("kwargs", {})
-        with self._own_time():
+        with self.clock:
             self._hook.remove()  # what the model calls inside runs as if nobody looked
             self._hook, self._inside = None, True
-            if self._awaits_attempt and self._bad and self.scaling.active:
+            if self._awaits_attempt and self.bad and self.scaling.active:
                 self._attempted(None, skipped=True)  # a scaler that takes the optimizer's step away
             self.names.get(module)
             self.scaling.look_for_apex()
-            self._asked.model_called(sum(p._version for p in self.names.parameters()))
+            self.asked.model_called(sum(p._version for p in self.names.parameters()))
             call = self._tape.enter_model(unwrapped(module), args, kwargs, ("cpu", "cuda", MARKER))
-            if self._live is None and self._samples():
-                self._live = Live(self.names, {id(p): p for p in self.names.parameters()})
-                self._live.__enter__()
-            if self._live is not None:
-                self._live.autocast_on = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda", MARKER))
-                self._live.torchs_own = self._live.autocast_on and not torch.is_autocast_enabled(MARKER)
+            self._look.open(self._turn)
 
         def left(_: nn.Module, __: Any, out: Any) -> None:
             after.remove()
             self._inside = False
             self._listen()
             if out is not None:
-                self._tape.leave_model(call, out, self._asked.compiled != "function")
+                self._tape.leave_model(call, out, self.asked.compiled != "function")
 
         after = module.register_forward_hook(left, always_call=True)
 
-    def _samples(self) -> bool:
-        """Whether this step is looked at operator by operator: the first, and then more and more rarely."""
-        if self._asked.compiled:
-            return False  # compiled code would run as written under the observation, with other roundings
-        step = self.step
-        return step == 0 or (step % self._every == 0 and (step // self._every).bit_count() == 1)
-
-    def _close_look(self) -> None:
+    def _close_look(self, optimizer: Optimizer | None) -> None:
         """The step is whole: nothing more is kept of it, and what was seen is judged."""
         self._tape.close_window()
-        sampled = self._live is not None
-        self._stop_looking()
-        finding = self.scaling.unscaled_backward(self._backward_at, self._low)
+        self._look.before_step(optimizer)
+        finding = self.scaling.unscaled_backward(self._backward_at, self._look.low)
         if finding is not None:
             self.tell(finding)
-        if sampled and torch.float16 in self._low and not self._bad:
-            for each in flushed(self, self.scaling.scale_now()):
-                self.tell(each)
-
-    def _stop_looking(self) -> None:
-        live, self._live = self._live, None
-        if live is None:
-            return
-        live.stop()
-        if live.reads:
-            self.tell(_read_while_scaled(live.reads[0], self.scaling.scale or 1.0))
-        for finding in live.findings():
-            self.tell(finding)
-        self._low |= live.low
-        for finding in self._asked.findings(live):
-            self.tell(finding)
-        dtypes = {path: dict(counts) for path, counts in live.dtypes.items()}
-        products = live.products
-        self._recorder.write(
-            "audit", step=self.step, outputs=dtypes, flops=products.total, low_share=products.low_share,
-            parameters=_dtypes(self.names.parameters()),
-        )  # fmt: skip
 
     # -- backward passes ----------------------------------------------------------------------------------------
 
     def _backward(self, original: Any, tensors_: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._in_backward or self._inside or not self._recorder.is_own:
+        if self._in_backward or self._inside or not self.recorder.is_own:
             return original(tensors_, *args, **kwargs)
         losses = list(tensors(tensors_))
-        with self._own_time():
+        with self.clock:
             self._tape.close_window()
-            place = users_place()
+            place = users_line()
             self._note_loss(losses, place)
+            self._look.before_backward(self.scaling.scale_of(losses[0]) if losses else 1.0)
         self._in_backward = True
         try:
             out = original(tensors_, *args, **kwargs)
         finally:
             self._in_backward = False
-        with self._own_time():
+        with self.clock:
             self._awaits_attempt, self._saw_step = True, False
             self.scaling.after_backward(losses)
             self.scaled_by_hand |= any(self._tape.scaled_by_hand(loss) for loss in losses)
             self._look_at(losses)
-            if self._live is not None and self.scaling.scale_now() != 1:
-                grads = (p.grad for p in self.names.parameters() if p.grad is not None)
-                self._live.grad_keys = frozenset(key_of(grad) for grad in grads)
+            self._look.after_backward(self.scaling.scale_now() != 1)
         return out
 
-    def _note_loss(self, losses: list[Tensor], place: Place) -> None:
+    def _note_loss(self, losses: list[Tensor], place: Line) -> None:
         if losses and losses[0].numel() == 1:
             self._loss = float(losses[0].detach()) / self.scaling.scale_of(losses[0])
         self._backward_at = place
@@ -240,7 +225,7 @@ class Watch:
         sick = sick_loss or (bool(gradients) and not _finite(gradients))
         if not sick or self._damaged:
             return
-        self._bad = "loss" if sick_loss else "gradients"
+        self.bad = "loss" if sick_loss else "gradients"
         if not self._replay or self._diagnoses >= DIAGNOSES:
             return
         self._diagnoses += 1
@@ -251,10 +236,10 @@ class Watch:
         finally:
             self._inside = False
         if found is None:
-            self._recorder.write("unexplained", step=self.step, what=self._bad)
+            self.recorder.write("unexplained", step=self.step, what=self.bad)
             return
         if found.by_scale:
-            self._recorder.write("overflow", step=self.step, scale=scale, **found.place())
+            self.recorder.write("overflow", step=self.step, scale=scale, **found.place())
         else:
             self.tell(found.finding(self.step))
 
@@ -268,17 +253,20 @@ class Watch:
     # -- steps --------------------------------------------------------------------------------------------------
 
     def _made_optimizer(self, original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        self.places.setdefault(id(optimizer), users_place())
+        self.places.setdefault(id(optimizer), users_line())
         original(optimizer, *args, **kwargs)
         self.optimizers[id(optimizer)] = optimizer
 
     def gradients_are_true(self) -> None:
         """They have been unscaled, or are about to be: who reads them now reads what he means."""
-        if self._live is not None:
-            self._live.grad_keys = frozenset()
+        self._look.gradients_are_true()
+
+    def gradients_may_be_read(self) -> Any:
+        """A context in which it is no matter that they are scaled."""
+        return self._look.gradients_may_be_read()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if not self._recorder.is_own:
+        if not self.recorder.is_own:
             return None
         closure = kwargs.get("closure") or next((one for one in args[1:] if callable(one)), None)
         if closure is None:
@@ -297,71 +285,81 @@ class Watch:
     def _about_to_step(self, optimizer: Optimizer) -> None:
         if not self._awaits_attempt:
             return
-        with self._own_time():
-            self._close_look()
+        with self.clock:
+            self.optimizers.setdefault(id(optimizer), optimizer)  # one that was made before the watching began
+            self._close_look(optimizer)
             if not self._attempts.get(id(optimizer)):
                 self.names.look(self.optimizers.values())
                 for finding in before_first_step(self, optimizer):
                     self.tell(finding)
-            self.stepped_at = users_place()
+            self.stepped_at = users_line()
             self.scaling.before_step(optimizer, self.stepped_at)
             if self.step % self._every == 0:
                 self._updates.before(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._recorder.is_own or not self._awaits_attempt:
+        if not self.recorder.is_own or not self._awaits_attempt:
             return
         self._saw_step = True
-        with self._own_time():
+        with self.clock:
             for finding in self._updates.after(optimizer):
                 self.tell(finding)
         if not self._in_attempt:
-            self._attempted(optimizer, skipped=bool(self._bad) and self.scaling.active)
+            self._attempted(optimizer, skipped=bool(self.bad) and self.scaling.active)
+            self._stop_at_limit()
 
-    def attempt(self, original: Any, optimizer: Optimizer) -> Any:
+    def attempt(self, original: Any, *optimizers: Optimizer) -> Any:
         """A step by way of a scaler: `original()` takes it or skips it."""
-        self._close_look()
+        with self.clock:
+            self._close_look(optimizers[0])
         self._in_attempt, self._saw_step = True, False
         try:
-            return original()
-        finally:
+            out = original()
+        except BaseException:
             self._in_attempt = False
-            self._attempted(optimizer, skipped=not self._saw_step or bool(self._bad))
+            self._attempted(optimizers[0], skipped=True)
+            raise
+        self._in_attempt = False
+        self._attempted(optimizers[0], skipped=not self._saw_step or bool(self.bad))
+        for other in optimizers[1:]:
+            self._attempts[id(other)] = self._attempts.get(id(other), 0) + 1
+        self._stop_at_limit()
+        return out
 
     def _attempted(self, optimizer: Optimizer | None, skipped: bool) -> None:
-        if not self._recorder.is_own:
+        if not self.recorder.is_own:
             return
-        optimizer = optimizer or next(iter(self.optimizers.values()), None)
-        step = self._attempts.get(id(optimizer), 0)
-        self._recorder.write(
-            "step", step=step, loss=self._loss, scale=self.scaling.scale, skipped=skipped, bad=self._bad,
-            seconds=time.perf_counter() - self._began, **self.scaling.since_last(),
-        )  # fmt: skip
-        self._attempts[id(optimizer)] = step + 1
-        if self._bad and not skipped:
-            self._damaged = True  # what follows is sick whatever it does
-        self._awaits_attempt, self._bad = False, None
-        self._tape.clear()
-        if self._limit is not None and self.step >= self._limit:
-            self._recorder.write("limit", steps=self._limit)
+        with self.clock:
+            optimizer = optimizer or next(iter(self.optimizers.values()), None)
+            step = self._attempts.get(id(optimizer), 0)
+            self._look.attempted(taken=not skipped)
+            self.recorder.write(
+                "step", step=step, loss=self._loss, scale=self.scaling.scale, skipped=skipped, bad=self.bad,
+                seconds=self.clock.seconds, **self.scaling.since_last(),
+            )  # fmt: skip
+            self._attempts[id(optimizer)] = step + 1
+            if self.bad and not skipped:
+                self._damaged = True  # what follows is sick whatever it does
+            self._awaits_attempt, self.bad = False, None
+            self._tape.clear()
+
+    def _stop_at_limit(self) -> None:
+        """Leave the script where it has just stepped. Not from a hook while an error is under way, nor at the end."""
+        if self._limit is not None and self.step >= self._limit and self.recorder.is_own:
+            self.recorder.write("limit", steps=self._limit)
             raise SystemExit(0)
 
+    def flush(self) -> None:
+        """Record what is known of the steps so far."""
+        self._look.settle()
+
     def _raised(self, original: Any, kind: Any, error: Any, trace: Any) -> None:
-        if self._recorder.is_own:
-            self._recorder.write("raised", type=getattr(kind, "__name__", str(kind)), text=str(error)[:2000])
+        if self.recorder.is_own:
+            self.recorder.write("raised", type=getattr(kind, "__name__", str(kind)), text=str(error)[:2000])
             found = finding_of(error, trace)
             if found is not None:
                 self.tell(found)
         original(kind, error, trace)
-
-
-def _read_while_scaled(place: Any, scale: float) -> Finding:
-    return Finding(
-        "PA106", "info",
-        f"gradients are read, or changed, while they are still {scale:g} times too large",
-        file=place.file, line=place.line, evidence={"scale": scale},
-        fix="scaler.unscale_(optimizer)  # once, before this line",
-    )  # fmt: skip
 
 
 def _finite(gradients: list[Tensor]) -> bool:
@@ -369,11 +367,3 @@ def _finite(gradients: list[Tensor]) -> bool:
     for gradient in gradients:
         by_device.setdefault(gradient.device, []).append(gradient)
     return not any(bool(read(group).found) for group in by_device.values())
-
-
-def _dtypes(parameters: list[Any]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for parameter in parameters:
-        name = str(parameter.dtype).removeprefix("torch.")
-        counts[name] = counts.get(name, 0) + parameter.numel()
-    return counts

@@ -292,7 +292,67 @@ class BarChart:
         }
 
 
-Chart = LineChart | ExponentHistogram | BarChart
+@dataclass(frozen=True, slots=True)
+class HeatMap:
+    """A value for every row and column, the harmful ones dark: "which layer, and in what".
+
+    `values`: one sequence a row, None where there is none; `pale` and `dark` are the values at the two ends of the
+    shades, the smaller one first or last. Raises `ValueError` when a row has not one value for every column, or when
+    the ends are equal or not finite.
+    """
+
+    title: str
+    rows: Sequence[str]
+    columns: Sequence[str]
+    values: Sequence[Points]
+    value_label: str
+    _: KW_ONLY
+    pale: float = 0.0
+    dark: float = 1.0
+    percent: bool = False
+    digits: int | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        """Freeze the parts and check their lengths."""
+        _freeze(self, "rows", "columns")
+        object.__setattr__(self, "values", tuple(tuple(as_float(v) for v in row) for row in self.values))
+        lengths = {len(row) for row in self.values}
+        if len(self.values) != len(self.rows) or lengths - {len(self.columns)}:
+            raise ValueError(
+                f"heat map {self.title!r} has {len(self.rows)} rows and {len(self.columns)} columns; its values are "
+                f"{len(self.values)} rows of {sorted(lengths)}"
+            )
+        if not (math.isfinite(self.pale) and math.isfinite(self.dark)) or self.pale == self.dark:
+            raise ValueError(f"heat map {self.title!r}: pale and dark are two different finite values")
+
+    def shade(self, value: float) -> float:
+        """How dark a value is, 0 to 1."""
+        return min(max((value - self.pale) / (self.dark - self.pale), 0.0), 1.0)
+
+    def cell(self, value: float | None) -> str:
+        """A value as it is written."""
+        if value is None:
+            return "-"
+        if not self.percent:
+            return format_number(value, self.digits)
+        return "0%" if value == 0 else "<0.1%" if value < 0.001 else f"{value:.{1 if value < 0.1 else 0}%}"
+
+    def to_text(self) -> str:
+        """Title and one line a row."""
+        lines = [f"{self.title} ({self.value_label})"]
+        for name, row in zip(self.rows, self.values, strict=True):
+            told = ", ".join(f"{column} {self.cell(v)}" for column, v in zip(self.columns, row, strict=True))
+            lines.append(f"  {name}: {told}")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, in types that strict JSON takes."""
+        fields = ("title", "rows", "columns", "values", "value_label", "pale", "dark", "percent", "digits", "note")
+        return {"kind": "heat_map", **{field: to_json(getattr(self, field)) for field in fields}}
+
+
+Chart = LineChart | ExponentHistogram | BarChart | HeatMap
 
 
 def _freeze(chart: object, *fields: str) -> None:

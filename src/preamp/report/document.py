@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
-from preamp.report.charts import BarChart, Chart, ExponentHistogram, LineChart
+from preamp.report.charts import BarChart, Chart, ExponentHistogram, HeatMap, LineChart
 from preamp.report.finding import Finding, count_severities
 from preamp.report.table import Table
 from preamp.report.values import format_cell, to_json
@@ -33,7 +33,7 @@ class Snippet:
         return {"kind": "snippet", "title": self.title, "text": self.text}
 
 
-Item = Table | LineChart | ExponentHistogram | BarChart | Finding | Snippet
+Item = Table | LineChart | ExponentHistogram | BarChart | HeatMap | Finding | Snippet
 
 
 @dataclass(frozen=True, slots=True)

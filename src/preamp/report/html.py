@@ -7,7 +7,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from preamp.report.charts import BarChart, ExponentHistogram, LineChart
+from preamp.report.charts import BarChart, ExponentHistogram, HeatMap, LineChart
 from preamp.report.document import Item, Report, environment_rows, paragraphs
 from preamp.report.finding import Finding, count_severities
 from preamp.report.markup import clean
@@ -74,7 +74,7 @@ def _view(item: Item) -> dict[str, Any]:
         return {"kind": "finding", "item": item, "message": inline(item.message)}
     if isinstance(item, Table):
         return {"kind": "table", "item": item, "columns": item.layout, "rows": _rows(item)}
-    if isinstance(item, (LineChart, ExponentHistogram, BarChart)):
+    if isinstance(item, (LineChart, ExponentHistogram, BarChart, HeatMap)):
         drawings = [to_svg(item, width, standalone=False) for width in (WIDE_WIDTH, NARROW_WIDTH)]
         return {"kind": "chart", "item": item, "drawings": [Markup(drawing) for drawing in drawings]}
     return {"kind": "snippet", "item": item}

@@ -10,7 +10,7 @@ from textwrap import fill
 from typing import Any
 
 from preamp.errors import MissingExtra
-from preamp.report.charts import BarChart, Chart, ExponentHistogram, LineChart
+from preamp.report.charts import BarChart, Chart, ExponentHistogram, HeatMap, LineChart
 from preamp.report.files import write_with
 
 COLOURS = ("#0a6cb8", "#d1540a", "#00875f", "#b04a8f", "#b37a00", "#3e9fd6", "#6b6f76", "#7a4fbf")
@@ -28,6 +28,8 @@ def write_png(chart: Chart, path: str | Path, *, dpi: int = 160) -> Path:
     except ImportError as error:
         raise MissingExtra("matplotlib", "report", "drawing a chart as PNG") from error
     rows = len(chart.labels) * (len(chart.series) + 0.8) if isinstance(chart, BarChart) else 0
+    if isinstance(chart, HeatMap):
+        rows = 1.5 * len(chart.rows)
     with warnings.catch_warnings():  # a glyph that no font has is no reason to stop
         warnings.simplefilter("ignore")
         figure = Figure(figsize=(7.6, max(3.6, 1.4 + 0.2 * rows)), layout="constrained")
@@ -36,10 +38,13 @@ def write_png(chart: Chart, path: str | Path, *, dpi: int = 160) -> Path:
         _text(axes.set_title, chart.title, loc="left", fontsize=11, fontweight="bold")
         if isinstance(chart, BarChart):
             _bars(axes, chart)
+        elif isinstance(chart, HeatMap):
+            _heat(axes, chart)
         else:
             _lines(axes, chart)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25, linewidth=0.6)
+        if not isinstance(chart, HeatMap):
+            axes.grid(alpha=0.25, linewidth=0.6)
         axes.set_axisbelow(True)
         return write_with(path, lambda temporary: figure.savefig(temporary, format="png", dpi=dpi))
 
@@ -138,6 +143,19 @@ def _bars(axes: Any, chart: BarChart) -> None:
     axes.set_yticks(range(len(chart.labels)), chart.labels, parse_math=False)
     axes.invert_yaxis()
     _legend(axes, handles, chart.series)
+
+
+def _heat(axes: Any, chart: HeatMap) -> None:
+    """Shaded cells with their values, the first row at the top."""
+    _text(axes.set_xlabel, chart.value_label)
+    for number, row in enumerate(chart.values):
+        for column, value in enumerate(row):
+            shade = 0.0 if value is None else 0.05 + 0.5 * chart.shade(value)
+            axes.barh(number, 0.98, 0.94, column - 0.49, color=COLOURS[1], alpha=shade)
+            axes.text(column, number, chart.cell(value), ha="center", va="center", fontsize=8, parse_math=False)
+    axes.set_xticks(range(len(chart.columns)), chart.columns, parse_math=False)
+    axes.set_yticks(range(len(chart.rows)), chart.rows, parse_math=False)
+    axes.invert_yaxis()
 
 
 def _legend(axes: Any, handles: list[Any], series: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Charts to inline SVG: lines, bands, markers and exponent histograms. Bars are in `bars.py`."""
+"""Charts to inline SVG: lines, bands, markers, exponent histograms. Bars are in `bars.py`, heat maps in `heat.py`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from itertools import pairwise
 
 from preamp.report.axis import Axis, fit
 from preamp.report.bars import draw_bars
-from preamp.report.charts import BarChart, Chart, ExponentHistogram, LineChart, Series
+from preamp.report.charts import BarChart, Chart, ExponentHistogram, HeatMap, LineChart, Series
 from preamp.report.frame import NARROW, Entry, Frame, build_frame, series_style
+from preamp.report.heat import draw_heat
 from preamp.report.markers import draw_markers
 from preamp.report.markup import Element, element, path
 from preamp.report.thin import Point, runs, thin
@@ -27,6 +28,8 @@ def to_svg(chart: Chart, width: float = WIDE_WIDTH, *, standalone: bool = True) 
     """
     if isinstance(chart, BarChart):
         parts, height = draw_bars(chart, width)
+    elif isinstance(chart, HeatMap):
+        parts, height = draw_heat(chart, width)
     elif isinstance(chart, ExponentHistogram):
         parts, height = _draw_histogram(chart, width)
     else:

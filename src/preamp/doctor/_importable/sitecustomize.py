@@ -1,4 +1,4 @@
-"""Runs before a script that `preamp doctor` watches: has the watching begin when that script imports torch.
+"""Runs before a script that `preamp doctor` watches: has the watching begin when that script has imported torch.
 
 Python loads one module of this name. Another one on the path is run as well, so that nothing is missing.
 """
@@ -24,13 +24,16 @@ def _run_the_one_that_we_hide() -> None:
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):
-    """Steps aside when torch is asked for, and wraps the loader that another finder gives."""
+    """Steps aside when torch is asked for, and wraps the loader that another finder gives.
+
+    preamp imports torch, and the watching needs preamp whole: where preamp is asked for first, it waits for that.
+    """
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if fullname != "torch":
+        if fullname not in ("torch", "preamp"):
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torch")
+        spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader)
         return spec

@@ -1,0 +1,137 @@
+"""How the magnitudes of a tensor are spread over the powers of two: counted on its device, read on the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..formats import Format
+
+BINS = 256
+"""One for each exponent field of float32: zero and its subnormals, 2^-126 to 2^127, infinity and NaN."""
+WIDTH = BINS + 2
+_BIAS = 127
+_TOP = 0x7F800000  # bits of infinity
+
+
+def count_exponents(tensor: Tensor) -> Tensor:
+    """int64 of `WIDTH` on the tensor's device: counts by exponent field, the zeros, and the bits of the largest.
+
+    `tensor`: any shape, floating; read as float32, which holds every float16, bfloat16 and float8 as it is (a float64
+    beyond it counts as infinite or zero). Nothing waits for the device.
+    """
+    bits = tensor.detach().float().contiguous().view(torch.int32).bitwise_and(0x7FFFFFFF).flatten()
+    fields = bits.bitwise_right_shift(23)
+    if bits.device.type == "cpu":
+        counts = torch.bincount(fields, minlength=BINS)
+    else:  # bincount would wait to learn how many bins there are
+        counts = torch.zeros(BINS, dtype=torch.int64, device=bits.device)
+        counts.scatter_add_(0, fields.long(), torch.ones_like(fields, dtype=torch.int64))
+    zeros = bits.numel() - bits.count_nonzero()
+    if bits.numel():
+        largest = bits.masked_fill_(bits >= _TOP, 0).amax()
+    else:
+        largest = torch.zeros((), dtype=torch.int32, device=bits.device)
+    return torch.cat([counts, zeros.reshape(1), largest.reshape(1).long()])
+
+
+@dataclass(frozen=True, slots=True)
+class Exponents:
+    """The spread of magnitudes: how many values lie in [2^e, 2^(e+1)), for e from `first` on."""
+
+    first: int
+    counts: tuple[int, ...]
+    zeros: int = 0
+    tiny: int = 0
+    """Not zero and below 2^-126."""
+    infinite: int = 0
+    """Infinite or NaN."""
+    largest: float = 0.0
+    """Largest finite magnitude."""
+
+    @classmethod
+    def of(cls, vector: Tensor) -> Exponents:
+        """From a vector that `count_exponents` gave, on the CPU."""
+        fields: list[int] = vector.tolist()
+        zeros, bits = fields[BINS], fields[BINS + 1]
+        used = [index for index in range(1, BINS - 1) if fields[index]]
+        first, last = (used[0], used[-1]) if used else (1, 0)
+        largest = torch.tensor(bits, dtype=torch.int32).view(torch.float32).item()
+        return cls(first - _BIAS, tuple(fields[first : last + 1]), zeros, fields[0] - zeros, fields[BINS - 1], largest)
+
+    @classmethod
+    def from_dict(cls, kept: Mapping[str, Any]) -> Exponents:
+        """From what `to_dict` gave."""
+        return cls(**{**kept, "counts": tuple(kept["counts"])})
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON keeps it."""
+        return {
+            "first": self.first, "counts": list(self.counts), "zeros": self.zeros, "tiny": self.tiny,
+            "infinite": self.infinite, "largest": self.largest,
+        }  # fmt: skip
+
+    def __add__(self, other: Exponents) -> Exponents:
+        """Both together."""
+        if not self.counts or not other.counts:
+            first, counts = (self.first, self.counts) if self.counts else (other.first, other.counts)
+        else:
+            first = min(self.first, other.first)
+            end = max(self.first + len(self.counts), other.first + len(other.counts))
+            counts = tuple(self._at(e) + other._at(e) for e in range(first, end))
+        return Exponents(
+            first, counts, self.zeros + other.zeros, self.tiny + other.tiny, self.infinite + other.infinite,
+            max(self.largest, other.largest),
+        )  # fmt: skip
+
+    def _at(self, exponent: int) -> int:
+        index = exponent - self.first
+        return self.counts[index] if 0 <= index < len(self.counts) else 0
+
+    @property
+    def some(self) -> int:
+        """How many are finite and not zero."""
+        return sum(self.counts) + self.tiny
+
+    @property
+    def total(self) -> int:
+        """How many there are."""
+        return self.some + self.zeros + self.infinite
+
+    def flushed(self, held: Format) -> float:
+        """Share of the finite values that are not zero and would round to zero in a format; 0 without any."""
+        return self._below(held.flush_threshold)
+
+    def subnormal(self, held: Format) -> float:
+        """Share of the finite non-zero values that lose bits in a format and are not flushed by it."""
+        return self._below(held.smallest_normal) - self.flushed(held)
+
+    def times(self, factor: float) -> Exponents:
+        """What they are times a power of two; another factor is rounded to one."""
+        return replace(self, first=self.first + round(math.log2(factor)), largest=self.largest * factor)
+
+    def saturated(self, held: Format) -> float:
+        """Share of all values that are infinite, NaN, or at or beyond the power of two after a format's largest."""
+        beyond = math.floor(math.log2(held.max)) + 1 - self.first
+        return (self.infinite + sum(self.counts[max(beyond, 0) :])) / max(self.total, 1)
+
+    def headroom(self, held: Format) -> float | None:
+        """Powers of two between the largest finite magnitude and the largest of a format; None without any."""
+        return None if not self.largest else math.log2(held.max) - math.log2(self.largest)
+
+    def _below(self, limit: float) -> float:
+        """Share of the non-zero ones below a limit, to the power of two that it lies at or above."""
+        if not self.some:
+            return 0.0
+        end = math.floor(math.log2(limit)) - self.first
+        return (self.tiny + sum(self.counts[: max(end, 0)])) / self.some
+
+
+def together(many: Iterable[Exponents]) -> Exponents:
+    """All of them as one."""
+    return sum(many, start=Exponents(0, ()))

@@ -1,0 +1,169 @@
+"""What is looked at in a training step: operators in a few of them, magnitudes in every N-th."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch.optim import Optimizer
+
+from ..autocast import MARKER
+from ..report import Finding
+from ._live import Live
+from ._places import key_of
+from ._telemetry import Pending, Telemetry
+from ._updates import flushed
+
+if TYPE_CHECKING:
+    from ._watch import Watch
+
+
+class Look:
+    """Begins with a model call of a step that is to be looked at, and is over with the attempt to step."""
+
+    def __init__(self, watch: Watch, every: int) -> None:
+        self._watch, self._every = watch, every
+        self._live: Live | None = None
+        self._telemetry: Telemetry | None = None
+        self._done: Telemetry | None = None
+        """Of a step that is over, until the weights are seen that it left."""
+        self._taken = False
+        self._pending: Pending | None = None
+        self.low: set[torch.dtype] = set()
+        """16-bit dtypes of matrix products seen."""
+
+    def open(self, turn: int) -> None:
+        """A model is about to run, in this turn of its optimizer."""
+        watch = self._watch
+        self.settle()
+        compiled = watch.asked.compiled
+        if self._live is None and not compiled and self._is_close(turn):
+            self._live = Live(watch.names, {id(p): p for p in watch.names.parameters()}, watch.clock)
+            self._live.__enter__()
+        if self._live is not None:
+            on = torch.is_autocast_enabled(MARKER)
+            self._live.autocast_on = on or any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+            self._live.torchs_own = self._live.autocast_on and not on
+        if self._telemetry is None and turn % self._every == 0:
+            self._telemetry = Telemetry(watch.names, watch.step, watch.clock)
+        if self._telemetry is not None and not compiled:
+            self._telemetry.in_backward = False
+            self._telemetry.open()
+
+    def _is_close(self, turn: int) -> bool:
+        """Whether operators are looked at: in the first step, and then more and more rarely.
+
+        Not in compiled code, which would run as written under the observation, with other roundings.
+        """
+        return turn == 0 or (turn % self._every == 0 and (turn // self._every).bit_count() == 1)
+
+    def before_backward(self, scale: float) -> None:
+        """The loss is there, with this scale on it."""
+        if self._telemetry is not None:
+            self._telemetry.in_backward = True
+            self._telemetry.backward_scale = scale
+
+    def after_backward(self, still_scaled: bool) -> None:
+        """Gradients are there; `still_scaled`: who reads them reads scaled ones."""
+        if self._telemetry is not None:
+            self._telemetry.close()
+        if self._live is not None and still_scaled:
+            grads = (p.grad for p in self._watch.names.parameters() if p.grad is not None)
+            self._live.grad_keys = frozenset(key_of(grad) for grad in grads)
+
+    def gradients_are_true(self) -> None:
+        """They have been unscaled, or are about to be: who reads them now reads what he means."""
+        if self._live is not None:
+            self._live.grad_keys = frozenset()
+
+    @contextmanager
+    def gradients_may_be_read(self) -> Iterator[None]:
+        """Who reads them inside knows that they are scaled."""
+        live = self._live
+        kept = live.grad_keys if live is not None else frozenset()
+        self.gradients_are_true()
+        try:
+            yield
+        finally:
+            if live is not None:
+                live.grad_keys = kept
+
+    def before_step(self, optimizer: Optimizer | None) -> None:
+        """The step is whole; its gradients lie there."""
+        watch = self._watch
+        was_close = self._live is not None
+        self._judge()
+        if was_close and torch.float16 in self.low and not watch.bad:
+            for each in flushed(watch, watch.scaling.scale_now()):
+                watch.tell(each)
+        telemetry = self._telemetry
+        if telemetry is not None and not telemetry.has_weights:
+            known = {id(p) for p in watch.names.parameters()}
+            own = [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
+            own = [p for p in own if id(p) in known]  # an optimizer of masters has others
+            telemetry.weights(own or watch.names.parameters(), watch.scaling.scale_now())
+
+    def attempted(self, taken: bool) -> None:
+        """The step was taken or skipped. What it changed is looked at later: masters may not be copied back yet."""
+        if self._telemetry is not None:
+            self._telemetry.close()
+            self._done, self._telemetry, self._taken = self._telemetry, None, taken
+
+    def close(self) -> None:
+        """Look no more, and record what there is."""
+        self._judge()
+        if self._telemetry is not None:
+            self.attempted(taken=False)
+        self.settle()
+        self.settle()
+
+    def settle(self) -> None:
+        """Record the counts that have arrived, and send those of the last step."""
+        if self._pending is not None:
+            self._watch.recorder.write("telemetry", **self._pending.facts())
+            self._pending = None
+        if self._done is not None:
+            self._done.updates(self._taken)
+            self._pending, self._done = self._done.send(), None
+            if not self._pending.is_under_way:
+                self.settle()
+
+    def _judge(self) -> None:
+        """Stop looking at operators, and say what they showed."""
+        live, self._live = self._live, None
+        if live is None:
+            return
+        watch = self._watch
+        live.stop()
+        if live.reads:
+            watch.tell(_read_while_scaled(live.reads[0], watch.scaling.scale or 1.0))
+        for finding in live.findings():
+            watch.tell(finding)
+        self.low |= live.low
+        for finding in watch.asked.findings(live):
+            watch.tell(finding)
+        watch.recorder.write(
+            "audit", step=watch.step, outputs={path: dict(counts) for path, counts in live.dtypes.items()},
+            flops=live.products.total, low_share=live.products.low_share,
+            low=sorted(str(dtype).removeprefix("torch.") for dtype in live.low),
+            parameters=_dtypes(watch.names.parameters()),
+        )  # fmt: skip
+
+
+def _read_while_scaled(place: object, scale: float) -> Finding:
+    return Finding(
+        "PA106", "info",
+        f"gradients are read, or changed, while they are still {scale:g} times too large",
+        file=getattr(place, "file", None), line=getattr(place, "line", None), evidence={"scale": scale},
+        fix="scaler.unscale_(optimizer)  # once, before this line",
+    )  # fmt: skip
+
+
+def _dtypes(parameters: list[torch.nn.Parameter]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for parameter in parameters:
+        name = str(parameter.dtype).removeprefix("torch.")
+        counts[name] = counts.get(name, 0) + parameter.numel()
+    return counts

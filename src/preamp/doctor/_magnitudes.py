@@ -1,0 +1,214 @@
+"""What the telemetry of a run says: which layer's values lie where, and which loss scales would do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..formats import FP8_E4M3, FP8_E5M2, FP16, Format
+from ..report import ExponentHistogram, HeatMap, Item, LineChart, Section, Series, Span, exponent_spans
+from ._exponents import Exponents, together
+from ._telemetry import KINDS, UPDATE
+
+ROWS = 40
+"""Modules shown in a heat map; the least harmful ones of more are left out."""
+SAMPLES = 12
+"""Observed steps kept in the JSON."""
+FLUSHED = 1e-3
+"""Share of the gradients that a good loss scale may flush."""
+SPARE_BITS = 2
+"""Powers of two that a good loss scale leaves above the largest gradient."""
+_SCALED = ("activation gradient", "gradient")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Values of one kind in one module at one step."""
+
+    module: str
+    kind: str
+    dtype: str
+    stored: Exponents
+    """As they lay there."""
+    scale: float
+    """How many times too large they were."""
+    in_use: float
+    """The loss scale of the step."""
+
+    @property
+    def true(self) -> Exponents:
+        """Without the loss scale."""
+        return self.stored.times(1 / self.scale)
+
+    @property
+    def in_backward(self) -> Exponents:
+        """As they were in the backward pass: gradients with the loss scale on them."""
+        return self.stored.times(self.in_use / self.scale) if self.kind in _SCALED else self.stored
+
+    def to_dict(self) -> dict[str, Any]:
+        """For `report.json`; shares are of the values that are not zero, and of float16."""
+        used = self.in_backward
+        room = used.headroom(FP16)
+        return {
+            "module": self.module, "kind": self.kind, "dtype": self.dtype, "values": self.stored.total,
+            "zeros": self.stored.zeros, "largest": self.true.largest, "flushed": used.flushed(FP16),
+            "flushed_unscaled": self.true.flushed(FP16), "subnormal": used.subnormal(FP16),
+            "saturated": used.saturated(FP16), "headroom_bits": None if room is None else round(room, 2),
+            "exponents": {"first": self.true.first, "counts": list(self.true.counts)},
+        }  # fmt: skip
+
+
+def rows_of(sample: Mapping[str, Any]) -> list[Row]:
+    """The rows of one "telemetry" record."""
+    found = []
+    for kept in sample["rows"]:
+        fields = dict(kept)
+        module, kind, dtype = fields.pop("module"), fields.pop("kind"), fields.pop("dtype")
+        scale = {"activation gradient": sample["backward_scale"], "gradient": sample["scale"]}.get(kind, 1.0)
+        found.append(Row(module, kind, dtype, Exponents.from_dict(fields), scale, sample["backward_scale"]))
+    return found
+
+
+def spread(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For `report.json`: a few of the observed steps, the first and the last among them."""
+    chosen = samples
+    if len(samples) > SAMPLES:
+        chosen = [samples[round(i * (len(samples) - 1) / (SAMPLES - 1))] for i in range(SAMPLES)]
+    return [
+        {"step": one["step"], "scale": one["backward_scale"], "rows": [row.to_dict() for row in rows_of(one)]}
+        for one in chosen
+    ]
+
+
+def scale_window(rows: Iterable[Row]) -> tuple[int, int] | None:
+    """Exponents of the smallest and the largest good loss scale for float16; None without gradients.
+
+    The smallest flushes at most one gradient in a thousand (of those that are not zero), the largest leaves two powers
+    of two above the largest. The first is beyond the second where no scale does both.
+    """
+    gradients = together(row.true for row in rows if row.kind in _SCALED)
+    if not gradients.largest:
+        return None
+    top = math.floor(math.log2(FP16.max / gradients.largest)) - SPARE_BITS
+    low = next((p for p in range(-24, 150) if gradients.times(2.0**p).flushed(FP16) <= FLUSHED), 150)
+    return low, top
+
+
+def magnitudes(samples: Sequence[Mapping[str, Any]], has_fp16: bool) -> Section | None:
+    """Heat maps over modules, histograms over all, and the window of good loss scales."""
+    if not samples:
+        return None
+    by_step = {one["step"]: rows_of(one) for one in samples}
+    rows = [row for many in by_step.values() for row in many]
+    if not rows:
+        return None
+    items: list[Item] = [_below(rows, has_fp16), _headroom(rows), _histogram(by_step[max(by_step)], max(by_step))]
+    if len(by_step) > 1:
+        items.append(_over_time(by_step))
+    return Section("Magnitudes by layer", "\n\n".join(_words(rows, by_step, has_fp16)), items)
+
+
+def _words(rows: list[Row], by_step: Mapping[int, Any], has_fp16: bool) -> list[str]:
+    steps = sorted(by_step)
+    seen = f"Seen in {len(steps)} step{'s' if len(steps) > 1 else ''} ({steps[0]} to {steps[-1]})."
+    words = [
+        f"{seen} float16 holds magnitudes from 6.1e-5 to 65504 in full; below that it loses bits, and below 3e-8 it is "
+        "zero. Gradients are judged with the loss scale that was on them."
+        + ("" if has_fp16 else " Nothing here ran in float16: this is what it would meet.")
+    ]
+    window = scale_window(rows)
+    if window is None:
+        return words
+    low, top = window
+    if low <= top:
+        words.append(
+            f"Loss scales from `2**{low}` to `2**{top}` flush at most one gradient in a thousand and leave 2 bits "
+            "above the largest."
+        )
+    else:
+        words.append(
+            f"No loss scale suits all layers: small gradients want `2**{low}`, the largest allows `2**{top}`. "
+            "Keep the layers with the least headroom in float32, or use bfloat16."
+        )
+    return words
+
+
+def _worst(rows: Iterable[Row], value: Any, worse: Any) -> dict[str, dict[str, float]]:
+    """By module and kind, the worst over the steps."""
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        new = value(row)
+        if new is None:
+            continue
+        kinds = found.setdefault(row.module, {})
+        kinds[row.kind] = worse(kinds[row.kind], new) if row.kind in kinds else new
+    return found
+
+
+def _shown(worst: dict[str, dict[str, float]], harm: Any) -> tuple[list[str], str]:
+    """The modules to show, in the model's order, and a note on the others."""
+    ranked = sorted(worst, key=lambda module: max(map(harm, worst[module].values())), reverse=True)[:ROWS]
+    left = len(worst) - len(ranked)
+    return [m for m in worst if m in set(ranked)], f"{left} more modules have less." if left else ""
+
+
+def _heat(
+    title: str, worst: dict[str, dict[str, float]], columns: Sequence[str], label: str, harm: Any, **look: Any
+) -> HeatMap:
+    modules, note = _shown(worst, harm)
+    values = [[worst[module].get(kind) for kind in KINDS[: len(columns)]] for module in modules]
+    return HeatMap(title, [m or "(root)" for m in modules], columns, values, label, note=note, **look)
+
+
+def _lost(row: Row) -> float:
+    """Of values that float16 is to hold, the share below its normal range; of weights, the share left unchanged."""
+    if row.kind == UPDATE:
+        return row.stored.zeros / max(row.stored.total, 1)
+    return row.in_backward.flushed(FP16) + row.in_backward.subnormal(FP16)
+
+
+def _below(rows: list[Row], has_fp16: bool) -> HeatMap:
+    title = "Below float16's full precision" + ("" if has_fp16 else ", if it were used")
+    label = "share of non-zero values under 2^-14, the worst step; last, of weights that a step left as they were"
+    columns = (*KINDS[:-1], "weights unchanged")
+    return _heat(title, _worst(rows, _lost, max), columns, label, float, percent=True)
+
+
+def _headroom(rows: list[Row]) -> HeatMap:
+    worst = _worst((row for row in rows if row.kind != UPDATE), lambda row: row.in_backward.headroom(FP16), min)
+    label = "powers of two below 65504, the worst step; negative is infinite in float16"
+    return _heat("Headroom", worst, KINDS[:-1], label, lambda bits: -bits, pale=16.0, dark=0.0, digits=1)
+
+
+def _histogram(rows: list[Row], step: int) -> ExponentHistogram:
+    series = []
+    for kind in KINDS:
+        whole = together(row.true for row in rows if row.kind == kind)
+        if whole.some:
+            shares = [count / whole.some for count in whole.counts]
+            series.append(Series(kind, range(whole.first, whole.first + len(shares)), shares))
+    spans = [*_spans(FP16), *_spans(FP8_E5M2)[1:], *_spans(FP8_E4M3)[1:]]
+    return ExponentHistogram(
+        f"Where the magnitudes lie, step {step}", series, spans=spans,
+        note="Gradients without the loss scale. bfloat16 and float32 hold 2^-126 to 2^127.",
+    )  # fmt: skip
+
+
+def _spans(held: Format) -> tuple[Span, Span]:
+    return exponent_spans(
+        held.name, smallest_subnormal=held.smallest_subnormal, smallest_normal=held.smallest_normal, largest=held.max
+    )
+
+
+def _over_time(by_step: Mapping[int, list[Row]]) -> LineChart:
+    steps = sorted(by_step)
+    series = []
+    for kind in KINDS[:-1]:
+        shares = []
+        for step in steps:
+            whole = together(row.in_backward for row in by_step[step] if row.kind == kind)
+            shares.append(100 * (whole.flushed(FP16) + whole.subnormal(FP16)) if whole.some else None)
+        series.append(Series(kind, steps, shares))
+    return LineChart("Below float16's full precision, over time", "step", "% of non-zero values", series)

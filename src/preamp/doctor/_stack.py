@@ -1,0 +1,88 @@
+"""The line of the user's that asked for something, from Python's stack."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch
+
+_TORCH = str(Path(torch.__file__).parent) + "/"
+_PREAMP = str(Path(__file__).parents[1]) + "/"
+_ZOO = _PREAMP + "zoo/"  # models, like a user's own
+_PASSED_THROUGH = ("contextlib.py", "functools.py")  # decorators of the standard library: the line inside is meant
+_LIBRARY = ("site-packages", "dist-packages", "/lib/python")
+_CHECKPOINT = _TORCH + "utils/checkpoint.py"
+_FUNCTION = _TORCH + "autograd/function.py"
+_ENGINE = "_engine_run_backward"
+
+Line = tuple[str | None, int | None]
+"""File and line number; None for both where nobody of the user's asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """What a walk up the Python stack tells."""
+
+    source: Line  # innermost frame of the user's
+    own: tuple[str, int] | None  # the same, but called by the autograd engine
+    applied: Line  # who applies the autograd.Function whose forward this is in
+    recomputed: bool  # activation checkpointing is running the forward again
+
+
+def walk(stop: CodeType) -> Frames:
+    """Look at the frames of the caller's caller and above it, up to the function whose code is `stop`."""
+    nowhere: Line = (None, None)
+    source = applied = nowhere
+    own: tuple[str, int] | None = None
+    inner: tuple[str, int] | None = None  # the source, once found
+    function = recomputed = False
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not stop:
+        file = frame.f_code.co_filename
+        if file == _CHECKPOINT:
+            recomputed = True
+        elif frame.f_code.co_name == _ENGINE and file.startswith(_TORCH):
+            own = inner  # what lies between the engine and the operator is a backward or a hook in Python
+            break
+        elif inner is not None and file == _FUNCTION:
+            function = True
+        elif is_users(file) and (inner is None or (function and applied is nowhere)):
+            here = (file, frame.f_lineno)
+            if inner is None:
+                source = inner = here
+            else:
+                applied = here
+        frame = frame.f_back
+    return Frames(source, own, applied, recomputed)
+
+
+def users_line() -> Line:
+    """The innermost frame of the user's own; of any library but torch where there is none such."""
+    first: Line = (None, None)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_users(file):
+            if not in_library(file):
+                return file, frame.f_lineno
+            if first[0] is None and "site-packages" in file:
+                first = (file, frame.f_lineno)
+        frame = frame.f_back
+    return first
+
+
+def is_users(file: str) -> bool:
+    """Whether a file is neither torch's, nor ours, nor made by exec (dataclasses, frozen importlib)."""
+    if file.startswith("<"):
+        return False
+    if file.startswith(_PREAMP):
+        return file.startswith(_ZOO)
+    return not file.startswith(_TORCH) and not file.endswith(_PASSED_THROUGH)
+
+
+def in_library(file: str) -> bool:
+    """Whether a file belongs to something installed."""
+    return any(part in file for part in _LIBRARY)

@@ -1,0 +1,170 @@
+"""The magnitudes of one step, by module: activations and their gradients, weights, their gradients, and updates.
+
+Counted where the tensors are; a step's counts come to the host in one copy that nothing waits for.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..formats import name_of
+from ..tree import tensors
+from ._clock import Clock
+from ._exponents import WIDTH, Exponents, count_exponents
+from ._names import Names
+
+UPDATE = "update"
+KINDS = ("activation", "activation gradient", "weight", "gradient", UPDATE)
+"""What is looked at. Gradients are as they lie there, times the loss scale."""
+
+
+class Telemetry:
+    """The counts of one step. Nothing is installed before `open` and after `close`."""
+
+    def __init__(self, names: Names, step: int, clock: Clock) -> None:
+        self.step = step
+        self.scale = 1.0
+        """On the weights' gradients when they were counted."""
+        self.backward_scale = 1.0
+        """On the loss, and so on the activations' gradients."""
+        self._names, self._clock = names, clock
+        self._counts: dict[tuple[str, str, str], list[Tensor]] = {}
+        self._hook: Any = None
+        self._outputs: dict[tuple[int, int], weakref.ref[Tensor]] = {}
+        self._hooked: set[str] = set()
+        self._before: list[tuple[str, Tensor, Tensor]] = []
+        self.in_backward = False
+        """Whether what runs forward now is recomputed for the backward pass."""
+
+    def open(self) -> None:
+        """Look at what modules give from here on."""
+        if self._hook is None:
+            self._hook = nn.modules.module.register_module_forward_hook(self._left)
+
+    def close(self) -> None:
+        """Look no more at modules."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        self._outputs.clear()
+
+    def _left(self, module: nn.Module, args: Any, out: Any) -> None:
+        path = self._names.get(module)
+        if path is None:
+            return
+        with self._clock:
+            for tensor in tensors(out):
+                if tensor.is_floating_point() and tensor.layout is torch.strided:
+                    self._gave(path, tensor)
+
+    def _gave(self, path: str, tensor: Tensor) -> None:
+        seen = id(tensor), tensor._version  # what works in place gives the same tensor with other numbers
+        before = self._outputs.get(seen)
+        if before is not None and before() is tensor:
+            return  # a container hands on what its last part gave; that is the part's
+        if not self.in_backward:
+            self._outputs[seen] = weakref.ref(tensor)
+            self._count(path, "activation", tensor)
+        if tensor.requires_grad and not (self.in_backward and path in self._hooked):
+            self._hooked.add(path)
+            tensor.register_hook(self._counter(path))
+
+    def _counter(self, path: str) -> Any:
+        def count(grad: Tensor) -> None:
+            if grad.layout is torch.strided:
+                with self._clock:
+                    self._count(path, "activation gradient", grad)
+
+        return count
+
+    def _count(self, path: str, kind: str, tensor: Tensor) -> None:
+        if tensor.device.type != "meta" and tensor.numel():
+            with _disable_current_modes(), torch.no_grad():  # nobody else is to see these operators
+                self._counts.setdefault((path, kind, name_of(tensor.dtype)), []).append(count_exponents(tensor))
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the weights of this step have been counted."""
+        return bool(self._before)
+
+    def weights(self, parameters: Iterable[Tensor], scale: float) -> None:
+        """Count weights and their gradients, just before a step; the weights are kept to tell the update."""
+        self.scale = scale
+        for parameter in parameters:
+            path = self._names.owners.get(id(parameter))
+            grad = parameter.grad
+            if path is None or grad is None or grad.layout is not torch.strided:
+                continue
+            self._count(path, "weight", parameter)
+            self._count(path, "gradient", grad)
+            self._before.append((path, parameter, parameter.detach().clone()))
+
+    def updates(self, taken: bool) -> None:
+        """Count what the step added to the weights, once that is done."""
+        before, self._before = self._before, []
+        for path, parameter, old in before if taken else ():
+            if old.shape == parameter.shape and old.dtype == parameter.dtype:
+                self._count(path, "update", parameter.detach() - old)
+
+    def send(self) -> Pending:
+        """All counts on their way to the host."""
+        self.close()
+        rows = [(*key, len(vectors)) for key, vectors in self._counts.items()]
+        by_device: dict[torch.device, list[Tensor]] = {}
+        order: list[tuple[torch.device, int]] = []
+        for vectors in self._counts.values():
+            for vector in vectors:
+                group = by_device.setdefault(vector.device, [])
+                order.append((vector.device, len(group)))
+                group.append(vector)
+        hosts = {device: _sent(torch.stack(group)) for device, group in by_device.items()}
+        self._counts.clear()
+        return Pending(self.step, self.scale, self.backward_scale, rows, order, hosts)
+
+
+def _sent(packed: Tensor) -> tuple[Tensor, Any]:
+    """A copy on the host, and the event after which it is whole."""
+    if packed.device.type != "cuda":
+        return packed.cpu(), None
+    host = torch.empty((len(packed), WIDTH), dtype=packed.dtype, pin_memory=True)
+    host.copy_(packed, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(packed.device))
+    return host, event
+
+
+class Pending:
+    """Counts that may still be under way."""
+
+    def __init__(
+        self, step: int, scale: float, backward_scale: float, rows: list[tuple[str, str, str, int]],
+        order: list[tuple[torch.device, int]], hosts: dict[torch.device, tuple[Tensor, Any]],
+    ) -> None:  # fmt: skip
+        self.step = step
+        self._facts = {"step": step, "scale": scale, "backward_scale": backward_scale}
+        self._rows, self._order, self._hosts = rows, order, hosts
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a device may still be copying."""
+        return any(event is not None for _, event in self._hosts.values())
+
+    def facts(self) -> dict[str, Any]:
+        """Step, scales and `rows` of {module, kind, dtype} with the fields of `Exponents`; waits for the copy."""
+        for _, event in self._hosts.values():
+            if event is not None:
+                event.synchronize()
+        vectors = iter(self._order)
+        rows = []
+        for module, kind, dtype, count in self._rows:
+            parts = [self._hosts[device][0][index] for device, index in (next(vectors) for _ in range(count))]
+            counts = torch.stack(parts).sum(0)
+            counts[-1] = torch.stack([part[-1] for part in parts]).max()
+            rows.append({"module": module, "kind": kind, "dtype": dtype, **Exponents.of(counts).to_dict()})
+        return {**self._facts, "rows": rows}

@@ -1,0 +1,315 @@
+"""`preamp.doctor.watch`: what it counts is what is there, and nothing of it stays."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import preamp
+from preamp.doctor import JsonLines, TensorBoard
+from preamp.doctor._exponents import Exponents, count_exponents
+from preamp.errors import PreampWarning, SessionError
+
+
+class Kept:
+    """A sink that keeps everything."""
+
+    def __init__(self) -> None:
+        self.records: list[tuple[str, dict[str, Any]]] = []
+
+    def write(self, kind: str, facts: Any) -> None:
+        self.records.append((kind, dict(facts)))
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [facts for name, facts in self.records if name == kind]
+
+
+class Net(nn.Module):
+    """Parts, a function in between, an operation that works in place, and a module called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.again = nn.Linear(8, 8)
+        self.relu = nn.ReLU(inplace=True)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.first(x))
+        x = self.again(self.again(x)).tanh()
+        return self.last(x)
+
+
+def rows(sample: dict[str, Any]) -> dict[tuple[str, str], Exponents]:
+    found = {}
+    for row in sample["rows"]:
+        fields = {name: value for name, value in row.items() if name not in ("module", "kind", "dtype")}
+        found[row["module"], row["kind"]] = Exponents.from_dict(fields)
+    return found
+
+
+def of(*tensors: Tensor) -> Exponents:
+    return Exponents.of(count_exponents(torch.cat([tensor.detach().flatten() for tensor in tensors])))
+
+
+def test_counts_are_those_of_the_tensors() -> None:
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(5, 6)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    kept = Kept()
+    with preamp.doctor.watch(model, every=1, sinks=[kept]):
+        model(x).square().sum().backward()
+        grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        optimizer.step()
+    (sample,) = kept.of("telemetry")
+    found = rows(sample)
+    old = Net()
+    old.load_state_dict(before)
+    first = old.first(x)
+    inside = first.relu()
+    once = old.again(inside)
+    twice = old.again(once)
+    end = old.last(twice.tanh())
+    for tensor in (first, inside, once, twice, end):
+        tensor.retain_grad()
+    end.square().sum().backward()
+    assert found["first", "activation"] == of(first), "before the module after it wrote in place"
+    assert found["relu", "activation"] == of(inside)
+    assert found["again", "activation"] == of(once, twice)
+    assert found["last", "activation"] == of(end)
+    assert ("", "activation") not in found, "the root only hands on what its last part gave"
+    assert found["last", "activation gradient"] == of(end.grad)
+    assert found["again", "activation gradient"] == of(once.grad, twice.grad)
+    assert found["relu", "activation gradient"] == of(inside.grad)
+    for name in ("first", "again", "last"):
+        weight, bias = f"{name}.weight", f"{name}.bias"
+        assert found[name, "weight"] == of(before[weight], before[bias])
+        assert found[name, "gradient"] == of(grads[weight], grads[bias])
+        after = dict(model.named_parameters())
+        assert found[name, "update"] == of(after[weight] - before[weight], after[bias] - before[bias])
+
+
+def test_a_session_s_gradients_are_counted_with_their_scale() -> None:
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(5, 6)
+    optimizer, kept = torch.optim.SGD(model.parameters(), lr=0.01), Kept()
+    with (
+        preamp.prepare(model, optimizer, level="O1", scale=1024.0) as session,
+        preamp.doctor.watch(session, every=2, sinks=[kept]) as w,
+    ):
+        for _ in range(4):
+            with session.autocast():
+                loss = model(x).float().square().mean()
+            session.backward(loss)
+            session.step()
+            session.zero_grad()
+        assert [s["step"] for s in kept.of("telemetry")] == [0, 2], "there as soon as the step is over, on a CPU"
+    assert all(s["scale"] == s["backward_scale"] == 1024 for s in kept.of("telemetry"))
+    assert [s["step"] for s in kept.of("step")] == [0, 1, 2, 3]
+    found = rows(kept.of("telemetry")[0])
+    dtypes = {(row["module"], row["kind"]): row["dtype"] for row in kept.of("telemetry")[0]["rows"]}
+    assert dtypes["first", "activation"] == dtypes["first", "activation gradient"] == "fp16"
+    assert dtypes["first", "weight"] == "fp32"
+    assert found["last", "gradient"].largest > 10, "as it lies there: scaled"
+    report = w.report()
+    assert {f.code for f in report.findings} <= {"PA105"}
+    assert "Magnitudes by layer" in [section.title for section in report.sections]
+
+
+def test_updates_are_seen_after_masters_are_copied_back() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer, kept = torch.optim.SGD(model.parameters(), lr=0.5), Kept()
+    with (
+        preamp.prepare(model, optimizer, level="O5") as session,
+        preamp.doctor.watch(session, every=1, sinks=[kept]),
+    ):
+        before = model.first.weight.detach().clone()
+        with session.autocast():
+            loss = model(torch.randn(5, 6)).float().square().mean()
+        session.backward(loss)
+        session.step()
+        after = model.first.weight.detach()
+    changed = int((after != before).sum()) + int((model.first.bias.detach() != 0).sum())
+    found = rows(kept.of("telemetry")[0])["first", "update"]
+    assert changed > 0
+    assert found.some >= int((after != before).sum())
+
+
+def test_a_skipped_step_has_no_update_and_its_origin_is_named(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    path = tmp_path / "new" / "run.jsonl"
+    with preamp.doctor.watch({"net": model}, every=1, sinks=[JsonLines(path)]) as w:
+        for step in range(2):
+            optimizer.zero_grad()
+            out = model(torch.randn(5, 6))
+            loss = out.sum() if not step else (out - out).sum().log().sum()  # log of zero
+            loss.backward()
+            if step == 0:
+                optimizer.step()
+        assert any(f.code == "PA201" for f in w.findings)
+    (found,) = [f for f in w.findings if f.code == "PA201"]
+    assert found.file == Path(__file__).name or str(found.file).endswith("test_watch.py")
+    assert "log" in str(found.op)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    kinds = [line["kind"] for line in lines]
+    assert kinds[0] == "process"
+    assert {"step", "telemetry", "finding", "audit", "end"} <= set(kinds)
+    last = [line for line in lines if line["kind"] == "telemetry"][-1]
+    assert not [row for row in last["rows"] if row["kind"] == "update"]
+
+
+def test_under_checkpointing_activations_count_once_and_have_gradients() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Outer(nn.Module):
+        def __init__(self, reentrant: bool) -> None:
+            super().__init__()
+            self.net, self.reentrant = Net(), reentrant
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.net, x, use_reentrant=self.reentrant)
+
+    for reentrant in (False, True):
+        torch.manual_seed(0)
+        model, kept = Outer(reentrant), Kept()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with preamp.doctor.watch(model, every=1, sinks=[kept]):
+            model(torch.randn(5, 6, requires_grad=True)).sum().backward()
+            optimizer.step()
+        found = rows(kept.of("telemetry")[0])
+        assert found["net.first", "activation"].total == 5 * 8
+        assert found["net.again", "activation"].total == 2 * 5 * 8
+        assert found["net.first", "activation gradient"].total == 5 * 8
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from torch.utils.tensorboard import SummaryWriter
+
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with SummaryWriter(str(tmp_path)) as writer, preamp.doctor.watch(model, every=1, sinks=[TensorBoard(writer)]):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(5, 6)).square().mean().backward()
+            optimizer.step()
+    events = accumulators.EventAccumulator(str(tmp_path), size_guidance={"histograms": 0})
+    events.Reload()
+    assert len(events.Scalars("preamp/loss")) == 3
+    assert events.Scalars("preamp/headroom/activation/first")[0].value > 10
+    histogram = events.Histograms("preamp/exponents/weight/first")[0].histogram_value
+    assert histogram.num == 6 * 8 + 8
+    with pytest.raises(TypeError, match="SummaryWriter"):
+        TensorBoard(object())
+
+
+def test_a_sink_that_fails_is_left_out_and_training_goes_on() -> None:
+    class Full:
+        def write(self, kind: str, facts: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+    model, kept = Net(), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        pytest.warns(PreampWarning, match="Full failed.*No space left"),
+        preamp.doctor.watch(model, every=1, sinks=[Full(), kept]),
+    ):
+        model(torch.randn(5, 6)).sum().backward()
+        optimizer.step()
+    assert kept.of("step")
+
+
+def test_another_watch_listens_to_the_first() -> None:
+    model, outer, inner = Net(), Kept(), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(5, 6)).sum().backward()
+        optimizer.step()
+
+    with preamp.doctor.watch(model, every=1, sinks=[outer]):
+        train()
+        with preamp.doctor.watch(model, every=7, sinks=[inner]) as second:
+            train()
+        train()
+    assert [s["step"] for s in outer.of("step")] == [0, 1, 2]
+    assert [s["step"] for s in inner.of("step")] == [1]
+    assert second.report().verdict.startswith("Nothing is wrong")
+
+
+def test_an_error_in_the_middle_leaves_nothing_behind() -> None:
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    model = Net()
+    original = torch.autograd.backward
+    with pytest.raises(ZeroDivisionError), preamp.doctor.watch(model):
+        model(torch.randn(5, 6))
+        1 / 0
+    assert torch.autograd.backward is original
+    assert _get_current_dispatch_mode() is None
+    assert not nn.modules.module._global_forward_hooks
+    assert not nn.modules.module._global_forward_pre_hooks
+    assert not model._forward_hooks
+    assert not model.first._forward_hooks
+
+
+def test_losses_are_the_same_bits_with_and_without() -> None:
+    def train(watched: bool) -> list[str]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        losses = []
+
+        def run() -> None:
+            for _ in range(8):
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = model(torch.randn(32, 6)).float().square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item().hex())
+
+        if watched:
+            with preamp.doctor.watch(model, every=2):
+                run()
+        else:
+            run()
+        return losses
+
+    assert train(True) == train(False)
+
+
+@pytest.mark.parametrize("wrong", [3, "model", [], {}, [nn.Linear(1, 1), 2], {"a": None}])
+def test_what_cannot_be_watched(wrong: Any) -> None:
+    with pytest.raises(SessionError, match=r"Session, a torch\.nn\.Module, or several"):
+        preamp.doctor.watch(wrong)
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True, None])
+def test_every_is_a_number_of_steps(every: Any) -> None:
+    with pytest.raises(SessionError, match="every="):
+        preamp.doctor.watch(nn.Linear(1, 1), every=every)
+
+
+def test_a_sink_has_write() -> None:
+    with pytest.raises(SessionError, match=r"write\(kind, facts\)"):
+        preamp.doctor.watch(nn.Linear(1, 1), sinks=[print])
+
+
+def test_a_report_without_a_step_and_files(tmp_path: Path) -> None:
+    with preamp.doctor.watch(nn.Linear(1, 1)) as w:
+        assert w.report().verdict.startswith("No optimizer step was seen")
+    page = w.write(tmp_path / "out")
+    assert page.read_text().startswith("<!DOCTYPE html>")
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["steps"] == 0
