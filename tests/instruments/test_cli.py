@@ -26,7 +26,7 @@ def invoke(*arguments: str) -> str:
 
 def test_verbs_are_frozen() -> None:
     names = [command.name or command.callback.__name__ for command in app.registered_commands]
-    assert names == ["demo", "lr-find", "bench", "run", "doctor", "migrate", "levels", "rules", "env"]
+    assert names == ["demo", "lr-find", "bench", "run", "doctor", "compare", "migrate", "levels", "rules", "env"]
 
 
 def test_version() -> None:

@@ -154,14 +154,45 @@ def doctor(
     out: _Out = Path("preamp-doctor"),
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write report.json to this file.")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 when an error was found.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Then run it again, in full precision too: see `preamp compare`.")
+    ] = False,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Of --compare: runs of each precision.")] = 3,
 ) -> None:
     """Run an unchanged training script and say what is wrong with its precision, where, and what to write instead."""
     from ._doctor import run_doctor
 
     status = run_doctor(
         target, arguments or [], as_module, out=out, json_file=json_file, every=every, steps=steps, replay=replay,
-        strict=strict,
+        strict=strict, compare=seeds if compare else 0,
     )  # fmt: skip
+    raise typer.Exit(status)
+
+
+@app.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+def compare(
+    target: Annotated[str, typer.Argument(help="A script, or with -m a module.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Its own; {run} in one stands for the run's name, as in full-0.")
+    ] = None,
+    as_module: Annotated[bool, typer.Option("-m", help="Run a module, as `python -m` does.")] = False,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs of each precision, each with other seeds.")] = 3,
+    margin: Annotated[
+        float | None,
+        typer.Option("--margin", min=0, help="Share of the loss that does not matter; else what seeds change."),
+    ] = None,
+    steps: Annotated[int | None, typer.Option("--steps", min=1, help="End each run after so many steps.")] = None,
+    out: _Out = Path("preamp-compare"),
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write compare.json to this file.")] = None,
+) -> None:
+    """Run an unchanged training script as it is and in full precision, and say whether 16 bits cost anything."""
+    from ._doctor import run_compare
+
+    status = run_compare(
+        target, arguments or [], as_module, out=out, json_file=json_file, seeds=seeds, margin=margin, steps=steps
+    )
     raise typer.Exit(status)
 
 

@@ -1,16 +1,18 @@
-"""What `preamp doctor` does: the script runs, the report goes to stderr and to files."""
+"""What `preamp doctor` and `preamp compare` do: the script runs, the report goes to stderr and to files."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.status import Status
 
 from ..compat.install import environment
 from ..compat.run import command
 from ..doctor._command import examine_script
-from ..report import Finding
+from ..doctor._compare import RUN, compare_script
+from ..report import Finding, Table
 
 _COLOURS = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
@@ -26,13 +28,13 @@ def run_doctor(
     steps: int | None,
     replay: bool,
     strict: bool,
+    compare: int = 0,
 ) -> int:
     """Run a script under observation; its exit status, or 3 by `strict`. Raises `NothingToRun` without a script."""
-    line = command(target, arguments, as_module)
-    script = Path.cwd() / "module" if as_module else Path(target)
+    console = Console(stderr=True)
     status, report, page = examine_script(
-        line,
-        script,
+        _line(target, arguments, as_module),
+        _script(target, as_module),
         [target, *arguments],
         environment(),
         out=out,
@@ -41,14 +43,63 @@ def run_doctor(
         steps=steps,
         replay=replay,
         strict=strict,
+        compare=compare,
+        told=lambda text: console.print(text, style="dim", markup=False, highlight=False),
     )
-    console = Console(stderr=True)
     console.rule("preamp doctor", style="dim")
     for finding in report.findings:
         _show(finding, console)
     console.print(report.verdict, style="bold", markup=False, highlight=False)
     console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
     return status
+
+
+def run_compare(
+    target: str,
+    arguments: Sequence[str],
+    as_module: bool,
+    *,
+    out: Path,
+    json_file: Path | None,
+    seeds: int,
+    margin: float | None,
+    steps: int | None,
+) -> int:
+    """Run a script in mixed and in full precision; 3 when mixed is worse. Raises as `compare_script` does."""
+    console = Console(stderr=True)
+    with console.status("") as shown:
+        status, report, page = compare_script(
+            _line(target, arguments, as_module), _script(target, as_module), [target, *arguments], environment(),
+            out=out, json_file=json_file, seeds=seeds, margin=margin, steps=steps,
+            told=lambda text: _tell(console, shown, text),
+        )  # fmt: skip
+    console.rule("preamp compare", style="dim")
+    for finding in report.findings:
+        _show(finding, console)
+    for item in report.sections[0].items:
+        if isinstance(item, Table):
+            console.print(item.to_text(), markup=False, highlight=False, soft_wrap=True)
+    console.print(report.verdict, style="bold", markup=False, highlight=False)
+    console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
+    return status
+
+
+def _tell(console: Console, shown: Status, text: str) -> None:
+    """What is under way: moving on a terminal, a line each elsewhere."""
+    if console.is_terminal:
+        shown.update(text)
+    else:
+        console.print(text, style="dim", markup=False, highlight=False)
+
+
+def _line(target: str, arguments: Sequence[str], as_module: bool) -> Callable[[str], list[str]]:
+    """The command of a run by its name. Raises `NothingToRun` at once when there is no such script."""
+    command(target, arguments, as_module)
+    return lambda name: command(target, [argument.replace(RUN, name) for argument in arguments], as_module)
+
+
+def _script(target: str, as_module: bool) -> Path:
+    return Path.cwd() / "module" if as_module else Path(target)
 
 
 def _show(finding: Finding, console: Console) -> None:

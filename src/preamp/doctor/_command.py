@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
 from ..report import Report
-from ._child import VARIABLE
+from ._child import watched_environment
+from ._compare import Comparison, Ran, losses_of, run_pairs, with_comparison
 from ._diagnosis import STRICT, build, write
 from ._records import read_ranks
 
-HOOK = str(Path(__file__).parent / "_importable")
-"""The folder whose `sitecustomize` begins the watching."""
 GRACE = 10.0
 """Seconds that a script has to end after it was told to."""
 
 
 def examine_script(
-    line: Sequence[str],
+    line: Callable[[str], Sequence[str]],
     script: Path,
     shown: Sequence[str],
     environment: Mapping[str, str],
@@ -36,30 +33,38 @@ def examine_script(
     steps: int | None = None,
     replay: bool = True,
     strict: bool = False,
+    compare: int = 0,
+    told: Callable[[str], None] = lambda text: None,
 ) -> tuple[int, Report, Path]:
-    """Run the command `line` to its end under observation; exit status, report, and the path of its page.
+    """Run a script to its end under observation; exit status, report, and the path of its page.
 
-    `script`: the file to whose folder paths in the report are relative; `shown`: the command as its user wrote it. The
-    status is the script's own (128 and the number of the signal that ended it), or 3 with `strict` when there is a
+    `line`: the command of a run with this name, "mixed-0" for the one that is watched; `script`: the file to whose
+    folder paths in the report are relative; `shown`: the command as its user wrote it; `compare`: so many seeds in
+    mixed and in full precision afterwards, 0 for none; `told`: hears which of these runs is under way.
+
+    The status is the script's own (128 and the number of the signal that ended it), or 3 with `strict` when there is a
     finding of severity error.
     """
     with tempfile.TemporaryDirectory(prefix="preamp-doctor-") as folder:
         base = script.resolve().parent if script.exists() else Path.cwd()
         asked = {"folder": folder, "base": str(base), "every": every, "steps": steps, "replay": replay}
-        before = environment.get("PYTHONPATH", "")
-        env = {
-            **environment,
-            VARIABLE: json.dumps(asked),
-            "PYTHONPATH": os.pathsep.join(p for p in (HOOK, before) if p),
-        }
+        first_step = Path(folder) / "first-step.pt"
+        if compare:
+            asked["first_step"] = str(first_step)
         begun = time.monotonic()
-        status = _wait(line, env)
+        status = _wait(line("mixed-0"), watched_environment(environment, asked))
         seconds = time.monotonic() - begun
         ranks = read_ranks(Path(folder))
         limited = any("limit" in rank.facts for rank in ranks)
         ended = _ended(status, limited, ranks[0].facts.get("raised") if ranks else None)
         code = status if status >= 0 else 128 - status
         report, content = build(ranks, base, list(shown), code, ended, seconds)
+        first = next((rank for rank in ranks if rank.steps), None)
+        if compare and first is not None:
+            losses, skipped = losses_of(first), sum(step["skipped"] for step in first.steps)
+            ran = Ran("mixed-0", False, 0, code, seconds, losses, skipped, first_step=first_step)
+            comparison = Comparison(line, environment, Path(folder), base, steps)
+            report, content = with_comparison(report, content, run_pairs(comparison, compare, told, ran))
         page, _ = write(report, content, out, json_file)
     if strict and any(finding.severity == "error" for finding in report.findings):
         code = STRICT

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Look:
     """Begins with a model call of a step that is to be looked at, and is over with the attempt to step."""
 
-    def __init__(self, watch: Watch, every: int) -> None:
+    def __init__(self, watch: Watch, every: int | None) -> None:
         self._watch, self._every = watch, every
         self._live: Live | None = None
         self._telemetry: Telemetry | None = None
@@ -38,6 +38,8 @@ class Look:
         """A model is about to run, in this turn of its optimizer."""
         watch = self._watch
         self.settle()
+        if self._every is None:
+            return  # only losses are wanted
         compiled = watch.asked.compiled
         if self._live is None and not compiled and self._is_close(turn):
             self._live = Live(watch.names, {id(p): p for p in watch.names.parameters()}, watch.clock)
@@ -57,7 +59,8 @@ class Look:
 
         Not in compiled code, which would run as written under the observation, with other roundings.
         """
-        return turn == 0 or (turn % self._every == 0 and (turn // self._every).bit_count() == 1)
+        every = self._every or 1
+        return turn == 0 or (turn % every == 0 and (turn // every).bit_count() == 1)
 
     def before_backward(self, scale: float) -> None:
         """The loss is there, with this scale on it."""

@@ -82,6 +82,10 @@ def diagnose(
             vars(part).update(attributes)
     if origin is None:
         return None
+    if origin.file is None and origin.module is not None:
+        # A model made of torch's modules only: the line that called it, which a replay does not run.
+        file, line = tape.called_at(origin.module, names.get)
+        origin = replace(origin, file=file, line=line)
     return Diagnosis(origin, by_scale, _samples(tape) if origin.from_data else ())
 
 

@@ -122,6 +122,18 @@ def left_out(scale: float | None, optimizer: Optimizer, place: Line) -> Finding:
     )  # fmt: skip
 
 
+def unguarded(optimizer: Optimizer, place: Line) -> Finding:
+    """PA107: gradients that were unscaled and are not finite, stepped all the same."""
+    return Finding(
+        "PA107", "error",
+        "optimizer.step() takes unscaled gradients that are not finite: scaler.step(optimizer) would have skipped this "
+        "step",
+        op=type(optimizer).__name__, file=place[0], line=place[1],
+        fix="scaler.step(optimizer)  # in place of optimizer.step(), also after scaler.unscale_(optimizer)\n"
+        "scaler.update()",
+    )  # fmt: skip
+
+
 def mixed_up(count: int, scale: float, optimizer: Optimizer, place: Line) -> Finding:
     """PA107: gradients that were unscaled were left lying, and a backward pass added scaled ones."""
     return Finding(

@@ -16,7 +16,7 @@ from ..report import Finding
 from ..session import Session
 from ..tree import tensors
 from ._patches import Patches
-from ._scaled import Gradients, left_out, mixed_up, never_taken_off
+from ._scaled import Gradients, left_out, mixed_up, never_taken_off, unguarded
 from ._stack import Line, users_line
 
 if TYPE_CHECKING:
@@ -309,7 +309,10 @@ class Scaling:
         """Of every optimizer, also of the second one of a backward pass; a closure brings gradients of its own."""
         if self._stepping or self._in_apex or self._session or len(args) > 1 or kwargs.get("closure"):
             return
-        if self._gradients.any_scaled(p for group in optimizer.param_groups for p in group["params"]):
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        if self._watch.bad and self._made and self._gradients.all_true(own):
+            self._watch.tell(unguarded(optimizer, users_line()))
+        elif self._gradients.any_scaled(own):
             self._gradients.stepped(optimizer)
             self._watch.tell(left_out(self.scale, optimizer, users_line()))
         else:

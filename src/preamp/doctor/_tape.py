@@ -25,7 +25,7 @@ from ..tree import tensors
 from ._clock import Clock
 from ._places import Place, Places, key_of, written_by
 from ._random import random_state, set_random_state
-from ._stack import walk
+from ._stack import Line, users_line, walk
 
 Key = tuple[Any, ...]
 LIMIT = 4000
@@ -50,6 +50,8 @@ class _ModelCall:
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     attributes: dict[nn.Module, dict[str, Any]]
     """Plain attributes of every part: a counter, a temperature, `training`."""
+    at: Line
+    """Who called it."""
     outputs: list[Key | None] = field(default_factory=list)
 
 
@@ -114,6 +116,7 @@ class Tape:
             ],
             tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_types),
             {part: plain_attributes(part) for part in module.modules()},
+            users_line(),
         )  # fmt: skip
         self._entries.append(call)
         return call
@@ -168,6 +171,13 @@ class Tape:
     def models(self) -> list[nn.Module]:
         """The models called, each once."""
         return list(dict.fromkeys(entry.module for entry in self._entries if isinstance(entry, _ModelCall)))
+
+    def called_at(self, path: str | None, named: Callable[[nn.Module], str | None]) -> Line:
+        """The script's line that called the model of which a module is part; (None, None) where it was not called."""
+        for entry in self._entries:
+            if isinstance(entry, _ModelCall) and any(named(part) == path for part in entry.module.modules()):
+                return entry.at
+        return None, None
 
     def inputs(self) -> Iterator[tuple[str, Tensor]]:
         """The script's own tensors that went in: of the models' calls, then of the loss."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,13 @@ class Watch:
     """One process under observation. `start` begins, `end` takes everything back and writes the last record."""
 
     def __init__(
-        self, recorder: Recorder, base: Path, every: int, steps: int | None, replay: bool, names: Names | None = None
+        self,
+        recorder: Recorder,
+        base: Path,
+        every: int | None,
+        steps: int | None,
+        replay: bool,
+        names: Names | None = None,
     ) -> None:
         self.recorder, self._base = recorder, base
         self._every, self._limit, self._replay = every, steps, replay
@@ -84,6 +91,8 @@ class Watch:
         """Whether the script multiplied a loss by a scale of its own."""
         self._awaits_attempt = False
         self._saw_step = False
+        self.on_first_gradients: Callable[[float], None] | None = None
+        """Called before the first step with the scale that is on the gradients."""
 
     def start(self) -> None:
         """Have torch tell of model calls, backward passes and steps."""
@@ -184,6 +193,9 @@ class Watch:
     def _close_look(self, optimizer: Optimizer | None) -> None:
         """The step is whole: nothing more is kept of it, and what was seen is judged."""
         self._tape.close_window()
+        if self.on_first_gradients is not None:
+            self.on_first_gradients(self.scaling.scale_now())
+            self.on_first_gradients = None
         self._look.before_step(optimizer)
         finding = self.scaling.unscaled_backward(self._backward_at, self._look.low)
         if finding is not None:
@@ -294,7 +306,7 @@ class Watch:
                     self.tell(finding)
             self.stepped_at = users_line()
             self.scaling.before_step(optimizer, self.stepped_at)
-            if self.step % self._every == 0:
+            if self._every is not None and self.step % self._every == 0:
                 self._updates.before(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

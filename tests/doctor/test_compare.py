@@ -1,0 +1,171 @@
+"""`preamp compare`: unchanged scripts, as they are and in full precision."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from preamp.doctor._compare_report import schema
+from preamp.doctor._diagnosis import schema as doctor_schema
+
+SICK = Path(__file__).parents[1] / "sick" / "scripts" / "fourier_phase.py"
+
+SEEDED = """
+import random, sys
+import numpy as np, torch
+from torch import nn
+
+random.seed(3); np.random.seed(4); torch.manual_seed(5)
+rng = np.random.default_rng(6)
+print(random.random(), np.random.rand(), torch.rand(()).item(), rng.random())
+model = nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(6):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=AMP):
+        loss = model(torch.randn(64, 8)).float().square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print(f"val_loss: {loss.item():.6f}")
+if len(sys.argv) > 1:
+    open(sys.argv[1], "w").write("done")
+"""
+
+STYLES = {
+    "autocast": """
+scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+with torch.autocast("cpu", torch.float16):
+    out = model(x)
+seen = [out.dtype]
+loss = out.float().square().mean()
+scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()
+""",
+    "casts": """
+model = model.bfloat16()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+out = model(x.to(torch.bfloat16)); model.to(dtype=torch.float16)
+seen = [out.dtype, x.half().dtype, x.type(torch.HalfTensor).dtype, x.to(out).dtype, model.weight.dtype]
+out.float().square().mean().backward(); optimizer.step()
+""",
+    "preamp": """
+import preamp
+session = preamp.prepare(model, optimizer, level="O2", scale="dynamic")
+with session.autocast():
+    out = model(x)
+seen = [model.weight.dtype, out.dtype]
+session.backward(out.float().square().mean()); session.step()
+""",
+    "apex": """
+from apex import amp
+model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic", verbosity=0)
+out = model(x)
+seen = [model.weight.dtype, out.dtype]
+with amp.scale_loss(out.float().square().mean(), optimizer) as scaled:
+    scaled.backward()
+optimizer.step()
+""",
+    "accelerate": """
+from accelerate import Accelerator
+accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+inner = model
+model, optimizer = accelerator.prepare(nn.Sequential(inner), optimizer)
+seen = []
+inner.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+accelerator.backward(model(x).float().square().mean()); optimizer.step()
+""",
+}
+HEAD = "import torch\nfrom torch import nn\ntorch.manual_seed(0)\nmodel = nn.Linear(8, 4)\nx = torch.randn(3, 8)\n"
+HEAD += "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+
+
+def compare(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    out = folder / "out"
+    line = [sys.executable, "-m", "preamp", "compare", "--out", str(out), *arguments]
+    ran = subprocess.run(line, capture_output=True, text=True, timeout=300, cwd=folder)
+    content = {}
+    if (out / "compare.json").exists():
+        content = json.loads((out / "compare.json").read_text())
+        jsonschema.validate(content, schema())
+        assert (out / "compare.html").read_text().startswith("<!DOCTYPE html>")
+    return ran, content
+
+
+def test_pairs_share_their_seed_and_others_do_not(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SEEDED.replace("AMP", "True"))
+    ran, content = compare(tmp_path, "--seeds", "2", "train.py", str(tmp_path / "{run}.txt"))
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == ""
+    assert {path.stem for path in tmp_path.glob("*.txt")} == {"mixed-0", "full-0", "mixed-1", "full-1"}
+    runs = {run["name"]: run for run in content["runs"]}
+    assert [run["losses"][0] for run in runs.values()] == pytest.approx(
+        [runs["full-0"]["losses"][0]] * 2 + [runs["full-1"]["losses"][0]] * 2, rel=1e-2
+    )
+    assert runs["mixed-0"]["losses"] != runs["full-0"]["losses"]
+    assert abs(runs["full-0"]["losses"][0] - runs["full-1"]["losses"][0]) > 1e-3
+    assert set(runs["full-0"]["metrics"]) == {"val_loss"}
+    assert content["result"] in ("equivalent", "undecided")
+    assert not content["findings"]
+    assert [error["name"] for error in content["gradients"]] == ["weight", "bias"]
+    assert 0 < content["gradients"][0]["relative"] < 0.05
+    assert content["outputs"][0]["cosine"] > 0.999
+
+
+def test_full_precision_has_nothing_to_compare(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SEEDED.replace("AMP", "False"))
+    ran, content = compare(tmp_path, "--seeds", "1", "train.py")
+    assert ran.returncode == 0, ran.stderr
+    assert content["result"] == "identical"
+    assert [finding["code"] for finding in content["findings"]] == ["PA109"]
+
+
+def test_a_loss_that_16_bits_spoil_is_found_with_its_module(tmp_path: Path) -> None:
+    ran, content = compare(tmp_path, "--seeds", "2", str(SICK))
+    assert ran.returncode == 3, ran.stderr
+    (finding,) = content["findings"]
+    assert (finding["code"], finding["severity"], finding["module"]) == ("PA206", "error", "features")
+    assert "Worse" in ran.stderr
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_every_way_to_ask_for_16_bits_is_answered_with_32(style: str, tmp_path: Path) -> None:
+    text = HEAD + STYLES[style] + "\nopen(__import__('sys').argv[1], 'w').write(' '.join(map(str, seen)))\n"
+    (tmp_path / "train.py").write_text(text)
+    ran, content = compare(tmp_path, "--seeds", "1", "train.py", str(tmp_path / "{run}.txt"))
+    assert ran.returncode == 0, ran.stderr
+    assert set((tmp_path / "full-0.txt").read_text().split()) == {"torch.float32"}
+    assert set((tmp_path / "mixed-0.txt").read_text().split()) & {"torch.float16", "torch.bfloat16"}
+    assert content["runs"][1]["metrics"] == {}
+
+
+def test_a_script_that_never_steps_or_fails_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "none.py").write_text("import torch\nprint('nothing')\n")
+    ran, _ = compare(tmp_path, "none.py")
+    assert ran.returncode == 2
+    assert "without a training step" in ran.stderr
+    (tmp_path / "bad.py").write_text("import torch\nraise RuntimeError('no data')\n")
+    ran, _ = compare(tmp_path, "bad.py")
+    assert ran.returncode == 2
+    assert "ended with status 1" in ran.stderr
+    assert "no data" in ran.stderr
+    ran, _ = compare(tmp_path, "gone.py")
+    assert ran.returncode == 2
+    assert "there is no script" in ran.stderr
+
+
+def test_the_doctor_compares_when_asked(tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "preamp", "doctor", "--compare", "--seeds", "2", "--out", str(tmp_path / "out")]
+    ran = subprocess.run([*line, str(SICK)], capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("step 0 loss") == 1, "only the first run speaks"
+    content = json.loads((tmp_path / "out" / "report.json").read_text())
+    jsonschema.validate(content, doctor_schema())
+    assert "PA206" in [finding["code"] for finding in content["findings"]]
+    assert content["comparison"]["result"] == "worse"
+    assert len(content["comparison"]["runs"]) == 4
+    assert "Against full precision" in (tmp_path / "out" / "report.html").read_text()
