@@ -260,3 +260,58 @@ def sessions(results: dict[str, Any]) -> tuple[Table, str]:
         f"round. {machine['cpu']}, torch {machine['torch']}, preamp at {machine['commit']}, {results['rounds']} rounds"
     )
     return Table("", columns, rows), text
+
+
+FINDINGS = {
+    "PA101": "an epsilon that vanishes",
+    "PA102": "the logarithm of a 16-bit sigmoid",
+    "PA103": "a constant beyond the range",
+    "PA104": "an operator that wants float32, in float16",
+    "PA105": "dimensions that miss the tensor cores",
+    "PA106": "gradients clipped or read while still scaled",
+    "PA107": "float16 gradients without a loss scale",
+    "PA108": "a schedule that moves on skipped steps",
+    "PA109": "mixed precision asked for and not in effect",
+    "PA110": "weights changed or cast inside a region",
+    "PA111": "float16 weights that nobody masters",
+    "PA112": "an order that defeats the precision",
+    "PA201": "where the first non-finite value came from",
+    "PA202": "gradients below what float16 holds",
+    "PA203": "a scale that collapses or oscillates",
+    "PA204": "updates that rounding takes away",
+    "PA205": "values near the end of the range",
+    "PA206": "a loss that leaves the full-precision run",
+    "PA207": "one batch that is not finite by itself",
+}
+"""The titles of the pages in docs/findings, by code."""
+
+_PLACED = ("found", "line", "module", "batch")
+
+
+@committed("doctor-versus", "python -m tests.sick.versus")
+def doctor_versus(results: dict[str, Any]) -> tuple[Table, str]:
+    """How many planted diseases each tool named in their place, by code, and how many healthy scripts it stopped."""
+    tools = ("doctor", "huggingface", "anomaly")
+    rows: list[tuple[Any, ...]] = []
+
+    def add(title: str, chosen: list[dict[str, Any]], outcomes: tuple[str, ...]) -> None:
+        rows.append((title, len(chosen), *(sum(row[tool]["outcome"] in outcomes for row in chosen) for tool in tools)))
+
+    sick = [row for row in results["rows"] if row["group"] != "healthy"]
+    for code, title in FINDINGS.items():
+        if of_code := [row for row in sick if row["group"] == code]:
+            add(f"{code}: {title}", of_code, _PLACED)
+    add("all sick: named in place", sick, _PLACED)
+    add("all sick: only another place named", sick, ("elsewhere",))
+    add("all healthy: false alarms", [row for row in results["rows"] if row["group"] == "healthy"], ("alarm",))
+    add("sick and healthy: the tool itself failed", results["rows"], ("broke",))
+    columns = (
+        "planted", Column("scripts", digits=0), Column("`preamp doctor`", digits=0),
+        Column("`DebugUnderflowOverflow`", digits=0), Column("`set_detect_anomaly`", digits=0),
+    )  # fmt: skip
+    machine = results["environment"]
+    text = (
+        f"transformers {machine['transformers']}, torch {machine['torch']}, {machine['cpu']}, preamp at "
+        f"{machine['commit']}; what each tool said of each script"
+    )
+    return Table("", columns, rows), text

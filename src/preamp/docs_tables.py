@@ -16,6 +16,7 @@ from .docs_results import (
     apex_levels,
     bench,
     demo,
+    doctor_versus,
     option_losses,
     option_times,
     schedule_pictures,
@@ -32,6 +33,7 @@ from .rules import TABLE
 DOCUMENTS = (
     "README.md",
     "docs/coming-from-apex.md",
+    "docs/doctor.md",
     "docs/levels.md",
     "docs/loss-scaling.md",
     "docs/optimizers.md",
@@ -74,6 +76,7 @@ GENERATORS: dict[str, Callable[[Path], str]] = {
     "apex_levels": apex_levels,
     "bench": bench,
     "demo": demo,
+    "doctor_versus": doctor_versus,
     "formats": formats,
     "levels": levels,
     "option_losses": option_losses,

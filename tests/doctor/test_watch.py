@@ -264,6 +264,29 @@ def test_an_error_in_the_middle_leaves_nothing_behind() -> None:
     assert not model.first._forward_hooks
 
 
+def test_two_models_of_one_name_are_both_known_and_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from preamp.doctor._names import Names
+
+    looks = []
+    look = Names.look
+    monkeypatch.setattr(Names, "look", lambda self, optimizers: (looks.append(1), look(self, optimizers))[1])
+    names, keep = Names(), []
+
+    def fold() -> None:
+        model = Net()
+        keep.append(model)
+        assert names.get(model.first) is not None
+        stranger = nn.Sequential(*(nn.Dropout() for _ in range(9)))
+        before = len(looks)
+        assert [names.get(part) for part in stranger.modules()] == [None] * 10
+        assert len(looks) == before + 1
+
+    fold()
+    fold()
+    assert {names.get(model.first, "").rpartition(":")[2] for model in keep} == {"first"}
+    assert len({names.get(model.first) for model in keep}) == 2
+
+
 def test_losses_are_the_same_bits_with_and_without() -> None:
     def train(watched: bool) -> list[str]:
         torch.manual_seed(0)

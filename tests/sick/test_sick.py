@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from .expect import disease, doctor, scripts
+from .expect import disease, doctor, options, scripts
 
 EVERY_TIME = frozenset({
     "acos_angle", "adam_eps_half", "additive_mask", "annealed_temperature", "apex_clip_inside", "attention_unscaled",
@@ -18,10 +18,6 @@ EVERY_TIME = frozenset({
 })  # fmt: skip
 """One or more for each code; the others take minutes together and run with `./dev test --all`."""
 
-MISSED = {
-    "checkpoint_forgets_region": "a recomputation without the region is not looked for yet",
-    "fourier_phase": "a loss that departs from float32's wants `compare`, which is not there yet",
-}
 _FRAMEWORKS = ("lightning", "accelerate", "transformers")
 
 
@@ -29,8 +25,6 @@ def _parameters(kind: str) -> list[object]:
     found = []
     for path in scripts(kind):
         marks = [] if path.stem in EVERY_TIME else [pytest.mark.slow]
-        if path.stem in MISSED:
-            marks.append(pytest.mark.xfail(reason=MISSED[path.stem], strict=True))
         found.append(pytest.param(path, id=path.stem, marks=marks))
     return found
 
@@ -44,8 +38,8 @@ def _needs(path: Path) -> None:
 @pytest.mark.parametrize("path", _parameters("scripts"))
 def test_the_planted_disease_is_found_in_its_place(path: Path, tmp_path: Path) -> None:
     _needs(path)
-    report, ran = doctor(path, tmp_path / "out")
     wanted = disease(path)
+    report, ran = doctor(path, tmp_path / "out", *options(wanted))
     assert any(wanted.met_by(finding) for finding in report["findings"]), (wanted, report["findings"], ran.stderr)
 
 

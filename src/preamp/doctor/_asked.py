@@ -25,14 +25,16 @@ class Asked:
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
+        self._patches: Patches | None = None
         self.compiled: str | None = None
         """"module" or "function" once torch.compile was called on one."""
         self._regions: list[tuple[str, torch.dtype, bool, Line]] = []
         self._depth = 0
-        self._version: int | None = None
+        self._versions: dict[int, int] = {}
 
     def start(self, patches: Patches) -> None:
         """Have autocast, casts and the compiler tell."""
+        self._patches = patches
         patches.wrap(torch.autocast, "__init__", self._made)
         patches.wrap(torch.autocast, "__enter__", self._enter)
         patches.wrap(torch.autocast, "__exit__", self._exit)
@@ -42,8 +44,29 @@ class Asked:
         patches.wrap(nn.Module, "compile", self._compile)
 
     def _compile(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        out = original(*args, **kwargs)
+        # After, as Module.compile() comes down to compiling a function.
         self.compiled = "module" if args and isinstance(args[0], nn.Module) else "function"
-        return original(*args, **kwargs)
+        if original.__name__ == "compile" and out is None and args and isinstance(args[0], nn.Module):
+            self._follow_compiled(args[0])
+        return out
+
+    def _follow_compiled(self, module: nn.Module) -> None:
+        """After `module.compile()`: a call of it goes past torch's hooks, so it tells by itself."""
+        compiled = module._compiled_call_impl
+        watch = self._watch
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            return watch.calls.compiled(module, compiled, args, kwargs)
+
+        module._compiled_call_impl = called
+
+        def undo() -> None:
+            if module._compiled_call_impl is called:
+                module._compiled_call_impl = compiled
+
+        if self._patches is not None:
+            self._patches.on_close(undo)
 
     def _made(self, original: Any, region: Any, device_type: Any = "cuda", *args: Any, **kwargs: Any) -> None:
         if "device_type" in kwargs:
@@ -59,7 +82,7 @@ class Asked:
 
     def _enter(self, original: Any, region: Any) -> Any:
         if self._depth == 0:
-            self._version = None
+            self._versions = {}
         self._depth += 1
         return original(region)
 
@@ -67,25 +90,26 @@ class Asked:
         self._depth -= 1
         return original(region, *error)
 
-    def model_called(self, version: int) -> None:
-        """A model is about to run; `version`: how often its weights were changed in place so far."""
+    def model_called(self, versions: dict[int, int]) -> None:
+        """A model is about to run; `versions`: how often each weight was changed in place so far, by its id."""
         if self._depth <= 0 or not torch.is_autocast_cache_enabled():
             return
         if not any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
             return
-        if self._version is not None and version != self._version:
+        changes = sum(version - self._versions.get(key, version) for key, version in versions.items())
+        if changes:
             file, line = self._watch.stepped_at
             self._watch.tell(
                 Finding(
                     "PA110", "error",
                     "weights were changed inside an autocast region that goes on: the model computes with the cast "
                     "weights of before, which autocast keeps until the region ends",
-                    direction="forward", file=file, line=line, evidence={"changes": version - self._version},
+                    direction="forward", file=file, line=line, evidence={"changes": changes},
                     fix="with torch.autocast(...):  # one region a step, around forward and loss only\n"
                     "    loss = criterion(model(x), y)\nloss.backward()\noptimizer.step()",
                 )
             )  # fmt: skip
-        self._version = version
+        self._versions = versions
 
     def _cast(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         name = original.__name__

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -24,13 +23,14 @@ from ..report import (
     to_json,
 )
 from ..report.files import write_text
-from ._judge import judge
-from ._magnitudes import magnitudes, spread
+from ._magnitudes import magnitudes, spread, underflow_table
+from ._ranks import all_findings
 from ._records import Rank
 
 STRICT = 3
 """Exit status of --strict when an error was found."""
 _MARKS = 40
+UNSEEN = "precision not observed"
 
 
 def schema() -> dict[str, Any]:
@@ -40,30 +40,6 @@ def schema() -> dict[str, Any]:
     return loaded
 
 
-def all_findings(ranks: list[Rank], base: Path) -> tuple[Finding, ...]:
-    """Findings of all processes, most harmful first; one that several have is told once, with the ranks."""
-    found: dict[Any, tuple[Finding, list[int]]] = {}
-    for rank in ranks:
-        for finding in (*rank.findings, *(_relative(one, base) for one in judge(rank))):
-            key = (finding.code, finding.module, finding.op, finding.file, finding.line)
-            found.setdefault(key, (finding, []))[1].append(rank.rank)
-    several = len({rank.rank for rank in ranks}) > 1
-    told = []
-    for finding, which in found.values():
-        if several:
-            evidence = finding.evidence if isinstance(finding.evidence, dict) else {"seen": finding.evidence}
-            finding = replace(finding, evidence={**evidence, "ranks": sorted(set(which))})
-        told.append(finding)
-    return tuple(sorted(told))
-
-
-def _relative(finding: Finding, base: Path) -> Finding:
-    if finding.file is None:
-        return finding
-    below = os.path.relpath(finding.file, base)
-    return finding if below.startswith("..") else replace(finding, file=below)
-
-
 def verdict(findings: tuple[Finding, ...], steps: int, ended: str, spoken: str) -> str:
     """The one line to remember."""
     if not steps:
@@ -71,6 +47,8 @@ def verdict(findings: tuple[Finding, ...], steps: int, ended: str, spoken: str) 
     counts = count_severities(findings)
     tail = f" {steps} steps; {ended}."
     if not counts["error"] and not counts["warning"]:
+        if spoken == UNSEEN:
+            return f"Nothing was found, but no operator could be looked at: compiled code, or no model called.{tail}"
         return f"Nothing is wrong with the precision of this run ({spoken}).{tail}"
     said = [f"{n} {kind}{'s' if n > 1 and kind != 'info' else ''}" for kind, n in counts.items() if n]
     worst = findings[0]
@@ -83,7 +61,7 @@ def policy_seen(rank: Rank | None) -> str:
     """What ran, in a few words."""
     audit = rank.facts.get("audit") if rank is not None else None
     if not audit:
-        return "precision not observed"
+        return UNSEEN
     share = audit["low_share"]
     parameters = "/".join(sorted(audit["parameters"])) or "none"
     return f"{parameters} parameters, {'no' if not share else f'{share:.0%}'} of the products in 16 bits"
@@ -109,7 +87,11 @@ def build(
     if first is not None:
         samples = first.many.get("telemetry", [])
         has_fp16 = "float16" in first.facts.get("audit", {}).get("low", ())
-        sections += [_timeline(first), magnitudes(samples, has_fp16), _audit(first), _advice(findings)]
+        spread_out = magnitudes(samples, has_fp16)
+        if spread_out is not None:
+            measured = underflow_table(first.facts.get("underflow"))
+            spread_out = replace(spread_out, items=(*measured, *spread_out.items))
+        sections += [_timeline(first), spread_out, _audit(first), _advice(findings)]
     report = Report(
         f"Doctor: {Path(command[0]).name}", line, [s for s in sections if s is not None],
         environment=environment, status=None if serious else "good" if steps else "neutral",
@@ -126,7 +108,7 @@ def _process(rank: Rank) -> dict[str, Any]:
     return {
         "rank": rank.rank, "steps": rank.steps, "audit": rank.facts.get("audit"),
         "raised": rank.facts.get("raised"), "overflows": rank.many.get("overflow", []),
-        "telemetry": spread(rank.many.get("telemetry", [])),
+        "telemetry": spread(rank.many.get("telemetry", [])), "underflow": rank.many.get("underflow", []),
     }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ def judge(rank: Rank) -> Iterator[Finding]:
     yield from _scale(rank)
     yield from _schedule(steps)
     yield from _updates(rank)
+    yield from _unexplained(rank)
 
 
 def _started(steps: list[dict[str, Any]]) -> int:
@@ -89,8 +90,8 @@ def _schedule(steps: list[dict[str, Any]]) -> Iterator[Finding]:
     file, _, line = (place or "").rpartition(":")
     yield Finding(
         "PA108", "warning" if many else "info",
-        f"the learning rate schedule moved on in {len(moved)} of {len(steps)} steps that were skipped: warm-up and "
-        "decay run ahead of training",
+        f"the learning rate schedule moved on in {len(moved)} skipped steps, of {len(steps)} in all: warm-up and decay "
+        "run ahead of training",
         file=file or None, line=int(line) if line.isdigit() else None, step=moved[0]["step"],
         evidence={"moved while skipped": len(moved), "at the start": len(moved) - len(later), "steps": len(steps)},
         fix="before = scaler.get_scale()\nscaler.step(optimizer)\nscaler.update()\n"
@@ -115,3 +116,20 @@ def _updates(rank: Rank) -> Iterator[Finding]:
             file=file, line=int(line), evidence={"steps": len(rank.steps), "updates": 0},
             fix="scaler.step(optimizer)\nscaler.update()  # once a step",
         )  # fmt: skip
+
+
+def _unexplained(rank: Rank) -> Iterator[Finding]:
+    """PA201 without an origin: a step taken with what is not finite, that could not be done again."""
+    taken = {step["step"]: step["bad"] for step in rank.steps if step["bad"] and not step["skipped"]}
+    known = any(finding.severity == "error" and finding.code != "PA101" for finding in rank.findings)
+    first = next((one for one in rank.many.get("unexplained", []) if one["step"] in taken), None)
+    if first is None or known:
+        return
+    file, line = first["at"]
+    what = "loss was" if first["what"] == "loss" else "gradients were"
+    yield Finding(
+        "PA201", "error",
+        f"the {what} not finite and the step was taken; it could not be done again, so its origin is not known",
+        file=file, line=line, step=first["step"], direction="forward" if first["what"] == "loss" else "backward",
+        fix="origin = preamp.doctor.find_origin(lambda: loss_fn(model(x), y), models=model)  # where it can be called",
+    )  # fmt: skip

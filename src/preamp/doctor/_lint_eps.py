@@ -111,7 +111,15 @@ def _constant(value: Any) -> float | None:
 
 
 def _finding(
-    path: str, name: str | None, eps: float, lost: str, op: str, file: str | None, line: int | None, *, sure: bool
+    path: str | None,
+    name: str | None,
+    eps: float,
+    lost: str,
+    op: str,
+    file: str | None,
+    line: int | None,
+    *,
+    sure: bool,
 ) -> Finding:
     what = f"{name}={eps:g}" if name else f"the epsilon {eps:g}"
     severity: Severity = "error" if sure and in_fp16(eps) == 0 else "warning"

@@ -38,8 +38,8 @@ class Call:
     """As the dispatcher spells it, without namespace and without an overload called default: "add.Tensor"."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    module: str
-    """Path of the innermost module whose forward was running."""
+    module: str | None
+    """Path of the innermost module whose forward was running; None outside of all models."""
     torchs_own: bool
     """Whether it ran inside a plain torch.autocast, which has rules of its own."""
     autocast_on: bool

@@ -32,7 +32,7 @@ Dims = tuple[tuple[str, int], ...]
 class Product:
     """All products of one kind that one module computed: FLOPs, and the dimensions that a wider layer would change."""
 
-    module: str
+    module: str | None
     op: str
     dtype: torch.dtype
     dims: Dims
@@ -121,10 +121,10 @@ def _conv(given: Tensor, weight: Tensor, out: Tensor, *, transposed: bool) -> tu
 def unaligned(watcher: ProductWatcher, model: nn.Module) -> Iterator[Finding]:
     """PA105, for what ran in 16 bits with `WEIGHT` or more of the FLOPs. Information: slower, not wrong."""
     modules = dict(model.named_modules())
-    missing: dict[tuple[str, str, torch.dtype, Dims], list[Product]] = defaultdict(list)
+    missing: dict[tuple[str | None, str, torch.dtype, Dims], list[Product]] = defaultdict(list)
     for product in watcher.products.values():
         if product.dtype in LOW_DTYPES:
-            module = modules.get(product.module)
+            module = None if product.module is None else modules.get(product.module)
             dims = _renamed(product.dims, module)
             if isinstance(module, nn.modules.conv._ConvNd) and module.groups > 1:
                 continue  # grouped and depthwise kernels do not run on tensor cores by channel
@@ -165,7 +165,7 @@ def not_in_effect(watcher: ProductWatcher, policy: Policy) -> Iterator[Finding]:
     """PA109: a 16-bit compute dtype, and no product in 16 bits among those that the policy does not keep full."""
     if policy.compute not in LOW_DTYPES:
         return
-    products = [p for p in watcher.products.values() if not kept_full(p.module, policy)]
+    products = [p for p in watcher.products.values() if not kept_full(p.module or "", policy)]
     if not products or any(p.dtype in LOW_DTYPES for p in products):
         return
     worst = max(products, key=lambda p: p.flops)

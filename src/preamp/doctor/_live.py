@@ -38,7 +38,7 @@ class TopWatcher(Watcher):
     """PA205: float16 results within two bits of the largest number. The largest of a module and operator counts."""
 
     def __init__(self) -> None:
-        self._tops: dict[tuple[str, str], tuple[float, tuple[str | None, int | None]]] = {}
+        self._tops: dict[tuple[str | None, str], tuple[float, tuple[str | None, int | None]]] = {}
 
     def after(self, call: Call) -> None:
         """Look at one result."""
@@ -50,8 +50,12 @@ class TopWatcher(Watcher):
         top = float(out.abs().max())
         if top == FP16.max and call.base in _FILLS:
             return  # torch.finfo(dtype).min as a mask: meant to be there
-        if NEAR_TOP <= top <= FP16.max and top > self._tops.get((call.module, call.base), (0.0, None))[0]:
+        if NEAR_TOP <= top <= FP16.max and top > self._top(call):
             self._tops[call.module, call.base] = top, call.place()
+
+    def _top(self, call: Call) -> float:
+        kept = self._tops.get((call.module, call.base))
+        return 0.0 if kept is None else kept[0]
 
     @property
     def findings(self) -> Iterator[Finding]:
@@ -87,7 +91,6 @@ class Live(TorchDispatchMode):
         self._names, self._weights, self._clock = names, weights, clock
         self.autocast_on = self.torchs_own = False
         """As it is where the model is called; below autocast, where this looks, it cannot be seen."""
-        self._inside_a_model = False
         self.grad_keys: frozenset[int] = frozenset()
         """Storages of gradients that are still scaled."""
         self.reads: list[Place] = []
@@ -128,17 +131,16 @@ class Live(TorchDispatchMode):
             self.reads.append(place)
         name = str(func).partition(".")[2].removesuffix(".default")
         call = Call(
-            name, tuple(args), dict(kwargs), place.module or "", self.torchs_own, self.autocast_on,
+            name, tuple(args), dict(kwargs), place.module, self.torchs_own, self.autocast_on,
             at=(place.file, place.line),
         )  # fmt: skip
-        self._inside_a_model = place.module is not None
         with torch.no_grad():
             for watcher in self._watchers:
                 watcher.before(call)
         return call
 
     def _count(self, call: Call) -> None:
-        if self._inside_a_model and isinstance(call.out, Tensor) and call.out.is_floating_point():
+        if call.module is not None and isinstance(call.out, Tensor) and call.out.is_floating_point():
             self.dtypes.setdefault(call.module, Counter())[name_of(call.out.dtype)] += 1
 
     def findings(self) -> tuple[Finding, ...]:

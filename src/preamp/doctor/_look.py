@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from ..autocast import MARKER
 from ..report import Finding
+from ._between import Between
 from ._live import Live
 from ._places import key_of
+from ._recomputed import Recomputed
 from ._telemetry import Pending, Telemetry
+from ._underflow import findings, underflows
 from ._updates import flushed
 
 if TYPE_CHECKING:
@@ -23,9 +28,13 @@ if TYPE_CHECKING:
 class Look:
     """Begins with a model call of a step that is to be looked at, and is over with the attempt to step."""
 
-    def __init__(self, watch: Watch, every: int | None) -> None:
-        self._watch, self._every = watch, every
+    def __init__(self, watch: Watch, every: int | None, replay: bool) -> None:
+        self._watch, self._every, self._replay = watch, every, replay
         self._live: Live | None = None
+        self._recomputed: Recomputed | None = None
+        self._between: Between | None = None
+        self._was_close = False
+        """Whether operators were looked at in this step."""
         self._telemetry: Telemetry | None = None
         self._done: Telemetry | None = None
         """Of a step that is over, until the weights are seen that it left."""
@@ -34,16 +43,20 @@ class Look:
         self.low: set[torch.dtype] = set()
         """16-bit dtypes of matrix products seen."""
 
-    def open(self, turn: int) -> None:
-        """A model is about to run, in this turn of its optimizer."""
+    def open(self, turn: int, module: nn.Module | None) -> None:
+        """A model is about to run, in this turn of its optimizer; its call has begun already."""
         watch = self._watch
+        self._stop_between()
         self.settle()
         if self._every is None:
             return  # only losses are wanted
         compiled = watch.asked.compiled
         if self._live is None and not compiled and self._is_close(turn):
             self._live = Live(watch.names, {id(p): p for p in watch.names.parameters()}, watch.clock)
+            if module is not None:
+                self._live.places.entered(module)
             self._live.__enter__()
+            self._recomputed = Recomputed(watch.names)
         if self._live is not None:
             on = torch.is_autocast_enabled(MARKER)
             self._live.autocast_on = on or any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
@@ -64,6 +77,8 @@ class Look:
 
     def before_backward(self, scale: float) -> None:
         """The loss is there, with this scale on it."""
+        if self._live is not None:
+            self._live.grad_keys = frozenset()  # what autograd and we do with gradients is no reading of the script's
         if self._telemetry is not None:
             self._telemetry.in_backward = True
             self._telemetry.backward_scale = scale
@@ -97,10 +112,10 @@ class Look:
         """The step is whole; its gradients lie there."""
         watch = self._watch
         was_close = self._live is not None
+        self._was_close |= was_close
         self._judge()
         if was_close and torch.float16 in self.low and not watch.bad:
-            for each in flushed(watch, watch.scaling.scale_now()):
-                watch.tell(each)
+            self._underflow()
         telemetry = self._telemetry
         if telemetry is not None and not telemetry.has_weights:
             known = {id(p) for p in watch.names.parameters()}
@@ -108,14 +123,40 @@ class Look:
             own = [p for p in own if id(p) in known]  # an optimizer of masters has others
             telemetry.weights(own or watch.names.parameters(), watch.scaling.scale_now())
 
+    def _underflow(self) -> None:
+        """PA202: measured where the step can be done again, and else told from what is left."""
+        watch = self._watch
+        scale, lying = watch.scaling.scale_of_backward(), watch.scaling.scale_now()
+        found = underflows(watch, watch.losses[0], scale, lying) if self._replay and len(watch.losses) == 1 else None
+        if found is None:
+            told = flushed(watch, lying)
+        else:
+            told = findings(found, scale)
+            rows = [asdict(one) for one in found]
+            watch.recorder.write("underflow", step=watch.step, scale=scale, rows=rows)
+        for finding in told:
+            watch.tell(finding)
+
     def attempted(self, taken: bool) -> None:
         """The step was taken or skipped. What it changed is looked at later: masters may not be copied back yet."""
         if self._telemetry is not None:
             self._telemetry.close()
             self._done, self._telemetry, self._taken = self._telemetry, None, taken
+        if self._was_close and taken:
+            self._between = Between()
+            self._between.__enter__()
+        self._was_close = False
+
+    def _stop_between(self) -> None:
+        between, self._between = self._between, None
+        if between is not None:
+            between.stop()
+            for finding in between.findings():
+                self._watch.tell(finding)
 
     def close(self) -> None:
         """Look no more, and record what there is."""
+        self._stop_between()
         self._judge()
         if self._telemetry is not None:
             self.attempted(taken=False)
@@ -140,11 +181,16 @@ class Look:
             return
         watch = self._watch
         live.stop()
+        if self._recomputed is not None:
+            self._recomputed.close()
+            for finding in self._recomputed.findings():
+                watch.tell(finding)
+            self._recomputed = None
         if live.reads:
             watch.tell(_read_while_scaled(live.reads[0], watch.scaling.scale or 1.0))
         for finding in live.findings():
             watch.tell(finding)
-        self.low |= live.low
+        self.low |= live.products.trained_low
         for finding in watch.asked.findings(live):
             watch.tell(finding)
         watch.recorder.write(

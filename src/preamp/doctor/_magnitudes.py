@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..formats import FP8_E4M3, FP8_E5M2, FP16, Format
-from ..report import ExponentHistogram, HeatMap, Item, LineChart, Section, Series, Span, exponent_spans
+from ..report import ExponentHistogram, HeatMap, Item, LineChart, Section, Series, Span, Table, exponent_spans
 from ._exponents import Exponents, together
 from ._telemetry import KINDS, UPDATE
 
+SHOWN = 20
+"""Parameters in the table of what was lost, the worst ones."""
 ROWS = 40
 """Modules shown in a heat map; the least harmful ones of more are left out."""
 SAMPLES = 12
@@ -94,6 +96,26 @@ def scale_window(rows: Iterable[Row]) -> tuple[int, int] | None:
     top = math.floor(math.log2(FP16.max / gradients.largest)) - SPARE_BITS
     low = next((p for p in range(-24, 150) if gradients.times(2.0**p).flushed(FP16) <= FLUSHED), 150)
     return low, top
+
+
+def underflow_table(record: Mapping[str, Any] | None) -> list[Table]:
+    """What float16 lost of the gradients, against the same step in float32; nothing where that was not done."""
+    if not record or not record["rows"]:
+        return []
+    worst = record["rows"][:SHOWN]
+    rows = [
+        (row["name"], f"{row['lost']:.2%}",
+         f"{row['without_scale']:.2%}", f"{row['relative']:.2%}")
+        for row in worst
+    ]  # fmt: skip
+    left = len(record["rows"]) - len(worst)
+    return [
+        Table(
+            f"Gradients against the same step in float32, step {record['step']}, scale {record['scale']:g}",
+            ("parameter", "flushed to zero", "would be without a scale", "relative error (L2)"), rows,
+            notes=(f"{left} more parameters lost less",) if left else (),
+        )
+    ]  # fmt: skip
 
 
 def magnitudes(samples: Sequence[Mapping[str, Any]], has_fp16: bool) -> Section | None:

@@ -56,7 +56,8 @@ class Names:
             self.look(())
             found = self._paths.get(module)
             if found is None:
-                self._unknown[module] = True
+                for part in module.modules():  # a look at everything there is takes long
+                    self._unknown[part] = True
         return default if found is None else found
 
     def items(self) -> Iterator[tuple[str, nn.Module]]:
@@ -96,7 +97,11 @@ class Names:
         if not found and stepped:
             self.look(())  # the optimizer steps copies
             return
-        self._take({_variable(one) or str(index): one for index, one in enumerate(found)})
+        named: dict[str, nn.Module] = {}
+        for index, one in enumerate(found):
+            name = _variable(one) or str(index)
+            named[name if name not in named else f"{name}-{index}"] = one  # the one before, not yet thrown away
+        self._take(named)
 
     def _take(self, models: dict[str, nn.Module]) -> None:
         self.models = models

@@ -92,9 +92,8 @@ class Origin:
         where = "outside the models" if self.module is None else f"in module {self.module or '(root)'!r}"
         if self.from_data:
             what = f"parameter or buffer {self.source!r}" if self.source else "an input"
-            message = (
-                f"{what} was {self.kind} before any operator ran; {self.op} {where} is the first to compute with it"
-            )
+            came = "nan" if any(i.nan for i in self.inputs) else "inf" if any(i.inf for i in self.inputs) else self.kind
+            message = f"{what} was {came} before any operator ran; {self.op} {where} is the first to compute with it"
         else:
             message = f"{self.op} ({self.direction}) {where} made {self.kind} out of finite values"
         evidence: dict[str, Any] = {f"input {i}": str(operand) for i, operand in enumerate(self.inputs)}

@@ -65,6 +65,10 @@ class Places:
         for handle in self._handles:
             handle.remove()
 
+    def entered(self, module: nn.Module) -> None:
+        """A module was entered before the hooks were there."""
+        self._enter(module, None)
+
     def _enter(self, module: nn.Module, _: Any) -> None:
         # A module that is not the models' own (a wrapper made on the fly) belongs to the one that calls it.
         self._stack.append((module, self._named(module, self._stack[-1][1] if self._stack else None)))

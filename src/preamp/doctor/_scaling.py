@@ -99,7 +99,8 @@ class Scaling:
         """Outermost of those who listen to backward passes: what they do again changes gradients too."""
         optimizers = list(self._watch.optimizers.values())
         if self._depth == 0:
-            self._gradients.before_backward(optimizers)
+            with self._watch.clock:
+                self._gradients.before_backward(optimizers)
         self._depth += 1
         try:
             out = original(tensors_, *args, **kwargs)
@@ -111,9 +112,10 @@ class Scaling:
             by_scaler &= not self._in_apex and not self._session
             by_hand = None
             if len(losses) == 1 and not (self._session or self._in_apex or self._made):
-                factor = self._watch._tape.factor_on(losses[0])
+                factor = self._watch.tape.factor_on(losses[0])
                 by_hand = factor if factor is not None and _like_a_scale(factor) else None
-            self._gradients.after_backward(optimizers, by_scaler, by_hand)
+            with self._watch.clock:
+                self._gradients.after_backward(optimizers, by_scaler, by_hand)
         return out
 
     def _scale(self, original: Any, scaler: Any, outputs: Any) -> Any:

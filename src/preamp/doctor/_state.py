@@ -34,7 +34,7 @@ def before_first_step(watch: Watch, optimizer: Optimizer) -> Iterator[Finding]:
             yield Finding(
                 "PA111", "warning",
                 f"{type(optimizer).__name__} steps {len(half)} float16 parameters ({name} first) without float32 "
-                "masters: an update below 2**-11 of a weight changes nothing",
+                "masters: an update below 2**-12 of a weight changes nothing",
                 module=watch.names.common(half), op=type(optimizer).__name__, file=file, line=line,
                 evidence={"parameters": len(half), "first": name, "dtype": "fp16", "masters": False},
                 fix="session = preamp.prepare(model.float(), optimizer, level='O2')  # float32 masters\n"

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_map
 
+from ..formats import LOW_DTYPES
 from ..tree import tensors
 from ._clock import Clock
 from ._places import Place, Places, key_of, written_by
@@ -206,13 +207,21 @@ class Tape:
         """Whether a replay gives this loss."""
         return self.whole and tensor_key(loss) in self._known
 
-    def replay(self, loss: Tensor, places: Places, named: Callable[[nn.Module], str | None]) -> Tensor:
-        """Do it all again up to the loss, and return the new one; `named`: the path of a module of the models'."""
+    def replay(
+        self, loss: Tensor, places: Places | None = None, named: Callable[[nn.Module], str | None] | None = None,
+        *, full: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Do it all again up to the loss, and return the new one.
+
+        `places` and `named`, the path of a module of the models', are told where each operator is run; `full`: in
+        float32, whatever was cast and kept in 16 bits.
+        """
         wanted = tensor_key(loss)
         env: dict[Key, Tensor] = {}
 
         def look_up(leaf: Any) -> Any:
-            return env[leaf.key] if isinstance(leaf, _Ref) else leaf
+            found = env[leaf.key] if isinstance(leaf, _Ref) else leaf
+            return _in_full(found) if full else found
 
         last = max(i for i, e in enumerate(self._entries) if wanted in getattr(e, "outputs", ()))
         for entry in self._entries[: last + 1]:
@@ -221,16 +230,12 @@ class Tape:
             elif isinstance(entry, _Kept):
                 env[entry.key] = entry.value.clone()
             elif isinstance(entry, _ModelCall):
-                out = list(tensors(_call_again(entry, tree_map(look_up, entry.args), tree_map(look_up, entry.kwargs))))
+                given = tree_map(look_up, entry.args), tree_map(look_up, entry.kwargs)
+                out = list(tensors(_call_again(entry, *given, full=full)))
                 env.update({key: t for key, t in zip(entry.outputs, out, strict=False) if key is not None})
             else:
-                inside = next((path for path in map(named, entry.modules) if path is not None), None)
-                places.forced = replace(entry.place, module=inside)
-                try:
-                    with torch.set_grad_enabled(entry.grad):
-                        out = entry.func(*tree_map(look_up, entry.args), **tree_map(look_up, entry.kwargs))
-                finally:
-                    places.forced = None
+                with _said_to_run(entry, places, named), torch.set_grad_enabled(entry.grad):
+                    out = entry.func(*tree_map(look_up, entry.args), **tree_map(look_up, entry.kwargs))
                 alias = entry.func._schema.name.rpartition("::")[2] in ("detach", "alias")
                 for key, tensor in zip(entry.outputs, tensors(out), strict=False):
                     if not (alias and key in env):
@@ -238,7 +243,28 @@ class Tape:
         return env[wanted]
 
 
-def _call_again(call: _ModelCall, args: Any, kwargs: Any) -> Any:
+@contextmanager
+def _said_to_run(op: _Op, places: Places | None, named: Callable[[nn.Module], str | None] | None) -> Iterator[None]:
+    """Where an operator ran first, while it runs again."""
+    if places is None or named is None:
+        yield
+        return
+    inside = next((path for path in map(named, op.modules) if path is not None), None)
+    places.forced = replace(op.place, module=inside)
+    try:
+        yield
+    finally:
+        places.forced = None
+
+
+def _in_full(value: Any) -> Any:
+    """float32 for a 16-bit tensor or dtype."""
+    if isinstance(value, Tensor) and value.dtype in LOW_DTYPES:
+        return value.float()
+    return torch.float32 if isinstance(value, torch.dtype) and value in LOW_DTYPES else value
+
+
+def _call_again(call: _ModelCall, args: Any, kwargs: Any, *, full: bool) -> Any:
     set_random_state(call.random)
     with torch.no_grad():
         for part, name, buffer, before in call.buffers:
@@ -249,7 +275,7 @@ def _call_again(call: _ModelCall, args: Any, kwargs: Any) -> Any:
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         for kind, on, dtype in call.autocast:
-            stack.enter_context(_autocast_as(kind, on, dtype))
+            stack.enter_context(_autocast_as(kind, on and not full, dtype))
         return call.module(*args, **kwargs)
 
 

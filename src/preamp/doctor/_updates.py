@@ -77,11 +77,13 @@ def flushed(watch: Watch, scale: float) -> Iterator[Finding]:
     """
     sick: dict[str | None, tuple[float, Tensor, float]] = {}
     empty: list[Tensor] = []
+    lift = watch.scaling.scale_of_backward() / scale  # as they were when float16 held them, unscaled since or not
+    scale = watch.scaling.scale_of_backward()
     for parameter in watch.names.parameters():
         grad = parameter.grad
         if grad is None or grad.layout is not torch.strided or grad.numel() < 16:
             continue
-        size = grad.detach().float().abs()
+        size = grad.detach().float().abs() * lift
         some = size > 0
         count = int(some.sum())
         if count < 8:
@@ -119,9 +121,14 @@ def _flushed_in(watch: Watch, parameter: Tensor, share: float, top: float, scale
         module=module, direction="backward",
         evidence={"subnormal": round(share, 3), "largest magnitude": top, "scale": scale,
                   "scales that cure it": f"2**{max(lowest, 0) + _log2(scale)} to 2**{power + _log2(scale)}"},
-        fix=f"scaler = torch.amp.GradScaler(init_scale=2.0**{power + _log2(scale)})",
+        fix=f"scaler = torch.amp.GradScaler(init_scale=2.0**{_usual(lowest + _log2(scale), power + _log2(scale))})",
     )  # fmt: skip
 
 
 def _log2(scale: float) -> int:
     return round(math.log2(scale))
+
+
+def _usual(low: int, high: int) -> int:
+    """The exponent nearest to 16, where torch's scaler begins, of those that cure it."""
+    return min(max(16, low), high)

@@ -23,6 +23,7 @@ from ..gradients import read
 from ..report import Finding
 from ..tree import tensors
 from ._asked import Asked
+from ._calls import Calls
 from ._clock import Clock
 from ._look import Look
 from ._names import Names, unwrapped
@@ -70,21 +71,25 @@ class Watch:
         self._every, self._limit, self._replay = every, steps, replay
         self.clock = Clock()
         self._patches = Patches()
-        self.names, self._tape = names or Names(), Tape(self.clock)
+        self.names, self.tape = names or Names(), Tape(self.clock)
         self.scaling, self.asked, self._updates = Scaling(self), Asked(self), Updates(self)
-        self._look = Look(self, every)
+        self._look = Look(self, every, replay)
         self.optimizers: dict[int, Optimizer] = {}
         self.places: dict[int, Line] = {}
         """Where each optimizer was made."""
         self._attempts: dict[int, int] = {}
-        self._hook: Any = None
-        self._inside = self._in_backward = self._in_attempt = False
+        self._examined: set[int] = set()
+        """Optimizers whose first step was looked at."""
+        self.calls = Calls(self)
+        self.in_backward = self._in_attempt = False
         self._told: set[Any] = set()
         self._diagnoses = 0
         self._damaged = False
         self.bad: str | None = None
         """What was not finite in this step, "loss" or "gradients"."""
         self._loss: float | None = None
+        self.losses: list[Tensor] = []
+        """What went back in this step."""
         self._backward_at: Line = (None, None)
         self.stepped_at: Line = (None, None)
         self.scaled_by_hand = False
@@ -110,7 +115,7 @@ class Watch:
         self.asked.start(self._patches)
         wrap(sys, "excepthook", self._raised)
         self._hush("Using `torch.compile")
-        self._listen()
+        self.calls.listen()
 
     def _hush(self, message: str) -> None:
         """Keep a warning about our hooks from the script's output."""
@@ -125,9 +130,8 @@ class Watch:
         if self._awaits_attempt:
             self._attempted(None, skipped=True)
         self._patches.close()
-        if self._hook is not None:
-            self._hook.remove()
-        self._tape.clear()  # its mode lies above the other's
+        self.calls.close()
+        self.tape.clear()  # its mode lies above the other's
         self._look.close()
         if self._attempts:
             self.recorder.write("end", spent=self.clock.spent, seconds=self.clock.seconds, **self.scaling.counts())
@@ -160,39 +164,24 @@ class Watch:
 
     # -- model calls --------------------------------------------------------------------------------------------
 
-    def _listen(self) -> None:
-        if self._hook is None:
-            self._hook = nn.modules.module.register_module_forward_pre_hook(self._enter)
+    def model_called(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A model is about to run; what is returned is handed to `model_returned`."""
+        if self._awaits_attempt and self.bad and self.scaling.active:
+            self._attempted(None, skipped=True)  # a scaler that takes the optimizer's step away
+        self.names.get(module)
+        self.scaling.look_for_apex()
+        self.asked.model_called({id(p): p._version for p in self.names.parameters()})
+        call = self.tape.enter_model(unwrapped(module), args, kwargs, ("cpu", "cuda", MARKER))
+        self._look.open(self._turn, module)
+        return call
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        if self._inside or self._in_backward or not torch.is_grad_enabled() or not self.recorder.is_own:
-            return
-        if not self.names.wants(module):
-            return
-        kwargs = sys._getframe(1).f_locals.get("kwargs", {})
-        with self.clock:
-            self._hook.remove()  # what the model calls inside runs as if nobody looked
-            self._hook, self._inside = None, True
-            if self._awaits_attempt and self.bad and self.scaling.active:
-                self._attempted(None, skipped=True)  # a scaler that takes the optimizer's step away
-            self.names.get(module)
-            self.scaling.look_for_apex()
-            self.asked.model_called(sum(p._version for p in self.names.parameters()))
-            call = self._tape.enter_model(unwrapped(module), args, kwargs, ("cpu", "cuda", MARKER))
-            self._look.open(self._turn)
-
-        def left(_: nn.Module, __: Any, out: Any) -> None:
-            after.remove()
-            self._inside = False
-            self._listen()
-            if out is not None:
-                self._tape.leave_model(call, out, self.asked.compiled != "function")
-
-        after = module.register_forward_hook(left, always_call=True)
+    def model_returned(self, call: Any, out: Any) -> None:
+        """What it gave."""
+        self.tape.leave_model(call, out, self.asked.compiled != "function")
 
     def _close_look(self, optimizer: Optimizer | None) -> None:
         """The step is whole: nothing more is kept of it, and what was seen is judged."""
-        self._tape.close_window()
+        self.tape.close_window()
         if self.on_first_gradients is not None:
             self.on_first_gradients(self.scaling.scale_now())
             self.on_first_gradients = None
@@ -204,23 +193,24 @@ class Watch:
     # -- backward passes ----------------------------------------------------------------------------------------
 
     def _backward(self, original: Any, tensors_: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._in_backward or self._inside or not self.recorder.is_own:
+        if self.in_backward or self.calls.inside or not self.recorder.is_own:
             return original(tensors_, *args, **kwargs)
         losses = list(tensors(tensors_))
         with self.clock:
-            self._tape.close_window()
+            self.tape.close_window()
             place = users_line()
             self._note_loss(losses, place)
+            self.losses += losses
             self._look.before_backward(self.scaling.scale_of(losses[0]) if losses else 1.0)
-        self._in_backward = True
+        self.in_backward = True
         try:
             out = original(tensors_, *args, **kwargs)
         finally:
-            self._in_backward = False
+            self.in_backward = False
         with self.clock:
             self._awaits_attempt, self._saw_step = True, False
             self.scaling.after_backward(losses)
-            self.scaled_by_hand |= any(self._tape.scaled_by_hand(loss) for loss in losses)
+            self.scaled_by_hand |= any(self.tape.scaled_by_hand(loss) for loss in losses)
             self._look_at(losses)
             self._look.after_backward(self.scaling.scale_now() != 1)
         return out
@@ -242,13 +232,10 @@ class Watch:
             return
         self._diagnoses += 1
         scale = self.scaling.scale_of(losses[0]) if len(losses) == 1 else 1.0
-        self._inside = True  # the models that are called now are called by us
-        try:
-            found = diagnose(self._tape, self.names, losses, scale, self._parameters())
-        finally:
-            self._inside = False
+        with self.calls.ours():
+            found = diagnose(self.tape, self.names, losses, scale, self._parameters())
         if found is None:
-            self.recorder.write("unexplained", step=self.step, what=self.bad)
+            self.recorder.write("unexplained", step=self.step, what=self.bad, at=self._backward_at)
             return
         if found.by_scale:
             self.recorder.write("overflow", step=self.step, scale=scale, **found.place())
@@ -268,6 +255,16 @@ class Watch:
         self.places.setdefault(id(optimizer), users_line())
         original(optimizer, *args, **kwargs)
         self.optimizers[id(optimizer)] = optimizer
+        if not self.names.models and self.recorder.is_own:
+            with self.clock:
+                self.names.look([optimizer])
+                self._look_without_model(0)
+
+    def _look_without_model(self, turn: int) -> None:
+        """Bare parameters and functions call no model that could be waited for: a step begins where the last ended."""
+        if not self.names.models and self._every is not None:
+            self._look.open(turn, None)
+            self.tape.open_window()
 
     def gradients_are_true(self) -> None:
         """They have been unscaled, or are about to be: who reads them now reads what he means."""
@@ -295,12 +292,15 @@ class Watch:
         return tuple(swap.get(id(value), value) for value in args), named
 
     def _about_to_step(self, optimizer: Optimizer) -> None:
-        if not self._awaits_attempt:
+        first = id(optimizer) not in self._examined
+        if not self._awaits_attempt and not first:
             return
         with self.clock:
             self.optimizers.setdefault(id(optimizer), optimizer)  # one that was made before the watching began
-            self._close_look(optimizer)
-            if not self._attempts.get(id(optimizer)):
+            if self._awaits_attempt:
+                self._close_look(optimizer)
+            if first:  # also the second of two that share a backward pass
+                self._examined.add(id(optimizer))
                 self.names.look(self.optimizers.values())
                 for finding in before_first_step(self, optimizer):
                     self.tell(finding)
@@ -310,14 +310,16 @@ class Watch:
                 self._updates.before(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self.recorder.is_own or not self._awaits_attempt:
+        if not self.recorder.is_own:
             return
-        self._saw_step = True
+        self._saw_step = True  # also of the second optimizer of one backward pass
+        if not self._awaits_attempt:
+            return
         with self.clock:
             for finding in self._updates.after(optimizer):
                 self.tell(finding)
         if not self._in_attempt:
-            self._attempted(optimizer, skipped=bool(self.bad) and self.scaling.active)
+            self._attempted(optimizer, skipped=False)  # torch has run it; who skips does not
             self._stop_at_limit()
 
     def attempt(self, original: Any, *optimizers: Optimizer) -> Any:
@@ -353,7 +355,9 @@ class Watch:
             if self.bad and not skipped:
                 self._damaged = True  # what follows is sick whatever it does
             self._awaits_attempt, self.bad = False, None
-            self._tape.clear()
+            self.losses.clear()
+            self.tape.clear()
+            self._look_without_model(self._turn)
 
     def _stop_at_limit(self) -> None:
         """Leave the script where it has just stepped. Not from a hook while an error is under way, nor at the end."""

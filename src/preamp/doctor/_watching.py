@@ -12,8 +12,9 @@ from torch import nn
 from ..errors import SessionError
 from ..report import Finding, Report
 from ..session import Session
-from ._diagnosis import all_findings, build, write
+from ._diagnosis import build, write
 from ._names import Names
+from ._ranks import all_findings
 from ._records import Rank, Recorder, Sink
 from ._watch import Watch, current, set_current
 

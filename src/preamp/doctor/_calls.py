@@ -1,0 +1,84 @@
+"""Tells when a script calls a model that it trains, and when that returns."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from ._watch import Watch
+
+
+class Calls:
+    """Listens for the outermost call of a model; what it calls inside runs as if nobody looked."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self.inside = False
+        """Whether a model is running, the script's or by our doing."""
+        self._hook: Any = None
+
+    def listen(self) -> None:
+        """From here on."""
+        if self._hook is None:
+            self._hook = nn.modules.module.register_module_forward_pre_hook(self._enter)
+
+    def close(self) -> None:
+        """No more."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    @contextmanager
+    def ours(self) -> Iterator[None]:
+        """Models that are called inside are called by us."""
+        self.inside = True
+        try:
+            yield
+        finally:
+            self.inside = False
+
+    def compiled(self, module: nn.Module, compiled: Any, args: Any, kwargs: Any) -> Any:
+        """A call by way of `module.compile()`: torch's hooks are part of the compiled code, and ours must not be."""
+        if not self._begins(module):
+            return compiled(*args, **kwargs)
+        call, out = self._open(module, args, kwargs), None
+        try:
+            out = compiled(*args, **kwargs)
+        finally:
+            self._close(call, out)
+        return out
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if not self._begins(module):
+            return
+        call = self._open(module, args, sys._getframe(1).f_locals.get("kwargs", {}))
+
+        def left(_: nn.Module, __: Any, out: Any) -> None:
+            after.remove()
+            self._close(call, out)
+
+        after = module.register_forward_hook(left, always_call=True)
+
+    def _begins(self, module: nn.Module) -> bool:
+        watch = self._watch
+        if self.inside or watch.in_backward or not torch.is_grad_enabled() or not watch.recorder.is_own:
+            return False
+        return watch.names.wants(module)
+
+    def _open(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.close()
+        self.inside = True
+        with self._watch.clock:
+            return self._watch.model_called(module, args, kwargs)
+
+    def _close(self, call: Any, out: Any) -> None:
+        self.inside = False
+        self.listen()
+        if out is not None:
+            self._watch.model_returned(call, out)

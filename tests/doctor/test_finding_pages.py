@@ -1,0 +1,94 @@
+"""The pages of docs/findings: one for each code, with a script in which the doctor finds it and a cure in which not."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from preamp.docs_results import FINDINGS
+
+from ..sick.expect import doctor
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ROOT / "docs" / "findings"
+CODES = sorted(path.stem for path in PAGES.glob("PA*.md"))
+
+EVERY_TIME = frozenset({"PA107", "PA201", "PA204"})
+"""The others take minutes together and run with `./dev test --all`."""
+
+BY_COMPARE = frozenset({"PA206"})
+"""What only runs beside one another show; `preamp doctor` has none of it."""
+
+
+def text_of(code: str) -> str:
+    return (PAGES / f"{code}.md").read_text(encoding="utf-8")
+
+
+def script(code: str, kind: str) -> str:
+    """The block below `<!-- sick -->` or `<!-- cure -->`."""
+    (block,) = re.findall(rf"<!-- {kind} -->\n```python\n(.*?)```", text_of(code), re.DOTALL)
+    return str(block)
+
+
+def test_every_code_has_a_page() -> None:
+    sources = [path for path in (ROOT / "src" / "preamp").rglob("*.py") if path.name != "docs_results.py"]
+    made = set(re.findall(r'"(PA\d{3})"', "".join(path.read_text(encoding="utf-8") for path in sources)))
+    assert set(CODES) == set(FINDINGS)
+    assert made - set(FINDINGS) == set(), "codes without a page"
+    assert set(FINDINGS) - made <= BY_COMPARE, "pages of codes that nothing makes"
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_page_is_whole(code: str) -> None:
+    text = text_of(code)
+    assert text.startswith(f"# {code}: {FINDINGS[code]}\n")
+    assert f"[{code}]({code}.md) | {FINDINGS[code]} |" in (PAGES / "README.md").read_text(encoding="utf-8")
+    for words in ("**What it is.**", "**Why it hurts.**", "## How to see it", "## When it is harmless", "See also:"):
+        assert words in text
+    for kind in ("sick", "cure"):
+        compile(script(code, kind), f"{code} {kind}", "exec")
+
+
+@pytest.mark.parametrize("path", sorted(PAGES.glob("*.md")), ids=lambda path: path.stem)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8")):
+        assert (path.parent / target).is_file(), target
+
+
+def _by_doctor() -> list[object]:
+    codes = [code for code in CODES if code not in BY_COMPARE]
+    return [pytest.param(code, marks=[] if code in EVERY_TIME else [pytest.mark.slow]) for code in codes]
+
+
+@pytest.mark.parametrize("code", _by_doctor())
+def test_the_sick_script_has_it_and_the_cure_has_not(code: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(script(code, "sick"), encoding="utf-8")
+    report, ran = doctor(path, tmp_path / "sick")
+    found = {(finding["severity"], finding["code"]) for finding in report["findings"]}
+    assert code in {each for _, each in found}, ran.stderr
+    shown = re.search(r"```text\n(\w+) (PA\d{3}): ", text_of(code))
+    assert shown and shown.groups() in found, "the page shows what the doctor does not say"
+
+    path.write_text(script(code, "cure"), encoding="utf-8")
+    report, ran = doctor(path, tmp_path / "cure")
+    assert ran.returncode == 0, ran.stderr
+    assert report["steps"] > 0
+    left = [finding for finding in report["findings"] if finding["code"] == code or finding["severity"] != "info"]
+    assert left == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", sorted(BY_COMPARE))
+@pytest.mark.parametrize("kind", ["sick", "cure"])
+def test_scripts_that_take_a_comparison_run(code: str, kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(script(code, kind), encoding="utf-8")
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, env=env, timeout=200)
+    assert ran.returncode == 0, ran.stderr

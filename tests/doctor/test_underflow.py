@@ -1,0 +1,89 @@
+"""PA202 as measured: against a step in float32 that the test computes itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import preamp
+
+
+class Kept:
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def write(self, kind: str, facts: Any) -> None:
+        if kind == "underflow":
+            self.rows += facts["rows"]
+
+
+def step(scale: float, *, region_inside: bool = False, dropout: float = 0.0) -> tuple[list[dict[str, Any]], Any, Any]:
+    """One step at a scale; the doctor's rows, its findings, and the gradients in float32."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 64), nn.Linear(64, 8)
+            self.drop = nn.Dropout(dropout)
+            self.calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            with torch.autocast("cpu", dtype=torch.float16, enabled=region_inside or torch.is_autocast_enabled("cpu")):
+                return self.last(self.drop(torch.relu(self.first(x))))
+
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(32, 16)
+    optimizer = torch.optim.Adam(model.parameters())
+    scaler, kept = torch.amp.GradScaler("cpu", init_scale=scale), Kept()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    with preamp.doctor.watch(model, sinks=[kept]) as w:
+        with torch.autocast("cpu", dtype=torch.float16, enabled=not region_inside):
+            loss = 1e-5 * model(x).float().square().mean()
+        before = torch.get_rng_state()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert model.calls == 1, "the second call left no trace"
+        assert torch.equal(torch.get_rng_state(), before)
+    twin = Net()
+    twin.load_state_dict(state)
+    (1e-5 * twin.last(torch.relu(twin.first(x))).square().mean()).backward()
+    return kept.rows, w.findings, {name: p.grad for name, p in twin.named_parameters()}
+
+
+@pytest.mark.parametrize("region_inside", [False, True])
+def test_what_is_lost_is_what_float32_has(region_inside: bool) -> None:
+    rows, findings, exact = step(1.0, region_inside=region_inside)
+    by_name = {row["name"]: row for row in rows}
+    assert set(by_name) == {"first.weight", "first.bias", "last.weight"}, (
+        "of the eight values of last.bias none is told"
+    )
+    for name, row in by_name.items():
+        full = exact[name]
+        some = full != 0
+        without = ((full.abs() <= 2.0**-25) & some).sum() / some.sum()
+        assert row["without_scale"] == pytest.approx(float(without), abs=0.02)
+    assert by_name["first.weight"]["lost"] > 0.25
+    found = [f for f in findings if f.code == "PA202"]
+    assert {f.module for f in found} >= {"first"}
+    assert all("float32" in f.message for f in found)
+
+
+def test_a_scale_from_the_cure_cures() -> None:
+    _, findings, _ = step(1.0)
+    fix = next(f.fix for f in findings if f.code == "PA202")
+    scale = eval(fix.partition("init_scale=")[2].rstrip(")"))
+    rows, findings, _ = step(scale)
+    assert not [f for f in findings if f.code == "PA202"]
+    assert max(row["lost"] for row in rows) < 0.02
+    assert max(row["relative"] for row in rows) < 0.02
+
+
+def test_a_step_that_draws_is_done_again_with_the_same_draws() -> None:
+    rows, findings, _ = step(2.0**16, dropout=0.5)
+    assert not [f for f in findings if f.code == "PA202"]
+    assert max(row["relative"] for row in rows) < 0.02
