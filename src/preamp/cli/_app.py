@@ -197,6 +197,21 @@ def compare(
 
 
 @app.command()
+def explain(code: Annotated[str, typer.Argument(help="Of a finding, such as PA202.")]) -> None:
+    """What a finding means, why it hurts, and a script that has it with its cure."""
+    from rich.markdown import Markdown
+
+    from ..doctor._pages import page
+
+    text = page(code)
+    console = Console()
+    if console.is_terminal:
+        console.print(Markdown(text))
+    else:
+        print(text, end="")
+
+
+@app.command()
 def migrate(
     paths: Annotated[list[Path], typer.Argument(help="Scripts, or folders of them.")],
     write: Annotated[bool, typer.Option("--write", help="Rewrite the files, show no difference.")] = False,

@@ -50,6 +50,8 @@ def run_doctor(
     for finding in report.findings:
         _show(finding, console)
     console.print(report.verdict, style="bold", markup=False, highlight=False)
+    if report.findings:
+        console.print(f"what a finding means: preamp explain {report.findings[0].code}", highlight=False)
     console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
     return status
 

@@ -18,6 +18,7 @@ from .. import __version__
 from ..report import Finding, LineChart, Marker, Report, Section, Series, Snippet, Status, Table, format_number, to_json
 from ..report.files import write_text
 from ._first_step import Error, FirstErrors
+from ._pages import glossary
 from ._parity import Pair, Parity, parity
 
 if TYPE_CHECKING:
@@ -51,7 +52,14 @@ def build_comparison(
     status: Status | None = "good" if found.verdict == "equivalent" else "neutral"
     if any(finding.severity != "info" for finding in findings):
         status = None
-    report = Report(f"Compare: {Path(command[0]).name}", line, sections, environment=environment, status=status)
+    report = Report(
+        f"Compare: {Path(command[0]).name}",
+        line,
+        sections,
+        environment=environment,
+        status=status,
+        glossary=glossary(f.code for f in findings),
+    )
     content: dict[str, Any] = to_json({
         "schema": "preamp-compare/1", "verdict": line, "result": found.verdict, "difference": found.difference,
         "interval": found.interval, "margin": found.margin, "parted": found.parted,
@@ -123,8 +131,8 @@ def findings_of(found: Parity, errors: FirstErrors) -> tuple[Finding, ...]:
             "PA206", "error" if serious else "warning",
             f"the loss in mixed precision {what}; other seeds change it by less than {_shown(found.margin)}",
             module=module, step=found.parted, evidence=evidence,
-            fix="# which layer: preamp doctor SCRIPT; keep that one in full precision:\n"
-            f'preamp.prepare(model, optimizer, policy="O4; {module or "head"} -> full")',
+            fix=f'preamp.prepare(model, optimizer, policy="O4; {module} -> full")' if module else
+            "# look for the first row that is far off in the report's table of the first step; keep that module full",
         ),
     )  # fmt: skip
 

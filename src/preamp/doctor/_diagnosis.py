@@ -24,6 +24,7 @@ from ..report import (
 )
 from ..report.files import write_text
 from ._magnitudes import magnitudes, spread, underflow_table
+from ._pages import glossary
 from ._ranks import all_findings
 from ._records import Rank
 
@@ -95,6 +96,7 @@ def build(
     report = Report(
         f"Doctor: {Path(command[0]).name}", line, [s for s in sections if s is not None],
         environment=environment, status=None if serious else "good" if steps else "neutral",
+        glossary=glossary(finding.code for finding in findings),
     )  # fmt: skip
     content: dict[str, Any] = to_json({
         "schema": "preamp-doctor/1", "verdict": line, "exit_code": exit_code, "ended": ended, "steps": steps,

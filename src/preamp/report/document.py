@@ -83,7 +83,7 @@ class Report:
 
     `verdict` is the one line to remember; `status` colours it and follows from the worst finding unless
     given. `environment` maps names to what ran; `data` is embedded in the HTML as JSON; `created` is an ISO
-    time.
+    time; `glossary` says what findings of a code mean, in paragraphs, beside them in the HTML.
     """
 
     title: str
@@ -95,6 +95,7 @@ class Report:
     created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
     data: Mapping[str, Any] = field(default_factory=dict, hash=False)
     status: Status | None = None
+    glossary: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         """Freeze the parts and tell sections of one name apart by number."""

@@ -42,7 +42,7 @@ def render(report: Report) -> str:
                 "title": section.title,
                 "anchor": section.anchor,
                 "text": [inline(text) for text in paragraphs(section.text)],
-                "items": [_view(item) for item in section.items],
+                "items": [_view(item, report) for item in section.items],
             }
             for section in report.sections
         ],
@@ -66,12 +66,13 @@ def inline(text: str) -> list[tuple[bool, str]]:
     return [(index % 2 == 1, piece) for index, piece in enumerate(pieces) if piece]
 
 
-def _view(item: Item) -> dict[str, Any]:
+def _view(item: Item, report: Report) -> dict[str, Any]:
     """What the template needs of one item."""
     from markupsafe import Markup
 
     if isinstance(item, Finding):
-        return {"kind": "finding", "item": item, "message": inline(item.message)}
+        meaning = [inline(text) for text in paragraphs(report.glossary.get(item.code, ""))]
+        return {"kind": "finding", "item": item, "message": inline(item.message), "meaning": meaning}
     if isinstance(item, Table):
         return {"kind": "table", "item": item, "columns": item.layout, "rows": _rows(item)}
     if isinstance(item, (LineChart, ExponentHistogram, BarChart, HeatMap)):
