@@ -116,6 +116,28 @@ def apex_door(results: dict[str, Any]) -> tuple[Table, str]:
     return Table("", columns, rows), text
 
 
+@committed("doctor-overhead", "python benchmarks/doctor_overhead.py")
+def doctor_overhead(results: dict[str, Any]) -> tuple[Table, str]:
+    """What watching costs a training run, by how often magnitudes are counted."""
+    rows = []
+    for row in results["rows"]:
+        low, median, high = statistics.quantiles(row["ratios"], n=4)
+        alone, watched = (statistics.median(row["seconds"][who]) for who in ("alone", "watched"))
+        rows.append((f"`{row['name']}`", alone, watched, f"{1 / median - 1:.1%}", median, low, high))
+    columns = (
+        "BERT, size ci, on the CPU", Column("alone", "s", 2), Column("watched", "s", 2), "more time",
+        Column("ratio", digits=3), Column("lower quartile", digits=3), Column("upper quartile", digits=3),
+    )  # fmt: skip
+    machine = results["environment"]
+    same = "the losses of all runs are the same bits" if results["losses alike"] else "THE LOSSES DIFFER"
+    text = (
+        f"Ratio: time alone over time watched, round by round. {results['steps']} steps at {results['level']}, each "
+        f"run a process of its own; {same}. {machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, "
+        f"preamp at {machine['commit']}, {len(results['rows'][0]['ratios'])} rounds"
+    )
+    return Table("", columns, rows), text
+
+
 @committed("apex-levels", "python benchmarks/apex_levels.py")
 def apex_levels(results: dict[str, Any]) -> tuple[Table, str]:
     """Final losses of networks trained through preamp.compat.apex, by level."""

@@ -16,6 +16,7 @@ from .docs_results import (
     apex_levels,
     bench,
     demo,
+    doctor_overhead,
     doctor_versus,
     option_losses,
     option_times,
@@ -73,6 +74,7 @@ def rules(root: Path) -> str:
 
 GENERATORS: dict[str, Callable[[Path], str]] = {
     "apex_door": apex_door,
+    "doctor_overhead": doctor_overhead,
     "apex_levels": apex_levels,
     "bench": bench,
     "demo": demo,

@@ -54,7 +54,9 @@ def test_shares_are_those_of_the_cast(values: list[float], held) -> None:
     assert zero - on_threshold <= round(found.flushed(held) * len(values)) <= zero
     small = sum(v < held.smallest_normal for v in values)
     assert math.isclose(found.flushed(held) + found.subnormal(held), small / len(values))
-    assert math.isclose(found.headroom(held), math.log2(held.max / max(np.float32(v) for v in values)), abs_tol=1e-6)
+    assert math.isclose(
+        found.headroom(held), math.log2(held.max / max(float(np.float32(v)) for v in values)), abs_tol=1e-6
+    )
 
 
 @settings(deadline=None, max_examples=60)

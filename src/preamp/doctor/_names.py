@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -47,6 +46,7 @@ class Names:
         self.models: dict[str, nn.Module] = {}
         self.owners: dict[int, str] = {}
         self._paths: dict[nn.Module, str] = {}
+        self._parameters: list[nn.Parameter] = []
         self._unknown = WeakIdKeyDictionary()
 
     def get(self, module: nn.Module, default: str | None = None) -> str | None:
@@ -103,10 +103,28 @@ class Names:
             named[name if name not in named else f"{name}-{index}"] = one  # the one before, not yet thrown away
         self._take(named)
 
+    def keep_stepped(self, optimizers: Iterable[Any]) -> None:
+        """Of the models known, keep those that an optimizer steps; look for others where it steps unknown parameters.
+
+        Known models are kept where the optimizers step copies of their parameters.
+        """
+        stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        if not stepped & self.owners.keys():
+            self.look(optimizers)
+            return
+        kept = {
+            name: model
+            for name, model in self.models.items()
+            if self._fixed is not None or any(id(p) in stepped for p in model.parameters())
+        }
+        if len(kept) < len(self.models):
+            self._take(kept)
+
     def _take(self, models: dict[str, nn.Module]) -> None:
         self.models = models
         paths, owners, _ = named_parts(models)
         self._paths, self.owners = paths, owners
+        self._parameters = list({id(p): p for model in models.values() for p in model.parameters()}.values())
         self._unknown = WeakIdKeyDictionary()
 
     def common(self, parameters: Iterable[Tensor]) -> str | None:
@@ -120,11 +138,9 @@ class Names:
             same += 1
         return ".".join(words[0][:same])
 
-    def parameters(self) -> list[torch.nn.Parameter]:
+    def parameters(self) -> list[nn.Parameter]:
         """All parameters to train, each once."""
-        return list(
-            {id(p): p for model in self.models.values() for p in model.parameters() if p.requires_grad}.values()
-        )
+        return [p for p in self._parameters if p.requires_grad]
 
 
 def _variable(module: nn.Module) -> str | None:

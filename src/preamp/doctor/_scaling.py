@@ -43,6 +43,8 @@ class Scaling:
         """Whether products ran in float16."""
         self._followed: set[type] = set()
         self._stepping = False
+        self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        """Those that went back."""
         self._made: Line | None = None
         self._used = self._in_apex = self._session = False
         self._updated_at: Line | None = None
@@ -179,6 +181,7 @@ class Scaling:
     def _session_scale(self, original: Any, session: Session, *args: Any, **kwargs: Any) -> Any:
         out = original(session, *args, **kwargs)
         self._session = True
+        self.sessions.add(session)
         self._from_session(session, out)
         return out
 
@@ -194,6 +197,7 @@ class Scaling:
 
     def _session_backward(self, original: Any, session: Session, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         self._session = True
+        self.sessions.add(session)
         self._from_session(session, None)
         self._stepping, before = True, self._stepping
         try:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
@@ -24,7 +23,7 @@ def before_first_step(watch: Watch, optimizer: Optimizer) -> Iterator[Finding]:
     """Findings about an optimizer and the models, just before its first step."""
     file, line = watch.places.get(id(optimizer), (None, None))
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
-    mastered = _keeps_masters(optimizer)
+    mastered = _keeps_masters(optimizer, watch.scaling.sessions)
     if not mastered:
         half = [p for p in stepped if p.dtype is torch.float16]
         for finding in optimizer_eps(optimizer, policy("O3" if half else "O0")):
@@ -68,9 +67,8 @@ def _of_no_model(watch: Watch, optimizer: Optimizer, file: str | None, line: int
     )  # fmt: skip
 
 
-def _keeps_masters(optimizer: Optimizer) -> bool:
+def _keeps_masters(optimizer: Optimizer, sessions: Iterable[Session]) -> bool:
     """True for the optimizer of a session whose policy has masters, and for one that Apex initialised."""
     if hasattr(optimizer, "_amp_stash"):
         return True
-    sessions: list[Any] = [one for one in gc.get_objects() if type(one) is Session]
     return any(optimizer in one.optimizers.values() and one.policy.masters for one in sessions)

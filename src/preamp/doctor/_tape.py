@@ -29,6 +29,7 @@ from ._random import random_state, set_random_state
 from ._stack import Line, users_line, walk
 
 Key = tuple[Any, ...]
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 LIMIT = 4000
 """Operators kept a step; a loss made of more is not replayed."""
 
@@ -162,12 +163,18 @@ class Tape:
         self._known.update(op.outputs)
 
     def _refer(self, value: Any) -> Any:
-        def refer(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor) and tensor_key(leaf) in self._known:
-                return _Ref(tensor_key(leaf))
-            return leaf
-
-        return tree_map(refer, value)
+        """A value with every tensor that a replay makes itself replaced by its key."""
+        if isinstance(value, Tensor):
+            key = tensor_key(value)
+            return _Ref(key) if key in self._known else value
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if kind is tuple or kind is list:  # by hand: pytree takes longer than most operators
+            return kind([self._refer(item) for item in value])
+        if kind is dict:
+            return {name: self._refer(item) for name, item in value.items()}
+        return tree_map(lambda leaf: self._refer(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
     def models(self) -> list[nn.Module]:
         """The models called, each once."""

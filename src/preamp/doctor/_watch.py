@@ -301,7 +301,7 @@ class Watch:
                 self._close_look(optimizer)
             if first:  # also the second of two that share a backward pass
                 self._examined.add(id(optimizer))
-                self.names.look(self.optimizers.values())
+                self.names.keep_stepped(list(self.optimizers.values()))
                 for finding in before_first_step(self, optimizer):
                     self.tell(finding)
             self.stepped_at = users_line()
