@@ -336,3 +336,48 @@ def test_a_report_without_a_step_and_files(tmp_path: Path) -> None:
     page = w.write(tmp_path / "out")
     assert page.read_text().startswith("<!DOCTYPE html>")
     assert json.loads((tmp_path / "out" / "report.json").read_text())["steps"] == 0
+
+
+def test_a_long_accumulation_is_let_go_of_as_it_goes() -> None:
+    import gc
+    import weakref
+
+    model, kept, alive = Net(), Kept(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with preamp.doctor.watch(model, sinks=[kept]):
+        for _ in range(60):
+            x = torch.randn(5, 6)
+            alive.append(weakref.ref(x))
+            model(x).sum().backward()
+            del x
+        gc.collect()
+        assert sum(ref() is not None for ref in alive) <= 16
+        for _ in range(300):
+            x = torch.randn(5, 6)
+            alive.append(weakref.ref(x))
+            model(x)  # nobody goes back, nobody steps
+            del x
+        gc.collect()
+        assert sum(ref() is not None for ref in alive) <= 128
+        optimizer.step()
+        model(torch.full((5, 6), float("inf"))).sum().backward()
+        optimizer.step()
+    assert [f["code"] for f in kept.of("finding") if f["severity"] == "error"] == ["PA207"], "a new step, a new tape"
+
+
+def test_memory_that_is_used_again_is_not_taken_for_what_was_there() -> None:
+    from preamp.doctor._clock import Clock
+    from preamp.doctor._tape import Tape, tensor_key
+
+    def keys(kept: bool) -> set[Any]:
+        tape, seen = Tape(Clock()), set()
+        for _ in range(50):
+            tensor = torch.randn(1000)
+            seen.add(tensor_key(tensor))
+            if kept:
+                list(tape._know(tensor))
+            del tensor
+        return seen
+
+    assert len(keys(False)) < 50, "or this test shows nothing"
+    assert len(keys(True)) == 50

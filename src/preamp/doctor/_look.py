@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from ._watch import Watch
 
 
+ENOUGH = 64
+"""Model calls of one step that are looked at."""
+
+
 class Look:
     """Begins with a model call of a step that is to be looked at, and is over with the attempt to step."""
 
@@ -39,6 +43,7 @@ class Look:
         self._done: Telemetry | None = None
         """Of a step that is over, until the weights are seen that it left."""
         self._taken = False
+        self._turn, self._opened = -1, 0
         self._pending: Pending | None = None
         self.low: set[torch.dtype] = set()
         """16-bit dtypes of matrix products seen."""
@@ -50,6 +55,13 @@ class Look:
         self.settle()
         if self._every is None:
             return  # only losses are wanted
+        self._opened = self._opened + 1 if turn == self._turn else 1
+        self._turn = turn
+        if self._opened > ENOUGH:  # a rollout, or a long accumulation: what there is to see was seen
+            self._judge()
+            if self._telemetry is not None:
+                self._telemetry.close()
+            return
         compiled = watch.asked.compiled
         if self._live is None and not compiled and self._is_close(turn):
             self._live = Live(watch.names, {id(p): p for p in watch.names.parameters()}, watch.clock)
@@ -112,7 +124,6 @@ class Look:
         """The step is whole; its gradients lie there."""
         watch = self._watch
         was_close = self._live is not None
-        self._was_close |= was_close
         self._judge()
         if was_close and torch.float16 in self.low and not watch.bad:
             self._underflow()
@@ -179,6 +190,7 @@ class Look:
         live, self._live = self._live, None
         if live is None:
             return
+        self._was_close = True
         watch = self._watch
         live.stop()
         if self._recomputed is not None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_map
 
@@ -30,6 +31,8 @@ from ._stack import Line, users_line, walk
 
 Key = tuple[Any, ...]
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+CALLS = 16
+"""Model calls of one step that are kept even when their backward pass was sound."""
 LIMIT = 4000
 """Operators kept a step; a loss made of more is not replayed."""
 
@@ -89,13 +92,23 @@ def tensor_key(tensor: Tensor) -> Key:
     return (key_of(tensor), tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
+def _identity(tensor: Tensor) -> StorageWeakRef | None:
+    """Of its storage; None for a tensor without one."""
+    try:
+        return StorageWeakRef(tensor.untyped_storage())
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
 class Tape:
     """The step's calls and operators, from its first model call on."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self._entries: list[_ModelCall | _Op | _Random | _Kept] = []
-        self._known: set[Key] = set()
+        self._known: dict[Key, StorageWeakRef | None] = {}
+        """What a replay makes. The reference holds no numbers, but the identity: no other storage gets the same key."""
+        self._calls = 0
         self._mode: _Window | None = None
         self.whole = True
         """False when more was done than is kept."""
@@ -105,7 +118,13 @@ class Tape:
         self.close_window()
         self._entries.clear()
         self._known.clear()
+        self._calls = 0
         self.whole = True
+
+    @property
+    def is_long(self) -> bool:
+        """Whether so many model calls are kept that their inputs should be let go where nobody needs them."""
+        return self._calls >= CALLS
 
     def enter_model(self, module: nn.Module, args: Any, kwargs: Any, device_types: tuple[str, ...]) -> _ModelCall:
         """Before a model runs."""
@@ -120,13 +139,17 @@ class Tape:
             {part: plain_attributes(part) for part in module.modules()},
             users_line(),
         )  # fmt: skip
-        self._entries.append(call)
+        self._calls += 1
+        if self._calls > 8 * CALLS:
+            self.whole = False  # no step is that long: nobody steps
+            self._entries.clear()
+        else:
+            self._entries.append(call)
         return call
 
     def leave_model(self, call: _ModelCall, out: Any, keep_on: bool) -> None:
         """After it ran; `keep_on`: keep the operators that follow."""
-        call.outputs = [tensor_key(t) for t in tensors(out)]
-        self._known.update(key for key in call.outputs if key is not None)
+        call.outputs = list(self._know(out))
         if keep_on:
             self.open_window()
 
@@ -149,9 +172,10 @@ class Tape:
             self.whole = False
             return None
         for tensor in written_by(func, args, kwargs):
-            if tensor_key(tensor) not in self._known:
-                self._entries.append(_Kept(tensor_key(tensor), tensor.detach().clone()))
-                self._known.add(tensor_key(tensor))
+            key = tensor_key(tensor)
+            if key not in self._known:
+                self._entries.append(_Kept(key, tensor.detach().clone()))
+                self._known[key] = _identity(tensor)
         place = Place(None, *walk(Tape.keep.__code__).source, "forward")
         op = _Op(func, self._refer(args), self._refer(kwargs), [], torch.is_grad_enabled(), place, _running())
         self._entries.append(op)
@@ -159,8 +183,14 @@ class Tape:
 
     def made(self, op: _Op, out: Any) -> None:
         """What it gave."""
-        op.outputs = [tensor_key(t) for t in tensors(out)]
-        self._known.update(op.outputs)
+        op.outputs = list(self._know(out))
+
+    def _know(self, out: Any) -> Iterator[Key]:
+        """The keys of tensors that a replay makes again."""
+        for tensor in tensors(out):
+            key = tensor_key(tensor)
+            self._known[key] = _identity(tensor)
+            yield key
 
     def _refer(self, value: Any) -> Any:
         """A value with every tensor that a replay makes itself replaced by its key."""

@@ -213,6 +213,8 @@ class Watch:
             self.scaled_by_hand |= any(self.tape.scaled_by_hand(loss) for loss in losses)
             self._look_at(losses)
             self._look.after_backward(self.scaling.scale_now() != 1)
+            if self.tape.is_long and not self.bad and not kwargs.get("retain_graph"):
+                self.tape.clear()  # of a long accumulation: the inputs of sound micro-batches are the script's memory
         return out
 
     def _note_loss(self, losses: list[Tensor], place: Line) -> None:
