@@ -381,3 +381,56 @@ def test_memory_that_is_used_again_is_not_taken_for_what_was_there() -> None:
 
     assert len(keys(False)) < 50, "or this test shows nothing"
     assert len(keys(True)) == 50
+
+
+def test_an_error_of_the_doctor_s_own_never_reaches_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    from preamp.doctor import _live, _tape, _telemetry, _watch
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a fault of ours")
+
+    for owner, name in (
+        (_telemetry, "count_exponents"), (_tape.Tape, "keep"), (_tape.Tape, "enter_model"), (_live.Live, "_before"),
+        (_live.Live, "_count"), (_watch.Watch, "_look_at"), (_watch, "before_first_step"), (_watch.Watch, "_note_loss"),
+    ):  # fmt: skip
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, broken)
+            torch.manual_seed(0)
+            model = Net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            before = model.first.weight.detach().clone()
+            with preamp.doctor.watch(model, every=1) as w:
+                for _ in range(3):
+                    optimizer.zero_grad()
+                    model(torch.randn(5, 6)).square().mean().backward()
+                    optimizer.step()
+                report = w.report()
+            assert not torch.equal(before, model.first.weight), name
+            assert "a fault of ours" in report.verdict, name
+            assert _get_current_dispatch_mode() is None
+            assert not nn.modules.module._global_forward_pre_hooks
+
+
+def test_models_inside_vmap_are_left_alone() -> None:
+    from torch.func import functional_call, grad, vmap
+
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(3, 5, 4), torch.randn(3, 5, 1)
+
+    def inner(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return (functional_call(model, parameters, (x,)) - y).square().mean()
+
+    with preamp.doctor.watch(model, every=1) as w:
+        for _ in range(2):
+            parameters = dict(model.named_parameters())
+            per_task = vmap(grad(inner), (None, 0, 0))(parameters, x, y)
+            loss = sum(g.square().sum() for g in per_task.values()) + model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert "failed" not in w.report().verdict
+    assert not [f for f in w.findings if f.severity == "error"]

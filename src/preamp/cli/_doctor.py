@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from ..compat.install import environment
 from ..compat.run import command
 from ..doctor._command import examine_script
 from ..doctor._compare import RUN, compare_script
+from ..errors import PreampError
 from ..report import Finding, Table
 
 _COLOURS = {"error": "bold red", "warning": "yellow", "info": "cyan"}
@@ -32,6 +34,7 @@ def run_doctor(
 ) -> int:
     """Run a script under observation; its exit status, or 3 by `strict`. Raises `NothingToRun` without a script."""
     console = Console(stderr=True)
+    _check_writable(out, json_file)
     status, report, page = examine_script(
         _line(target, arguments, as_module),
         _script(target, as_module),
@@ -68,6 +71,7 @@ def run_compare(
     steps: int | None,
 ) -> int:
     """Run a script in mixed and in full precision; 3 when mixed is worse. Raises as `compare_script` does."""
+    _check_writable(out, json_file)
     console = Console(stderr=True)
     with console.status("") as shown:
         status, report, page = compare_script(
@@ -84,6 +88,16 @@ def run_compare(
     console.print(report.verdict, style="bold", markup=False, highlight=False)
     console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
     return status
+
+
+def _check_writable(out: Path, json_file: Path | None) -> None:
+    """Raise `PreampError` where no report can be written: now, and not after hours of training."""
+    for folder in (out, *(() if json_file is None else (json_file.parent,))):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise PreampError(f"no report can be written to {folder}: {error.strerror}; choose another --out") from None
 
 
 def _tell(console: Console, shown: Status, text: str) -> None:

@@ -74,11 +74,15 @@ class Calls:
     def _open(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.close()
         self.inside = True
+        call = None
         with self._watch.clock:
-            return self._watch.model_called(module, args, kwargs)
+            call = self._watch.model_called(module, args, kwargs)
+        return call  # noqa: RET504  # an error of ours ends the region before
 
     def _close(self, call: Any, out: Any) -> None:
         self.inside = False
+        if call is None:
+            return  # looking has come to an end
         self.listen()
         if out is not None:
             self._watch.model_returned(call, out)

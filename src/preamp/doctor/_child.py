@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ._current import set_current
 from ._first_step import FirstStep
 from ._full import run_in_full
 from ._patches import Patches
 from ._records import JsonLines, Recorder
 from ._seeds import Seeds
-from ._watch import Watch, set_current
+from ._watch import Watch
 
 VARIABLE = "PREAMP_DOCTOR"
 """The environment variable that asks for it; JSON: folder, base, every, steps, replay; offset, full, first_step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -16,9 +17,6 @@ from ._child import watched_environment
 from ._compare import Comparison, Ran, losses_of, run_pairs, with_comparison
 from ._diagnosis import STRICT, build, write
 from ._records import read_ranks
-
-GRACE = 10.0
-"""Seconds that a script has to end after it was told to."""
 
 
 def examine_script(
@@ -78,15 +76,30 @@ def _wait(line: Sequence[str], env: Mapping[str, str]) -> int:
     process = subprocess.Popen(list(line), env=dict(env))
 
     def pass_on(number: int, _: FrameType | None) -> None:
-        if process.poll() is None and number != signal.SIGINT:  # the terminal sends that one to both
+        if process.poll() is None and not (number == signal.SIGINT and _in_foreground()):
             process.send_signal(number)
 
-    handlers = {n: signal.signal(n, pass_on) for n in (signal.SIGINT, signal.SIGTERM) if n is not None}
+    numbers = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", None))
+    handlers = {number: signal.signal(number, pass_on) for number in numbers if number is not None}
     try:
         return process.wait()
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def _in_foreground() -> bool:
+    """Whether a terminal sends its interrupts to this process, and then to the script as well."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
 
 
 def _ended(status: int, limited: bool, raised: Mapping[str, str] | None) -> str:

@@ -77,6 +77,9 @@ def build(
     steps = max((len(rank.steps) for rank in ranks), default=0)
     spoken = policy_seen(first)
     line = verdict(findings, steps, ended, spoken)
+    broke = next((rank.facts["failed"] for rank in ranks if "failed" in rank.facts), None)
+    if broke is not None:
+        line += f" The doctor itself failed in step {broke['step']} and saw no more: please report {broke['error']}"
     end = first.facts.get("end", {}) if first is not None else {}
     environment = {
         "command": " ".join(command), "ended": ended, "exit status": exit_code, "steps": steps,
@@ -109,7 +112,8 @@ def build(
 def _process(rank: Rank) -> dict[str, Any]:
     return {
         "rank": rank.rank, "steps": rank.steps, "audit": rank.facts.get("audit"),
-        "raised": rank.facts.get("raised"), "overflows": rank.many.get("overflow", []),
+        "raised": rank.facts.get("raised"), "failed": rank.facts.get("failed"),
+        "overflows": rank.many.get("overflow", []),
         "telemetry": spread(rank.many.get("telemetry", [])), "underflow": rank.many.get("underflow", []),
     }  # fmt: skip
 

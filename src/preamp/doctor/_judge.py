@@ -48,8 +48,10 @@ def _scale(rank: Rank) -> Iterator[Finding]:
             f"all {len(steps)} steps were skipped: the scale went from {scales[0]:g} to {scales[-1]:g} and nothing was "
             "trained",
             step=steps[0]["step"], evidence=evidence, **named,
-            fix="# find what overflows whatever the scale: see PA201; if there is none, begin lower:\n"
-            "scaler = torch.amp.GradScaler(init_scale=2.0**10)",
+            fix="# find what overflows whatever the scale: see PA201" + (
+                "; if there is none, begin lower:\nscaler = torch.amp.GradScaler(init_scale=2.0**10)"
+                if scales[-1] > 2.0**10 else ""
+            ),
         )  # fmt: skip
     elif scales[-1] <= COLLAPSED < scales[0] and len(skips) >= START:
         yield Finding(

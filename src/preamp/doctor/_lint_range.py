@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..formats import LOW_DTYPES, name_of
+from ..formats import FP16, LOW_DTYPES, name_of
 from ..policy import Policy
 from ..report.finding import Finding, Severity
 from ._lint_observe import Call, Watcher
@@ -45,7 +45,7 @@ class RangeWatcher(Watcher):
             return
         if base in _STEEP and float(first.max()) > 0:
             self._warn(call, out, f"{base} in float16 overflows for ordinary inputs: exp(12) is already infinite")
-        elif base == "pow" and _grows(call.args):
+        elif base == "pow" and _grows(call.args) and _strays(first, out):
             self._warn(call, out, "a power in float16: squares overflow above 255 and vanish below 2**-12.5")
         elif base in ("sum", "nansum") and first.numel() // out.numel() >= LONG:
             terms = first.numel() // out.numel()
@@ -114,6 +114,14 @@ def _grows(args: tuple[Any, ...]) -> bool:
     """Whether a power leaves the range: an exponent above 1 or below -1, or one that is not known."""
     exponent = args[1] if len(args) > 1 else None
     return not isinstance(exponent, (int, float)) or abs(exponent) > 1
+
+
+def _strays(given: Tensor, out: Tensor) -> bool:
+    """Whether a power came within 4 bits of float16's largest number, or all of it fell below the normal ones."""
+    if not bool(torch.isfinite(given).all()):
+        return False
+    top = float(out.abs().max())
+    return not top <= FP16.max / 16 or 0 < top < FP16.smallest_normal
 
 
 def _broke(given: Tensor, out: Tensor) -> bool:

@@ -95,6 +95,8 @@ class Live(TorchDispatchMode):
         """Storages of gradients that are still scaled."""
         self.reads: list[Place] = []
         """Where the script computed with them."""
+        self.paused = False
+        """Whether what runs now is a library's own business."""
         self.writes: list[tuple[Place, Tensor]] = []
         """Where a weight was changed in place in the forward pass."""
         self.dtypes: dict[str, Counter[str]] = {}
@@ -108,6 +110,9 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        call = None
         with self._clock:
             call = self._before(func, args, kwargs)
         if call is None:

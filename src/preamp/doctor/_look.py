@@ -42,9 +42,12 @@ class Look:
         self._telemetry: Telemetry | None = None
         self._done: Telemetry | None = None
         """Of a step that is over, until the weights are seen that it left."""
+        self._left: list[Live | Between] = []
         self._taken = False
         self._turn, self._opened = -1, 0
         self._pending: Pending | None = None
+        self.low_now: set[torch.dtype] = set()
+        """The same, of this step only; empty where operators were not looked at."""
         self.low: set[torch.dtype] = set()
         """16-bit dtypes of matrix products seen."""
 
@@ -120,10 +123,23 @@ class Look:
             if live is not None:
                 live.grad_keys = kept
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs inside is neither the script's nor its model's."""
+        live = self._live
+        if live is not None:
+            live.paused = True
+        try:
+            yield
+        finally:
+            if live is not None:
+                live.paused = False
+
     def before_step(self, optimizer: Optimizer | None) -> None:
         """The step is whole; its gradients lie there."""
         watch = self._watch
         was_close = self._live is not None
+        self.low_now = set()
         self._judge()
         if was_close and torch.float16 in self.low and not watch.bad:
             self._underflow()
@@ -150,6 +166,7 @@ class Look:
 
     def attempted(self, taken: bool) -> None:
         """The step was taken or skipped. What it changed is looked at later: masters may not be copied back yet."""
+        self._sweep()
         if self._telemetry is not None:
             self._telemetry.close()
             self._done, self._telemetry, self._taken = self._telemetry, None, taken
@@ -167,12 +184,34 @@ class Look:
 
     def close(self) -> None:
         """Look no more, and record what there is."""
+        self._sweep()
         self._stop_between()
         self._judge()
         if self._telemetry is not None:
             self.attempted(taken=False)
         self.settle()
         self.settle()
+
+    def give_up(self) -> None:
+        """Look no more and judge nothing."""
+        live, self._live = self._live, None
+        between, self._between = self._between, None
+        recomputed, self._recomputed = self._recomputed, None
+        telemetry, self._telemetry = self._telemetry, None
+        self._done = self._pending = None
+        self._every = None
+        if live is not None:
+            live.paused = True
+        self._left += [one for one in (between, live) if one is not None]
+        self._sweep()
+        for other in (recomputed, telemetry):
+            if other is not None:
+                other.close()
+
+    def _sweep(self) -> None:
+        """Take away modes that could not be when an error of ours came up inside of them."""
+        for one in self._left:
+            one.stop()
 
     def settle(self) -> None:
         """Record the counts that have arrived, and send those of the last step."""
@@ -202,7 +241,8 @@ class Look:
             watch.tell(_read_while_scaled(live.reads[0], watch.scaling.scale or 1.0))
         for finding in live.findings():
             watch.tell(finding)
-        self.low |= live.products.trained_low
+        self.low_now = set(live.products.trained_low)
+        self.low |= self.low_now
         for finding in watch.asked.findings(live):
             watch.tell(finding)
         watch.recorder.write(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
 import weakref
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +13,7 @@ from torch.optim import Optimizer
 from ..report import Finding
 from ..session import Session
 from ..tree import tensors
+from ._apex import Apex
 from ._patches import Patches
 from ._scaled import Gradients, left_out, mixed_up, never_taken_off, unguarded
 from ._stack import Line, users_line
@@ -46,11 +45,13 @@ class Scaling:
         self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         """Those that went back."""
         self._made: Line | None = None
-        self._used = self._in_apex = self._session = False
+        self._used = self._session = False
+        self._apex = Apex(self, watch)
+        self._scaled_now = False
+        """Whether a loss that went back since the last look was scaled."""
         self._updated_at: Line | None = None
         self._schedules = self._updates = 0
         self._schedule_place: Line = (None, None)
-        self._patched_apex: Any = None
         self._patches: Patches | None = None
 
     def start(self, patches: Patches) -> None:
@@ -111,9 +112,9 @@ class Scaling:
         if self._depth == 0:
             losses = list(tensors(tensors_))
             by_scaler = any(self._noted(loss) not in (None, 1.0) for loss in losses)
-            by_scaler &= not self._in_apex and not self._session
+            by_scaler &= not self._apex.inside and not self._session
             by_hand = None
-            if len(losses) == 1 and not (self._session or self._in_apex or self._made):
+            if len(losses) == 1 and not (self._session or self._apex.inside or self._made):
                 factor = self._watch.tape.factor_on(losses[0])
                 by_hand = factor if factor is not None and _like_a_scale(factor) else None
             with self._watch.clock:
@@ -123,10 +124,11 @@ class Scaling:
     def _scale(self, original: Any, scaler: Any, outputs: Any) -> Any:
         out = original(scaler, outputs)
         if isinstance(out, Tensor) and scaler.is_enabled():
-            self._note(out, float(scaler.get_scale()))
+            self.note(out, float(scaler.get_scale()))
         return out
 
-    def _note(self, scaled: Tensor, scale: float) -> None:
+    def note(self, scaled: Tensor, scale: float) -> None:
+        """A loss with a scale on it."""
         self.active, self.scale = True, scale
         self._scaled = [(ref, s) for ref, s in self._scaled if ref() is not None][-8:]
         self._scaled.append((weakref.ref(scaled), scale))
@@ -193,7 +195,7 @@ class Scaling:
         if scale != 1:
             self.active, self.scale = True, scale
             if scaled is not None:
-                self._note(scaled, scale)
+                self.note(scaled, scale)
 
     def _session_backward(self, original: Any, session: Session, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         self._session = True
@@ -229,34 +231,24 @@ class Scaling:
         finally:
             self._stepping = self._pending = False
 
-    # -- Apex
+    # -- what follows from it
 
     def look_for_apex(self) -> None:
         """Follow `amp.scale_loss` once the script has imported it."""
-        amp = sys.modules.get("apex.amp") or getattr(sys.modules.get("apex"), "amp", None)
-        if amp is None or self._patched_apex is amp or self._patches is None or not hasattr(amp, "scale_loss"):
-            return
-        self._patched_apex = amp
-        self._patches.wrap(amp, "scale_loss", self._apex)
+        if self._patches is not None:
+            self._apex.look(self._patches)
 
-    @contextmanager
-    def _apex(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        self._in_apex = True
-        try:
-            with original(*args, **kwargs) as scaled:
-                if isinstance(scaled, Tensor) and args and isinstance(args[0], Tensor) and args[0].numel() == 1:
-                    scale = float(scaled.detach().double() / args[0].detach().double())
-                    if scale == scale and scale not in (0.0, 1.0, float("inf")):
-                        self._note(scaled, scale)
-                yield scaled
-        finally:
-            self._in_apex = self._pending = False
-
-    # -- what follows from it
+    def left_apex(self) -> None:
+        """A `scale_loss` block is over: it has unscaled."""
+        self._pending = False
 
     def _noted(self, loss: Tensor) -> float | None:
         """The scale that a scaler put on this very loss, which may be 1; None for one that nobody scaled."""
         return next((scale for ref, scale in self._scaled if ref() is loss), None)
+
+    def is_scaled(self, loss: Tensor) -> bool:
+        """Whether a scaler put its scale on this very loss."""
+        return self._noted(loss) is not None
 
     def scale_of(self, loss: Tensor) -> float:
         """The scale that is on a loss; 1 for one that nobody scaled."""
@@ -276,18 +268,24 @@ class Scaling:
     def after_backward(self, losses: list[Tensor]) -> None:
         """Gradients have arrived."""
         self._updated_at = None
-        scaled = any(self.scale_of(loss) != 1 for loss in losses) or self._in_apex
+        scaled = any(self.scale_of(loss) != 1 for loss in losses) or self._apex.inside
         # A scale that has come down to 1 is a scale all the same: PA203 tells of that.
-        self._used |= scaled or any(self._noted(loss) is not None for loss in losses)
+        by_scaler = scaled or any(self._noted(loss) is not None for loss in losses)
+        self._used |= by_scaler
+        self._scaled_now |= by_scaler
         self._pending = scaled
         self._backward_scale = (self.scale or 1.0) if scaled else 1.0
 
-    def unscaled_backward(self, place: Line, low: set[torch.dtype]) -> Finding | None:
+    def unscaled_backward(self, place: Line, low: set[torch.dtype], now: set[torch.dtype]) -> Finding | None:
         """PA107: float16 products, and no scale on the loss."""
         self._low_half |= torch.float16 in low
-        if self._used or self._in_apex or self._watch.scaled_by_hand or torch.float16 not in low:
+        scaled, self._scaled_now = self._scaled_now, False
+        if self._apex.inside or self._watch.scaled_by_hand or torch.float16 not in low:
+            return None
+        if self._used and (scaled or self._session or torch.float16 not in now):
             return None
         why = "a GradScaler was made and scale() is not called" if self._made else "nothing scales the loss"
+        why = "a GradScaler is used elsewhere, and not here" if self._used else why
         return Finding(
             "PA107", "warning",
             f"float16 gradients without a loss scale: {why}, so gradients below 6e-8 are flushed to zero",
@@ -299,7 +297,7 @@ class Scaling:
 
     def before_step(self, optimizer: Optimizer, place: Line) -> None:
         """PA107: a step taken outside of the scaler with gradients that are still scaled."""
-        if self._stepping or self._in_apex or self._session:
+        if self._stepping or self._apex.inside or self._session:
             return
         factor = self._gradients.scaled_by_hand(optimizer) if self._low_half and not self._used else None
         own = [p for group in optimizer.param_groups for p in group["params"]]
@@ -313,7 +311,7 @@ class Scaling:
 
     def _about_to_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Of every optimizer, also of the second one of a backward pass; a closure brings gradients of its own."""
-        if self._stepping or self._in_apex or self._session or len(args) > 1 or kwargs.get("closure"):
+        if self._stepping or self._apex.inside or self._session or len(args) > 1 or kwargs.get("closure"):
             return
         own = [p for group in optimizer.param_groups for p in group["params"]]
         if self._watch.bad and self._made and self._gradients.all_true(own):
@@ -338,7 +336,7 @@ class Scaling:
                     f"{getattr(original, '__name__', 'clipping')} sees gradients that are still {self.scale:g} times "
                     "too large: nearly every step is clipped, and to a length that changes with the scale",
                     op=getattr(original, "__name__", None), file=file, line=line, evidence={"scale": self.scale},
-                    fix=undo if self._in_apex else
+                    fix=undo if self._apex.inside else
                     "session.clip_grad_norm_(max_norm)" if self._session else
                     "scaler.unscale_(optimizer)  # once, before this line",
                 )
@@ -351,7 +349,7 @@ class Scaling:
 
     def _still_scaled(self, parameters: list[Tensor]) -> bool:
         """Whether gradients are about to be clipped that still are scaled."""
-        if self._in_apex or self._session:
+        if self._apex.inside or self._session:
             return self._pending
         return self._gradients.any_scaled(parameters) or (self._pending and not self._gradients.all_true(parameters))
 

@@ -14,6 +14,12 @@ _PREAMP = str(Path(__file__).parents[1]) + "/"
 _ZOO = _PREAMP + "zoo/"  # models, like a user's own
 _PASSED_THROUGH = ("contextlib.py", "functools.py")  # decorators of the standard library: the line inside is meant
 _LIBRARY = ("site-packages", "dist-packages", "/lib/python")
+_FRAMEWORKS = tuple(
+    f"-packages/{name}" for name in (
+        "accelerate/", "lightning/", "pytorch_lightning/", "lightning_fabric/", "ignite/", "transformers/trainer",
+    )
+)  # fmt: skip
+"""Libraries that run a model and have none: a line of theirs tells nothing."""
 _CHECKPOINT = _TORCH + "utils/checkpoint.py"
 _FUNCTION = _TORCH + "autograd/function.py"
 _ENGINE = "_engine_run_backward"
@@ -80,6 +86,8 @@ def is_users(file: str) -> bool:
         return False
     if file.startswith(_PREAMP):
         return file.startswith(_ZOO)
+    if any(part in file for part in _FRAMEWORKS):
+        return False
     return not file.startswith(_TORCH) and not file.endswith(_PASSED_THROUGH)
 
 

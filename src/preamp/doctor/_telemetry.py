@@ -56,8 +56,8 @@ class Telemetry:
 
     def _left(self, module: nn.Module, args: Any, out: Any) -> None:
         path = self._names.get(module)
-        if path is None:
-            return
+        if path is None or torch._C._functorch.maybe_current_level() is not None:
+            return  # inside vmap and the like tensors are not tensors: what is counted would be batched, too
         with self._clock:
             for tensor in tensors(out):
                 if tensor.is_floating_point() and tensor.layout is torch.strided:

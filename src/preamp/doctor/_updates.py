@@ -79,7 +79,9 @@ def flushed(watch: Watch, scale: float) -> Iterator[Finding]:
     empty: list[Tensor] = []
     lift = watch.scaling.scale_of_backward() / scale  # as they were when float16 held them, unscaled since or not
     scale = watch.scaling.scale_of_backward()
-    for parameter in watch.names.parameters():
+    parameters = watch.names.parameters()
+    halves = [p for p in parameters if p.dtype is torch.float16]  # norms kept in float32 have float32 gradients
+    for parameter in halves or parameters:
         grad = parameter.grad
         if grad is None or grad.layout is not torch.strided or grad.numel() < 16:
             continue

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,20 +42,6 @@ DIAGNOSES = 8
 """Sick steps that are replayed; the first ones tell."""
 
 
-_current: Watch | None = None
-
-
-def current() -> Watch | None:
-    """The watch of this process, if one is going on: torch is wrapped once, and a second one would see the first."""
-    return _current if _current is not None and _current.recorder.is_own else None
-
-
-def set_current(watch: Watch | None) -> None:
-    """Say which one it is."""
-    global _current
-    _current = watch
-
-
 class Watch:
     """One process under observation. `start` begins, `end` takes everything back and writes the last record."""
 
@@ -69,7 +56,7 @@ class Watch:
     ) -> None:
         self.recorder, self._base = recorder, base
         self._every, self._limit, self._replay = every, steps, replay
-        self.clock = Clock()
+        self.clock = Clock(self._failed)
         self._patches = Patches()
         self.names, self.tape = names or Names(), Tape(self.clock)
         self.scaling, self.asked, self._updates = Scaling(self), Asked(self), Updates(self)
@@ -81,10 +68,12 @@ class Watch:
         self._examined: set[int] = set()
         """Optimizers whose first step was looked at."""
         self.calls = Calls(self)
-        self.in_backward = self._in_attempt = False
+        self.in_backward = self._in_attempt = self._off = False
         self._told: set[Any] = set()
         self._diagnoses = 0
         self._damaged = False
+        self._bad_gradients = False
+        """Whether a gradient was not finite in this step: a scaler skips for that, not for the loss."""
         self.bad: str | None = None
         """What was not finite in this step, "loss" or "gradients"."""
         self._loss: float | None = None
@@ -177,7 +166,8 @@ class Watch:
 
     def model_returned(self, call: Any, out: Any) -> None:
         """What it gave."""
-        self.tape.leave_model(call, out, self.asked.compiled != "function")
+        with self.clock:
+            self.tape.leave_model(call, out, self.asked.compiled != "function")
 
     def _close_look(self, optimizer: Optimizer | None) -> None:
         """The step is whole: nothing more is kept of it, and what was seen is judged."""
@@ -186,14 +176,14 @@ class Watch:
             self.on_first_gradients(self.scaling.scale_now())
             self.on_first_gradients = None
         self._look.before_step(optimizer)
-        finding = self.scaling.unscaled_backward(self._backward_at, self._look.low)
+        finding = self.scaling.unscaled_backward(self._backward_at, self._look.low, self._look.low_now)
         if finding is not None:
             self.tell(finding)
 
     # -- backward passes ----------------------------------------------------------------------------------------
 
     def _backward(self, original: Any, tensors_: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.in_backward or self.calls.inside or not self.recorder.is_own:
+        if self.in_backward or self.calls.inside or self._off or not self.recorder.is_own:
             return original(tensors_, *args, **kwargs)
         losses = list(tensors(tensors_))
         with self.clock:
@@ -207,10 +197,12 @@ class Watch:
             out = original(tensors_, *args, **kwargs)
         finally:
             self.in_backward = False
-        with self.clock:
+        with self.clock, self._look.paused():  # what is done with gradients here is our doing
             self._awaits_attempt, self._saw_step = True, False
             self.scaling.after_backward(losses)
-            self.scaled_by_hand |= any(self.tape.scaled_by_hand(loss) for loss in losses)
+            self.scaled_by_hand |= any(
+                self.tape.scaled_by_hand(loss) and not self.scaling.is_scaled(loss) for loss in losses
+            )
             self._look_at(losses)
             self._look.after_backward(self.scaling.scale_now() != 1)
             if self.tape.is_long and not self.bad and not kwargs.get("retain_graph"):
@@ -226,7 +218,9 @@ class Watch:
         """Whether this backward pass was sound; a sick one is done again to see why."""
         sick_loss = any(not bool(torch.isfinite(loss).all()) for loss in losses)
         gradients = [p.grad for p in self._parameters() if p.grad is not None]
-        sick = sick_loss or (bool(gradients) and not _finite(gradients))
+        sick_gradients = bool(gradients) and not _finite(gradients)
+        self._bad_gradients |= sick_gradients
+        sick = sick_loss or sick_gradients
         if not sick or self._damaged:
             return
         self.bad = "loss" if sick_loss else "gradients"
@@ -271,6 +265,10 @@ class Watch:
     def gradients_are_true(self) -> None:
         """They have been unscaled, or are about to be: who reads them now reads what he means."""
         self._look.gradients_are_true()
+
+    def paused(self) -> Any:
+        """A context in which operators are a library's own."""
+        return self._look.paused()
 
     def gradients_may_be_read(self) -> Any:
         """A context in which it is no matter that they are scaled."""
@@ -336,7 +334,7 @@ class Watch:
             self._attempted(optimizers[0], skipped=True)
             raise
         self._in_attempt = False
-        self._attempted(optimizers[0], skipped=not self._saw_step or bool(self.bad))
+        self._attempted(optimizers[0], skipped=not self._saw_step or self._bad_gradients)
         for other in optimizers[1:]:
             self._attempts[id(other)] = self._attempts.get(id(other), 0) + 1
         self._stop_at_limit()
@@ -354,9 +352,9 @@ class Watch:
                 seconds=self.clock.seconds, **self.scaling.since_last(),
             )  # fmt: skip
             self._attempts[id(optimizer)] = step + 1
-            if self.bad and not skipped:
+            if self._bad_gradients and not skipped:
                 self._damaged = True  # what follows is sick whatever it does
-            self._awaits_attempt, self.bad = False, None
+            self._awaits_attempt, self.bad, self._bad_gradients = False, None, False
             self.losses.clear()
             self.tape.clear()
             self._look_without_model(self._turn)
@@ -370,6 +368,16 @@ class Watch:
     def flush(self) -> None:
         """Record what is known of the steps so far."""
         self._look.settle()
+
+    def _failed(self, error: Exception) -> None:
+        """Something of ours went wrong: say so, look no further, and let the script go on as if nobody had looked."""
+        if self.recorder.is_own and not self._off:
+            lines = traceback.format_exception(type(error), error, error.__traceback__)
+            self.recorder.write("failed", step=self.step, error=repr(error)[:500], trace="".join(lines)[-4000:])
+        self._off = True
+        self.calls.close()
+        self.tape.clear()
+        self._look.give_up()
 
     def _raised(self, original: Any, kind: Any, error: Any, trace: Any) -> None:
         if self.recorder.is_own:

@@ -12,11 +12,12 @@ from torch import nn
 from ..errors import SessionError
 from ..report import Finding, Report
 from ..session import Session
+from ._current import current, set_current
 from ._diagnosis import build, write
 from ._names import Names
 from ._ranks import all_findings
 from ._records import Rank, Recorder, Sink
-from ._watch import Watch, current, set_current
+from ._watch import Watch
 
 Watchable = Session | nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]
 
