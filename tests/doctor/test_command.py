@@ -116,18 +116,45 @@ def test_a_killed_script_yields_a_report(tmp_path: Path, number: signal.Signals)
     assert number.name in report["ended"]
 
 
-def test_a_doctor_that_is_told_to_end_passes_it_on_and_reports(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("group", [False, True], ids=["doctor", "group"])
+def test_a_doctor_that_is_told_to_end_passes_it_on_and_reports(
+    tmp_path: Path, number: signal.Signals, group: bool
+) -> None:
     script = _script(tmp_path, steps=100_000, more="import time; time.sleep(0.05)")
-    process = subprocess.Popen(_command(script), stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
+    # A shell's background job ignores Ctrl-C, and what it starts inherits that; this one does not, and has no terminal.
+    launch = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); os.execv(*eval(sys.argv[1]))"
+    )
+    command = _command(script)
+    line = [sys.executable, "-c", launch, repr((command[0], command))]
+    process = subprocess.Popen(
+        line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, start_new_session=True
+    )
     assert process.stdout is not None
     process.stdout.readline()
     time.sleep(0.2)
-    process.send_signal(signal.SIGTERM)
+    if group:
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
     process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM
+    assert process.returncode == 128 + number or (number == signal.SIGINT and process.returncode == 1)  # as Python does
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["steps"] >= 1
-    assert "SIGTERM" in report["ended"]
+    assert number.name in report["ended"] or (number == signal.SIGINT and "KeyboardInterrupt" in report["ended"])
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_the_script_runs(tmp_path: Path) -> None:
+    script = _script(tmp_path)
+    (tmp_path / "file").write_text("")
+    for options in (["--out", str(tmp_path / "file")], ["--json", str(tmp_path / "file" / "report.json")]):
+        command = [sys.executable, "-m", "preamp", "doctor", *options, str(script)]
+        ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        assert ran.returncode == 2
+        assert ran.stdout == ""
+        assert "no report can be written" in ran.stderr
+        assert "Traceback" not in ran.stderr
 
 
 def test_strict_fails_on_an_error_only(tmp_path: Path) -> None:
