@@ -91,7 +91,7 @@ def build(
     if first is not None:
         samples = first.many.get("telemetry", [])
         has_fp16 = "float16" in first.facts.get("audit", {}).get("low", ())
-        spread_out = magnitudes(samples, has_fp16)
+        spread_out = magnitudes(samples, has_fp16, first.facts.get("underflow"))
         if spread_out is not None:
             measured = underflow_table(first.facts.get("underflow"))
             spread_out = replace(spread_out, items=(*measured, *spread_out.items))

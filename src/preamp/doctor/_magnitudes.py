@@ -118,7 +118,9 @@ def underflow_table(record: Mapping[str, Any] | None) -> list[Table]:
     ]  # fmt: skip
 
 
-def magnitudes(samples: Sequence[Mapping[str, Any]], has_fp16: bool) -> Section | None:
+def magnitudes(
+    samples: Sequence[Mapping[str, Any]], has_fp16: bool, measured: Mapping[str, Any] | None = None
+) -> Section | None:
     """Heat maps over modules, histograms over all, and the window of good loss scales."""
     if not samples:
         return None
@@ -129,10 +131,12 @@ def magnitudes(samples: Sequence[Mapping[str, Any]], has_fp16: bool) -> Section 
     items: list[Item] = [_below(rows, has_fp16), _headroom(rows), _histogram(by_step[max(by_step)], max(by_step))]
     if len(by_step) > 1:
         items.append(_over_time(by_step))
-    return Section("Magnitudes by layer", "\n\n".join(_words(rows, by_step, has_fp16)), items)
+    return Section("Magnitudes by layer", "\n\n".join(_words(rows, by_step, has_fp16, measured)), items)
 
 
-def _words(rows: list[Row], by_step: Mapping[int, Any], has_fp16: bool) -> list[str]:
+def _words(
+    rows: list[Row], by_step: Mapping[int, Any], has_fp16: bool, measured: Mapping[str, Any] | None
+) -> list[str]:
     steps = sorted(by_step)
     seen = f"Seen in {len(steps)} step{'s' if len(steps) > 1 else ''} ({steps[0]} to {steps[-1]})."
     words = [
@@ -141,13 +145,16 @@ def _words(rows: list[Row], by_step: Mapping[int, Any], has_fp16: bool) -> list[
         + ("" if has_fp16 else " Nothing here ran in float16: this is what it would meet.")
     ]
     window = scale_window(rows)
+    if window is not None and measured and measured["rows"]:
+        # What was flushed is zero by now: how small it was only the step in float32 tells.
+        window = max(window[0], *(row["window"][0] for row in measured["rows"])), window[1]
     if window is None:
         return words
     low, top = window
     if low <= top:
         words.append(
-            f"Loss scales from `2**{low}` to `2**{top}` flush at most one gradient in a thousand and leave 2 bits "
-            "above the largest."
+            f"Loss scales from `2**{low}` to `2**{top}` flush at most one gradient in a "
+            f"{'hundred of any weight' if measured else 'thousand'} and leave 2 bits above the largest."
         )
     else:
         words.append(
