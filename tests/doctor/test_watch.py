@@ -14,19 +14,7 @@ import preamp
 from preamp.doctor import JsonLines, TensorBoard
 from preamp.doctor._exponents import Exponents, count_exponents
 from preamp.errors import PreampWarning, SessionError
-
-
-class Kept:
-    """A sink that keeps everything."""
-
-    def __init__(self) -> None:
-        self.records: list[tuple[str, dict[str, Any]]] = []
-
-    def write(self, kind: str, facts: Any) -> None:
-        self.records.append((kind, dict(facts)))
-
-    def of(self, kind: str) -> list[dict[str, Any]]:
-        return [facts for name, facts in self.records if name == kind]
+from tests.doctor._kept import Kept
 
 
 class Net(nn.Module):

@@ -49,6 +49,8 @@ def by_doctor(path: Path, folder: Path) -> dict[str, Any]:
     report, _ = doctor(path, folder / "out")
     keys = ("severity", "code", "module", "file", "line", "message")
     found = [{key: finding[key] for key in keys} for finding in report["findings"]]
+    for finding in found:  # an installed library's file, whose folder is this machine's own affair
+        finding["file"] = finding["file"] and finding["file"].rpartition("site-packages/")[2]
     loud = [finding for finding in found if finding["severity"] != "info"]
     if path.parent.name == "healthy":
         outcome = "alarm" if loud else "nothing"

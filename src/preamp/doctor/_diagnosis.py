@@ -18,11 +18,11 @@ from ..report import (
     Section,
     Series,
     Snippet,
-    Table,
     count_severities,
     to_json,
 )
 from ..report.files import write_text
+from ._audit import section
 from ._magnitudes import magnitudes, spread, underflow_table
 from ._pages import glossary
 from ._ranks import all_findings
@@ -91,11 +91,12 @@ def build(
     if first is not None:
         samples = first.many.get("telemetry", [])
         has_fp16 = "float16" in first.facts.get("audit", {}).get("low", ())
+        really = section(first.facts.get("audit"), first.facts.get("held"))
         spread_out = magnitudes(samples, has_fp16, first.facts.get("underflow"))
         if spread_out is not None:
             measured = underflow_table(first.facts.get("underflow"))
             spread_out = replace(spread_out, items=(*measured, *spread_out.items))
-        sections += [_timeline(first), spread_out, _audit(first), _advice(findings)]
+        sections += [_timeline(first), spread_out, really, _advice(findings)]
     report = Report(
         f"Doctor: {Path(command[0]).name}", line, [s for s in sections if s is not None],
         environment=environment, status=None if serious else "good" if steps else "neutral",
@@ -112,7 +113,7 @@ def build(
 def _process(rank: Rank) -> dict[str, Any]:
     return {
         "rank": rank.rank, "steps": rank.steps, "audit": rank.facts.get("audit"),
-        "raised": rank.facts.get("raised"), "failed": rank.facts.get("failed"),
+        "held": rank.facts.get("held"), "raised": rank.facts.get("raised"), "failed": rank.facts.get("failed"),
         "overflows": rank.many.get("overflow", []),
         "telemetry": spread(rank.many.get("telemetry", [])), "underflow": rank.many.get("underflow", []),
     }  # fmt: skip
@@ -136,18 +137,6 @@ def _timeline(rank: Rank) -> Section:
 
 def _number(value: Any) -> float | None:
     return value if isinstance(value, (int, float)) else None
-
-
-def _audit(rank: Rank) -> Section | None:
-    audit = rank.facts.get("audit")
-    if not audit:
-        return None
-    dtypes = sorted({name for counts in audit["outputs"].values() for name in counts})
-    rows = [(path or "(root)", *(counts.get(name, 0) for name in dtypes)) for path, counts in audit["outputs"].items()]
-    table = Table("Results by module and dtype", ("module", *dtypes), rows)
-    held = ", ".join(f"{count} {name}" for name, count in audit["parameters"].items())
-    text = f"What really ran in step {audit['step']}. Parameters: {held}."
-    return Section("Really running", text, (table,))
 
 
 def _advice(findings: tuple[Finding, ...]) -> Section | None:

@@ -98,6 +98,9 @@ def _measure(call: Call) -> tuple[float, torch.dtype, Dims] | None:
         return _matmul(left, right)
     if base in ("convolution", "_convolution", "mkldnn_convolution", "cudnn_convolution"):
         return _conv(args[0], args[1], call.out, transposed=base == "convolution" and bool(args[6]))
+    if base in ("mkldnn_rnn_layer", "_cudnn_rnn"):
+        weights = args[1:3] if base == "mkldnn_rnn_layer" else args[1]
+        return _recurrent(args[0], [w for w in weights if w.dim() == 2])
     if base.startswith("_scaled_dot_product") and isinstance(args[0], Tensor) and "backward" not in base:
         query, key, value = args[:3]
         flops = 2.0 * query.numel() * key.shape[-2] + 2.0 * math.prod(query.shape[:-1]) * value.shape[-2:].numel()
@@ -111,11 +114,39 @@ def _matmul(left: Tensor, right: Tensor) -> tuple[float, torch.dtype, Dims]:
     return 2.0 * left.numel() * columns, left.dtype, (("inner", inner), ("columns", columns))
 
 
+def _recurrent(given: Tensor, weights: list[Tensor]) -> tuple[float, torch.dtype, Dims]:
+    """A whole recurrent layer, or several of them, in one kernel: every weight meets every position."""
+    positions = given.numel() // given.shape[-1]
+    dims = (("input_size", weights[0].shape[1]), ("hidden_size", weights[1].shape[1]))
+    return 2.0 * positions * sum(w.numel() for w in weights), given.dtype, dims
+
+
 def _conv(given: Tensor, weight: Tensor, out: Tensor, *, transposed: bool) -> tuple[float, torch.dtype, Dims]:
     places = given if transposed else out
     flops = 2.0 * weight.numel() * places.shape[0] * math.prod(places.shape[2:])
     first, second = ("in", "out") if transposed else ("out", "in")
     return flops, given.dtype, ((f"{first}_channels", weight.shape[0]), (f"{second}_channels", weight.shape[1]))
+
+
+def dimensions(product: Product, module: nn.Module | None) -> Dims:
+    """What decides whether a product fills tensor cores, in the words of the module that computes it.
+
+    Empty for grouped and depthwise convolutions, which do not run on tensor cores by channel.
+    """
+    if isinstance(module, nn.modules.conv._ConvNd) and module.groups > 1:
+        return ()
+    if not isinstance(module, nn.Linear):
+        return product.dims
+    names = {"inner": "in_features", "columns": "out_features"}
+    known = {module.in_features, module.out_features}
+    if not {size for _, size in product.dims} <= known:
+        return product.dims
+    return tuple((names.get(name, name), size) for name, size in product.dims)
+
+
+def misfits(dims: Dims, dtype: torch.dtype) -> dict[str, int]:
+    """The dimensions that are no multiple of what tensor cores want in this dtype."""
+    return {name: size for name, size in dims if size % format_of(dtype).multiple}
 
 
 def unaligned(watcher: ProductWatcher, model: nn.Module) -> Iterator[Finding]:
@@ -125,40 +156,24 @@ def unaligned(watcher: ProductWatcher, model: nn.Module) -> Iterator[Finding]:
     for product in watcher.products.values():
         if product.dtype in LOW_DTYPES:
             module = None if product.module is None else modules.get(product.module)
-            dims = _renamed(product.dims, module)
-            if isinstance(module, nn.modules.conv._ConvNd) and module.groups > 1:
-                continue  # grouped and depthwise kernels do not run on tensor cores by channel
-            missing[product.module, product.op, product.dtype, dims].append(product)
+            missing[product.module, product.op, product.dtype, dimensions(product, module)].append(product)
     for (path, op, dtype, dims), products in missing.items():
         share = sum(p.flops for p in products) / watcher.total
-        multiple = format_of(dtype).multiple
-        odd = {name: size for name, size in dims if size % multiple}
+        odd = misfits(dims, dtype)
         if not odd or share < WEIGHT:
             continue
+        multiple = format_of(dtype).multiple
         wanted = {name: -(-size // multiple) * multiple for name, size in odd.items()}
         change = ", ".join(f"{name} {size} to {wanted[name]}" for name, size in odd.items())
         file, line = products[0].place
         yield Finding(
-            "PA105",
-            "info",
+            "PA105", "info",
             f"{op} with {', '.join(f'{n}={s}' for n, s in odd.items())} does not fill NVIDIA's tensor cores, "
             f"which want multiples of {multiple} in {name_of(dtype)}; it is {share:.0%} of the FLOPs",
-            module=path,
-            op=op,
-            direction="forward",
-            file=file,
-            line=line,
+            module=path, op=op, direction="forward", file=file, line=line,
             evidence={"share of FLOPs": round(share, 3), "dtype": name_of(dtype), "multiple": multiple, **odd},
             fix=f"# pad {change}",
-        )
-
-
-def _renamed(dims: Dims, module: nn.Module | None) -> Dims:
-    if not isinstance(module, nn.Linear):
-        return dims
-    names = {"inner": "in_features", "columns": "out_features"}
-    sizes = {module.in_features, module.out_features}
-    return tuple((names.get(name, name), size) for name, size in dims) if {s for _, s in dims} <= sizes else dims
+        )  # fmt: skip
 
 
 def not_in_effect(watcher: ProductWatcher, policy: Policy) -> Iterator[Finding]:

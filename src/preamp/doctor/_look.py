@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..autocast import MARKER
 from ..report import Finding
+from ._audit import Held, seen
 from ._between import Between
 from ._live import Live
 from ._places import key_of
@@ -37,8 +38,8 @@ class Look:
         self._live: Live | None = None
         self._recomputed: Recomputed | None = None
         self._between: Between | None = None
-        self._was_close = False
-        """Whether operators were looked at in this step."""
+        self._held: Held | None = None
+        """Where operators were looked at in this step."""
         self._telemetry: Telemetry | None = None
         self._done: Telemetry | None = None
         """Of a step that is over, until the weights are seen that it left."""
@@ -141,6 +142,8 @@ class Look:
         was_close = self._live is not None
         self.low_now = set()
         self._judge()
+        if self._held is not None:
+            self._held.before_step(watch.names)
         if was_close and torch.float16 in self.low and not watch.bad:
             self._underflow()
         telemetry = self._telemetry
@@ -170,10 +173,13 @@ class Look:
         if self._telemetry is not None:
             self._telemetry.close()
             self._done, self._telemetry, self._taken = self._telemetry, None, taken
-        if self._was_close and taken:
-            self._between = Between()
-            self._between.__enter__()
-        self._was_close = False
+        held, self._held = self._held, None
+        if held is not None:
+            held.after_step(self._watch.optimizers.values())
+            self._watch.recorder.write("held", step=self._watch.step, rows=held.rows())
+            if taken:
+                self._between = Between()
+                self._between.__enter__()
 
     def _stop_between(self) -> None:
         between, self._between = self._between, None
@@ -229,7 +235,6 @@ class Look:
         live, self._live = self._live, None
         if live is None:
             return
-        self._was_close = True
         watch = self._watch
         live.stop()
         if self._recomputed is not None:
@@ -245,12 +250,8 @@ class Look:
         self.low |= self.low_now
         for finding in watch.asked.findings(live):
             watch.tell(finding)
-        watch.recorder.write(
-            "audit", step=watch.step, outputs={path: dict(counts) for path, counts in live.dtypes.items()},
-            flops=live.products.total, low_share=live.products.low_share,
-            low=sorted(str(dtype).removeprefix("torch.") for dtype in live.low),
-            parameters=_dtypes(watch.names.parameters()),
-        )  # fmt: skip
+        watch.recorder.write("audit", step=watch.step, **seen(live, watch.names))
+        self._held = Held()
 
 
 def _read_while_scaled(place: object, scale: float) -> Finding:
@@ -260,11 +261,3 @@ def _read_while_scaled(place: object, scale: float) -> Finding:
         file=getattr(place, "file", None), line=getattr(place, "line", None), evidence={"scale": scale},
         fix="scaler.unscale_(optimizer)  # once, before this line",
     )  # fmt: skip
-
-
-def _dtypes(parameters: list[torch.nn.Parameter]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for parameter in parameters:
-        name = str(parameter.dtype).removeprefix("torch.")
-        counts[name] = counts.get(name, 0) + parameter.numel()
-    return counts

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..formats import FP8_E4M3, FP8_E5M2, FP16, Format
+from ..formats import BF16, FP8_E4M3, FP8_E5M2, FP16, Format
 from ..report import ExponentHistogram, HeatMap, Item, LineChart, Section, Series, Span, Table, exponent_spans
 from ._exponents import Exponents, together
 from ._telemetry import KINDS, UPDATE
@@ -218,10 +218,10 @@ def _histogram(rows: list[Row], step: int) -> ExponentHistogram:
         if whole.some:
             shares = [count / whole.some for count in whole.counts]
             series.append(Series(kind, range(whole.first, whole.first + len(shares)), shares))
-    spans = [*_spans(FP16), *_spans(FP8_E5M2)[1:], *_spans(FP8_E4M3)[1:]]
+    spans = [*_spans(BF16)[1:], *_spans(FP16), *_spans(FP8_E5M2)[1:], *_spans(FP8_E4M3)[1:]]
     return ExponentHistogram(
         f"Where the magnitudes lie, step {step}", series, spans=spans,
-        note="Gradients without the loss scale. bfloat16 and float32 hold 2^-126 to 2^127.",
+        note="Gradients without the loss scale. bfloat16 and float32 reach from 2^-126 to 2^127.",
     )  # fmt: skip
 
 
