@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+"""Types that hold nothing: most arguments of an operator are of these, and asking what else they are takes long."""
+
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """`value` with `function` applied to every tensor in it.
@@ -25,6 +28,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """
     if isinstance(value, Tensor):
         return function(value)
+    if type(value) in PLAIN:
+        return value
     if isinstance(value, PackedSequence):
         data = function(value.data)
         return value if data is value.data else value._replace(data=data)

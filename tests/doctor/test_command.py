@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from torch import nn
 
 from preamp.doctor._diagnosis import schema
 from preamp.doctor._records import JsonLines, Recorder
+from preamp.doctor._stack import is_users
 from preamp.doctor._watch import Watch
 
 TRAINING = """
@@ -155,6 +157,40 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_script_runs(tmp_path
         assert ran.stdout == ""
         assert "no report can be written" in ran.stderr
         assert "Traceback" not in ran.stderr
+
+
+def test_a_full_disk_takes_the_report_and_not_what_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from preamp.cli import _doctor
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "report.html")
+
+    monkeypatch.setattr(_doctor, "write", full)
+    script = _script(tmp_path, more="(model[0].weight * float('inf')).sum().backward() if step == 2 else None")
+    status = _doctor.run_doctor(
+        str(script), [], False, out=tmp_path / "out", json_file=None, every=50, steps=None, replay=True, strict=False
+    )
+    told = capsys.readouterr().err
+    assert status == 1
+    assert "No space left on device" in told
+    assert "error PA201" in told
+    assert "Traceback" not in told
+
+
+def test_a_cell_of_a_notebook_is_the_user_s(tmp_path: Path) -> None:
+    code = "import torch\nmodel = torch.nn.Linear(8, 8).half()\noptimizer = torch.optim.Adam(model.parameters())\n"
+    code += "for _ in range(2):\n    model(torch.ones(4, 8).half()).float().square().mean().backward()\n"
+    code += "    optimizer.step()\n"
+    script = tmp_path / "train.py"
+    script.write_text(f"exec(compile({code!r}, '<cell 3>', 'exec'), {{'__name__': '__main__'}})\n")
+    _, report = _run(script)
+    places = {finding["code"]: (finding["file"], finding["line"]) for finding in report["findings"]}
+    assert places["PA101"] == ("<cell 3>", 3)
+    assert places["PA107"] == ("<cell 3>", 5)
+    assert not is_users("<string>")
+    assert not is_users("<frozen importlib._bootstrap>")
 
 
 def test_strict_fails_on_an_error_only(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preamp.doctor._exponents import Exponents, count_exponents, together
+from preamp.doctor._exponents import Exponents, count_exponents, sampling_step, together
 from preamp.doctor._magnitudes import Row, scale_window
 from preamp.formats import BF16, FP8_E4M3, FP16
 
@@ -84,6 +84,30 @@ def test_float16_keeps_its_subnormals() -> None:
     assert found.subnormal(FP16) == pytest.approx(2 / 3)
     assert found.flushed(FP16) == 0
     assert found.times(2.0**-2).flushed(FP16) == pytest.approx(1 / 3)
+
+
+def test_a_large_tensor_is_counted_by_a_sample() -> None:
+    values = np.random.default_rng(0).normal(size=(64, 4096)).astype(np.float32)
+    values[:, ::64] = 0.0  # a step that divides 64 would see nothing else, or nothing of it
+    values[:, 1::64] *= np.float32(2.0**-40)
+    values[7, 77], values[8, 78], values[9, 79] = np.inf, np.nan, 1e30
+    step = sampling_step(values.shape)
+    found = Exponents.of(count_exponents(torch.from_numpy(values)))
+    assert step == 5
+    assert abs(found.total - values.size) <= step + 2
+    assert (found.infinite, found.largest) == (2, float(np.float32(1e30)))
+    assert found.zeros / values.size == pytest.approx(1 / 64, rel=0.02)
+    small = sum(count for i, count in enumerate(found.counts) if found.first + i < -30)
+    assert small / values.size == pytest.approx(1 / 64, rel=0.02)
+    exact = Exponents.of(count_exponents(torch.from_numpy(values[:8])))
+    assert exact.total == 8 * 4096
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=4))
+def test_the_step_of_a_sample(shape: list[int]) -> None:
+    step, count = sampling_step(shape), math.prod(shape)
+    assert step == 1 or all(size % step for size in shape[1:])
+    assert (step == 1) == (count <= 2**16)
 
 
 def test_an_empty_tensor_and_one_without_order() -> None:

@@ -13,6 +13,8 @@ from ..compat.install import environment
 from ..compat.run import command
 from ..doctor._command import examine_script
 from ..doctor._compare import RUN, compare_script
+from ..doctor._compare_report import write_comparison
+from ..doctor._diagnosis import write
 from ..errors import PreampError
 from ..report import Finding, Table
 
@@ -35,13 +37,11 @@ def run_doctor(
     """Run a script under observation; its exit status, or 3 by `strict`. Raises `NothingToRun` without a script."""
     console = Console(stderr=True)
     _check_writable(out, json_file)
-    status, report, page = examine_script(
+    status, report, content = examine_script(
         _line(target, arguments, as_module),
         _script(target, as_module),
         [target, *arguments],
         environment(),
-        out=out,
-        json_file=json_file,
         every=every,
         steps=steps,
         replay=replay,
@@ -55,8 +55,7 @@ def run_doctor(
     console.print(report.verdict, style="bold", markup=False, highlight=False)
     if report.findings:
         console.print(f"what a finding means: preamp explain {report.findings[0].code}", highlight=False)
-    console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
-    return status
+    return _written(console, status, lambda: write(report, content, out, json_file)[0])
 
 
 def run_compare(
@@ -74,9 +73,9 @@ def run_compare(
     _check_writable(out, json_file)
     console = Console(stderr=True)
     with console.status("") as shown:
-        status, report, page = compare_script(
+        status, report, content = compare_script(
             _line(target, arguments, as_module), _script(target, as_module), [target, *arguments], environment(),
-            out=out, json_file=json_file, seeds=seeds, margin=margin, steps=steps,
+            seeds=seeds, margin=margin, steps=steps,
             told=lambda text: _tell(console, shown, text),
         )  # fmt: skip
     console.rule("preamp compare", style="dim")
@@ -86,6 +85,17 @@ def run_compare(
         if isinstance(item, Table):
             console.print(item.to_text(), markup=False, highlight=False, soft_wrap=True)
     console.print(report.verdict, style="bold", markup=False, highlight=False)
+    return _written(console, status, lambda: write_comparison(report, content, out, json_file))
+
+
+def _written(console: Console, status: int, write_report: Callable[[], Path]) -> int:
+    """Write the report and say where; what was found has been shown by now, should the disk be full. Exit status."""
+    try:
+        page = write_report()
+    except OSError as error:
+        told = f"the report was not written: {error.strerror or error} ({error.filename or 'no file'})"
+        console.print(told, style="bold red", markup=False, highlight=False, soft_wrap=True)
+        return status or 1
     console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
     return status
 

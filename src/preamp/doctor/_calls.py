@@ -50,6 +50,9 @@ class Calls:
         call, out = self._open(module, args, kwargs), None
         try:
             out = compiled(*args, **kwargs)
+        except Exception as error:
+            self._watch.errors.seen(error)
+            raise
         finally:
             self._close(call, out)
         return out
@@ -61,6 +64,9 @@ class Calls:
 
         def left(_: nn.Module, __: Any, out: Any) -> None:
             after.remove()
+            error = sys.exc_info()[1]
+            if out is None and error is not None:  # torch calls this hook while the error is on its way up
+                self._watch.errors.seen(error)
             self._close(call, out)
 
         after = module.register_forward_hook(left, always_call=True)

@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from ..report import Report
 from ._child import watched_environment
 from ._compare import Comparison, Ran, losses_of, run_pairs, with_comparison
-from ._diagnosis import STRICT, build, write
+from ._diagnosis import STRICT, build
 from ._records import read_ranks
 
 
@@ -25,16 +26,14 @@ def examine_script(
     shown: Sequence[str],
     environment: Mapping[str, str],
     *,
-    out: Path,
-    json_file: Path | None = None,
     every: int = 50,
     steps: int | None = None,
     replay: bool = True,
     strict: bool = False,
     compare: int = 0,
     told: Callable[[str], None] = lambda text: None,
-) -> tuple[int, Report, Path]:
-    """Run a script to its end under observation; exit status, report, and the path of its page.
+) -> tuple[int, Report, dict[str, Any]]:
+    """Run a script to its end under observation; exit status, report, and the content of `report.json`.
 
     `line`: the command of a run with this name, "mixed-0" for the one that is watched; `script`: the file to whose
     folder paths in the report are relative; `shown`: the command as its user wrote it; `compare`: so many seeds in
@@ -63,10 +62,9 @@ def examine_script(
             ran = Ran("mixed-0", False, 0, code, seconds, losses, skipped, first_step=first_step)
             comparison = Comparison(line, environment, Path(folder), base, steps)
             report, content = with_comparison(report, content, run_pairs(comparison, compare, told, ran))
-        page, _ = write(report, content, out, json_file)
     if strict and any(finding.severity == "error" for finding in report.findings):
         code = STRICT
-    return code, report, page
+    return code, report, content
 
 
 def _wait(line: Sequence[str], env: Mapping[str, str]) -> int:

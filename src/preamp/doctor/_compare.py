@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import SessionError
 from ..report import Report, Section, Table, to_json
 from ._child import watched_environment
-from ._compare_report import build_comparison, write_comparison
+from ._compare_report import build_comparison
 from ._first_step import FirstErrors
 from ._parity import Pair
 from ._records import Rank, read_ranks
@@ -145,10 +145,10 @@ def with_comparison(report: Report, content: dict[str, Any], runs: Sequence[Ran]
 
 def compare_script(
     line: Callable[[str], Sequence[str]], script: Path, shown: Sequence[str], environment: Mapping[str, str], *,
-    out: Path, json_file: Path | None = None, seeds: int = 3, margin: float | None = None, steps: int | None = None,
+    seeds: int = 3, margin: float | None = None, steps: int | None = None,
     told: Callable[[str], None] = lambda text: None,
-) -> tuple[int, Report, Path]:  # fmt: skip
-    """Run a script in `seeds` pairs; exit status, report, and the path of its page.
+) -> tuple[int, Report, dict[str, Any]]:  # fmt: skip
+    """Run a script in `seeds` pairs; exit status, report, and the content of `compare.json`.
 
     `line`: the command of a run with this name; `told`: hears which run is under way. The status is 0, or 3 when mixed
     precision is worse. Raises `SessionError` when a run makes no step: there is nothing to compare.
@@ -158,9 +158,8 @@ def compare_script(
         comparison = Comparison(line, environment, Path(folder), base, steps)
         runs = run_pairs(comparison, seeds, told)
         report, content = build_comparison(runs, pairs_of(runs), errors_of(runs), margin, list(shown))
-        page = write_comparison(report, content, out, json_file)
     worse = any(finding.code == "PA206" for finding in report.findings)
-    return 3 if worse else 0, report, page
+    return 3 if worse else 0, report, content
 
 
 def run_pairs(comparison: Comparison, seeds: int, told: Callable[[str], None], first: Ran | None = None) -> list[Ran]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import struct
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,28 +17,64 @@ BINS = 256
 """One for each exponent field of float32: zero and its subnormals, 2^-126 to 2^127, infinity and NaN."""
 WIDTH = BINS + 2
 _BIAS = 127
-_TOP = 0x7F800000  # bits of infinity
+_MAGNITUDE = 0x7FFFFFFF  # all bits but the sign
+_WHOLE = 1 << 16
+"""Numbers up to which all of a tensor are counted."""
+_STEPS = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 61, 127, 251, 509, 1021, 2039, 4093, 8191, 16381, 32749, 65521)
+"""Primes: a step that divides no dimension but the first comes by every column and every channel."""
+_READ = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 def count_exponents(tensor: Tensor) -> Tensor:
     """int64 of `WIDTH` on the tensor's device: counts by exponent field, the zeros, and the bits of the largest.
 
     `tensor`: any shape, floating; read as float32, which holds every float16, bfloat16 and float8 as it is (a float64
-    beyond it counts as infinite or zero). Nothing waits for the device.
+    beyond it counts as infinite or zero). Of more than 2^16 numbers one in k is counted, k times; how many are
+    infinite or NaN, and the largest, are of them all. Nothing waits for a device other than the CPU.
     """
-    bits = tensor.detach().float().contiguous().view(torch.int32).bitwise_and(0x7FFFFFFF).flatten()
-    fields = bits.bitwise_right_shift(23)
-    if bits.device.type == "cpu":
-        counts = torch.bincount(fields, minlength=BINS)
-    else:  # bincount would wait to learn how many bins there are
-        counts = torch.zeros(BINS, dtype=torch.int64, device=bits.device)
-        counts.scatter_add_(0, fields.long(), torch.ones_like(fields, dtype=torch.int64))
-    zeros = bits.numel() - bits.count_nonzero()
-    if bits.numel():
-        largest = bits.masked_fill_(bits >= _TOP, 0).amax()
-    else:
-        largest = torch.zeros((), dtype=torch.int32, device=bits.device)
-    return torch.cat([counts, zeros.reshape(1), largest.reshape(1).long()])
+    flat = tensor.detach().reshape(-1)
+    if not flat.numel():
+        return torch.zeros(WIDTH, dtype=torch.int64, device=flat.device)
+    if flat.dtype not in _READ:
+        flat = flat.float()
+    every = sampling_step(tensor.shape)
+    bits = flat[::every].float().contiguous().view(torch.int32).bitwise_and(_MAGNITUDE)
+    if flat.device.type == "cpu":
+        zeros, counts = bits.numel() - int(bits.count_nonzero()), torch.bincount(bits >> 23, minlength=BINS)
+        largest, infinite = _extremes(flat)
+        tail = [infinite, every * zeros, _bits_of(largest)]
+        return torch.cat([counts[:-1] * every if every > 1 else counts[:-1], torch.tensor(tail)])
+    fields = bits.bitwise_right_shift(23).long()
+    counts = torch.zeros(BINS, dtype=torch.int64, device=flat.device)  # bincount would wait to learn how many bins
+    counts.scatter_add_(0, fields, torch.ones_like(fields))
+    zero = every * (bits.numel() - bits.count_nonzero())
+    finite = flat.isfinite()
+    top = flat.float().abs().masked_fill_(~finite, 0).amax().reshape(1).view(torch.int32).long()
+    return torch.cat([counts[:-1] * every, (~finite).sum().reshape(1), zero.reshape(1), top])
+
+
+def sampling_step(shape: Sequence[int]) -> int:
+    """How many numbers of a tensor one that is counted stands for."""
+    count = math.prod(shape)
+    if count <= _WHOLE:
+        return 1
+    fit = [step for step in _STEPS if all(size % step for size in shape[1:])]
+    return next((step for step in fit if count <= step * _WHOLE), fit[-1] if fit else 1)
+
+
+def _extremes(flat: Tensor) -> tuple[float, int]:
+    """The largest finite magnitude, and how many numbers are infinite or NaN, on the CPU."""
+    low, high = flat.aminmax()
+    largest = max(abs(float(low)), abs(float(high)))
+    if math.isfinite(largest):  # aminmax hands NaN on
+        return largest, 0
+    finite = flat[flat.isfinite()]
+    return (float(finite.abs().amax()) if finite.numel() else 0.0), flat.numel() - finite.numel()
+
+
+def _bits_of(number: float) -> int:
+    """Of a float32."""
+    return int.from_bytes(struct.pack("<f", number), "little")
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,35 +161,41 @@ class SigmoidWatcher(Watcher):
         """Follow rounded sigmoids, and report the logarithm of one."""
         base = call.base
         if base == "sigmoid" and _float(call.out) and call.out.dtype in LOW_DTYPES:
-            self._rounded[call.out] = call.out.dtype
+            self._rounded[call.out] = call.out.dtype, False
             return
         first = next(iter(call.inputs), None)
-        dtype = None if first is None else self._rounded.get(first)
-        if dtype is None:
+        known = None if first is None else self._rounded.get(first)
+        if known is None:
             return
-        if base in ("log", "log2", "log10") or base == "binary_cross_entropy":
-            self.findings.append(_sigmoid_finding(f"sigmoid, {base}", dtype, call.module, *call.place(), "error"))
+        dtype, turned = known
+        if base in ("log", "log2", "log10", "binary_cross_entropy"):
+            both = turned or base == "binary_cross_entropy"
+            where = call.module, *call.place()
+            self.findings.append(_sigmoid_finding(f"sigmoid, {base}", dtype, *where, "error", of_rest=both))
         elif (base in _CARRIES or (base in ("add", "sub") and len(call.inputs) == 1)) and _float(call.out):
-            self._rounded[call.out] = dtype
+            self._rounded[call.out] = dtype, turned or base == "rsub"
 
 
 def _sigmoid_finding(
-    op: str, dtype: torch.dtype, module: str | None, file: str | None, line: int | None, severity: Severity
-) -> Finding:
-    # 1 - sigmoid(x) is below half the distance to the next number under 1 from this logit on.
-    limit = math.log(1 / (torch.finfo(dtype).eps / 4))
+    op: str, dtype: torch.dtype, module: str | None, file: str | None, line: int | None, severity: Severity, *,
+    of_rest: bool = True,
+) -> Finding:  # fmt: skip
+    """`of_rest`: the logarithm is one of 1 minus the sigmoid, or of both."""
+    kind, info = name_of(dtype), torch.finfo(dtype)
+    # 1 - sigmoid(x) is below half the distance to the next number under 1 from this logit on; sigmoid(x) itself is
+    # about exp(x), and below half of the smallest number from the other.
+    top, bottom = math.log(4 / info.eps), math.log(info.smallest_normal * info.eps / 2)
+    if of_rest:
+        told = f"a sigmoid in {kind} is exactly 1 for logits above {top:.1f}; the logarithm of 1 minus it is -inf"
+    else:
+        told = (
+            f"a sigmoid in {kind} is exactly 1 for logits above {top:.1f}, where the loss and its gradient become 0, "
+            f"and 0 for logits below {bottom:.1f}, where its logarithm is -inf"
+        )
     return Finding(
-        "PA102",
-        severity,
-        f"a sigmoid in {name_of(dtype)} is exactly 1 for logits above {limit:.1f}; the logarithm of 1 minus it is -inf",
-        module=module,
-        op=op,
-        direction="forward",
-        file=file,
-        line=line,
-        evidence={"dtype": name_of(dtype), "saturates at logit": round(limit, 1)},
-        fix=_WITH_LOGITS,
-    )
+        "PA102", severity, told, module=module, op=op, direction="forward", file=file, line=line,
+        evidence={"dtype": kind, "saturates at logit": round(top, 1)}, fix=_WITH_LOGITS,
+    )  # fmt: skip
 
 
 def static_cross_entropy(

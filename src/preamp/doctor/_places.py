@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from types import CodeType
 from typing import Any, Literal, cast
 
@@ -214,11 +215,18 @@ def storage_bytes(tensor: Tensor) -> int:
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors among the arguments that the operator changes."""
     found: list[Tensor] = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            found.extend(tensors(value))
+    for index, name in _written(func):
+        found.extend(tensors(args[index] if index < len(args) else kwargs.get(name)))
     return found
+
+
+@cache
+def _written(func: Any) -> tuple[tuple[int, str], ...]:
+    """Positions and names of the arguments that an operator changes."""
+    return tuple(
+        (index, argument.name) for index, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )  # fmt: skip
 
 
 def _readable(tensor: Tensor) -> Tensor | None:

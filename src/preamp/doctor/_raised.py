@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 from typing import Any, Literal
 
 from ..report import Finding
-from ._stack import in_library, is_users
+from ._records import Recorder
+from ._stack import in_library, is_users, users_line
 
 _KNOWN: tuple[tuple[str, str, str, str], ...] = (
     ("without overflow", "PA103", "a constant is beyond float16, whose largest number is 65504",
@@ -26,8 +28,40 @@ _KNOWN: tuple[tuple[str, str, str, str], ...] = (
 )  # fmt: skip
 
 
+class Errors:
+    """Hears of errors where they come up, as a script may catch them and go on, and of the one that ends it."""
+
+    def __init__(self, recorder: Recorder, tell: Callable[[Finding], None]) -> None:
+        self._recorder, self._tell = recorder, tell
+
+    def seen(self, error: BaseException, trace: Any = None) -> None:
+        """One came up in a model, its loss or a scaler."""
+        found = finding_of(error, trace or error.__traceback__)
+        if found is not None and self._recorder.is_own:
+            self._tell(found)
+
+    def telling(self, around: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, whose errors are seen."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return around(*args, **kwargs)
+            except Exception as error:
+                self.seen(error)
+                raise
+
+        return call
+
+    def uncaught(self, original: Any, kind: Any, error: Any, trace: Any) -> None:
+        """In place of `sys.excepthook`."""
+        if self._recorder.is_own:
+            self._recorder.write("raised", type=getattr(kind, "__name__", str(kind)), text=str(error)[:2000])
+            self.seen(error, trace)
+        original(kind, error, trace)
+
+
 def finding_of(error: BaseException, trace: Any) -> Finding | None:
-    """The finding that an uncaught error stands for, or None."""
+    """The finding that an error stands for, or None; placed by its traceback, or else by who asked for what failed."""
     text = str(error)
     for part, code, message, fix in _KNOWN:
         if part in text:
@@ -42,4 +76,4 @@ def finding_of(error: BaseException, trace: Any) -> Finding | None:
 
 def _place(trace: Any) -> tuple[str | None, int | None]:
     own = [f for f in traceback.extract_tb(trace) if is_users(f.filename) and not in_library(f.filename)]
-    return (own[-1].filename, own[-1].lineno) if own else (None, None)
+    return (own[-1].filename, own[-1].lineno) if own else users_line()

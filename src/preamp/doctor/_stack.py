@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -20,6 +21,11 @@ _FRAMEWORKS = tuple(
     )
 )  # fmt: skip
 """Libraries that run a model and have none: a line of theirs tells nothing."""
+_GENERATED = (
+    "<string>", "<frozen", "<unknown>", "<attrs", "<decorator-gen", "<__array_function__", "<eval_with_key>",
+    "<torch_package", "<lambdifygenerated", "<makefun", "<boltons",
+)  # fmt: skip
+"""Of dataclasses and namedtuples, importlib, attrs, decorator, numpy, torch.fx, ..."""
 _CHECKPOINT = _TORCH + "utils/checkpoint.py"
 _FUNCTION = _TORCH + "autograd/function.py"
 _ENGINE = "_engine_run_backward"
@@ -80,9 +86,13 @@ def users_line() -> Line:
     return first
 
 
+@cache
 def is_users(file: str) -> bool:
-    """Whether a file is neither torch's, nor ours, nor made by exec (dataclasses, frozen importlib)."""
-    if file.startswith("<"):
+    """Whether a file is neither torch's, nor ours, nor the name under which a library has generated code.
+
+    A notebook's cell is the user's (<ipython-input-3>, <cell 3>), and so is what he calls his own exec'd code.
+    """
+    if file.startswith(_GENERATED):
         return False
     if file.startswith(_PREAMP):
         return file.startswith(_ZOO)
@@ -91,6 +101,7 @@ def is_users(file: str) -> bool:
     return not file.startswith(_TORCH) and not file.endswith(_PASSED_THROUGH)
 
 
+@cache
 def in_library(file: str) -> bool:
     """Whether a file belongs to something installed."""
     return any(part in file for part in _LIBRARY)

@@ -23,14 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_map
 
 from ..formats import LOW_DTYPES
-from ..tree import tensors
+from ..tree import PLAIN, tensors
 from ._clock import Clock
 from ._places import Place, Places, key_of, written_by
 from ._random import random_state, set_random_state
 from ._stack import Line, users_line, walk
 
 Key = tuple[Any, ...]
-_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 CALLS = 16
 """Model calls of one step that are kept even when their backward pass was sound."""
 LIMIT = 4000
@@ -103,13 +102,15 @@ def _identity(tensor: Tensor) -> StorageWeakRef | None:
 class Tape:
     """The step's calls and operators, from its first model call on."""
 
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
+    def __init__(self, clock: Clock, failed: Callable[[Exception], None] = lambda _: None) -> None:
+        self.clock, self.failed = clock, failed
         self._entries: list[_ModelCall | _Op | _Random | _Kept] = []
         self._known: dict[Key, StorageWeakRef | None] = {}
         """What a replay makes. The reference holds no numbers, but the identity: no other storage gets the same key."""
         self._calls = 0
         self._mode: _Window | None = None
+        self._drew = False
+        """Whether random numbers were drawn in this window."""
         self.whole = True
         """False when more was done than is kept."""
 
@@ -129,14 +130,15 @@ class Tape:
     def enter_model(self, module: nn.Module, args: Any, kwargs: Any, device_types: tuple[str, ...]) -> _ModelCall:
         """Before a model runs."""
         self.close_window()
+        parts = _parts(module)
         call = _ModelCall(
             module, self._refer(args), self._refer(kwargs), random_state(),
             [
                 (part, name, b, b.detach().clone())
-                for part in module.modules() for name, b in part._buffers.items() if b is not None
+                for part in parts for name, b in part._buffers.items() if b is not None
             ],
             tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_types),
-            {part: plain_attributes(part) for part in module.modules()},
+            {part: plain_attributes(part) for part in parts},
             users_line(),
         )  # fmt: skip
         self._calls += 1
@@ -156,8 +158,8 @@ class Tape:
     def open_window(self) -> None:
         """Keep operators from here on."""
         if self._mode is None and self.whole:
-            self._entries.append(_Random(random_state()))
             self._mode = _Window(self)
+            self._drew = False
             self._mode.__enter__()
 
     def close_window(self) -> None:
@@ -176,6 +178,9 @@ class Tape:
             if key not in self._known:
                 self._entries.append(_Kept(key, tensor.detach().clone()))
                 self._known[key] = _identity(tensor)
+        if not self._drew and torch.Tag.nondeterministic_seeded in func.tags:
+            self._drew = True  # the first that draws since a model returned; those after it go on from there
+            self._entries.append(_Random(random_state()))
         place = Place(None, *walk(Tape.keep.__code__).source, "forward")
         op = _Op(func, self._refer(args), self._refer(kwargs), [], torch.is_grad_enabled(), place, _running())
         self._entries.append(op)
@@ -198,7 +203,7 @@ class Tape:
             key = tensor_key(value)
             return _Ref(key) if key in self._known else value
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in PLAIN:
             return value
         if kind is tuple or kind is list:  # by hand: pytree takes longer than most operators
             return kind([self._refer(item) for item in value])
@@ -344,7 +349,11 @@ class _Window(TorchDispatchMode):
         if torch._C._current_autograd_node() is None and func.namespace != "profiler":
             with self._tape.clock:
                 op = self._tape.keep(func, args, kwargs)
-        out = func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except Exception as error:
+            self._tape.failed(error)
+            raise
         if op is not None:
             with self._tape.clock:
                 self._tape.made(op, out)
@@ -362,10 +371,22 @@ def _running() -> tuple[nn.Module, ...]:
     return tuple(found)
 
 
+def _parts(module: nn.Module) -> list[nn.Module]:
+    """`module.modules()`, in a fraction of its time: this is asked in every step."""
+    found = {module: None}
+    left = [module]
+    while left:
+        for child in left.pop()._modules.values():
+            if child is not None and child not in found:
+                found[child] = None
+                left.append(child)
+    return list(found)
+
+
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """Attributes that are neither torch's nor tensors; lists, dicts and sets are copied."""
     return {
         name: copy.copy(value) if isinstance(value, (list, dict, set, deque)) else value
-        for name, value in vars(module).items()
+        for name, value in module.__dict__.items()
         if not name.startswith("_")
     }

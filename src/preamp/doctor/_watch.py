@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..autocast import MARKER
-from ..gradients import read
 from ..report import Finding
 from ..tree import tensors
 from ._asked import Asked
 from ._calls import Calls
 from ._clock import Clock
+from ._finite import all_finite
 from ._look import Look
 from ._names import Names, unwrapped
 from ._patches import Patches
-from ._raised import finding_of
+from ._raised import Errors
 from ._records import Recorder
 from ._replay import diagnose
 from ._scaling import Scaling
@@ -58,7 +58,8 @@ class Watch:
         self._every, self._limit, self._replay = every, steps, replay
         self.clock = Clock(self._failed)
         self._patches = Patches()
-        self.names, self.tape = names or Names(), Tape(self.clock)
+        self.errors = Errors(recorder, self.tell)
+        self.names, self.tape = names or Names(), Tape(self.clock, self.errors.seen)
         self.scaling, self.asked, self._updates = Scaling(self), Asked(self), Updates(self)
         self._look = Look(self, every, replay)
         self.optimizers: dict[int, Optimizer] = {}
@@ -102,7 +103,7 @@ class Watch:
             self._patches.on_close(hook.remove)
         self.scaling.start(self._patches)
         self.asked.start(self._patches)
-        wrap(sys, "excepthook", self._raised)
+        wrap(sys, "excepthook", self.errors.uncaught)
         self._hush("Using `torch.compile")
         self.calls.listen()
 
@@ -141,8 +142,9 @@ class Watch:
 
     def tell(self, finding: Finding) -> None:
         """Record a finding, once for each place."""
-        file = finding.file and os.path.abspath(finding.file)
-        if file is not None:
+        file = finding.file
+        if file is not None and not file.startswith("<"):  # a cell of a notebook
+            file = os.path.abspath(file)
             below = os.path.relpath(file, self._base)
             file = file if below.startswith("..") else below
         finding = replace(finding, file=file, step=self.step if finding.step is None else finding.step)
@@ -218,7 +220,7 @@ class Watch:
         """Whether this backward pass was sound; a sick one is done again to see why."""
         sick_loss = any(not bool(torch.isfinite(loss).all()) for loss in losses)
         gradients = [p.grad for p in self._parameters() if p.grad is not None]
-        sick_gradients = bool(gradients) and not _finite(gradients)
+        sick_gradients = bool(gradients) and not all_finite(gradients)
         self._bad_gradients |= sick_gradients
         sick = sick_loss or sick_gradients
         if not sick or self._damaged:
@@ -378,18 +380,3 @@ class Watch:
         self.calls.close()
         self.tape.clear()
         self._look.give_up()
-
-    def _raised(self, original: Any, kind: Any, error: Any, trace: Any) -> None:
-        if self.recorder.is_own:
-            self.recorder.write("raised", type=getattr(kind, "__name__", str(kind)), text=str(error)[:2000])
-            found = finding_of(error, trace)
-            if found is not None:
-                self.tell(found)
-        original(kind, error, trace)
-
-
-def _finite(gradients: list[Tensor]) -> bool:
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for gradient in gradients:
-        by_device.setdefault(gradient.device, []).append(gradient)
-    return not any(bool(read(group).found) for group in by_device.values())

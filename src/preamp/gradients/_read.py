@@ -120,7 +120,7 @@ def _on_one_device(gradients: list[Tensor], statistics: bool, tiny: float) -> li
     return [norms, nonfinite, torch.stack(largest).amax(), below - zeros, zeros]
 
 
-SMALL = 16384
+SMALL = 4096
 """Entries up to which gradients on a CPU are copied side by side: the calls saved are worth more than the copy."""
 
 
