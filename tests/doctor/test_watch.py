@@ -374,14 +374,15 @@ def test_memory_that_is_used_again_is_not_taken_for_what_was_there() -> None:
 def test_an_error_of_the_doctor_s_own_never_reaches_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-    from preamp.doctor import _live, _tape, _telemetry, _watch
+    from preamp.doctor import _live, _soundness, _tape, _telemetry, _watch
 
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("a fault of ours")
 
     for owner, name in (
         (_telemetry, "count_exponents"), (_tape.Tape, "keep"), (_tape.Tape, "enter_model"), (_live.Live, "_before"),
-        (_live.Live, "_count"), (_watch.Watch, "_look_at"), (_watch, "before_first_step"), (_watch.Watch, "_note_loss"),
+        (_live.Live, "_count"), (_soundness.Soundness, "look_at"), (_watch, "before_first_step"),
+        (_watch.Watch, "_note_loss"),
     ):  # fmt: skip
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, broken)

@@ -14,6 +14,7 @@ EVERY_TIME = frozenset({
     "long_cumsum", "loop_inside_region", "masked_fill_1e9", "near_the_maximum", "no_scaler", "odd_vocabulary",
     "one_bad_target", "optimizer_before_cast", "preamp_scaler_clip", "scale_collapse", "scaler_bypassed",
     "scheduler_runs_ahead", "sigmoid_log", "sqrt_at_zero_backward", "tiny_gradients", "update_doubled",
+    "clamp_in_a_hook", "region_and_threads", "optimizer_with_masters", "sparse_adam",
     "adam_eps_float32_state", "clip_after_unscale", "preamp_o2", "skips_at_start", "step_outside_region",
 })  # fmt: skip
 """One or more for each code; the others take minutes together and run with `./dev test --all`."""

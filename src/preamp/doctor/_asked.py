@@ -90,6 +90,11 @@ class Asked:
         self._depth -= 1
         return original(region, *error)
 
+    @property
+    def keeps_casts(self) -> bool:
+        """Whether a cast of a weight that is made now is used again until the region ends."""
+        return self._depth > 0 and torch.is_autocast_cache_enabled()
+
     def model_called(self, versions: dict[int, int]) -> None:
         """A model is about to run; `versions`: how often each weight was changed in place so far, by its id."""
         if self._depth <= 0 or not torch.is_autocast_cache_enabled():
@@ -136,6 +141,19 @@ class Asked:
                 )
             )  # fmt: skip
         return original(module, *args, **kwargs)
+
+    def not_in_thread(self, module: str) -> Finding:
+        """PA109: a part of the model runs in a thread, and regions are a thread's own."""
+        on = [(dtype, place) for _, dtype, got, place in self._regions if got]
+        dtype, (file, line) = on[-1] if on else (None, (None, None))
+        return Finding(
+            "PA109", "warning",
+            f"{module or 'the model'} runs in another thread than the autocast region that was entered for it: "
+            "autocast holds for its own thread only, so it ran in full precision",
+            module=module, direction="forward", file=file, line=line,
+            evidence={"asked for": None if dtype is None else name_of(dtype)},
+            fix="with torch.autocast(...):  # inside the function that the threads run\n    return module(x)",
+        )  # fmt: skip
 
     def findings(self, live: Live) -> Iterator[Finding]:
         """PA109 and PA110, once a step was seen."""

@@ -42,6 +42,7 @@ class Held:
     def count(self, kind: str, given: Iterable[Tensor]) -> None:
         """Add tensors of one kind; floating ones are counted, each once."""
         for tensor in {id(t): t for t in given if t.is_floating_point()}.values():
+            tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor
             counts = self._counts.setdefault((kind, name_of(tensor.dtype), str(tensor.device)), [0, 0])
             counts[0] += tensor.numel()
             counts[1] += tensor.numel() * tensor.element_size()

@@ -14,7 +14,9 @@ def all_finite(gradients: Iterable[Tensor]) -> bool:
     """Of any dtypes and layouts, on any devices; True for none. Waits for the devices."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
-        by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        # The values of a sparse one as they lie there: entries of one index are added up when the step comes.
+        values = gradient._values() if gradient.layout is torch.sparse_coo else gradient
+        by_kind.setdefault((values.device, values.dtype), []).append(values)
     return all(_surely(group) or not bool(read(group).found) for group in by_kind.values())
 
 

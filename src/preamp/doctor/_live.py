@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +32,10 @@ NEAR_TOP = FP16.max / 4
 
 
 _FILLS = frozenset({"masked_fill", "where", "clamp", "clamp_min", "clamp_max", "index_fill", "add", "mul", "sub"})
+
+
+_BOUNDS = frozenset({"clamp", "clamp_min", "clamp_max", "clip", "hardtanh", "tanh"})
+"""Operators that mean a size: of a gradient that is too large by a factor they make another one."""
 
 
 class TopWatcher(Watcher):
@@ -79,8 +83,11 @@ def _bits(top: float) -> float:
 class Live(TorchDispatchMode):
     """Shows forward operators to the lint's watchers."""
 
-    def __init__(self, names: Names, weights: dict[int, Tensor], clock: Clock) -> None:
+    def __init__(
+        self, names: Names, weights: Mapping[int, Tensor], clock: Clock, keeps_casts: Callable[[], bool] = lambda: True
+    ) -> None:
         super().__init__()
+        self._keeps_casts = keeps_casts
         self.places = Places(names.get, names.owners, Places.close.__code__)
         self.products = ProductWatcher()
         self._eps, self._constants, self._ranges = EpsWatcher(_Whole(names)), ConstantWatcher(), RangeWatcher()
@@ -95,6 +102,10 @@ class Live(TorchDispatchMode):
         """Storages of gradients that are still scaled."""
         self.reads: list[Place] = []
         """Where the script computed with them."""
+        self.backward_scale = 1.0
+        """On the loss that goes back."""
+        self.hooked: list[tuple[Place, str]] = []
+        """Where a hook of the script's bounds the gradient of a parameter, and by which operator."""
         self.paused = False
         """Whether what runs now is a library's own business."""
         self.writes: list[tuple[Place, Tensor]] = []
@@ -129,9 +140,12 @@ class Live(TorchDispatchMode):
         written = written_by(func, args, kwargs)
         place = self.places.place(any(t._is_view() for t in written))
         if place.direction == "backward":
+            if self.backward_scale != 1 and place.own is not None:
+                self._in_hook(func, place)
             return None
-        changed = [t if t._base is None else t._base for t in written]
-        self.writes += [(place, t) for t in changed if id(t) in self._weights]
+        if self._keeps_casts():
+            changed = [t if t._base is None else t._base for t in written]
+            self.writes += [(place, t) for t in changed if id(t) in self._weights]
         if self.grad_keys and any(key_of(t) in self.grad_keys for t in tensors((args, kwargs))):
             self.reads.append(place)
         name = str(func).partition(".")[2].removesuffix(".default")
@@ -143,6 +157,13 @@ class Live(TorchDispatchMode):
             for watcher in self._watchers:
                 watcher.before(call)
         return call
+
+    def _in_hook(self, func: Any, place: Place) -> None:
+        """An operator of the script's own in the backward pass. Autograd functions are left to mean what they do."""
+        base = func._schema.name.partition("::")[2].rstrip("_")
+        node = torch._C._current_autograd_node()
+        if base in _BOUNDS and node is not None and node.name() == "torch::autograd::AccumulateGrad":
+            self.hooked.append((place, base))
 
     def _count(self, call: Call) -> None:
         if call.module is not None and isinstance(call.out, Tensor) and call.out.is_floating_point():

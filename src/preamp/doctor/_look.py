@@ -18,6 +18,7 @@ from ._between import Between
 from ._live import Live
 from ._places import key_of
 from ._recomputed import Recomputed
+from ._scaled import clipped_scaled
 from ._telemetry import Pending, Telemetry
 from ._underflow import findings, underflows
 from ._updates import flushed
@@ -68,7 +69,8 @@ class Look:
             return
         compiled = watch.asked.compiled
         if self._live is None and not compiled and self._is_close(turn):
-            self._live = Live(watch.names, {id(p): p for p in watch.names.parameters()}, watch.clock)
+            weights = {id(p): p for p in watch.names.parameters()}
+            self._live = Live(watch.names, weights, watch.clock, lambda: watch.asked.keeps_casts)
             if module is not None:
                 self._live.places.entered(module)
             self._live.__enter__()
@@ -82,6 +84,7 @@ class Look:
         if self._telemetry is not None and not compiled:
             self._telemetry.in_backward = False
             self._telemetry.open()
+            self._telemetry.regions = tuple(kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
 
     def _is_close(self, turn: int) -> bool:
         """Whether operators are looked at: in the first step, and then more and more rarely.
@@ -95,6 +98,7 @@ class Look:
         """The loss is there, with this scale on it."""
         if self._live is not None:
             self._live.grad_keys = frozenset()  # what autograd and we do with gradients is no reading of the script's
+            self._live.backward_scale = scale
         if self._telemetry is not None:
             self._telemetry.in_backward = True
             self._telemetry.backward_scale = scale
@@ -103,6 +107,8 @@ class Look:
         """Gradients are there; `still_scaled`: who reads them reads scaled ones."""
         if self._telemetry is not None:
             self._telemetry.close()
+            for path in self._telemetry.outside[:1]:
+                self._watch.tell(self._watch.asked.not_in_thread(path))
         if self._live is not None and still_scaled:
             grads = (p.grad for p in self._watch.names.parameters() if p.grad is not None)
             self._live.grad_keys = frozenset(key_of(grad) for grad in grads)
@@ -244,6 +250,11 @@ class Look:
             self._recomputed = None
         if live.reads:
             watch.tell(_read_while_scaled(live.reads[0], watch.scaling.scale or 1.0))
+        for place, base in live.hooked[:1]:
+            fix = (
+                "scaler.unscale_(optimizer)\ntorch.nn.utils.clip_grad_value_(model.parameters(), ...)  # not in a hook"
+            )
+            watch.tell(clipped_scaled(f"a hook with {base}", live.backward_scale, place.own or (None, None), fix))
         for finding in live.findings():
             watch.tell(finding)
         self.low_now = set(live.products.trained_low)

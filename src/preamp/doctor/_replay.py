@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from ..report import Finding
+from ._entries import plain_attributes
 from ._names import Names
 from ._origin import Origin, trace
 from ._places import Places
 from ._random import random_state, set_random_state
-from ._tape import Tape, plain_attributes
+from ._tape import Tape
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ gradients onto whatever the last step left.
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -97,6 +99,24 @@ def _gradients(optimizers: Iterable[Optimizer]) -> Iterable[Tensor]:
     return (p.grad for one in optimizers for group in one.param_groups for p in group["params"] if p.grad is not None)
 
 
+def goes_back_in_half(loss: Tensor, limit: int = 4000) -> bool:
+    """Whether any gradient of this loss is float16 on its way: a node gets one in the dtype of what it gave.
+
+    Of a graph larger than `limit` nodes, those next to the loss are looked at.
+    """
+    seen: set[Any] = set()
+    left = deque([loss.grad_fn])
+    while left and len(seen) < limit:
+        node = left.popleft()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if any(one.dtype is torch.float16 for one in node._input_metadata):
+            return True
+        left.extend(before for before, _ in node.next_functions)
+    return False
+
+
 def _not_zero(grads: list[Tensor]) -> list[bool]:
     """For each, whether anything in it is not zero: one wait for each device, seen by no mode."""
     by_device: dict[torch.device, list[int]] = {}
@@ -109,6 +129,39 @@ def _not_zero(grads: list[Tensor]) -> list[bool]:
             for index, count in zip(indices, counts, strict=True):
                 found[index] = bool(count)
     return found
+
+
+def like_a_scale(factor: float) -> bool:
+    """Whether a constant in front of a loss is taken for a loss scale: a power of two, 64 or more."""
+    return factor >= 64 and math.frexp(factor)[0] == 0.5
+
+
+APEX_CLIP = (
+    "with amp.scale_loss(...) as scaled_loss: scaled_loss.backward()\n# and clip after this block, "
+    "amp.master_params(optimizer)"
+)
+
+
+def clipped_scaled(name: str, scale: float | None, place: Line, fix: str | None) -> Finding:
+    """PA106: clipping of gradients that still have a scale on them."""
+    return Finding(
+        "PA106", "error",
+        f"{name} sees gradients that are still {scale:g} times too large: nearly every step is clipped, and to a "
+        "length that changes with the scale",
+        op=name, file=place[0], line=place[1], evidence={"scale": scale},
+        fix=fix or "scaler.unscale_(optimizer)  # once, before this line",
+    )  # fmt: skip
+
+
+def updated_between(place: Line) -> Finding:
+    """PA107: the scale changes between two steps that belong to one backward pass."""
+    return Finding(
+        "PA107", "error",
+        "scaler.update() runs between two scaler.step() of one backward: the second optimizer is unscaled by another "
+        "scale than was on its loss, and growth counts double",
+        file=place[0], line=place[1],
+        fix="scaler.step(first)\nscaler.step(second)\nscaler.update()  # once, after the last",
+    )  # fmt: skip
 
 
 def left_out(scale: float | None, optimizer: Optimizer, place: Line) -> Finding:

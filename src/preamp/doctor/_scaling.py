@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,20 @@ from ..session import Session
 from ..tree import tensors
 from ._apex import Apex
 from ._patches import Patches
-from ._scaled import Gradients, left_out, mixed_up, never_taken_off, unguarded
+from ._scaled import (
+    APEX_CLIP,
+    Gradients,
+    clipped_scaled,
+    goes_back_in_half,
+    left_out,
+    like_a_scale,
+    mixed_up,
+    never_taken_off,
+    unguarded,
+    updated_between,
+)
 from ._stack import Line, users_line
+from ._state import is_well_known
 
 if TYPE_CHECKING:
     from ._watch import Watch
@@ -49,6 +60,8 @@ class Scaling:
         self._apex = Apex(self, watch)
         self._scaled_now = False
         """Whether a loss that went back since the last look was scaled."""
+        self._half_unscaled = False
+        """Whether one that no scaler scaled went back through float16."""
         self._updated_at: Line | None = None
         self._schedules = self._updates = 0
         self._schedule_place: Line = (None, None)
@@ -116,7 +129,7 @@ class Scaling:
             by_hand = None
             if len(losses) == 1 and not (self._session or self._apex.inside or self._made):
                 factor = self._watch.tape.factor_on(losses[0])
-                by_hand = factor if factor is not None and _like_a_scale(factor) else None
+                by_hand = factor if factor is not None and like_a_scale(factor) else None
             with self._watch.clock:
                 self._gradients.after_backward(optimizers, by_scaler, by_hand)
         return out
@@ -155,16 +168,7 @@ class Scaling:
         if self._stepping or not scaler.is_enabled():
             return original(scaler, optimizer, *args, **kwargs)
         if self._updated_at is not None:
-            file, line = self._updated_at
-            self._watch.tell(
-                Finding(
-                    "PA107", "error",
-                    "scaler.update() runs between two scaler.step() of one backward: the second optimizer is unscaled "
-                    "by another scale than was on its loss, and growth counts double",
-                    file=file, line=line,
-                    fix="scaler.step(first)\nscaler.step(second)\nscaler.update()  # once, after the last",
-                )
-            )  # fmt: skip
+            self._watch.tell(updated_between(self._updated_at))
         self._look_for_mixed(optimizer)
         self._stepping = True
         try:
@@ -265,6 +269,11 @@ class Scaling:
         """The scale on the gradients as they lie there."""
         return self.scale if self._pending and self.scale else 1.0
 
+    def before_backward(self, losses: list[Tensor], low: set[torch.dtype]) -> None:
+        """The second loss of a step may have no model call of its own to be judged by: its graph tells."""
+        if self._used and not self._session and torch.float16 in low and self._watch.step < 3:
+            self._half_unscaled |= any(self._noted(loss) is None and goes_back_in_half(loss) for loss in losses)
+
     def after_backward(self, losses: list[Tensor]) -> None:
         """Gradients have arrived."""
         self._updated_at = None
@@ -280,9 +289,10 @@ class Scaling:
         """PA107: float16 products, and no scale on the loss."""
         self._low_half |= torch.float16 in low
         scaled, self._scaled_now = self._scaled_now, False
+        half, self._half_unscaled = self._half_unscaled or torch.float16 in now, False
         if self._apex.inside or self._watch.scaled_by_hand or torch.float16 not in low:
             return None
-        if self._used and (scaled or self._session or torch.float16 not in now):
+        if self._used and (scaled or self._session or not half):
             return None
         why = "a GradScaler was made and scale() is not called" if self._made else "nothing scales the loss"
         why = "a GradScaler is used elsewhere, and not here" if self._used else why
@@ -306,7 +316,7 @@ class Scaling:
             if self._gradients.any_scaled(own) or not self._gradients.some_scaled:  # or it steps copies
                 self._gradients.stepped(optimizer)
                 self._watch.tell(left_out(self.scale, optimizer, place))
-        elif factor is not None:
+        elif factor is not None and is_well_known(optimizer):  # another may divide by it inside
             self._watch.tell(never_taken_off(factor, optimizer, place))
 
     def _about_to_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -327,20 +337,8 @@ class Scaling:
         clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         parameters = clipped  # it may have been a generator
         if not self._stepping and self._still_scaled(clipped):
-            file, line = users_line()
-            undo = "with amp.scale_loss(...) as scaled_loss: scaled_loss.backward()\n# and clip after this block, "
-            undo += "amp.master_params(optimizer)"
-            self._watch.tell(
-                Finding(
-                    "PA106", "error",
-                    f"{getattr(original, '__name__', 'clipping')} sees gradients that are still {self.scale:g} times "
-                    "too large: nearly every step is clipped, and to a length that changes with the scale",
-                    op=getattr(original, "__name__", None), file=file, line=line, evidence={"scale": self.scale},
-                    fix=undo if self._apex.inside else
-                    "session.clip_grad_norm_(max_norm)" if self._session else
-                    "scaler.unscale_(optimizer)  # once, before this line",
-                )
-            )  # fmt: skip
+            fix = APEX_CLIP if self._apex.inside else "session.clip_grad_norm_(max_norm)" if self._session else None
+            self._watch.tell(clipped_scaled(getattr(original, "__name__", "clipping"), self.scale, users_line(), fix))
         self._stepping, before = True, self._stepping
         try:
             return original(parameters, *args, **kwargs)
@@ -368,11 +366,6 @@ class Scaling:
     def counts(self) -> dict[str, Any]:
         """For the last record."""
         return {**self.since_last(), "scaler_at": _spelt(self._made)}
-
-
-def _like_a_scale(factor: float) -> bool:
-    """Whether a constant in front of a loss is taken for a loss scale: a power of two, 64 or more."""
-    return factor >= 64 and math.frexp(factor)[0] == 0.5
 
 
 def _spelt(place: Line | None) -> str | None:

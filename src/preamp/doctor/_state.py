@@ -7,11 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..policy import policy
 from ..report import Finding
 from ..session import Session
+from ..tree import tensors
 from ._lint_eps import optimizer_eps
 from ._lint_state import norm_statistics, not_finite
 
@@ -21,28 +23,49 @@ if TYPE_CHECKING:
 
 def before_first_step(watch: Watch, optimizer: Optimizer) -> Iterator[Finding]:
     """Findings about an optimizer and the models, just before its first step."""
-    file, line = watch.places.get(id(optimizer), (None, None))
-    stepped = [p for group in optimizer.param_groups for p in group["params"]]
-    mastered = _keeps_masters(optimizer, watch.scaling.sessions)
-    if not mastered:
-        half = [p for p in stepped if p.dtype is torch.float16]
-        for finding in optimizer_eps(optimizer, policy("O3" if half else "O0")):
-            yield replace(finding, file=file, line=line)
-        if half:
-            name = watch.names.parameter(half[0])[1]
-            yield Finding(
-                "PA111", "warning",
-                f"{type(optimizer).__name__} steps {len(half)} float16 parameters ({name} first) without float32 "
-                "masters: an update below 2**-12 of a weight changes nothing",
-                module=watch.names.common(half), op=type(optimizer).__name__, file=file, line=line,
-                evidence={"parameters": len(half), "first": name, "dtype": "fp16", "masters": False},
-                fix="session = preamp.prepare(model.float(), optimizer, level='O2')  # float32 masters\n"
-                "# or leave the model in float32, under torch.autocast",
-            )  # fmt: skip
+    if is_well_known(optimizer) and not _keeps_masters(optimizer, watch.scaling.sessions):
+        yield from _of_low_parameters(watch, optimizer)
     for path_model in watch.names.models.values():
-        for finding in (*norm_statistics(path_model, policy("O0")), *not_finite(path_model)):
-            yield finding
-    yield from _of_no_model(watch, optimizer, file, line)
+        yield from (*norm_statistics(path_model, policy("O0")), *not_finite(path_model))
+    yield from _of_no_model(watch, optimizer, *watch.places.get(id(optimizer), (None, None)))
+
+
+def after_first_step(watch: Watch, optimizer: Optimizer) -> Iterator[Finding]:
+    """The same of an optimizer that somebody wrote: what it keeps is known once it has kept something."""
+    if is_well_known(optimizer):
+        return
+    kept = [t for t in tensors(list(optimizer.state.values())) if t.dim() and t.dtype is torch.float32]
+    halves = [p.detach() for group in optimizer.param_groups for p in group["params"] if p.dtype is torch.float16]
+    if halves and not any(_is_master(t, half) for half in halves for t in kept):
+        yield from _of_low_parameters(watch, optimizer)
+
+
+def is_well_known(optimizer: Optimizer) -> bool:
+    """Whether it is torch's, ours or Apex's: one that keeps its state in its parameters' dtype unless it says so."""
+    return type(optimizer).__module__.partition(".")[0] in ("torch", "preamp", "apex", "transformers")
+
+
+def _is_master(kept: Tensor, half: Tensor) -> bool:
+    return kept.shape == half.shape and bool((kept.to(half.dtype) == half).all())
+
+
+def _of_low_parameters(watch: Watch, optimizer: Optimizer) -> Iterator[Finding]:
+    """PA101 and PA111 of an optimizer without masters."""
+    file, line = watch.places.get(id(optimizer), (None, None))
+    half = [p for group in optimizer.param_groups for p in group["params"] if p.dtype is torch.float16]
+    for finding in optimizer_eps(optimizer, policy("O3" if half else "O0")):
+        yield replace(finding, file=file, line=line)
+    if half:
+        name = watch.names.parameter(half[0])[1]
+        yield Finding(
+            "PA111", "warning",
+            f"{type(optimizer).__name__} steps {len(half)} float16 parameters ({name} first) without float32 "
+            "masters: an update below 2**-12 of a weight changes nothing",
+            module=watch.names.common(half), op=type(optimizer).__name__, file=file, line=line,
+            evidence={"parameters": len(half), "first": name, "dtype": "fp16", "masters": False},
+            fix="session = preamp.prepare(model.float(), optimizer, level='O2')  # float32 masters\n"
+            "# or leave the model in float32, under torch.autocast",
+        )  # fmt: skip
 
 
 def _of_no_model(watch: Watch, optimizer: Optimizer, file: str | None, line: int | None) -> Iterator[Finding]:

@@ -7,13 +7,9 @@ those operators on what they give, with autograd, so that the backward pass can 
 
 from __future__ import annotations
 
-import copy
-import sys
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from types import FrameType
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,70 +21,27 @@ from torch.utils._pytree import tree_map
 from ..formats import LOW_DTYPES
 from ..tree import PLAIN, tensors
 from ._clock import Clock
-from ._places import Place, Places, key_of, written_by
+from ._entries import (
+    Grad,
+    KeptTensor,
+    Key,
+    ModelCall,
+    Op,
+    RandomState,
+    Ref,
+    parts_of,
+    plain_attributes,
+    running_modules,
+    tensor_key,
+)
+from ._places import Place, Places, written_by
 from ._random import random_state, set_random_state
 from ._stack import Line, users_line, walk
 
-Key = tuple[Any, ...]
 CALLS = 16
 """Model calls of one step that are kept even when their backward pass was sound."""
 LIMIT = 4000
 """Operators kept a step; a loss made of more is not replayed."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Ref:
-    """Stands for a tensor that the replay makes itself."""
-
-    key: Key
-
-
-@dataclass(slots=True)
-class _ModelCall:
-    module: nn.Module
-    args: Any
-    kwargs: Any
-    random: Any
-    buffers: list[tuple[nn.Module, str, Tensor, Tensor]]
-    """Owner, name, the tensor and a copy of its numbers: a forward may change it or put another in its place."""
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    attributes: dict[nn.Module, dict[str, Any]]
-    """Plain attributes of every part: a counter, a temperature, `training`."""
-    at: Line
-    """Who called it."""
-    outputs: list[Key | None] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Op:
-    func: Any
-    args: Any
-    kwargs: Any
-    outputs: list[Key]
-    grad: bool
-    place: Place
-    modules: tuple[nn.Module, ...]
-    """Modules that were running, the innermost first: one without parameters is not kept as a call."""
-
-
-@dataclass(slots=True)
-class _Random:
-    state: Any
-
-
-@dataclass(slots=True)
-class _Kept:
-    """A tensor of the script's that an operator was about to change."""
-
-    key: Key
-    value: Tensor
-
-
-def tensor_key(tensor: Tensor) -> Key:
-    """Which numbers a tensor is: views of the same ones have the same key."""
-    if tensor.layout is not torch.strided:
-        return (id(tensor),)
-    return (key_of(tensor), tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
 def _identity(tensor: Tensor) -> StorageWeakRef | None:
@@ -104,7 +57,7 @@ class Tape:
 
     def __init__(self, clock: Clock, failed: Callable[[Exception], None] = lambda _: None) -> None:
         self.clock, self.failed = clock, failed
-        self._entries: list[_ModelCall | _Op | _Random | _Kept] = []
+        self._entries: list[ModelCall | Op | RandomState | KeptTensor] = []
         self._known: dict[Key, StorageWeakRef | None] = {}
         """What a replay makes. The reference holds no numbers, but the identity: no other storage gets the same key."""
         self._calls = 0
@@ -127,11 +80,11 @@ class Tape:
         """Whether so many model calls are kept that their inputs should be let go where nobody needs them."""
         return self._calls >= CALLS
 
-    def enter_model(self, module: nn.Module, args: Any, kwargs: Any, device_types: tuple[str, ...]) -> _ModelCall:
+    def enter_model(self, module: nn.Module, args: Any, kwargs: Any, device_types: tuple[str, ...]) -> ModelCall:
         """Before a model runs."""
         self.close_window()
-        parts = _parts(module)
-        call = _ModelCall(
+        parts = parts_of(module)
+        call = ModelCall(
             module, self._refer(args), self._refer(kwargs), random_state(),
             [
                 (part, name, b, b.detach().clone())
@@ -149,7 +102,7 @@ class Tape:
             self._entries.append(call)
         return call
 
-    def leave_model(self, call: _ModelCall, out: Any, keep_on: bool) -> None:
+    def leave_model(self, call: ModelCall, out: Any, keep_on: bool) -> None:
         """After it ran; `keep_on`: keep the operators that follow."""
         call.outputs = list(self._know(out))
         if keep_on:
@@ -168,7 +121,7 @@ class Tape:
             self._mode.__exit__(None, None, None)
             self._mode = None
 
-    def keep(self, func: Any, args: Any, kwargs: Any) -> _Op | None:
+    def keep(self, func: Any, args: Any, kwargs: Any) -> Op | None:
         """An operator, before it runs."""
         if len(self._entries) >= LIMIT:
             self.whole = False
@@ -176,17 +129,26 @@ class Tape:
         for tensor in written_by(func, args, kwargs):
             key = tensor_key(tensor)
             if key not in self._known:
-                self._entries.append(_Kept(key, tensor.detach().clone()))
+                self._entries.append(KeptTensor(key, tensor.detach().clone()))
                 self._known[key] = _identity(tensor)
         if not self._drew and torch.Tag.nondeterministic_seeded in func.tags:
             self._drew = True  # the first that draws since a model returned; those after it go on from there
-            self._entries.append(_Random(random_state()))
+            self._entries.append(RandomState(random_state()))
         place = Place(None, *walk(Tape.keep.__code__).source, "forward")
-        op = _Op(func, self._refer(args), self._refer(kwargs), [], torch.is_grad_enabled(), place, _running())
+        op = Op(func, self._refer(args), self._refer(kwargs), [], torch.is_grad_enabled(), place, running_modules())
         self._entries.append(op)
         return op
 
-    def made(self, op: _Op, out: Any) -> None:
+    def keep_grad(self, original: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """`torch.autograd.grad`, after it ran with a graph to go back through once more."""
+        if self._mode is None or len(self._entries) >= LIMIT:
+            return
+        place = Place(None, *users_line(), "forward")
+        op = Op(Grad(original), self._refer(args), self._refer(kwargs), [], True, place, running_modules())
+        self._entries.append(op)
+        self.made(op, out)
+
+    def made(self, op: Op, out: Any) -> None:
         """What it gave."""
         op.outputs = list(self._know(out))
 
@@ -201,7 +163,7 @@ class Tape:
         """A value with every tensor that a replay makes itself replaced by its key."""
         if isinstance(value, Tensor):
             key = tensor_key(value)
-            return _Ref(key) if key in self._known else value
+            return Ref(key) if key in self._known else value
         kind = type(value)
         if kind in PLAIN:
             return value
@@ -213,20 +175,20 @@ class Tape:
 
     def models(self) -> list[nn.Module]:
         """The models called, each once."""
-        return list(dict.fromkeys(entry.module for entry in self._entries if isinstance(entry, _ModelCall)))
+        return list(dict.fromkeys(entry.module for entry in self._entries if isinstance(entry, ModelCall)))
 
     def called_at(self, path: str | None, named: Callable[[nn.Module], str | None]) -> Line:
         """The script's line that called the model of which a module is part; (None, None) where it was not called."""
         for entry in self._entries:
-            if isinstance(entry, _ModelCall) and any(named(part) == path for part in entry.module.modules()):
+            if isinstance(entry, ModelCall) and any(named(part) == path for part in entry.module.modules()):
                 return entry.at
         return None, None
 
     def inputs(self) -> Iterator[tuple[str, Tensor]]:
         """The script's own tensors that went in: of the models' calls, then of the loss."""
         for entry in self._entries:
-            if isinstance(entry, (_ModelCall, _Op)):
-                what = "model input" if isinstance(entry, _ModelCall) else "tensor in the loss"
+            if isinstance(entry, (ModelCall, Op)):
+                what = "model input" if isinstance(entry, ModelCall) else "tensor in the loss"
                 for tensor in tensors((entry.args, entry.kwargs)):
                     yield what, tensor
 
@@ -238,7 +200,7 @@ class Tape:
         """The constant that the script multiplied the loss by, last of all; None without one."""
         wanted = tensor_key(loss)
         for entry in self._entries:
-            if isinstance(entry, _Op) and wanted in entry.outputs and entry.func._schema.name == "aten::mul":
+            if isinstance(entry, Op) and wanted in entry.outputs and entry.func._schema.name == "aten::mul":
                 factor = entry.args[1] if len(entry.args) > 1 else None
                 if isinstance(factor, Tensor) and factor.numel() == 1:
                     factor = float(factor)
@@ -262,16 +224,16 @@ class Tape:
         env: dict[Key, Tensor] = {}
 
         def look_up(leaf: Any) -> Any:
-            found = env[leaf.key] if isinstance(leaf, _Ref) else leaf
+            found = env[leaf.key] if isinstance(leaf, Ref) else leaf
             return _in_full(found) if full else found
 
         last = max(i for i, e in enumerate(self._entries) if wanted in getattr(e, "outputs", ()))
         for entry in self._entries[: last + 1]:
-            if isinstance(entry, _Random):
+            if isinstance(entry, RandomState):
                 set_random_state(entry.state)
-            elif isinstance(entry, _Kept):
+            elif isinstance(entry, KeptTensor):
                 env[entry.key] = entry.value.clone()
-            elif isinstance(entry, _ModelCall):
+            elif isinstance(entry, ModelCall):
                 given = tree_map(look_up, entry.args), tree_map(look_up, entry.kwargs)
                 out = list(tensors(_call_again(entry, *given, full=full)))
                 env.update({key: t for key, t in zip(entry.outputs, out, strict=False) if key is not None})
@@ -286,7 +248,7 @@ class Tape:
 
 
 @contextmanager
-def _said_to_run(op: _Op, places: Places | None, named: Callable[[nn.Module], str | None] | None) -> Iterator[None]:
+def _said_to_run(op: Op, places: Places | None, named: Callable[[nn.Module], str | None] | None) -> Iterator[None]:
     """Where an operator ran first, while it runs again."""
     if places is None or named is None:
         yield
@@ -306,7 +268,7 @@ def _in_full(value: Any) -> Any:
     return torch.float32 if isinstance(value, torch.dtype) and value in LOW_DTYPES else value
 
 
-def _call_again(call: _ModelCall, args: Any, kwargs: Any, *, full: bool) -> Any:
+def _call_again(call: ModelCall, args: Any, kwargs: Any, *, full: bool) -> Any:
     set_random_state(call.random)
     with torch.no_grad():
         for part, name, buffer, before in call.buffers:
@@ -358,35 +320,3 @@ class _Window(TorchDispatchMode):
             with self._tape.clock:
                 self._tape.made(op, out)
         return out
-
-
-def _running() -> tuple[nn.Module, ...]:
-    """The modules whose call this is in, the innermost first."""
-    found: list[nn.Module] = []
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code is nn.Module._call_impl.__code__:
-            found.append(frame.f_locals["self"])
-        frame = frame.f_back
-    return tuple(found)
-
-
-def _parts(module: nn.Module) -> list[nn.Module]:
-    """`module.modules()`, in a fraction of its time: this is asked in every step."""
-    found = {module: None}
-    left = [module]
-    while left:
-        for child in left.pop()._modules.values():
-            if child is not None and child not in found:
-                found[child] = None
-                left.append(child)
-    return list(found)
-
-
-def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """Attributes that are neither torch's nor tensors; lists, dicts and sets are copied."""
-    return {
-        name: copy.copy(value) if isinstance(value, (list, dict, set, deque)) else value
-        for name, value in module.__dict__.items()
-        if not name.startswith("_")
-    }

@@ -5,6 +5,7 @@ Counted where the tensors are; a step's counts come to the host in one copy that
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -39,6 +40,11 @@ class Telemetry:
         self._outputs: dict[tuple[int, int], weakref.ref[Tensor]] = {}
         self._hooked: set[str] = set()
         self._before: list[tuple[str, Tensor, Tensor]] = []
+        self.regions: tuple[str, ...] = ()
+        """Device types for which autocast is on where the model was called."""
+        self.outside: list[str] = []
+        """Modules that ran in other threads, in which it is off."""
+        self._thread = threading.get_ident()
         self.in_backward = False
         """Whether what runs forward now is recomputed for the backward pass."""
 
@@ -58,6 +64,8 @@ class Telemetry:
         path = self._names.get(module)
         if path is None or torch._C._functorch.maybe_current_level() is not None:
             return  # inside vmap and the like tensors are not tensors: what is counted would be batched, too
+        if self.regions and threading.get_ident() != self._thread and not self.in_backward:
+            self.outside += [] if any(torch.is_autocast_enabled(kind) for kind in self.regions) else [path]
         with self._clock:
             for tensor in tensors(out):
                 if tensor.is_floating_point() and tensor.layout is torch.strided:

@@ -17,12 +17,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..formats import FP16
 from ..report import Finding
+from ._entries import plain_attributes
 from ._exponents import Exponents, count_exponents
 from ._magnitudes import FLUSHED, SPARE_BITS
 from ._patches import Patches
 from ._places import eager, untouched
 from ._random import random_kept
-from ._tape import plain_attributes
 
 if TYPE_CHECKING:
     from ._watch import Watch
@@ -51,6 +51,7 @@ class Underflow:
     """||gradient - that in float32|| / ||that in float32||, L2."""
     window: tuple[int, int]
     """Exponents of the smallest and the largest scale that suit it."""
+    is_vector: bool = False
 
 
 def underflows(watch: Watch, loss: Tensor, scale: float, lying: float) -> list[Underflow] | None:
@@ -82,7 +83,7 @@ def underflows(watch: Watch, loss: Tensor, scale: float, lying: float) -> list[U
             spread = Exponents.of(count_exponents(full).cpu())
             module, name = watch.names.parameter(parameter)
             relative = float((came - full).norm()) / norm
-            found.append(Underflow(module, name, lost, spread.flushed(FP16), relative, _window(spread)))
+            found.append(Underflow(module, name, lost, spread.flushed(FP16), relative, _window(spread), grad.dim() < 2))
     return sorted(found, key=lambda one: (-one.lost, -one.relative))
 
 
@@ -123,7 +124,11 @@ def _switched_off(original: Any, region: Any) -> Any:
 def findings(found: list[Underflow], scale: float) -> Iterator[Finding]:
     """PA202 for each module that lost too much, by its worst parameter."""
     told: set[str | None] = set()
+    # Beside a matrix a vector tells nothing: the gradient of a bias before a batch norm is zero but for rounding.
+    with_matrix = {one.module for one in found if not one.is_vector}
     for one in found:
+        if one.is_vector and one.module in with_matrix:
+            continue
         if one.module in told or not (one.lost >= LOST or (one.relative >= OFF and one.lost >= SOME)):
             continue
         told.add(one.module)

@@ -81,10 +81,13 @@ def flushed(watch: Watch, scale: float) -> Iterator[Finding]:
     scale = watch.scaling.scale_of_backward()
     parameters = watch.names.parameters()
     halves = [p for p in parameters if p.dtype is torch.float16]  # norms kept in float32 have float32 gradients
+    with_matrix = {watch.names.owners.get(id(p)) for p in parameters if p.grad is not None and p.dim() > 1}
     for parameter in halves or parameters:
         grad = parameter.grad
         if grad is None or grad.layout is not torch.strided or grad.numel() < 16:
             continue
+        if parameter.dim() < 2 and watch.names.owners.get(id(parameter)) in with_matrix:
+            continue  # the gradient of a bias before a batch norm is zero but for rounding
         size = grad.detach().float().abs() * lift
         some = size > 0
         count = int(some.sum())

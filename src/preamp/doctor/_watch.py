@@ -25,21 +25,17 @@ from ..tree import tensors
 from ._asked import Asked
 from ._calls import Calls
 from ._clock import Clock
-from ._finite import all_finite
 from ._look import Look
 from ._names import Names, unwrapped
 from ._patches import Patches
 from ._raised import Errors
 from ._records import Recorder
-from ._replay import diagnose
 from ._scaling import Scaling
+from ._soundness import Soundness
 from ._stack import Line, users_line
-from ._state import before_first_step
+from ._state import after_first_step, before_first_step
 from ._tape import Tape
 from ._updates import Updates
-
-DIAGNOSES = 8
-"""Sick steps that are replayed; the first ones tell."""
 
 
 class Watch:
@@ -55,7 +51,7 @@ class Watch:
         names: Names | None = None,
     ) -> None:
         self.recorder, self._base = recorder, base
-        self._every, self._limit, self._replay = every, steps, replay
+        self._every, self._limit = every, steps
         self.clock = Clock(self._failed)
         self._patches = Patches()
         self.errors = Errors(recorder, self.tell)
@@ -68,23 +64,20 @@ class Watch:
         self._attempts: dict[int, int] = {}
         self._examined: set[int] = set()
         """Optimizers whose first step was looked at."""
+        self._look_at_state: set[int] = set()
+        """Those whose state was not, as there was none yet."""
         self.calls = Calls(self)
         self.in_backward = self._in_attempt = self._off = False
         self._told: set[Any] = set()
-        self._diagnoses = 0
-        self._damaged = False
-        self._bad_gradients = False
-        """Whether a gradient was not finite in this step: a scaler skips for that, not for the loss."""
-        self.bad: str | None = None
-        """What was not finite in this step, "loss" or "gradients"."""
+        self.soundness = Soundness(self, replay)
         self._loss: float | None = None
         self.losses: list[Tensor] = []
         """What went back in this step."""
-        self._backward_at: Line = (None, None)
+        self.backward_at: Line = (None, None)
         self.stepped_at: Line = (None, None)
         self.scaled_by_hand = False
         """Whether the script multiplied a loss by a scale of its own."""
-        self._awaits_attempt = False
+        self._awaits_attempt = self._went_back = False
         self._saw_step = False
         self.on_first_gradients: Callable[[float], None] | None = None
         """Called before the first step with the scale that is on the gradients."""
@@ -95,6 +88,7 @@ class Watch:
 
         wrap = self._patches.wrap
         wrap(torch.autograd, "backward", self._backward)
+        wrap(torch.autograd, "grad", self._grad)
         wrap(Optimizer, "__init__", self._made_optimizer)
         for hook in (
             base.register_optimizer_step_pre_hook(self._before_step),
@@ -127,6 +121,11 @@ class Watch:
             self.recorder.write("end", spent=self.clock.spent, seconds=self.clock.seconds, **self.scaling.counts())
 
     @property
+    def bad(self) -> str | None:
+        """What was not finite in this step, "loss" or "gradients"."""
+        return self.soundness.bad
+
+    @property
     def step(self) -> int:
         """Attempts so far, of the optimizer that made most."""
         return max(self._attempts.values(), default=0)
@@ -141,7 +140,9 @@ class Watch:
         return min((count for count in made if count * 20 >= self.step - 4), default=self.step)
 
     def tell(self, finding: Finding) -> None:
-        """Record a finding, once for each place."""
+        """Record a finding, once for each place; nothing more once looking has come to an end, half way through."""
+        if self._off:
+            return
         file = finding.file
         if file is not None and not file.startswith("<"):  # a cell of a notebook
             file = os.path.abspath(file)
@@ -174,11 +175,12 @@ class Watch:
     def _close_look(self, optimizer: Optimizer | None) -> None:
         """The step is whole: nothing more is kept of it, and what was seen is judged."""
         self.tape.close_window()
+        self.soundness.before_step()
         if self.on_first_gradients is not None:
             self.on_first_gradients(self.scaling.scale_now())
             self.on_first_gradients = None
         self._look.before_step(optimizer)
-        finding = self.scaling.unscaled_backward(self._backward_at, self._look.low, self._look.low_now)
+        finding = self.scaling.unscaled_backward(self.backward_at, self._look.low, self._look.low_now)
         if finding is not None:
             self.tell(finding)
 
@@ -193,6 +195,7 @@ class Watch:
             place = users_line()
             self._note_loss(losses, place)
             self.losses += losses
+            self.scaling.before_backward(losses, self._look.low)
             self._look.before_backward(self.scaling.scale_of(losses[0]) if losses else 1.0)
         self.in_backward = True
         try:
@@ -205,42 +208,29 @@ class Watch:
             self.scaled_by_hand |= any(
                 self.tape.scaled_by_hand(loss) and not self.scaling.is_scaled(loss) for loss in losses
             )
-            self._look_at(losses)
+            self.soundness.look_at(losses)
+            self._went_back = True
             self._look.after_backward(self.scaling.scale_now() != 1)
             if self.tape.is_long and not self.bad and not kwargs.get("retain_graph"):
                 self.tape.clear()  # of a long accumulation: the inputs of sound micro-batches are the script's memory
         return out
 
+    def _grad(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Gradients as a part of the loss: a penalty on them, a residual of an equation."""
+        out = original(*args, **kwargs)
+        wanted = kwargs.get("create_graph", args[4] if len(args) > 4 else False)
+        if wanted and not (self.in_backward or self.calls.inside or self._off) and self.recorder.is_own:
+            with self.clock:
+                self.tape.keep_grad(original, args, kwargs, out)
+        return out
+
     def _note_loss(self, losses: list[Tensor], place: Line) -> None:
         if losses and losses[0].numel() == 1:
             self._loss = float(losses[0].detach()) / self.scaling.scale_of(losses[0])
-        self._backward_at = place
+        self.backward_at = place
 
-    def _look_at(self, losses: list[Tensor]) -> None:
-        """Whether this backward pass was sound; a sick one is done again to see why."""
-        sick_loss = any(not bool(torch.isfinite(loss).all()) for loss in losses)
-        gradients = [p.grad for p in self._parameters() if p.grad is not None]
-        sick_gradients = bool(gradients) and not all_finite(gradients)
-        self._bad_gradients |= sick_gradients
-        sick = sick_loss or sick_gradients
-        if not sick or self._damaged:
-            return
-        self.bad = "loss" if sick_loss else "gradients"
-        if not self._replay or self._diagnoses >= DIAGNOSES:
-            return
-        self._diagnoses += 1
-        scale = self.scaling.scale_of(losses[0]) if len(losses) == 1 else 1.0
-        with self.calls.ours():
-            found = diagnose(self.tape, self.names, losses, scale, self._parameters())
-        if found is None:
-            self.recorder.write("unexplained", step=self.step, what=self.bad, at=self._backward_at)
-            return
-        if found.by_scale:
-            self.recorder.write("overflow", step=self.step, scale=scale, **found.place())
-        else:
-            self.tell(found.finding(self.step))
-
-    def _parameters(self) -> list[Tensor]:
+    def parameters(self) -> list[Tensor]:
+        """Those of all models, and those that optimizers step."""
         known = {
             id(p): p for optimizer in self.optimizers.values() for g in optimizer.param_groups for p in g["params"]
         }
@@ -295,6 +285,8 @@ class Watch:
 
     def _about_to_step(self, optimizer: Optimizer) -> None:
         first = id(optimizer) not in self._examined
+        if not self._went_back and any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
+            self._awaits_attempt = True  # gradients that the script made without a backward pass
         if not self._awaits_attempt and not first:
             return
         with self.clock:
@@ -304,6 +296,7 @@ class Watch:
             if first:  # also the second of two that share a backward pass
                 self._examined.add(id(optimizer))
                 self.names.keep_stepped(list(self.optimizers.values()))
+                self._look_at_state |= {id(optimizer)}
                 for finding in before_first_step(self, optimizer):
                     self.tell(finding)
             self.stepped_at = users_line()
@@ -318,7 +311,11 @@ class Watch:
         if not self._awaits_attempt:
             return
         with self.clock:
-            for finding in self._updates.after(optimizer):
+            findings = list(self._updates.after(optimizer))
+            if id(optimizer) in self._look_at_state and optimizer.state:
+                self._look_at_state.remove(id(optimizer))
+                findings += after_first_step(self, optimizer)
+            for finding in findings:
                 self.tell(finding)
         if not self._in_attempt:
             self._attempted(optimizer, skipped=False)  # torch has run it; who skips does not
@@ -336,7 +333,7 @@ class Watch:
             self._attempted(optimizers[0], skipped=True)
             raise
         self._in_attempt = False
-        self._attempted(optimizers[0], skipped=not self._saw_step or self._bad_gradients)
+        self._attempted(optimizers[0], skipped=not self._saw_step or self.soundness.bad_gradients)
         for other in optimizers[1:]:
             self._attempts[id(other)] = self._attempts.get(id(other), 0) + 1
         self._stop_at_limit()
@@ -348,15 +345,15 @@ class Watch:
         with self.clock:
             optimizer = optimizer or next(iter(self.optimizers.values()), None)
             step = self._attempts.get(id(optimizer), 0)
+            bad = self.bad
+            skipped = self.soundness.stepped(skipped)
             self._look.attempted(taken=not skipped)
             self.recorder.write(
-                "step", step=step, loss=self._loss, scale=self.scaling.scale, skipped=skipped, bad=self.bad,
+                "step", step=step, loss=self._loss, scale=self.scaling.scale, skipped=skipped, bad=bad,
                 seconds=self.clock.seconds, **self.scaling.since_last(),
             )  # fmt: skip
             self._attempts[id(optimizer)] = step + 1
-            if self._bad_gradients and not skipped:
-                self._damaged = True  # what follows is sick whatever it does
-            self._awaits_attempt, self.bad, self._bad_gradients = False, None, False
+            self._awaits_attempt = False
             self.losses.clear()
             self.tape.clear()
             self._look_without_model(self._turn)

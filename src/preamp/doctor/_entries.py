@@ -1,0 +1,124 @@
+"""What a tape keeps of a step: model calls, operators, random states, tensors about to be changed."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._places import Place, key_of
+from ._stack import Line
+
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Stands for a tensor that the replay makes itself."""
+
+    key: Key
+
+
+@dataclass(slots=True)
+class ModelCall:
+    """A model was called."""
+
+    module: nn.Module
+    args: Any
+    kwargs: Any
+    random: Any
+    buffers: list[tuple[nn.Module, str, Tensor, Tensor]]
+    """Owner, name, the tensor and a copy of its numbers: a forward may change it or put another in its place."""
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    attributes: dict[nn.Module, dict[str, Any]]
+    """Plain attributes of every part: a counter, a temperature, `training`."""
+    at: Line
+    """Who called it."""
+    outputs: list[Key | None] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Op:
+    """An operator ran, or `torch.autograd.grad` with a graph of its own."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    outputs: list[Key]
+    grad: bool
+    place: Place
+    modules: tuple[nn.Module, ...]
+    """Modules that were running, the innermost first: one without parameters is not kept as a call."""
+
+
+class Grad:
+    """`torch.autograd.grad`, as an operator: part of a loss that has gradients in it."""
+
+    _schema = SimpleNamespace(name="preamp::grad")
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Ask for the gradients once more."""
+        return self._original(*args, **kwargs)
+
+
+@dataclass(slots=True)
+class RandomState:
+    """Random numbers were about to be drawn."""
+
+    state: Any
+
+
+@dataclass(slots=True)
+class KeptTensor:
+    """A tensor of the script's that an operator was about to change."""
+
+    key: Key
+    value: Tensor
+
+
+def tensor_key(tensor: Tensor) -> Key:
+    """Which numbers a tensor is: views of the same ones have the same key."""
+    if tensor.layout is not torch.strided:
+        return (id(tensor),)
+    return (key_of(tensor), tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+
+def running_modules() -> tuple[nn.Module, ...]:
+    """The modules whose call this is in, the innermost first."""
+    found: list[nn.Module] = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__:
+            found.append(frame.f_locals["self"])
+        frame = frame.f_back
+    return tuple(found)
+
+
+def parts_of(module: nn.Module) -> list[nn.Module]:
+    """`module.modules()`, in a fraction of its time: this is asked in every step."""
+    found = {module: None}
+    left = [module]
+    while left:
+        for child in left.pop()._modules.values():
+            if child is not None and child not in found:
+                found[child] = None
+                left.append(child)
+    return list(found)
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Attributes that are neither torch's nor tensors; lists, dicts and sets are copied."""
+    return {
+        name: copy.copy(value) if isinstance(value, (list, dict, set, deque)) else value
+        for name, value in module.__dict__.items()
+        if not name.startswith("_")
+    }
