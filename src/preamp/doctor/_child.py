@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 from collections.abc import Mapping
@@ -48,3 +49,4 @@ def begin() -> None:
     set_current(watch)
     watch.start()
     atexit.register(watch.end)
+    gc.freeze()  # the models are looked for among what is made from here on: torch alone is 300,000 objects

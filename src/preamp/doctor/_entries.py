@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -115,10 +116,21 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
-def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """Attributes that are neither torch's nor tensors; lists, dicts and sets are copied."""
-    return {
-        name: copy.copy(value) if isinstance(value, (list, dict, set, deque)) else value
-        for name, value in module.__dict__.items()
-        if not name.startswith("_")
-    }
+_CHANGEABLE: frozenset[type] = frozenset({list, dict, set, deque, OrderedDict, defaultdict, Counter})
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """All its attributes, with lists, dicts and sets copied; asked in every step, sorted out by `put_back`."""
+    kept = module.__dict__.copy()
+    for name, value in module.__dict__.items():
+        if value.__class__ in _CHANGEABLE and not name.startswith("_"):
+            kept[name] = copy.copy(value)
+    return kept
+
+
+def put_back(kept: Mapping[nn.Module, dict[str, Any]]) -> None:
+    """Give modules the attributes again that `attributes_of` found, but for torch's own: a counter, `training`."""
+    for module, attributes in kept.items():
+        for name, value in attributes.items():
+            if not name.startswith("_"):  # a copy again: the next replay is to find what this one found
+                vars(module)[name] = copy.copy(value) if value.__class__ in _CHANGEABLE else value

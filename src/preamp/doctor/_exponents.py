@@ -92,13 +92,13 @@ class Exponents:
     """Largest finite magnitude."""
 
     @classmethod
-    def of(cls, vector: Tensor) -> Exponents:
-        """From a vector that `count_exponents` gave, on the CPU."""
-        fields: list[int] = vector.tolist()
+    def of(cls, counted: Tensor | list[int]) -> Exponents:
+        """From what `count_exponents` gave."""
+        fields: list[int] = counted if isinstance(counted, list) else counted.tolist()
         zeros, bits = fields[BINS], fields[BINS + 1]
         used = [index for index in range(1, BINS - 1) if fields[index]]
         first, last = (used[0], used[-1]) if used else (1, 0)
-        largest = torch.tensor(bits, dtype=torch.int32).view(torch.float32).item()
+        largest: float = struct.unpack("<f", bits.to_bytes(4, "little"))[0]
         return cls(first - _BIAS, tuple(fields[first : last + 1]), zeros, fields[0] - zeros, fields[BINS - 1], largest)
 
     @classmethod

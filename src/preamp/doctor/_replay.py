@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..report import Finding
-from ._entries import plain_attributes
+from ._entries import attributes_of, put_back
 from ._names import Names
 from ._origin import Origin, trace
 from ._places import Places
@@ -61,7 +61,7 @@ def diagnose(
         return None
     models = names.models or {str(i): m for i, m in enumerate(tape.models())}
     before = random_state()
-    flags = {part: plain_attributes(part) for model in tape.models() for part in model.modules()}
+    flags = {part: attributes_of(part) for model in tape.models() for part in model.modules()}
 
     def look(seed: float) -> Origin | None:
         def run(places: Places) -> list[Tensor]:
@@ -79,8 +79,7 @@ def diagnose(
         return None
     finally:
         set_random_state(before)
-        for part, attributes in flags.items():
-            vars(part).update(attributes)
+        put_back(flags)
     if origin is None:
         return None
     if origin.file is None and origin.module is not None:

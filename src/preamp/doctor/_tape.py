@@ -29,17 +29,20 @@ from ._entries import (
     Op,
     RandomState,
     Ref,
+    attributes_of,
     parts_of,
-    plain_attributes,
+    put_back,
     running_modules,
     tensor_key,
 )
 from ._places import Place, Places, written_by
-from ._random import random_state, set_random_state
+from ._random import others_drew, random_state, set_random_state
 from ._stack import Line, users_line, walk
 
 CALLS = 16
 """Model calls of one step that are kept even when their backward pass was sound."""
+TRIALS = 8
+"""Model calls that are watched for draws from Python's or numpy's generator."""
 LIMIT = 4000
 """Operators kept a step; a loss made of more is not replayed."""
 
@@ -64,6 +67,8 @@ class Tape:
         self._mode: _Window | None = None
         self._drew = False
         """Whether random numbers were drawn in this window."""
+        self._watched, self._draws = 0, False
+        """Calls after which Python's and numpy's generators were looked at, and whether any had moved one."""
         self.whole = True
         """False when more was done than is kept."""
 
@@ -76,6 +81,11 @@ class Tape:
         self.whole = True
 
     @property
+    def _may_draw(self) -> bool:
+        """Whether models may draw from Python's or numpy's generator; the first calls tell for the later ones."""
+        return self._draws or self._watched < TRIALS
+
+    @property
     def is_long(self) -> bool:
         """Whether so many model calls are kept that their inputs should be let go where nobody needs them."""
         return self._calls >= CALLS
@@ -85,13 +95,13 @@ class Tape:
         self.close_window()
         parts = parts_of(module)
         call = ModelCall(
-            module, self._refer(args), self._refer(kwargs), random_state(),
+            module, self._refer(args), self._refer(kwargs), random_state(of_all=self._may_draw),
             [
                 (part, name, b, b.detach().clone())
                 for part in parts for name, b in part._buffers.items() if b is not None
             ],
             tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_types),
-            {part: plain_attributes(part) for part in parts},
+            {part: attributes_of(part) for part in parts},
             users_line(),
         )  # fmt: skip
         self._calls += 1
@@ -105,6 +115,9 @@ class Tape:
     def leave_model(self, call: ModelCall, out: Any, keep_on: bool) -> None:
         """After it ran; `keep_on`: keep the operators that follow."""
         call.outputs = list(self._know(out))
+        if self._watched < TRIALS:
+            self._watched += 1
+            self._draws |= others_drew(call.random)
         if keep_on:
             self.open_window()
 
@@ -274,8 +287,7 @@ def _call_again(call: ModelCall, args: Any, kwargs: Any, *, full: bool) -> Any:
         for part, name, buffer, before in call.buffers:
             part._buffers[name] = buffer
             buffer.copy_(before)
-    for part, attributes in call.attributes.items():
-        vars(part).update(attributes)
+    put_back(call.attributes)
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         for kind, on, dtype in call.autocast:

@@ -169,10 +169,11 @@ class Pending:
             if event is not None:
                 event.synchronize()
         vectors = iter(self._order)
+        hosts = {device: host.tolist() for device, (host, _) in self._hosts.items()}
         rows = []
         for module, kind, dtype, count in self._rows:
-            parts = [self._hosts[device][0][index] for device, index in (next(vectors) for _ in range(count))]
-            counts = torch.stack(parts).sum(0)
-            counts[-1] = torch.stack([part[-1] for part in parts]).max()
+            parts = [hosts[device][index] for device, index in (next(vectors) for _ in range(count))]
+            counts = parts[0] if count == 1 else [sum(each) for each in zip(*parts, strict=True)]
+            counts[-1] = max(part[-1] for part in parts)
             rows.append({"module": module, "kind": kind, "dtype": dtype, **Exponents.of(counts).to_dict()})
         return {**self._facts, "rows": rows}

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..formats import FP16
 from ..report import Finding
-from ._entries import plain_attributes
+from ._entries import attributes_of, put_back
 from ._exponents import Exponents, count_exponents
 from ._magnitudes import FLUSHED, SPARE_BITS
 from ._patches import Patches
@@ -97,7 +97,7 @@ def _in_full(watch: Watch, loss: Tensor, parameters: list[Any]) -> list[Tensor |
     """Their gradients in float32, without a scale; nothing is left of the attempt."""
     models = watch.tape.models()
     parts = [part for model in models for part in model.modules()]
-    flags = {part: plain_attributes(part) for part in parts}
+    flags = {part: attributes_of(part) for part in parts}
     patches = Patches()
     patches.wrap(torch.autocast, "__enter__", _switched_off)
     try:
@@ -108,8 +108,7 @@ def _in_full(watch: Watch, loss: Tensor, parameters: list[Any]) -> list[Tensor |
         return None
     finally:
         patches.close()
-        for part, attributes in flags.items():
-            vars(part).update(attributes)
+        put_back(flags)
 
 
 def _switched_off(original: Any, region: Any) -> Any:
