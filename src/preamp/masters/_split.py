@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from ..errors import OptimizerError
 from ..fused import join, split
 from ._whole import Entry, Masters
+from ._wrapped import refuse_wrapped
 
 
 class SplitMasters(Masters):
@@ -62,6 +63,8 @@ class SplitMasters(Masters):
 
     def swap_in(self, parameters: Iterable[Parameter], gradients: Mapping[Parameter, Tensor] | None = None) -> None:
         """Give parameters float32 data, made for the purpose, and the float32 `gradients`."""
+        if self._entries and self._unwrapped_looks:
+            self._unwrapped_looks -= refuse_wrapped(self._entries)
         chosen = [p for p in parameters if p in self._entries and p not in self._inside]
         for parameter in chosen:
             self._entries[parameter].master = join(parameter.data, self._bits[parameter])
@@ -79,6 +82,7 @@ class SplitMasters(Masters):
 
     def restore(self) -> None:
         """Give every parameter float32 data for good."""
+        self._unwrapped_looks = 0  # a wrapper around them has done its work
         self.full()
         for parameter in self._entries:
             parameter.grad = None

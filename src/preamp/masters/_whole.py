@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..errors import PreampWarning, StateError
+from ._wrapped import refuse_wrapped
 
 AUDITS = 4
-"""Steps at the start in which parameters are compared with their masters."""
+"""Steps at the start in which parameters are compared with their masters, and wrappers are looked for."""
 
 
 @dataclass(slots=True)
@@ -71,7 +72,7 @@ class Masters:
     def __init__(self) -> None:
         self._entries: dict[Parameter, Entry] = {}
         self._inside: dict[Parameter, Entry] = {}
-        self._audits_left = AUDITS
+        self._audits_left = self._unwrapped_looks = AUDITS
         self._verdicts: list[_Verdict] = []
 
     def __len__(self) -> int:
@@ -171,6 +172,8 @@ class Masters:
 
     def swap_in(self, parameters: Iterable[Parameter], gradients: Mapping[Parameter, Tensor] | None = None) -> None:
         """Give parameters their masters as data, and the float32 `gradients` (None where a parameter has none)."""
+        if self._entries and self._unwrapped_looks:
+            self._unwrapped_looks -= refuse_wrapped(self._entries)
         for parameter in parameters:
             entry = self._entries.get(parameter)
             if entry is None or parameter in self._inside:

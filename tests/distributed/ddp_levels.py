@@ -1,0 +1,49 @@
+"""Trains at every level under DistributedDataParallel, and says of each whether its ranks ended alike."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import preamp
+from preamp.errors import SessionError
+
+
+def train(level: str, make: type[torch.optim.Optimizer], **options: object) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = make(model.parameters(), lr=1e-2, **options)  # type: ignore[call-arg]
+    with preamp.prepare(model, optimizer, level=level) as session:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        data = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(6):
+            x, y = torch.randn(16, 8, generator=data), torch.randint(4, (16,), generator=data)
+            with session.autocast():
+                loss = nn.functional.cross_entropy(wrapped(x).float(), y)
+            session.backward(loss)
+            try:
+                session.step()
+            except SessionError as error:
+                return f"refused: {error}"
+            optimizer.zero_grad()
+        mine = torch.cat([p.detach().float().flatten() for p in model.parameters()])
+    every = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    return "same" if all(torch.equal(every[0], each) for each in every) else "parted"
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    for level in sys.argv[1:]:
+        told = {"torch": train(level, torch.optim.AdamW), "preamp": train(level, preamp.optim.AdamW)}
+        if level == "O5":
+            told["split"] = train(level, preamp.optim.AdamW, master="split")
+        if dist.get_rank() == 0:
+            for name, outcome in told.items():
+                print(f"{level} {name} {outcome}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
