@@ -78,3 +78,31 @@ def test_torchrun_gives_one_report_that_names_the_rank(tmp_path: Path) -> None:
     bad = next(f for f in report["findings"] if f["code"] == "PA207")
     assert (bad["step"], bad["evidence"]["ranks"], bad["evidence"]["entries of the batch"]) == (3, [1], [5])
     assert "an input was inf" in bad["message"]
+
+
+FSDP = DDP.replace("nn.parallel.DistributedDataParallel(", "shard(").replace(
+    "from torch import nn\n",
+    """from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+def shard(model):
+    return fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+""",
+)
+
+
+def test_sharded_models_are_looked_at_and_never_called_by_one_process_alone(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FSDP)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    alone = subprocess.run([sys.executable, *launch], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    line = [sys.executable, "-m", "preamp", "doctor", "--every", "2", "--out", "out", *launch]
+    watched = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, timeout=200)
+    assert (watched.returncode, watched.stdout) == (alone.returncode, alone.stdout), watched.stderr
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert not any(process["failed"] for process in report["processes"])
+    assert report["steps"] == 5
+    kinds = {row["kind"] for row in report["processes"][0]["telemetry"][0]["rows"]}
+    assert kinds == {"activation", "activation gradient", "weight", "gradient", "update"}
+    (found,) = [finding for finding in report["findings"] if finding["code"] == "PA207"]
+    assert (found["file"], found["step"], found["evidence"]) == (
+        "train.py", 3, {"entries of the batch": [5], "ranks": [1]},
+    )  # fmt: skip

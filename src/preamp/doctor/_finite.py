@@ -14,10 +14,20 @@ def all_finite(gradients: Iterable[Tensor]) -> bool:
     """Of any dtypes and layouts, on any devices; True for none. Waits for the devices."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
-        # The values of a sparse one as they lie there: entries of one index are added up when the step comes.
-        values = gradient._values() if gradient.layout is torch.sparse_coo else gradient
+        values = held_here(gradient)
         by_kind.setdefault((values.device, values.dtype), []).append(values)
     return all(_surely(group) or not bool(read(group).found) for group in by_kind.values())
+
+
+def held_here(tensor: Tensor) -> Tensor:
+    """What of a tensor lies in this process: the shard of a DTensor, the values of a sparse one.
+
+    Those of one index are not added up: that is done when the step comes.
+    """
+    if type(tensor).__name__ == "DTensor":
+        local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+        return local
+    return tensor._values() if tensor.layout is torch.sparse_coo else tensor
 
 
 def _surely(gradients: list[Tensor]) -> bool:

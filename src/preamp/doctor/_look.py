@@ -163,7 +163,8 @@ class Look:
         """PA202: measured where the step can be done again, and else told from what is left."""
         watch = self._watch
         scale, lying = watch.scaling.scale_of_backward(), watch.scaling.scale_now()
-        found = underflows(watch, watch.losses[0], scale, lying) if self._replay and len(watch.losses) == 1 else None
+        again = self._replay and len(watch.losses) == 1 and not watch.names.is_sharded
+        found = underflows(watch, watch.losses[0], scale, lying) if again else None
         if found is None:
             told = flushed(watch, lying)
         else:

@@ -48,6 +48,8 @@ class Names:
         self._paths: dict[nn.Module, str] = {}
         self._parameters: list[nn.Parameter] = []
         self._unknown = WeakIdKeyDictionary()
+        self.is_sharded = False
+        """Whether processes hold parts of the models: then a call is one of all of them, and none can call alone."""
 
     def get(self, module: nn.Module, default: str | None = None) -> str | None:
         """The path of a module within its model; `default` for what belongs to none."""
@@ -127,6 +129,7 @@ class Names:
         self._paths, self.owners = paths, owners
         self._parameters = list({id(p): p for model in models.values() for p in model.parameters()}.values())
         self._unknown = WeakIdKeyDictionary()
+        self.is_sharded |= any(type(p).__name__ == "DTensor" for p in self._parameters)
 
     def common(self, parameters: Iterable[Tensor]) -> str | None:
         """The innermost module that holds all of these parameters."""

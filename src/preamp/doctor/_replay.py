@@ -86,7 +86,7 @@ def diagnose(
         # A model made of torch's modules only: the line that called it, which a replay does not run.
         file, line = tape.called_at(origin.module, names.get)
         origin = replace(origin, file=file, line=line)
-    return Diagnosis(origin, by_scale, _samples(tape) if origin.from_data else ())
+    return Diagnosis(origin, by_scale, samples(tape) if origin.from_data else ())
 
 
 def _backward(loss: Tensor, seed: float, parameters: Sequence[Tensor]) -> None:
@@ -117,7 +117,8 @@ def _goes_back_inside(loss: Tensor) -> bool:
     return False
 
 
-def _samples(tape: Tape) -> tuple[int, ...]:
+def samples(tape: Tape) -> tuple[int, ...]:
+    """Positions along the first dimension of the first input of the step that is not finite; of 16 at the most."""
     for _, tensor in tape.inputs():
         if tensor.is_floating_point() and tensor.dim() and not bool(torch.isfinite(tensor).all()):
             rows = (~torch.isfinite(tensor.detach())).reshape(tensor.shape[0], -1).any(dim=1)

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..report import Finding
 from ._finite import all_finite
-from ._replay import Diagnosis, diagnose
+from ._replay import Diagnosis, diagnose, samples
 from ._scaled import like_a_scale
+from ._stack import Line
 
 if TYPE_CHECKING:
     from ._watch import Watch
@@ -48,9 +50,14 @@ class Soundness:
             return
         self._diagnoses += 1
         scale, by_hand = self._scale_on(losses)
-        with watch.calls.ours():
-            found = diagnose(watch.tape, watch.names, losses, scale, watch.parameters())
-        if found is None:
+        found = None
+        if not watch.names.is_sharded:
+            with watch.calls.ours():
+                found = diagnose(watch.tape, watch.names, losses, scale, watch.parameters())
+        rows = samples(watch.tape) if found is None else ()
+        if rows:
+            watch.tell(_of_the_batch(rows, watch.tape.called()))
+        elif found is None:
             watch.recorder.write("unexplained", step=watch.step, what=self.bad, at=watch.backward_at)
         elif not found.by_scale:
             watch.tell(found.finding(watch.step))
@@ -86,3 +93,12 @@ class Soundness:
             watch.tell(found.finding(watch.step))
         self.bad, self.bad_gradients, self._versions = None, False, None
         return skipped
+
+
+def _of_the_batch(rows: tuple[int, ...], place: Line) -> Finding:
+    """PA207 of a step that was not done again: what came in tells."""
+    return Finding(
+        "PA207", "error", "a batch was not finite when it came in, and neither was what followed from it",
+        direction="forward", file=place[0], line=place[1], evidence={"entries of the batch": list(rows)},
+        fix="assert torch.isfinite(x).all()  # where batches are made; drop the entry, or mend it there",
+    )  # fmt: skip

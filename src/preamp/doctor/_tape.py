@@ -190,6 +190,10 @@ class Tape:
         """The models called, each once."""
         return list(dict.fromkeys(entry.module for entry in self._entries if isinstance(entry, ModelCall)))
 
+    def called(self) -> Line:
+        """The script's line that called a model first in this step."""
+        return next((entry.at for entry in self._entries if isinstance(entry, ModelCall)), (None, None))
+
     def called_at(self, path: str | None, named: Callable[[nn.Module], str | None]) -> Line:
         """The script's line that called the model of which a module is part; (None, None) where it was not called."""
         for entry in self._entries:

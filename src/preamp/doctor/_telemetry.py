@@ -18,6 +18,7 @@ from ..formats import name_of
 from ..tree import tensors
 from ._clock import Clock
 from ._exponents import WIDTH, Exponents, count_exponents
+from ._finite import held_here
 from ._names import Names
 
 UPDATE = "update"
@@ -92,6 +93,7 @@ class Telemetry:
         return count
 
     def _count(self, path: str, kind: str, tensor: Tensor) -> None:
+        tensor = held_here(tensor.detach())
         if tensor.device.type != "meta" and tensor.numel():
             with _disable_current_modes(), torch.no_grad():  # nobody else is to see these operators
                 self._counts.setdefault((path, kind, name_of(tensor.dtype)), []).append(count_exponents(tensor))
@@ -111,14 +113,15 @@ class Telemetry:
                 continue
             self._count(path, "weight", parameter)
             self._count(path, "gradient", grad)
-            self._before.append((path, parameter, parameter.detach().clone()))
+            self._before.append((path, parameter, held_here(parameter.detach()).clone()))
 
     def updates(self, taken: bool) -> None:
         """Count what the step added to the weights, once that is done."""
         before, self._before = self._before, []
         for path, parameter, old in before if taken else ():
-            if old.shape == parameter.shape and old.dtype == parameter.dtype:
-                self._count(path, "update", parameter.detach() - old)
+            new = held_here(parameter.detach())
+            if old.shape == new.shape and old.dtype == new.dtype:
+                self._count(path, "update", new - old)
 
     def send(self) -> Pending:
         """All counts on their way to the host."""

@@ -161,6 +161,7 @@ class Watch:
         if self._awaits_attempt and self.bad and self.scaling.active:
             self._attempted(None, skipped=True)  # a scaler that takes the optimizer's step away
         self.names.get(module)
+        self.names.is_sharded |= type(module).__name__ == "FullyShardedDataParallel"
         self.scaling.look_for_apex()
         self.asked.model_called({id(p): p._version for p in self.names.parameters()})
         call = self.tape.enter_model(unwrapped(module), args, kwargs, ("cpu", "cuda", MARKER))
