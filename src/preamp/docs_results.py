@@ -123,15 +123,17 @@ def doctor_overhead(results: dict[str, Any]) -> tuple[Table, str]:
     for row in results["rows"]:
         low, median, high = statistics.quantiles(row["ratios"], n=4)
         alone, watched = (statistics.median(row["seconds"][who]) for who in ("alone", "watched"))
-        rows.append((f"`{row['name']}`", alone, watched, f"{1 / median - 1:.1%}", median, low, high))
+        own = statistics.median(row["seconds"]["own"]) / alone
+        rows.append((f"`{row['name']}`", alone, watched, f"{1 / median - 1:.1%}", f"{own:.1%}", median, low, high))
     columns = (
-        "BERT, size ci, on the CPU", Column("alone", "s", 2), Column("watched", "s", 2), "more time",
+        "BERT, size ci, on the CPU", Column("alone", "s", 2), Column("watched", "s", 2), "more time", "doctor's own",
         Column("ratio", digits=3), Column("lower quartile", digits=3), Column("upper quartile", digits=3),
     )  # fmt: skip
     machine = results["environment"]
     same = "the losses of all runs are the same bits" if results["losses alike"] else "THE LOSSES DIFFER"
     text = (
-        f"Ratio: time alone over time watched, round by round. {results['steps']} steps at {results['level']}, each "
+        "Ratio: time alone over time watched, round by round; doctor's own: the time spent in its code, as it measures "
+        f"itself, over the time alone. {results['steps']} steps at {results['level']}, each "
         f"run a process of its own; {same}. {machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, "
         f"preamp at {machine['commit']}, {len(results['rows'][0]['ratios'])} rounds"
     )
