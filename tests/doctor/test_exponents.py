@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from preamp.doctor import _exponents
 from preamp.doctor._exponents import Exponents, count_exponents, sampling_step, together
 from preamp.doctor._magnitudes import Row, scale_window
 from preamp.formats import BF16, FP8_E4M3, FP16
@@ -101,6 +102,18 @@ def test_a_large_tensor_is_counted_by_a_sample() -> None:
     assert small / values.size == pytest.approx(1 / 64, rel=0.02)
     exact = Exponents.of(count_exponents(torch.from_numpy(values[:8])))
     assert exact.total == 8 * 4096
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_an_accelerator_counts_as_the_cpu_does(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """By its own path, run here: what it asks of torch is the same on any device."""
+    given = torch.randn(3, 40_000, generator=torch.Generator().manual_seed(0))
+    given[0, :100], given[1, 5], given[2, 7], given[2, 8] = 0.0, torch.inf, -torch.inf, torch.nan
+    for tensor in (given.to(dtype), given[:, :50].to(dtype), given[:0].to(dtype), given.to(dtype).T):
+        here = count_exponents(tensor)
+        with monkeypatch.context() as patched:
+            patched.setattr(_exponents, "_on_cpu", _exponents._on_device)
+            assert here.equal(count_exponents(tensor))
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=4))

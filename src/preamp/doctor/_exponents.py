@@ -39,18 +39,26 @@ def count_exponents(tensor: Tensor) -> Tensor:
         flat = flat.float()
     every = sampling_step(tensor.shape)
     bits = flat[::every].float().contiguous().view(torch.int32).bitwise_and(_MAGNITUDE)
-    if flat.device.type == "cpu":
-        zeros, counts = bits.numel() - int(bits.count_nonzero()), torch.bincount(bits >> 23, minlength=BINS)
-        largest, infinite = _extremes(flat)
-        tail = [infinite, every * zeros, _bits_of(largest)]
-        return torch.cat([counts[:-1] * every if every > 1 else counts[:-1], torch.tensor(tail)])
+    return (_on_cpu if flat.device.type == "cpu" else _on_device)(flat, bits, every)
+
+
+def _on_cpu(flat: Tensor, bits: Tensor, every: int) -> Tensor:
+    """Where reading a number costs nothing: passes that are slow are for those that need them."""
+    zeros, counts = bits.numel() - int(bits.count_nonzero()), torch.bincount(bits >> 23, minlength=BINS)
+    largest, infinite = _extremes(flat)
+    tail = [infinite, every * zeros, _bits_of(largest)]
+    return torch.cat([counts[:-1] * every if every > 1 else counts[:-1], torch.tensor(tail)])
+
+
+def _on_device(flat: Tensor, bits: Tensor, every: int) -> Tensor:
+    """Where it would wait for all that was asked for before."""
     fields = bits.bitwise_right_shift(23).long()
     counts = torch.zeros(BINS, dtype=torch.int64, device=flat.device)  # bincount would wait to learn how many bins
     counts.scatter_add_(0, fields, torch.ones_like(fields))
-    zero = every * (bits.numel() - bits.count_nonzero())
+    zeros = every * (bits.numel() - bits.count_nonzero())
     finite = flat.isfinite()
     top = flat.float().abs().masked_fill_(~finite, 0).amax().reshape(1).view(torch.int32).long()
-    return torch.cat([counts[:-1] * every, (~finite).sum().reshape(1), zero.reshape(1), top])
+    return torch.cat([counts[:-1] * every, (~finite).sum().reshape(1), zeros.reshape(1), top])
 
 
 def sampling_step(shape: Sequence[int]) -> int:

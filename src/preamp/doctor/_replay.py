@@ -117,10 +117,16 @@ def _goes_back_inside(loss: Tensor) -> bool:
     return False
 
 
-def samples(tape: Tape) -> tuple[int, ...]:
-    """Positions along the first dimension of the first input of the step that is not finite; of 16 at the most."""
+def samples(tape: Tape, *, masks: bool = True) -> tuple[int, ...]:
+    """Positions along the first dimension of the first input of the step that is not finite; of 16 at the most.
+
+    Without `masks`, -inf does not count: it is what attention masks are made of.
+    """
     for _, tensor in tape.inputs():
-        if tensor.is_floating_point() and tensor.dim() and not bool(torch.isfinite(tensor).all()):
-            rows = (~torch.isfinite(tensor.detach())).reshape(tensor.shape[0], -1).any(dim=1)
-            return tuple(int(i) for i in rows.nonzero().flatten()[:16])
+        if not tensor.is_floating_point() or not tensor.dim():
+            continue
+        values = tensor.detach()
+        sick = ~torch.isfinite(values) if masks else values.isnan() | (values == torch.inf)
+        if bool(sick.any()):
+            return tuple(int(i) for i in sick.reshape(tensor.shape[0], -1).any(dim=1).nonzero().flatten()[:16])
     return ()

@@ -50,11 +50,13 @@ class Soundness:
             return
         self._diagnoses += 1
         scale, by_hand = self._scale_on(losses)
-        found = None
-        if not watch.names.is_sharded:
+        found: Diagnosis | None = None
+        rows: tuple[int, ...] = ()
+        if watch.names.is_sharded:  # a call is one of all processes, and these may be the only gradients that are sick
+            rows = samples(watch.tape, masks=False)
+        else:
             with watch.calls.ours():
                 found = diagnose(watch.tape, watch.names, losses, scale, watch.parameters())
-        rows = samples(watch.tape) if found is None else ()
         if rows:
             watch.tell(_of_the_batch(rows, watch.tape.called()))
         elif found is None:
