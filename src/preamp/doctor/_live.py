@@ -84,7 +84,7 @@ class Live(TorchDispatchMode):
     """Shows forward operators to the lint's watchers."""
 
     def __init__(
-        self, names: Names, weights: Mapping[int, Tensor], clock: Clock, keeps_casts: Callable[[], bool] = lambda: True
+        self, names: Names, weights: Mapping[int, Tensor], clock: Clock, keeps_casts: Callable[[], bool]
     ) -> None:
         super().__init__()
         self._keeps_casts = keeps_casts

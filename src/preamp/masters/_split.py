@@ -11,7 +11,6 @@ from torch.nn import Parameter
 from ..errors import OptimizerError
 from ..fused import join, split
 from ._whole import Entry, Masters
-from ._wrapped import refuse_wrapped
 
 
 class SplitMasters(Masters):
@@ -61,14 +60,9 @@ class SplitMasters(Masters):
         """The same: a weight and its bits always agree."""
         self.refresh(parameters)
 
-    def swap_in(self, parameters: Iterable[Parameter], gradients: Mapping[Parameter, Tensor] | None = None) -> None:
-        """Give parameters float32 data, made for the purpose, and the float32 `gradients`."""
-        if self._entries and self._unwrapped_looks:
-            self._unwrapped_looks -= refuse_wrapped(self._entries)
-        chosen = [p for p in parameters if p in self._entries and p not in self._inside]
-        for parameter in chosen:
-            self._entries[parameter].master = join(parameter.data, self._bits[parameter])
-        super().swap_in(chosen, gradients)
+    def _in_float32(self, parameter: Parameter, entry: Entry) -> Tensor:
+        """Made for the purpose."""
+        return join(parameter.data, self._bits[parameter])
 
     def swap_out(self, parameters: Iterable[Parameter] | None = None) -> None:
         """Split the float32 data again, and give the bfloat16 parameters back."""

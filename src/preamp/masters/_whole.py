@@ -179,10 +179,14 @@ class Masters:
             if entry is None or parameter in self._inside:
                 continue
             entry.low_grad, parameter.grad = parameter.grad, None
-            parameter.data = entry.master
+            parameter.data = self._in_float32(parameter, entry)
             if gradients is not None:
                 parameter.grad = gradients.get(parameter)
             self._inside[parameter] = entry
+
+    def _in_float32(self, parameter: Parameter, entry: Entry) -> Tensor:
+        """The master that takes a parameter's place."""
+        return entry.master
 
     def swap_out(self, parameters: Iterable[Parameter] | None = None) -> None:
         """Round the masters into the low data and give it back, with the low gradients that were there."""
