@@ -124,9 +124,10 @@ def test_a_doctor_that_is_told_to_end_passes_it_on_and_reports(
     tmp_path: Path, number: signal.Signals, group: bool
 ) -> None:
     script = _script(tmp_path, steps=100_000, more="import time; time.sleep(0.05)")
-    # A shell's background job ignores Ctrl-C, and what it starts inherits that; this one does not, and has no terminal.
+    # A shell's background job ignores Ctrl-C, one under nohup SIGHUP, and what they start inherits that; this does not.
     launch = (
-        "import os, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); os.execv(*eval(sys.argv[1]))"
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL); os.execv(*eval(sys.argv[1]))"
     )
     command = _command(script)
     line = [sys.executable, "-c", launch, repr((command[0], command))]
