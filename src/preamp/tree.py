@@ -106,6 +106,8 @@ def _refill_tuple(original: tuple[Any, ...], items: list[Any]) -> Any:
 
 def tensors(value: Any) -> Iterator[Tensor]:
     """Every tensor in `value`, depth first."""
+    if isinstance(value, Tensor):
+        return iter((value,))
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preamp.doctor import _exponents
-from preamp.doctor._exponents import Exponents, count_exponents, sampling_step, together
+from preamp.doctor._exponents import Exponents, count_each, count_exponents, sampling_step, together
 from preamp.doctor._magnitudes import Row, scale_window
 from preamp.formats import BF16, FP8_E4M3, FP16
 
@@ -152,3 +152,24 @@ def test_a_spread_that_no_scale_covers() -> None:
     grads = torch.cat([torch.full((1000,), 1e-12), torch.full((1000,), 1e3)])
     low, top = scale_window([Row("", "gradient", "fp32", Exponents.of(count_exponents(grads)), 1.0, 1.0)]) or (0, 0)
     assert low > top
+
+
+floating = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64])
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.tuples(st.lists(floats, max_size=12), floating), max_size=70))
+def test_many_at_once_are_counted_as_one_by_one(many: list[tuple[list[float], torch.dtype]]) -> None:
+    tensors = [torch.tensor(values, dtype=dtype) for values, dtype in many]
+    together = count_each(tensors)
+    assert len(together) == len(tensors)
+    for one, counts in zip(tensors, together, strict=True):
+        assert counts.equal(count_exponents(one)), one
+
+
+def test_large_and_strided_ones_are_counted_at_once_as_they_are_alone() -> None:
+    large = torch.randn(300, 700)
+    large[3, 3], large[4, 4] = torch.inf, torch.nan
+    tensors = [large, large.T, torch.zeros(5), torch.empty(0, 3), large[::2, 1:9].bfloat16(), torch.tensor(3.0)]
+    for one, counts in zip(tensors, count_each(tensors), strict=True):
+        assert counts.equal(count_exponents(one))

@@ -380,7 +380,7 @@ def test_an_error_of_the_doctor_s_own_never_reaches_the_script(monkeypatch: pyte
         raise RuntimeError("a fault of ours")
 
     for owner, name in (
-        (_telemetry, "count_exponents"), (_tape.Tape, "keep"), (_tape.Tape, "enter_model"), (_live.Live, "_before"),
+        (_telemetry, "count_each"), (_tape.Tape, "keep"), (_tape.Tape, "enter_model"), (_live.Live, "_before"),
         (_live.Live, "_count"), (_soundness.Soundness, "look_at"), (_watch, "before_first_step"),
         (_watch.Watch, "_note_loss"),
     ):  # fmt: skip

@@ -49,11 +49,11 @@ def examine_script(
         if compare:
             asked["first_step"] = str(first_step)
         begun = time.monotonic()
-        status = _wait(line("mixed-0"), watched_environment(environment, asked))
+        status, told_to_end = _wait(line("mixed-0"), watched_environment(environment, asked))
         seconds = time.monotonic() - begun
         ranks = read_ranks(Path(folder))
         limited = any("limit" in rank.facts for rank in ranks)
-        ended = _ended(status, limited, ranks[0].facts.get("raised") if ranks else None)
+        ended = _ended(status, limited, ranks[0].facts.get("raised") if ranks else None, told_to_end)
         code = status if status >= 0 else 128 - status
         report, content = build(ranks, base, list(shown), code, ended, seconds)
         first = next((rank for rank in ranks if rank.steps), None)
@@ -67,20 +67,24 @@ def examine_script(
     return code, report, content
 
 
-def _wait(line: Sequence[str], env: Mapping[str, str]) -> int:
-    """Run it; what is to end this process is passed on to it, and it is waited for."""
+def _wait(line: Sequence[str], env: Mapping[str, str]) -> tuple[int, str | None]:
+    """Run it and wait; what is to end this process is passed on to it. Its status, and the last such signal."""
     sys.stdout.flush()
     sys.stderr.flush()
     process = subprocess.Popen(list(line), env=dict(env))
 
+    told: list[str] = []
+
     def pass_on(number: int, _: FrameType | None) -> None:
+        told.append(signal.Signals(number).name)
         if process.poll() is None and not (number == signal.SIGINT and _in_foreground()):
             process.send_signal(number)
 
     numbers = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", None))
     handlers = {number: signal.signal(number, pass_on) for number in numbers if number is not None}
     try:
-        return process.wait()
+        status = process.wait()
+        return status, told[-1] if told else None
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -100,7 +104,7 @@ def _in_foreground() -> bool:
         os.close(terminal)
 
 
-def _ended(status: int, limited: bool, raised: Mapping[str, str] | None) -> str:
+def _ended(status: int, limited: bool, raised: Mapping[str, str] | None, told_to_end: str | None) -> str:
     if limited:
         return "stopped after the steps asked for"
     if status < 0:
@@ -111,4 +115,5 @@ def _ended(status: int, limited: bool, raised: Mapping[str, str] | None) -> str:
                 ": "
             )
         )
-    return "ran to its end" if status == 0 else f"ended with status {status}"
+    how = "ran to its end" if status == 0 else f"ended with status {status}"
+    return how if told_to_end is None else f"{how} after {told_to_end}"

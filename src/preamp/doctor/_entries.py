@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -93,17 +92,6 @@ def tensor_key(tensor: Tensor) -> Key:
     return (key_of(tensor), tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
-def running_modules() -> tuple[nn.Module, ...]:
-    """The modules whose call this is in, the innermost first."""
-    found: list[nn.Module] = []
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code is nn.Module._call_impl.__code__:
-            found.append(frame.f_locals["self"])
-        frame = frame.f_back
-    return tuple(found)
-
-
 def parts_of(module: nn.Module) -> list[nn.Module]:
     """`module.modules()`, in a fraction of its time: this is asked in every step."""
     found = {module: None}
@@ -122,6 +110,8 @@ _CHANGEABLE: frozenset[type] = frozenset({list, dict, set, deque, OrderedDict, d
 def attributes_of(module: nn.Module) -> dict[str, Any]:
     """All its attributes, with lists, dicts and sets copied; asked in every step, sorted out by `put_back`."""
     kept = module.__dict__.copy()
+    if module.__class__.__module__.startswith("torch.nn.modules."):
+        return kept  # most are of torch's own, which change none of theirs
     for name, value in module.__dict__.items():
         if value.__class__ in _CHANGEABLE and not name.startswith("_"):
             kept[name] = copy.copy(value)

@@ -20,6 +20,8 @@ _BIAS = 127
 _MAGNITUDE = 0x7FFFFFFF  # all bits but the sign
 _WHOLE = 1 << 16
 """Numbers up to which all of a tensor are counted."""
+_TOGETHER = 32
+"""Tensors that are counted together: their samples take 8 MB at most."""
 _STEPS = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 61, 127, 251, 509, 1021, 2039, 4093, 8191, 16381, 32749, 65521)
 """Primes: a step that divides no dimension but the first comes by every column and every channel."""
 _READ = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -32,19 +34,61 @@ def count_exponents(tensor: Tensor) -> Tensor:
     beyond it counts as infinite or zero). Of more than 2^16 numbers one in k is counted, k times; how many are
     infinite or NaN, and the largest, are of them all. Nothing waits for a device other than the CPU.
     """
-    flat = tensor.detach().reshape(-1)
+    flat = _flat(tensor)
     if not flat.numel():
         return torch.zeros(WIDTH, dtype=torch.int64, device=flat.device)
-    if flat.dtype not in _READ:
-        flat = flat.float()
     every = sampling_step(tensor.shape)
     bits = flat[::every].float().contiguous().view(torch.int32).bitwise_and(_MAGNITUDE)
     return (_on_cpu if flat.device.type == "cpu" else _on_device)(flat, bits, every)
 
 
+def count_each(many: Sequence[Tensor]) -> list[Tensor]:
+    """`count_exponents` of each; those on a CPU with a few operators for many of them."""
+    found: dict[int, Tensor] = {}
+    group: list[int] = []
+    for index, tensor in enumerate(many):
+        if tensor.device.type != "cpu" or not tensor.numel():
+            found[index] = count_exponents(tensor)
+        else:
+            group.append(index)
+        if len(group) == _TOGETHER:
+            found.update(zip(group, _together_on_cpu([many[i] for i in group]), strict=True))
+            group = []
+    found.update(zip(group, _together_on_cpu([many[i] for i in group]), strict=True))
+    return [found[index] for index in range(len(many))]
+
+
+def _together_on_cpu(many: Sequence[Tensor]) -> Sequence[Tensor]:
+    """One histogram with bins of their own for each."""
+    if len(many) < 2:
+        return [count_exponents(tensor) for tensor in many]
+    flats = [_flat(tensor) for tensor in many]
+    steps = [sampling_step(tensor.shape) for tensor in many]
+    sampled = [flat[::step].float() for flat, step in zip(flats, steps, strict=True)]
+    bits = torch.cat(sampled).view(torch.int32).bitwise_and_(_MAGNITUDE)
+    sizes = [one.numel() for one in sampled]
+    first = torch.arange(0, BINS * len(many), BINS, dtype=torch.int32)
+    fields = (bits >> 23).add_(first.repeat_interleave(torch.tensor(sizes), output_size=bits.numel()))
+    out = torch.zeros(len(many), WIDTH, dtype=torch.int64)
+    out[:, :BINS] = torch.bincount(fields, minlength=BINS * len(many)).view(-1, BINS)
+    out[:, :BINS] *= torch.tensor(steps).unsqueeze(1)
+    tails = []
+    for flat, part, step, small in zip(flats, bits.split(sizes), steps, out[:, 0].tolist(), strict=True):
+        largest, infinite = _extremes(flat)
+        tails.append([infinite, step * (part.numel() - int(part.count_nonzero())) if small else 0, _bits_of(largest)])
+    out[:, BINS - 1 :] = torch.tensor(tails)
+    return out.unbind()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    return flat if flat.dtype in _READ else flat.float()
+
+
 def _on_cpu(flat: Tensor, bits: Tensor, every: int) -> Tensor:
     """Where reading a number costs nothing: passes that are slow are for those that need them."""
-    zeros, counts = bits.numel() - int(bits.count_nonzero()), torch.bincount(bits >> 23, minlength=BINS)
+    counts = torch.bincount(bits >> 23, minlength=BINS)
+    zeros = bits.numel() - int(bits.count_nonzero()) if int(counts[0]) else 0
     largest, infinite = _extremes(flat)
     tail = [infinite, every * zeros, _bits_of(largest)]
     return torch.cat([counts[:-1] * every if every > 1 else counts[:-1], torch.tensor(tail)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -12,11 +13,14 @@ from ..gradients import read
 
 def all_finite(gradients: Iterable[Tensor]) -> bool:
     """Of any dtypes and layouts, on any devices; True for none. Waits for the devices."""
+    gradients = list(gradients)
+    if _surely(gradients):
+        return True
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         values = held_here(gradient)
         by_kind.setdefault((values.device, values.dtype), []).append(values)
-    return all(_surely(group) or not bool(read(group).found) for group in by_kind.values())
+    return not any(bool(read(group).found) for group in by_kind.values())
 
 
 def held_here(tensor: Tensor) -> Tensor:
@@ -32,6 +36,9 @@ def held_here(tensor: Tensor) -> Tensor:
 
 def _surely(gradients: list[Tensor]) -> bool:
     """By one call: a finite norm proves it. An infinite one may be that of large numbers, and is to be looked at."""
-    if gradients[0].device.type != "cpu" or any(gradient.layout is not torch.strided for gradient in gradients):
-        return False
-    return bool(torch.stack(torch._foreach_norm(gradients)).sum().isfinite())
+    for gradient in gradients:
+        if gradient.__class__ is not Tensor or gradient.layout is not torch.strided or not gradient.is_cpu:
+            return False
+    if len({gradient.dtype for gradient in gradients}) != 1:
+        return not gradients
+    return math.isfinite(torch.stack(torch._foreach_norm(gradients)).sum().item())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from ..report import Finding
@@ -55,9 +57,23 @@ class Errors:
     def uncaught(self, original: Any, kind: Any, error: Any, trace: Any) -> None:
         """In place of `sys.excepthook`."""
         if self._recorder.is_own:
-            self._recorder.write("raised", type=getattr(kind, "__name__", str(kind)), text=str(error)[:2000])
-            self.seen(error, trace)
+            with _uninterrupted():
+                self._recorder.write("raised", type=getattr(kind, "__name__", str(kind)), text=str(error)[:2000])
+                self.seen(error, trace)
         original(kind, error, trace)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Have a second Ctrl-C wait: the first is yet to be recorded."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def finding_of(error: BaseException, trace: Any) -> Finding | None:

@@ -47,6 +47,8 @@ class Gradients:
 
     def after_backward(self, optimizers: Iterable[Optimizer], by_scaler: bool, by_hand: float | None) -> None:
         """Gradients have arrived, with a scaler's scale on them, or with the script's own in front of the loss."""
+        if not by_scaler and by_hand is None:
+            return
         for grad in _gradients(optimizers):
             if self._versions.get(grad) == grad._version:
                 continue  # no part of this backward pass
@@ -119,6 +121,8 @@ def goes_back_in_half(loss: Tensor, limit: int = 4000) -> bool:
 
 def _not_zero(grads: list[Tensor]) -> list[bool]:
     """For each, whether anything in it is not zero: one wait for each device, seen by no mode."""
+    if not grads:
+        return []
     by_device: dict[torch.device, list[int]] = {}
     for index, grad in enumerate(grads):
         by_device.setdefault(grad.device, []).append(index)

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 import torch
+from torch import nn
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _PREAMP = str(Path(__file__).parents[1]) + "/"
@@ -29,6 +30,7 @@ _GENERATED = (
 _CHECKPOINT = _TORCH + "utils/checkpoint.py"
 _FUNCTION = _TORCH + "autograd/function.py"
 _ENGINE = "_engine_run_backward"
+_CALL = nn.Module._call_impl.__code__
 
 Line = tuple[str | None, int | None]
 """File and line number; None for both where nobody of the user's asked."""
@@ -69,6 +71,21 @@ def walk(stop: CodeType) -> Frames:
                 applied = here
         frame = frame.f_back
     return Frames(source, own, applied, recomputed)
+
+
+def line_and_modules() -> tuple[Line, tuple[nn.Module, ...]]:
+    """The innermost frame that is neither torch's nor ours, and the modules whose calls these are, innermost first."""
+    line: Line = (None, None)
+    modules: list[nn.Module] = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        if code is _CALL:
+            modules.append(frame.f_locals["self"])
+        elif line[0] is None and is_users(code.co_filename):
+            line = code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return line, tuple(modules)
 
 
 def users_line() -> Line:

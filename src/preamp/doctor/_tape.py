@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,12 +33,11 @@ from ._entries import (
     attributes_of,
     parts_of,
     put_back,
-    running_modules,
     tensor_key,
 )
 from ._places import Place, Places, written_by
 from ._random import others_drew, random_state, set_random_state
-from ._stack import Line, users_line, walk
+from ._stack import Line, line_and_modules, users_line
 
 CALLS = 16
 """Model calls of one step that are kept even when their backward pass was sound."""
@@ -45,6 +45,13 @@ TRIALS = 8
 """Model calls that are watched for draws from Python's or numpy's generator."""
 LIMIT = 4000
 """Operators kept a step; a loss made of more is not replayed."""
+
+
+@cache
+def _schema_name(func: Any) -> str:
+    """As torch makes the schema anew each time that it is asked."""
+    name: str = func._schema.name
+    return name
 
 
 def _identity(tensor: Tensor) -> StorageWeakRef | None:
@@ -147,8 +154,9 @@ class Tape:
         if not self._drew and torch.Tag.nondeterministic_seeded in func.tags:
             self._drew = True  # the first that draws since a model returned; those after it go on from there
             self._entries.append(RandomState(random_state()))
-        place = Place(None, *walk(Tape.keep.__code__).source, "forward")
-        op = Op(func, self._refer(args), self._refer(kwargs), [], torch.is_grad_enabled(), place, running_modules())
+        line, modules = line_and_modules()
+        place = Place(None, *line, "forward")
+        op = Op(func, self._refer(args), self._refer(kwargs), [], torch.is_grad_enabled(), place, modules)
         self._entries.append(op)
         return op
 
@@ -156,8 +164,9 @@ class Tape:
         """`torch.autograd.grad`, after it ran with a graph to go back through once more."""
         if self._mode is None or len(self._entries) >= LIMIT:
             return
+        _, modules = line_and_modules()
         place = Place(None, *users_line(), "forward")
-        op = Op(Grad(original), self._refer(args), self._refer(kwargs), [], True, place, running_modules())
+        op = Op(Grad(original), self._refer(args), self._refer(kwargs), [], True, place, modules)
         self._entries.append(op)
         self.made(op, out)
 
@@ -217,7 +226,7 @@ class Tape:
         """The constant that the script multiplied the loss by, last of all; None without one."""
         wanted = tensor_key(loss)
         for entry in self._entries:
-            if isinstance(entry, Op) and wanted in entry.outputs and entry.func._schema.name == "aten::mul":
+            if isinstance(entry, Op) and wanted in entry.outputs and _schema_name(entry.func) == "aten::mul":
                 factor = entry.args[1] if len(entry.args) > 1 else None
                 if isinstance(factor, Tensor) and factor.numel() == 1:
                     factor = float(factor)
@@ -257,7 +266,7 @@ class Tape:
             else:
                 with _said_to_run(entry, places, named), torch.set_grad_enabled(entry.grad):
                     out = entry.func(*tree_map(look_up, entry.args), **tree_map(look_up, entry.kwargs))
-                alias = entry.func._schema.name.rpartition("::")[2] in ("detach", "alias")
+                alias = _schema_name(entry.func).rpartition("::")[2] in ("detach", "alias")
                 for key, tensor in zip(entry.outputs, tensors(out), strict=False):
                     if not (alias and key in env):
                         env[key] = tensor

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..formats import name_of
 from ..tree import tensors
 from ._clock import Clock
-from ._exponents import WIDTH, Exponents, count_exponents
+from ._exponents import WIDTH, Exponents, count_each
 from ._finite import held_here
 from ._names import Names
 
@@ -93,10 +94,15 @@ class Telemetry:
         return count
 
     def _count(self, path: str, kind: str, tensor: Tensor) -> None:
-        tensor = held_here(tensor.detach())
-        if tensor.device.type != "meta" and tensor.numel():
-            with _disable_current_modes(), torch.no_grad():  # nobody else is to see these operators
-                self._counts.setdefault((path, kind, name_of(tensor.dtype)), []).append(count_exponents(tensor))
+        self._count_each([(path, kind, tensor)])
+
+    def _count_each(self, many: Iterable[tuple[str, str, Tensor]]) -> None:
+        held = [(path, kind, held_here(tensor.detach())) for path, kind, tensor in many]
+        held = [(path, kind, tensor) for path, kind, tensor in held if tensor.device.type != "meta" and tensor.numel()]
+        with _seen_by_nobody(), torch.no_grad():
+            counts = count_each([tensor for *_, tensor in held])
+        for (path, kind, tensor), count in zip(held, counts, strict=True):
+            self._counts.setdefault((path, kind, name_of(tensor.dtype)), []).append(count)
 
     @property
     def has_weights(self) -> bool:
@@ -106,22 +112,26 @@ class Telemetry:
     def weights(self, parameters: Iterable[Tensor], scale: float) -> None:
         """Count weights and their gradients, just before a step; the weights are kept to tell the update."""
         self.scale = scale
+        counted: list[tuple[str, str, Tensor]] = []
         for parameter in parameters:
             path = self._names.owners.get(id(parameter))
             grad = parameter.grad
             if path is None or grad is None or grad.layout is not torch.strided:
                 continue
-            self._count(path, "weight", parameter)
-            self._count(path, "gradient", grad)
+            counted.append((path, "weight", parameter))
+            counted.append((path, "gradient", grad))
             self._before.append((path, parameter, held_here(parameter.detach()).clone()))
+        self._count_each(counted)
 
     def updates(self, taken: bool) -> None:
         """Count what the step added to the weights, once that is done."""
         before, self._before = self._before, []
+        counted: list[tuple[str, str, Tensor]] = []
         for path, parameter, old in before if taken else ():
             new = held_here(parameter.detach())
             if old.shape == new.shape and old.dtype == new.dtype:
-                self._count(path, "update", new - old)
+                counted.append((path, UPDATE, new - old))
+        self._count_each(counted)
 
     def send(self) -> Pending:
         """All counts on their way to the host."""
@@ -137,6 +147,11 @@ class Telemetry:
         hosts = {device: _sent(torch.stack(group)) for device, group in by_device.items()}
         self._counts.clear()
         return Pending(self.step, self.scale, self.backward_scale, rows, order, hosts)
+
+
+def _seen_by_nobody() -> AbstractContextManager[Any]:
+    """A context in which no mode sees operators; there seldom is one, and asking costs less than setting none aside."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 def _sent(packed: Tensor) -> tuple[Tensor, Any]:

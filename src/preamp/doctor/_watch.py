@@ -207,7 +207,7 @@ class Watch:
             self._awaits_attempt, self._saw_step = True, False
             self.scaling.after_backward(losses)
             self.scaled_by_hand |= any(
-                self.tape.scaled_by_hand(loss) and not self.scaling.is_scaled(loss) for loss in losses
+                not self.scaling.is_scaled(loss) and self.tape.scaled_by_hand(loss) for loss in losses
             )
             self.soundness.look_at(losses)
             self._went_back = True
@@ -232,11 +232,10 @@ class Watch:
 
     def parameters(self) -> list[Tensor]:
         """Those of all models, and those that optimizers step."""
-        known = {
-            id(p): p for optimizer in self.optimizers.values() for g in optimizer.param_groups for p in g["params"]
-        }
-        known.update({id(p): p for p in self.names.parameters()})
-        return list(known.values())
+        owned = self.names.owners
+        stepped = [p for one in self.optimizers.values() for g in one.param_groups for p in g["params"]]
+        others = {id(p): p for p in stepped if id(p) not in owned}
+        return [*self.names.parameters(), *others.values()]
 
     # -- steps --------------------------------------------------------------------------------------------------
 

@@ -78,6 +78,8 @@ def to_json(value: Any) -> Any:
     """
     if value is None or isinstance(value, (str, bool)):
         return value
+    if value.__class__ is int:
+        return value
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
