@@ -423,3 +423,25 @@ def test_models_inside_vmap_are_left_alone() -> None:
             optimizer.step()
     assert "failed" not in w.report().verdict
     assert not [f for f in w.findings if f.severity == "error"]
+
+
+@pytest.mark.parametrize("how", ["in place", "through .data"])
+def test_steps_that_no_optimizer_takes_are_counted(how: str) -> None:
+    """fastai has optimizers of its own, which write through .data; others write by hand."""
+    torch.manual_seed(0)
+    model, kept = Net(), Kept()
+    with preamp.doctor.watch(model, every=1, sinks=[kept]):
+        for _ in range(4):
+            for _ in range(2):  # micro-batches: no step between them
+                model(torch.randn(5, 6)).square().sum().backward()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                if how == "in place":
+                    with torch.no_grad():
+                        parameter.sub_(0.01 * parameter.grad)
+                else:
+                    parameter.data.sub_(0.01 * parameter.grad)
+                parameter.grad = None
+    steps = kept.of("step")
+    assert [step["step"] for step in steps] == [0, 1, 2, 3]
+    assert not any(step["skipped"] for step in steps)

@@ -65,7 +65,7 @@ def policy_seen(rank: Rank | None) -> str:
         return UNSEEN
     share = audit["low_share"]
     parameters = "/".join(sorted(audit["parameters"])) or "none"
-    return f"{parameters} parameters, {'no' if not share else f'{share:.0%}'} of the products in 16 bits"
+    return f"{parameters} parameters, {'none' if not share else f'{share:.0%}'} of the products in 16 bits"
 
 
 def build(

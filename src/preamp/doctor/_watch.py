@@ -79,6 +79,8 @@ class Watch:
         """Whether the script multiplied a loss by a scale of its own."""
         self._awaits_attempt = self._went_back = False
         self._saw_step = False
+        self._versions: list[tuple[int, int]] = []
+        """Of weights and gradients after a backward pass, where no optimizer is known."""
         self.on_first_gradients: Callable[[float], None] | None = None
         """Called before the first step with the scale that is on the gradients."""
 
@@ -112,7 +114,7 @@ class Watch:
         if not self.recorder.is_own:
             return
         if self._awaits_attempt:
-            self._attempted(None, skipped=True)
+            self._attempted(None, skipped=not self._stepped_otherwise)
         self._patches.close()
         self.calls.close()
         self.tape.clear()  # its mode lies above the other's
@@ -158,7 +160,9 @@ class Watch:
 
     def model_called(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A model is about to run; what is returned is handed to `model_returned`."""
-        if self._awaits_attempt and self.bad and self.scaling.active:
+        if self._awaits_attempt and self._stepped_otherwise:
+            self._attempted(None, skipped=False)
+        elif self._awaits_attempt and self.bad and self.scaling.active:
             self._attempted(None, skipped=True)  # a scaler that takes the optimizer's step away
         self.names.get(module)
         self.names.is_sharded |= type(module).__name__ == "FullyShardedDataParallel"
@@ -172,6 +176,18 @@ class Watch:
         """What it gave."""
         with self.clock:
             self.tape.leave_model(call, out, self.asked.compiled != "function")
+
+    def _versions_now(self) -> list[tuple[int, int]]:
+        parameters = self.names.parameters()
+        return [(p._version, -1 if p.grad is None else p.grad._version) for p in parameters]
+
+    @property
+    def _stepped_otherwise(self) -> bool:
+        """Whether weights or gradients were changed since the backward pass, and by no optimizer of torch's.
+
+        Gradients tell where weights are written through .data, which leaves no trace: they are cleared for the next.
+        """
+        return not self.optimizers and self._versions != self._versions_now()
 
     def _close_look(self, optimizer: Optimizer | None) -> None:
         """The step is whole: nothing more is kept of it, and what was seen is judged."""
@@ -211,6 +227,9 @@ class Watch:
             )
             self.soundness.look_at(losses)
             self._went_back = True
+            if not self.optimizers:  # the script, or a library, steps by other means: nobody will tell when
+                self._close_look(None)
+                self._versions = self._versions_now()
             self._look.after_backward(self.scaling.scale_now() != 1)
             if self.tape.is_long and not self.bad and not kwargs.get("retain_graph"):
                 self.tape.clear()  # of a long accumulation: the inputs of sound micro-batches are the script's memory
