@@ -1,4 +1,4 @@
-"""DistributedDataParallel around a prepared model: ranks stay equal, or preamp refuses."""
+"""DistributedDataParallel around a prepared model: ranks stay equal with any optimizer."""
 
 from __future__ import annotations
 
@@ -9,16 +9,11 @@ from pathlib import Path
 SCRIPT = Path(__file__).with_name("ddp_levels.py")
 
 
-def test_ranks_stay_equal_at_every_level_or_it_is_refused(tmp_path: Path) -> None:
-    """torch's optimizers cannot step masters there: a parameter whose dtype changes loses the wrapper's hook."""
-    levels = ("O0", "O1", "O2", "O4", "O5")
+def test_ranks_stay_equal_at_every_level(tmp_path: Path) -> None:
+    levels = ("O0", "O1", "O2", "O3", "O4", "O5")
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
     ran = subprocess.run([*line, *levels], capture_output=True, text=True, cwd=tmp_path, timeout=240)
     assert ran.returncode == 0, ran.stderr[-3000:]
     told = {tuple(line.split()[:2]): line.split(maxsplit=2)[2] for line in ran.stdout.splitlines()}
-    refused = {("O2", "torch"), ("O5", "torch")}
-    assert {key for key, outcome in told.items() if outcome.startswith("refused")} == refused
-    assert all("preamp.optim" in told[key] for key in refused)
-    assert {key for key, outcome in told.items() if outcome == "same"} == {
-        *((level, kind) for level in levels for kind in ("torch", "preamp")), ("O5", "split"),
-    } - refused  # fmt: skip
+    wanted = {*((level, kind) for level in levels for kind in ("torch", "preamp")), ("O5", "split")}
+    assert told == dict.fromkeys(wanted, "same")

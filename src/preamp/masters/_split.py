@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 from ..errors import OptimizerError
 from ..fused import join, split
+from ._exchange import warn_if_wrapped
 from ._whole import Entry, Masters
 
 
@@ -67,20 +68,21 @@ class SplitMasters(Masters):
     def swap_out(self, parameters: Iterable[Parameter] | None = None) -> None:
         """Split the float32 data again, and give the bfloat16 parameters back."""
         leaving = list(self._inside if parameters is None else (p for p in parameters if p in self._inside))
-        wide = {parameter: parameter.data for parameter in leaving}
         super().swap_out(leaving)
         for parameter in leaving:
-            entry, (weight, bits) = self._entries[parameter], split(wide[parameter])
+            entry = self._entries[parameter]
+            weight, bits = split(entry.master)
             entry.low.copy_(weight)
             entry.master = self._bits[parameter].copy_(bits)
 
     def restore(self) -> None:
         """Give every parameter float32 data for good."""
-        self._unwrapped_looks = 0  # a wrapper around them has done its work
-        self.full()
-        for parameter in self._entries:
+        self.swap_out()
+        self.refresh()
+        warn_if_wrapped(self._entries)
+        for parameter, entry in self._entries.items():
             parameter.grad = None
-        self._inside.clear()
+            parameter.data = self._in_float32(parameter, entry)
         self._entries.clear()
         self._bits.clear()
 

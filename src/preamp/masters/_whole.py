@@ -1,9 +1,9 @@
 """Master weights: the float32 copies that an optimizer steps while the model computes in 16 bits.
 
-The optimizer keeps the model's own parameters in its groups. While it works, each parameter's data is swapped for its
-master and its gradient for a float32 one; afterwards the new master is rounded into the 16-bit data. So
-`zero_grad` of the optimizer and of the model, `add_param_group`, LR schedulers, hooks and `state_dict` see the
-parameters they always saw, and any optimizer's state is made in float32.
+The optimizer keeps the model's own parameters in its groups. While it works, each parameter is its master, with a
+float32 gradient; afterwards it is the 16-bit tensor again, with the new master rounded into it. So `zero_grad` of the
+optimizer and of the model, `add_param_group`, LR schedulers, hooks and `state_dict` see the parameters they always saw,
+and any optimizer's state is made in float32.
 
 A master follows its parameter: one that was written from outside (`load_state_dict`, an EMA, a clamp) takes over the
 entries that changed, and keeps its own bits where the written value is what the master rounds to.
@@ -21,22 +21,23 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..errors import PreampWarning, StateError
-from ._wrapped import refuse_wrapped
+from ._exchange import exchanged, give_back, warn_if_wrapped
 
 AUDITS = 4
-"""Steps at the start in which parameters are compared with their masters, and wrappers are looked for."""
+"""Steps at the start in which parameters are compared with their masters."""
 
 
 @dataclass(slots=True)
 class Entry:
     name: str
     master: Tensor
-    """float32, of the parameter's shape; the parameter's data while swapped in."""
+    """float32, of the parameter's shape; what the parameter is while swapped in."""
     low: Tensor
     """The 16-bit data that the model computes with."""
     version: int
     """The parameter's version counter when master and low last agreed."""
-    low_grad: Tensor | None = None
+    other: Parameter | None = None
+    """What the parameter is else, with its 16-bit gradient and its hooks, while the master is in its place."""
 
 
 class _Verdict:
@@ -72,7 +73,7 @@ class Masters:
     def __init__(self) -> None:
         self._entries: dict[Parameter, Entry] = {}
         self._inside: dict[Parameter, Entry] = {}
-        self._audits_left = self._unwrapped_looks = AUDITS
+        self._audits_left = AUDITS
         self._verdicts: list[_Verdict] = []
 
     def __len__(self) -> int:
@@ -171,17 +172,13 @@ class Masters:
         return bool(((low == entry.master.to(low.dtype)) | low.isnan()).all())
 
     def swap_in(self, parameters: Iterable[Parameter], gradients: Mapping[Parameter, Tensor] | None = None) -> None:
-        """Give parameters their masters as data, and the float32 `gradients` (None where a parameter has none)."""
-        if self._entries and self._unwrapped_looks:
-            self._unwrapped_looks -= refuse_wrapped(self._entries)
+        """Put masters in the parameters' place, with the float32 `gradients` (None where a parameter has none)."""
         for parameter in parameters:
             entry = self._entries.get(parameter)
             if entry is None or parameter in self._inside:
                 continue
-            entry.low_grad, parameter.grad = parameter.grad, None
-            parameter.data = self._in_float32(parameter, entry)
-            if gradients is not None:
-                parameter.grad = gradients.get(parameter)
+            gradient = None if gradients is None else gradients.get(parameter)
+            entry.other = exchanged(parameter, self._in_float32(parameter, entry), gradient)
             self._inside[parameter] = entry
 
     def _in_float32(self, parameter: Parameter, entry: Entry) -> Tensor:
@@ -189,19 +186,19 @@ class Masters:
         return entry.master
 
     def swap_out(self, parameters: Iterable[Parameter] | None = None) -> None:
-        """Round the masters into the low data and give it back, with the low gradients that were there."""
+        """Put the 16-bit tensors back, with the gradients that they had, and round the masters into them."""
         leaving = list(self._inside if parameters is None else (p for p in parameters if p in self._inside))
         entries = [self._inside.pop(parameter) for parameter in leaving]
         for parameter, entry in zip(leaving, entries, strict=True):
-            parameter.grad = None
             entry.master = parameter.data  # an optimizer may have put another tensor there
+            assert entry.other is not None
+            give_back(parameter, entry.other)
+            entry.other = None
         with torch.no_grad():
             if entries:
-                torch._foreach_copy_([e.low for e in entries], [e.master for e in entries])
+                torch._foreach_copy_(list[Tensor](leaving), [entry.master for entry in entries])
         for parameter, entry in zip(leaving, entries, strict=True):
-            parameter.data = entry.low
-            parameter.grad, entry.low_grad = entry.low_grad, None
-            entry.version = parameter._version
+            entry.low, entry.version = parameter.data, parameter._version
 
     def followed(self, parameters: Sequence[Parameter]) -> list[Tensor]:
         """Masters, up to date, for a step that writes them and their parameters itself; `published` comes after it."""
@@ -243,6 +240,7 @@ class Masters:
     def restore(self) -> None:
         """Give every parameter its master for good, and forget it."""
         self.swap_out()
+        warn_if_wrapped(self._entries)
         self.refresh()
         for parameter, entry in self._entries.items():
             parameter.grad = None
@@ -286,6 +284,8 @@ class NoMasters(Masters):
     def __init__(self) -> None:
         super().__init__()
         self._lowered: dict[Parameter, torch.dtype] = {}
+        self._others: dict[Parameter, Parameter] = {}
+        """What lowered parameters are else, while they are float32."""
 
     def lower(self, name: str, parameter: Parameter, dtype: torch.dtype) -> None:
         """Round a float32 parameter into a low one."""
@@ -299,15 +299,23 @@ class NoMasters(Masters):
     def full(self) -> None:
         """Every lowered parameter in float32, without a gradient."""
         for parameter in self._lowered:
-            parameter.grad = None
-            parameter.data = parameter.data.float()
+            if parameter not in self._others:
+                self._others[parameter] = exchanged(parameter, parameter.data.float())
 
     def low(self) -> None:
         """Undo `full`."""
-        for parameter, dtype in self._lowered.items():
-            parameter.data = parameter.data.to(dtype)
+        for parameter, other in self._others.items():
+            wide = parameter.data
+            give_back(parameter, other)
+            with torch.no_grad():
+                parameter.copy_(wide)
+        self._others.clear()
 
     def restore(self) -> None:
         """Every lowered parameter in float32 for good."""
-        self.full()
+        self.low()
+        warn_if_wrapped(self._lowered)
+        for parameter in self._lowered:
+            parameter.grad = None
+            parameter.data = parameter.data.float()
         self._lowered.clear()
