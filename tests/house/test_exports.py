@@ -15,8 +15,8 @@ SOURCE = Path(preamp.__file__).parent
 PUBLIC = [
     "DynamicScale", "GradScaler", "HysteresisScale", "NoScale", "OpRules", "Policy", "PreampError", "PreampWarning",
     "Session", "StaticScale", "StepReport", "WindowScale", "__version__", "autocast", "checkpoint", "compat",
-    "doctor", "errors", "float_function", "half_function", "install_as_apex", "lr_finder", "optim", "policy", "prepare",
-    "promote_function", "report", "safe_eps", "uninstall_as_apex", "zoo",
+    "doctor", "errors", "float_function", "half_function", "install_as_apex", "lr_finder", "optim", "plan", "policy",
+    "prepare", "promote_function", "report", "safe_eps", "uninstall_as_apex", "zoo",
 ]  # fmt: skip
 
 
@@ -61,7 +61,7 @@ assert not heavy, heavy
 loaded = {name for name in set(sys.modules) - before if name.startswith(("torch._dynamo", "torch._inductor"))}
 assert not loaded, sorted(loaded)[:5]
 assert not torch.cuda.is_initialized()
-upstairs = ("zoo", "bench", "demo", "cli", "report", "checkpoint", "lr_finder", "compat", "doctor")
+upstairs = ("zoo", "bench", "demo", "cli", "report", "checkpoint", "lr_finder", "plan", "compat", "doctor")
 assert not {f"preamp.{room}" for room in upstairs} & set(sys.modules)
 print(seconds / torchs)
 """

@@ -19,7 +19,7 @@ FLOOR = {
     "optim": 3, "autocast": 3, "eps": 3, "modules": 3, "scaling": 3,
     "session": 4,
     "": 4.5,  # preamp/__init__.py shows the floors up to here; the rest is loaded when asked for
-    "checkpoint": 5, "lr_finder": 5, "zoo": 5,
+    "checkpoint": 5, "lr_finder": 5, "plan": 5, "zoo": 5,
     "bench": 6, "doctor": 6,
     "compat": 7, "migrate": 7,
     "docs_results": 7.5,

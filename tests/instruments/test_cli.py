@@ -26,7 +26,7 @@ def invoke(*arguments: str) -> str:
 
 def test_verbs_are_frozen() -> None:
     names = [command.name or command.callback.__name__ for command in app.registered_commands]
-    verbs = "demo lr-find bench run doctor compare explain migrate levels rules env"
+    verbs = "demo lr-find bench run doctor compare explain migrate plan levels rules env"
     assert names == verbs.split()
 
 
@@ -81,6 +81,7 @@ def test_bench_writes_every_sample(tmp_path: Path) -> None:
         (("lr-find", "-m", "nothing"), "no model 'nothing'"),
         (("bench", "-s", "nothing"), "no suite 'nothing'"),
         (("rules", "--policy", "O3"), "ops=none"),
+        (("plan", "--params", "-7e9"), "no number of parameters"),
     ],
 )
 def test_an_error_is_one_message_and_status_2(arguments: tuple[str, ...], message: str) -> None:

@@ -85,7 +85,7 @@ def test_gradients_that_lie_in_somebody_elses_memory_stay_there(level: str) -> N
             assert all(p.grad is not before[p][0] and p.grad.dtype is torch.float32 for p in model.parameters())
             session.step()
             for p in model.parameters():
-                grad, place, numbers = before[p]
+                _, place, numbers = before[p]
                 assert p.grad is not None
                 assert p.grad.data_ptr() == place
                 assert torch.equal(p.grad, numbers)

@@ -225,6 +225,51 @@ def migrate(
 
 
 @app.command()
+def plan(
+    params: Annotated[str | None, typer.Option("--params", help="How many parameters: 7e9, 7B, 350M.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Or count those of a model: module:name of what makes one.")
+    ] = None,
+    level: Annotated[str, typer.Option("--level", "-l", help="Level, or any policy.")] = "O4",
+    world: Annotated[int, typer.Option("--world", help="Ranks.")] = 1,
+    shard: Annotated[
+        str, typer.Option("--shard", help="none, ddp, fsdp2, or zero1 (ZeroRedundancyOptimizer).")
+    ] = "none",
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            "--optimizer",
+            help="adam, adamw, sgd, sgd-momentum, adagrad, lamb, novograd of preamp.optim; torch.adamw and so on of "
+            "torch, as fsdp2 has it; else AdamW.",
+        ),
+    ] = None,
+    states: Annotated[str, typer.Option("--states", help="float32, or 8bit (adam, adamw).")] = "float32",
+    master: Annotated[
+        str | None, typer.Option("--master", help="float32, split (O5 with adam, adamw) or none; else by the level.")
+    ] = None,
+    rounding: Annotated[str, typer.Option("--rounding", help="nearest, or stochastic (O5,masters=no).")] = "nearest",
+    shadow: Annotated[bool, typer.Option("--shadow", help="prepare(shadow=True), for O1 and O4.")] = False,
+    no_reshard: Annotated[bool, typer.Option("--no-reshard", help="fsdp2: reshard_after_forward=False.")] = False,
+    bucket_view: Annotated[bool, typer.Option("--bucket-view", help="ddp: gradient_as_bucket_view=True.")] = False,
+    reduce: Annotated[
+        str, typer.Option("--reduce", help="fsdp2: reduce_dtype of its MixedPrecisionPolicy; fp32 unless told.")
+    ] = "fp32",
+    units: Annotated[int, typer.Option("--units", help="fsdp2: equal units that the model is gathered in.")] = 32,
+    norm_share: Annotated[float, typer.Option("--norm-share", help="Of --params, the share in norm layers.")] = 0.0,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Also write the plan as JSON to this file.")] = None,
+) -> None:
+    """What a rank of a training run will hold and send, in bytes, by kind; on paper, activations left out."""
+    from ._plan import make_plan
+
+    made = make_plan(
+        params, model, as_json, level=level, world=world, shard=shard, optimizer=optimizer, states=states,
+        master=master, rounding=rounding, shadow=shadow, reshard=not no_reshard, bucket_view=bucket_view,
+        reduce=reduce, units=units, norm_share=norm_share,
+    )  # fmt: skip
+    show(made.to_table(), Console())
+
+
+@app.command()
 def levels(as_json: _Json = None) -> None:
     """The levels, what each keeps in which dtype, and which of them suits this machine."""
     auto, why = auto_level()

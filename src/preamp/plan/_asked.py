@@ -1,0 +1,242 @@
+"""What a plan is asked for, and which combinations there are none of: preamp refuses them, or torch does."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .. import optim
+from ..autocast import REGISTRY
+from ..errors import OptimizerError, PolicyError, PreampError, PreampWarning, SessionError
+from ..formats import LOW_DTYPES, dtype_of, name_of
+from ..optim import FusedOptimizer
+from ..policy import Policy
+from ..session import prepare
+
+SHARDS = ("none", "ddp", "fsdp2", "zero1")
+STATES = ("float32", "8bit")
+MASTERS = ("float32", "split", "none")
+ROUNDINGS = ("nearest", "stochastic")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """An optimizer: how it is made, and how many states of a parameter's shape it keeps."""
+
+    make: type[Optimizer]
+    moments: int
+    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def fused(self) -> bool:
+        """Whether it is one of preamp.optim, which steps 16-bit gradients and writes 16-bit weights itself."""
+        return issubclass(self.make, FusedOptimizer)
+
+
+_MOMENTUM = MappingProxyType({"momentum": 0.9})
+
+KINDS: dict[str, Kind] = {
+    "adam": Kind(optim.Adam, 2),
+    "adamw": Kind(optim.AdamW, 2),
+    "sgd": Kind(optim.SGD, 0),
+    "sgd-momentum": Kind(optim.SGD, 1, _MOMENTUM),
+    "adagrad": Kind(optim.Adagrad, 1),
+    "lamb": Kind(optim.LAMB, 2),
+    "novograd": Kind(optim.NovoGrad, 1),
+    "torch.adam": Kind(torch.optim.Adam, 2),
+    "torch.adamw": Kind(torch.optim.AdamW, 2),
+    "torch.sgd": Kind(torch.optim.SGD, 0),
+    "torch.sgd-momentum": Kind(torch.optim.SGD, 1, _MOMENTUM),
+    "torch.adagrad": Kind(torch.optim.Adagrad, 1),
+}
+"""Optimizers by the name that a plan takes; those of torch behind "torch."."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """Everything that was asked for, checked."""
+
+    policy: Policy
+    world: int
+    shard: str
+    optimizer: str
+    states: str
+    master: str | None
+    """"float32" or "split" where the policy wants masters, else None."""
+    rounding: str
+    shadow: bool
+    reshard: bool
+    bucket_view: bool
+    reduce: torch.dtype
+    units: int
+
+    @property
+    def kind(self) -> Kind:
+        """The optimizer."""
+        return KINDS[self.optimizer]
+
+    @property
+    def sharded(self) -> bool:
+        """Whether parameters are sharded, and so are their own masters."""
+        return self.shard == "fsdp2"
+
+    @property
+    def replicated(self) -> bool:
+        """Whether DistributedDataParallel holds whole parameters and gradients on every rank."""
+        return self.shard in ("ddp", "zero1")
+
+
+def ask(
+    policy: Policy, *, world: int, shard: str, optimizer: str | None, states: str, master: str | None, rounding: str,
+    shadow: bool, reshard: bool, bucket_view: bool, reduce: str | torch.dtype, units: int,
+) -> Asked:  # fmt: skip
+    """Check what was asked for. Raises the `PreampError` that preamp itself has for it, where it has one."""
+    if isinstance(world, bool) or not isinstance(world, int) or world < 1:
+        raise PreampError(f"world={world!r}: a run has one rank or more")
+    if isinstance(units, bool) or not isinstance(units, int) or units < 1:
+        raise PreampError(f"units={units!r}: FSDP2 gathers a model in one unit or more")
+    named = {"shard": (shard, SHARDS), "states": (states, STATES), "rounding": (rounding, ROUNDINGS)}
+    named |= {} if master is None else {"master": (master, MASTERS)}
+    name = optimizer or ("torch.adamw" if shard == "fsdp2" else "adamw")
+    named["optimizer"] = (name, tuple(KINDS))
+    for what, (value, legal) in named.items():
+        if value not in legal:
+            raise PreampError(f"{what}={value!r}: write {', '.join(legal)}")
+    if shard == "none" and world > 1:
+        raise PreampError(
+            f"world={world} with shard='none': ranks that exchange nothing train apart; write shard='ddp', 'fsdp2' or "
+            "'zero1', or world=1"
+        )
+    alien = {
+        "reshard=False": not reshard and shard != "fsdp2",
+        f"reduce={reduce!r}": _reduce(reduce) is not torch.float32 and shard != "fsdp2",
+        "bucket_view=True": bucket_view and shard not in ("ddp", "zero1"),
+    }
+    for what, is_so in alien.items():
+        if is_so:
+            raise PreampError(f"{what} with shard={shard!r}, which has no such choice: leave it out")
+    asked = Asked(
+        policy=policy, world=world, shard=shard, optimizer=name, states=states,
+        master=_master(policy, master), rounding=rounding, shadow=shadow, reshard=reshard,
+        bucket_view=bucket_view, reduce=_reduce(reduce), units=units,
+    )  # fmt: skip
+    _check_sharded(asked)
+    _check_optimizer(asked)
+    _check_replicated(asked)
+    _rehearse(asked)
+    return asked
+
+
+def _master(policy: Policy, master: str | None) -> str | None:
+    """What stands behind a 16-bit weight; None where the policy wants nothing there."""
+    if policy.masters:
+        if master == "none":
+            raise PolicyError(
+                "master='none' under a policy with masters=yes: the session keeps float32 masters whatever the "
+                "optimizer says; write the policy with masters=no, as in 'O5,masters=no'"
+            )
+        return master or "float32"
+    if policy.params in LOW_DTYPES and master in ("float32", "split"):
+        raise PolicyError(
+            f"master={master!r} under a policy with masters=no: nothing would be kept beside {name_of(policy.params)} "
+            "weights; write the policy with masters=yes, as O2 and O5 have it"
+        )
+    if master == "split":
+        raise PolicyError(
+            "master='split' with params=fp32: float32 parameters are their own masters, and there is nothing to split; "
+            "use level='O5'"
+        )
+    return None
+
+
+def _reduce(reduce: str | torch.dtype) -> torch.dtype:
+    try:
+        dtype = dtype_of(reduce)
+    except ValueError as error:
+        raise PreampError(f"reduce: {error}") from None
+    if dtype is not torch.float32 and dtype not in LOW_DTYPES:
+        raise PreampError(f"reduce={name_of(dtype)}: gradients are reduced in fp32, fp16 or bf16")
+    return dtype
+
+
+def _check_sharded(asked: Asked) -> None:
+    if not asked.sharded:
+        return
+    if asked.master == "split":
+        raise PolicyError(
+            "master='split' with shard='fsdp2': the sharded float32 parameters are the masters themselves, and the "
+            "16-bit weights are only gathered: leave it out there"
+        )
+    if asked.shadow:
+        raise PolicyError(
+            "shadow=True with shard='fsdp2': FSDP2 gathers weights in 16 bits and casts none of them: leave it out"
+        )
+    wanted = {"states": asked.states == "8bit", "rounding": asked.rounding == "stochastic"}
+    culprit = next((what for what, is_so in wanted.items() if is_so), "optimizer" if asked.kind.fused else None)
+    if culprit is not None:
+        raise OptimizerError(
+            f"{culprit}={getattr(asked, culprit)!r} with shard='fsdp2': the optimizers of preamp.optim step plain "
+            "tensors, and FSDP2's sharded parameters are DTensors, which their kernels do not take; write one of "
+            "torch's, such as torch.adamw, with float32 states, or shard='zero1'"
+        )
+
+
+def _check_optimizer(asked: Asked) -> None:
+    own, adam = asked.kind.fused, issubclass(asked.kind.make, optim.Adam)
+    for what, value, plain in (("states", asked.states, "float32"), ("rounding", asked.rounding, "nearest")):
+        if value != plain and not adam:
+            raise OptimizerError(
+                f"{what}={value!r} with optimizer={asked.optimizer!r}: only adam and adamw of preamp.optim have it; "
+                f"write one of them, or {what}={plain!r}"
+            )
+    if asked.master == "split" and not own and not asked.sharded:
+        raise OptimizerError(
+            f"master='split' with optimizer={asked.optimizer!r}: an optimizer of torch cannot step weights that are "
+            "halves of their masters; write adam or adamw of preamp.optim, or master='float32'"
+        )
+
+
+def _check_replicated(asked: Asked) -> None:
+    if asked.shard == "zero1" and asked.policy.masters and not asked.kind.fused:
+        raise SessionError(
+            f"optimizer={asked.optimizer!r} with masters and shard='zero1': ZeroRedundancyOptimizer shards what an "
+            "optimizer keeps, one of torch's keeps no masters, and those of a session lie whole on every rank; write "
+            "an optimizer of preamp.optim, which has them in its state, or level='O1' or 'O4'"
+        )
+    if asked.shadow and asked.shard == "ddp":
+        raise PolicyError(
+            "shadow=True with shard='ddp': the parallel wrapper exchanges gradients in the dtype of the parameters: "
+            "leave it out there"
+        )
+    if asked.shadow and asked.shard == "zero1":
+        raise PolicyError(
+            "shadow=True with shard='zero1': only the optimizers of preamp.optim step float32 parameters by 16-bit "
+            "gradients and write the copies, and ZeroRedundancyOptimizer is none of them: leave it out there"
+        )
+
+
+def _rehearse(asked: Asked) -> None:
+    """Prepare one layer as it is asked for, so that whatever `prepare` and the optimizer refuse is refused here too."""
+    kind, options = asked.kind, dict(asked.kind.options)
+    if kind.fused:
+        options["master"] = asked.master
+    if issubclass(kind.make, optim.Adam):
+        options |= {"states": asked.states, "rounding": asked.rounding}
+    make: Any = kind.make
+    layer = nn.utils.skip_init(nn.Linear, 1, 1)  # draws no random numbers
+    optimizer = make(layer.parameters(), lr=0.1, **options)
+    if asked.sharded:
+        return
+    ops = asked.policy.ops if asked.shadow else None  # only shadows ask for regions
+    if ops is not None and REGISTRY.rules is not None:
+        ops = REGISTRY.rules  # a running session's, beside which there can be no others
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PreampWarning)  # of epsilons, which are not what is planned
+        prepare(layer, optimizer, policy=asked.policy.replace(ops=ops, modules=()), shadow=asked.shadow).close()
