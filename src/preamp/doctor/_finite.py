@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from .. import sharding
 from ..gradients import read
 
 
@@ -28,9 +29,7 @@ def held_here(tensor: Tensor) -> Tensor:
 
     Those of one index are not added up: that is done when the step comes.
     """
-    if type(tensor).__name__ == "DTensor":
-        local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
-        return local
+    tensor = sharding.held_here(tensor)
     return tensor._values() if tensor.layout is torch.sparse_coo else tensor
 
 

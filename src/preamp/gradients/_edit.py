@@ -14,15 +14,18 @@ import torch
 from torch import Tensor
 
 from ..formats import LOW_DTYPES
+from ..sharding import agreed_flag, held_here
 
 
 def check_and_unscale_(gradients: Iterable[Tensor], inverse: Tensor | None) -> Tensor:
     """Multiply gradients by `inverse` in place, and say whether all of them were finite.
 
     `inverse`: 0-d float32, or None to only check. Returns 0-d float32: 1 when some entry was inf or nan, else 0. The
-    check is made on the values before the multiplication. float16 gradients are multiplied in float16.
+    check is made on the values before the multiplication. float16 gradients are multiplied in float16. Of DTensors
+    each process reads its shard, and all of them get the same flag.
     """
-    groups = grouped(list(gradients))
+    gradients = list(gradients)
+    groups = grouped(gradients)
     if not groups:
         return torch.zeros((), dtype=torch.float32)
     home = groups[0][0].device
@@ -32,7 +35,7 @@ def check_and_unscale_(gradients: Iterable[Tensor], inverse: Tensor | None) -> T
         factor = torch.ones_like(found) if inverse is None else inverse.to(found.device)
         torch._amp_foreach_non_finite_check_and_unscale_(group, found, factor)
         flags.append(found.to(home))
-    return flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+    return agreed_flag(flags[0] if len(flags) == 1 else torch.stack(flags).amax(), gradients)
 
 
 def global_norm(gradients: Iterable[Tensor], order: float = 2.0) -> Tensor:
@@ -76,7 +79,8 @@ def grouped(gradients: list[Tensor], *, complex_as_real: bool = True) -> list[li
     """
     if not gradients:
         return []
-    alike = len(set(map(_DTYPE, gradients))) == len(set(map(_DEVICE, gradients))) == 1
+    sharded = any(kind.__name__ == "DTensor" for kind in set(map(type, gradients)))
+    alike = not sharded and len(set(map(_DTYPE, gradients))) == len(set(map(_DEVICE, gradients))) == 1
     if alike and set(map(_LAYOUT, gradients)) == {torch.strided} and not gradients[0].is_complex():
         return [gradients]
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
@@ -88,7 +92,8 @@ def grouped(gradients: list[Tensor], *, complex_as_real: bool = True) -> list[li
 
 
 def dense_values(gradient: Tensor) -> Tensor:
-    """The numbers of a gradient: itself, or the values of a coalesced sparse one (sharing its memory)."""
+    """The numbers of a gradient, sharing its memory: its own, a coalesced sparse one's values, a DTensor's shard."""
+    gradient = held_here(gradient)
     if gradient.layout is torch.strided:
         return gradient
     if gradient.layout is torch.sparse_coo:

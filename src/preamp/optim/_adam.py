@@ -74,6 +74,11 @@ class Adam(FusedOptimizer):
         for group in self.param_groups:
             self._refuse_amsgrad(group)
 
+    @property
+    def shards_alone(self) -> bool:  # type: ignore[override]
+        """Not with moments in 8 bits, whose blocks another number of shards would cut elsewhere."""
+        return self.states != "8bit"
+
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """First and second moment, and the largest second moment of AMSGrad."""
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if group["amsgrad"] else 2]

@@ -17,6 +17,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from ..errors import OptimizerError
 from ..formats import LOW_DTYPES
 from ..masters import Masters, SplitMasters
+from ..sharding import is_sharded
 from ._flat import Flat
 from ._plan import Bucket, Plan, share_steps
 
@@ -197,8 +198,26 @@ class FusedOptimizer(Optimizer):
                 f"{type(self).__name__} got a sparse gradient of shape {tuple(grad.shape)} and steps dense ones: use "
                 "torch.optim.SparseAdam or SGD for such parameters, or sparse=False in the embedding"
             )
+        if is_sharded(param):
+            self._check_sharded(param)
         if not param.is_floating_point():
             raise OptimizerError(f"{type(self).__name__} steps real floating parameters; one is {param.dtype}")
+
+    shards_alone: bool = True
+    """Whether the part of a parameter that lies here can be stepped without the rest: entry by entry, that is."""
+
+    def _check_sharded(self, param: Parameter) -> None:
+        """`OptimizerError` for a DTensor that this optimizer cannot step."""
+        if not self.shards_alone:
+            raise OptimizerError(
+                f"{type(self).__name__} needs whole layers or blocks, and a parameter of shape {tuple(param.shape)} is "
+                "sharded: use preamp.optim.AdamW or SGD with float32 states, or an optimizer of torch's"
+            )
+        if param.dtype in LOW_DTYPES and self.master is not None:
+            raise OptimizerError(
+                f"a sharded parameter of shape {tuple(param.shape)} is {param.dtype}: shard the float32 model, whose "
+                "shards are the masters, with fully_shard(model, mp_policy=preamp.policy('O5').fsdp())"
+            )
 
     # -- masters
 

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..sharding import is_sharded
+
 SMALL = 16384
 """Entries up to which a tensor is laid beside others for good: beyond, copying its gradient costs more than a call."""
 TINY = 2048
@@ -27,7 +29,8 @@ PIECE = 2**18
 def fits(param: Parameter, flat: bool | None) -> bool:
     """Whether a parameter may lie beside others: small, float32, contiguous, on the CPU. `flat`: see `Flat`."""
     small = flat is not False and 0 < param.numel() <= (TINY if flat is None else SMALL) and param.dim() > 0
-    return small and param.dtype is torch.float32 and param.device.type == "cpu" and param.is_contiguous()
+    plain = param.dtype is torch.float32 and param.device.type == "cpu" and not is_sharded(param)
+    return small and plain and param.is_contiguous()
 
 
 def row(tensor: Tensor) -> tuple[int, ...]:

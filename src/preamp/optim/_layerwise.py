@@ -24,6 +24,8 @@ class LAMB(FusedOptimizer):
     `master`: "float32" keeps masters of 16-bit parameters. Raises `OptimizerError`, a ValueError.
     """
 
+    shards_alone = False
+
     def __init__(
         self,
         params: Any,
@@ -81,6 +83,8 @@ class NovoGrad(FusedOptimizer):
     as in Apex's FusedNovoGrad. `master`: "float32" keeps masters of 16-bit parameters. Raises `OptimizerError`, a
     ValueError.
     """
+
+    shards_alone = False
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..sharding import held_here, is_sharded, summed_up
 from ._flat import PIECE, Flat, fits, row
 
 _GRAD = attrgetter("grad")
@@ -34,16 +35,22 @@ class Bucket:
     """0-d float32 on the device, steps taken; one for all, which this bucket alone counts up."""
     contiguous: bool = False
     """Whether parameters and states are contiguous, so that a step need not look at their strides."""
+    sharded: bool = False
+    """Whether parameters and gradients are DTensors, of which the part is stepped that lies here, like `states`."""
     flat: Flat | None = None
     """Where parameters and states lie side by side, if they do; `states` are then one tensor each."""
 
     def gradients(self) -> list[Tensor]:
         """The gradients that the parameters have now; one tensor if they lie side by side."""
         gradients = list(map(_GRAD, self.params))
+        if self.sharded:
+            gradients = [held_here(summed_up(g, p)) for g, p in zip(gradients, self.params, strict=True)]
         return gradients if self.flat is None else [self.flat.gathered(gradients)]
 
     def tensors(self) -> list[Tensor]:
         """What is stepped."""
+        if self.sharded:
+            return list(map(held_here, self.params))
         return list(self.params) if self.flat is None else [self.flat.param]
 
 
@@ -58,7 +65,8 @@ class Plan:
             alike: dict[tuple[object, ...], list[Parameter]] = defaultdict(list)
             for param in params:
                 names = optimizer.names_for(group, param)
-                alike[(param.device, param.dtype, names, fits(param, optimizer.lays_flat))].append(param)
+                kind = param.device, param.dtype, names, is_sharded(param), fits(param, optimizer.lays_flat)
+                alike[kind].append(param)
             for own in alike.values():
                 self.buckets += _buckets_of(optimizer, group, own)
         self._first = [
@@ -103,7 +111,7 @@ def _buckets_of(optimizer: Any, group: dict[str, Any], params: list[Parameter]) 
     chunks = [chunk for alike in by_age.values() for chunk in _chunks(optimizer, group, alike)]
     sharing = Counter(id(own.get("step")) for own in state.values())
     largest = max((sum(p.numel() for p in chunk) for chunk, side_by_side in chunks if side_by_side), default=0)
-    scratch = params[0].detach().new_empty(0 if optimizer.lays_flat else largest)
+    scratch = held_here(params[0]).detach().new_empty(0 if optimizer.lays_flat else largest)
     buckets = []
     for alike, side_by_side in chunks:
         step = state[alike[0]]["step"] if optimizer.counts_steps else None
@@ -111,9 +119,11 @@ def _buckets_of(optimizer: Any, group: dict[str, Any], params: list[Parameter]) 
             step = step.clone()
             for param in alike:
                 state[param]["step"] = step
-        states = {name: [state[param][name] for param in alike] for name in names}
-        dense = all(all(map(Tensor.is_contiguous, tensors)) for tensors in (alike, *states.values()))
-        bucket = Bucket(group, alike, mastered, states, step, dense)
+        sharded = is_sharded(alike[0])
+        states = {name: [held_here(state[param][name]) for param in alike] for name in names}
+        plain: list[Any] = [] if sharded else [alike, *states.values()]
+        dense = not sharded and all(all(map(Tensor.is_contiguous, tensors)) for tensors in plain)
+        bucket = Bucket(group, alike, mastered, states, step, dense, sharded)
         if side_by_side:
             own_states = [state.get(param, {}) for param in alike]
             bucket.flat = Flat(alike, own_states, names, for_good=bool(optimizer.lays_flat), scratch=scratch)

@@ -85,6 +85,21 @@ class Policy:
         """Whether the forward pass runs in autocast regions."""
         return self.compute in LOW_DTYPES and self.ops is not None
 
+    def fsdp(self, *, full: bool = False) -> Any:
+        """The `MixedPrecisionPolicy` of torch's that means the same: `fully_shard(module, mp_policy=policy.fsdp())`.
+
+        The sharded parameters stay float32 and are the masters; they are gathered in `compute`, their gradients summed
+        over the ranks in float32. `full`: for parts that are to compute in float32 (norms, a head): they are gathered
+        as they are, get float32 inputs, and return the 16-bit ones that the next part takes.
+        """
+        from torch.distributed.fsdp import MixedPrecisionPolicy  # takes long to import
+
+        low = self.compute if self.compute in LOW_DTYPES else None
+        if full and low is not None:
+            wide = torch.float32
+            return MixedPrecisionPolicy(param_dtype=wide, reduce_dtype=wide, output_dtype=low, cast_forward_inputs=True)
+        return MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low is not None else None)
+
     def __str__(self) -> str:
         parts = [
             f"params={name_of(self.params)}",

@@ -15,6 +15,7 @@ from ..masters import Masters
 from ..modules import Conversion
 from ..optim import FusedOptimizer
 from ..policy import Policy
+from ..sharding import is_sharded
 from ._casts import KeptCasts
 from ._checks import STATE_VERSION, check_state, first_nonfinite
 from ._gradients import GradientBook, parameters_of, state_like_parameters
@@ -39,14 +40,16 @@ class SessionBase:
         conversions: Sequence[Conversion],
         device_type: str,
         skip: str = "auto",
+        group: Any = None,
     ) -> None:
         self.policy = policy
         """The policy in force."""
         self.device_type = device_type
         self._models, self._optimizers = dict(models), dict(optimizers)
         self._losses, self._masters, self._conversions = losses, masters, list(conversions)
-        self._book = GradientBook(masters)
+        self._book = GradientBook(masters, group)
         self._round = Round(losses, self._book, list(self._optimizers.values()))
+        self._sharded = any(is_sharded(p) for model in models.values() for p in model.parameters())
         self._casts = KeptCasts(self._weights, masters.refresh if masters.shadows else lambda: None)
         self._skip, self._attempts = skip, 0
         self._skips = 0

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import SessionError, StateError
+from ..formats import LOW_DTYPES, name_of
 from ..modules import unwrapped
+from ..sharding import gathered_as, is_sharded, sharded_parts
 
 STATE_VERSION = 1
 
@@ -27,11 +29,39 @@ def check_loss(loss: Any) -> None:
 def check_no_sync(models: Iterable[nn.Module]) -> None:
     """`backward(sync=False)` needs a forward pass that ran without synchronisation."""
     for model in models:
-        if isinstance(model, nn.parallel.DistributedDataParallel) and model.require_backward_grad_sync:
+        ddp = isinstance(model, nn.parallel.DistributedDataParallel) and model.require_backward_grad_sync
+        if ddp or any(_syncs(part) for part in sharded_parts(model)):
             raise SessionError(
-                "backward(sync=False) on a DistributedDataParallel model whose forward pass ran with "
-                "synchronisation on: run forward and backward of the micro-batch inside `with session.no_sync():`"
+                f"backward(sync=False) on a {'DistributedDataParallel' if ddp else 'fully_shard-ed'} model whose "
+                "forward pass ran with synchronisation on: run forward and backward of the micro-batch inside "
+                "`with session.no_sync():`"
             )
+
+
+def _syncs(part: Any) -> bool:
+    group = getattr(part._get_fsdp_state(), "_fsdp_param_group", None)
+    return group is not None and bool(group.reduce_grads)
+
+
+def check_gathered_full(models: Iterable[nn.Module]) -> None:
+    """`full_precision()` needs weights that FSDP2 gathers in float32."""
+    for model in models:
+        low = next((dtype for dtype in gathered_as(model).values() if dtype in LOW_DTYPES), None)
+        if low is not None:
+            raise SessionError(
+                f"full_precision(): FSDP2 gathers this model's weights in {name_of(low)} whatever is around it. "
+                "Validate in the session's precision, or load a checkpoint into a float32 model"
+            )
+
+
+def check_sharded_late(models: Iterable[nn.Module]) -> None:
+    """A model that is sharded after `prepare` has other parameters than its optimizer and its session."""
+    if any(is_sharded(parameter) for model in models for parameter in model.parameters()):
+        raise SessionError(
+            "the model was sharded after prepare(): its parameters are other objects now, and neither the optimizer "
+            "nor the session has them. In this order: fully_shard(model, mp_policy=policy.fsdp()), then the optimizer, "
+            "then prepare()"
+        )
 
 
 def selected(optimizers: Mapping[str, Optimizer], optimizer: Optimizer | None) -> list[Optimizer]:

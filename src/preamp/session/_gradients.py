@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from torch.optim import Optimizer
 
 from ..gradients import Reading, global_norm, multiply_, read
 from ..masters import Masters
+from ..parallel import Agreement
+from ..sharding import summed_up
 
 
 @dataclass(slots=True)
@@ -54,8 +57,9 @@ class GradientBook:
     gradients at once and adds them up, in float32 for low parameters.
     """
 
-    def __init__(self, masters: Masters) -> None:
-        self._masters = masters
+    def __init__(self, masters: Masters, group: Any = None) -> None:
+        self._masters, self._group = masters, group
+        self._agreements: dict[Optimizer, tuple[int, Agreement | None]] = {}
         self._kept: dict[Parameter, _True] = {}
         self._looks: dict[Optimizer, _Look] = {}
 
@@ -80,6 +84,7 @@ class GradientBook:
         if optimizer not in self._looks:
             for index, parameter in enumerate(low_strangers(optimizer, self._masters)):
                 self._masters.adopt(f"(added later):{index}:{len(self._masters)}", parameter)
+            agreement = self._agreement(optimizer)
             parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
             gradients = []
             for parameter in parameters:
@@ -87,10 +92,34 @@ class GradientBook:
                 assert grad is not None
                 if grad.layout is torch.sparse_coo:
                     grad = parameter.grad = grad.coalesce()
+                elif agreement is not None:
+                    grad = parameter.grad = summed_up(grad, parameter)
                 gradients.append(self._float_gradient(parameter) if parameter in self._kept else grad)
-            reading = read(gradients, statistics=statistics)
+            reading = self._read(optimizer, dict(zip(parameters, gradients, strict=True)), statistics)
             self._looks[optimizer] = _Look(reading, parameters, inverse)
         return self._looks[optimizer].reading
+
+    def _agreement(self, optimizer: Optimizer) -> Agreement | None:
+        """With whom what is read of an optimizer's gradients has to be agreed, if with anybody."""
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._agreements.get(optimizer)
+        if known is None or known[0] != count:
+            agreement = Agreement(list(parameters_of(optimizer)), self._group)
+            known = self._agreements[optimizer] = (count, agreement if agreement.needed else None)
+        return known[1]
+
+    def _read(self, optimizer: Optimizer, gradients: Mapping[Parameter, Tensor], statistics: bool) -> Reading:
+        agreement = self._agreement(optimizer)
+        if agreement is None:
+            return read(list(gradients.values()), statistics=statistics)
+        return agreement.read([gradients.get(p) for p in parameters_of(optimizer)], statistics=statistics)
+
+    def _norm_of(self, optimizer: Optimizer, order: float = 2.0) -> Tensor:
+        """Of the gradients as they lie there."""
+        agreement = self._agreement(optimizer)
+        if agreement is None:
+            return global_norm(gradients_of(optimizer), order)
+        return agreement.norm([p.grad for p in parameters_of(optimizer)], order)
 
     def make_true(self, optimizer: Optimizer) -> None:
         """Unscale and clip an optimizer's gradients, once; low parameters get float32 ones, and their masters in."""
@@ -157,16 +186,16 @@ class GradientBook:
         for parameter in parameters:
             grad = parameter.grad
             if grad is not None:
-                grad = grad.coalesce() if grad.layout is torch.sparse_coo else grad
+                grad = grad.coalesce() if grad.layout is torch.sparse_coo else summed_up(grad, parameter)
                 added[parameter] = grad.float() if parameter in self._masters else grad
         readings = {}
         scaled = dict(added)
         for optimizer in optimizers:
-            own = [scaled.pop(p) for p in parameters_of(optimizer) if p in scaled]
-            if own:
-                readings[optimizer] = read(own, statistics=statistics)
+            own = {p: scaled.pop(p) for p in parameters_of(optimizer) if p in scaled}
+            if own or self._agreement(optimizer) is not None:
+                readings[optimizer] = self._read(optimizer, own, statistics)
                 if inverse is not None:
-                    multiply_(own, inverse)
+                    multiply_(own.values(), inverse)
         for parameter, grad in before.items():
             parameter.grad = grad
             if parameter in added:
@@ -187,7 +216,7 @@ class GradientBook:
         look = self._looks[optimizer]
         if look.norm is None:
             if look.true:  # somebody may have changed them since they were read
-                look.norm = global_norm(gradients_of(optimizer))
+                look.norm = self._norm_of(optimizer)
             else:
                 look.norm = look.reading.norm if look.inverse is None else look.reading.norm * look.inverse
         return look.norm
@@ -196,7 +225,7 @@ class GradientBook:
         """The norm that an optimizer's true gradients have now, after the clipping so far; of any order."""
         look = self._looks[optimizer]
         if look.true or order != 2.0:
-            norm = global_norm(gradients_of(optimizer), order)
+            norm = self._norm_of(optimizer, order)
             return norm if look.factor is None else norm * look.factor
         return look.reading.norm if look.factor is None else look.reading.norm * look.factor
 

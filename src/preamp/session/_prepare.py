@@ -20,6 +20,7 @@ from ..optim import FusedOptimizer
 from ..policy import Policy, auto_level
 from ..policy import policy as make_policy
 from ..scaling import LossScale, loss_scale
+from ..sharding import flat_group, is_sharded
 from ._gradients import state_like_parameters
 from ._losses import Losses, named_values
 from ._session import Session
@@ -41,6 +42,7 @@ def prepare(
     scale: float | str | LossScale | Mapping[str, float | str | LossScale] | None = None,
     skip: str = "auto",
     shadow: bool = False,
+    group: Any = None,
     **overrides: Any,
 ) -> Session:
     """Bring a model and its optimizer under a level or policy, in place, and return the session that trains them.
@@ -53,7 +55,10 @@ def prepare(
     wait a step; "device" steps it and puts parameters and states back where gradients were not finite, which costs a
     copy of them; "auto" is "device" for capturable optimizers on an accelerator, else "host". `shadow`: for O1 and O4
     with an optimizer of preamp.optim: keep 16-bit copies of weights, so that none is cast, and gradients rest, and add
-    up, in 16 bits. `overrides`: single fields of the policy (`norms="fp16"`, `modules={"head": "full"}`).
+    up, in 16 bits. `group`: the process group whose members hold different parameters in plain tensors (pipeline
+    stages): whether gradients are finite, and their norm, are agreed over it. DTensors (FSDP2, tensor parallelism) need
+    none, and under DistributedDataParallel gradients are alike anyway. `overrides`: single fields of the policy
+    (`norms="fp16"`, `modules={"head": "full"}`).
 
     Raises `PolicyError` for a policy that cannot be meant or does not fit the model, `SessionError` for objects that
     cannot be prepared; then nothing has been changed. Warns once when an epsilon would vanish (see `safe_eps`).
@@ -74,7 +79,8 @@ def prepare(
     try:
         for name, each in models.items():
             conversions.append(Conversion(each, chosen, masters, f"{name}:" if name else ""))
-        session = Session(models, optimizers, chosen, Losses(scales), masters, conversions, device_type, skip)
+        group = flat_group(models.values()) if group is None else group
+        session = Session(models, optimizers, chosen, Losses(scales), masters, conversions, device_type, skip, group)
     except BaseException:
         for conversion in conversions:
             conversion.undo()
@@ -114,6 +120,8 @@ def _shadows(
         why = "only the optimizers of preamp.optim step float32 parameters by 16-bit gradients and write the copies"
     elif losses > 1 and policy.scale != 1:
         why = "several losses with scales of their own add up in float32: leave it out, or use one loss"
+    elif any(is_sharded(p) for model in models.values() for p in model.parameters()):
+        why = "FSDP2 gathers weights in 16 bits as it is (mp_policy=policy.fsdp()): leave it out there"
     elif wrapped:
         why = "the parallel wrapper exchanges gradients in the dtype of the parameters: leave it out there"
     elif not shadows_work(device_type, policy.compute):
@@ -173,6 +181,11 @@ def _check_wrapping(models: dict[str, nn.Module], policy: Policy) -> None:
             raise SessionError(
                 f"model {name or 'given'} is already wrapped in DistributedDataParallel, whose buckets were laid out "
                 "for float32: prepare() the bare model first, then wrap it"
+            )
+        if flat_group([model]) is not None:
+            raise SessionError(
+                f"model {name or 'given'} is wrapped in FullyShardedDataParallel, whose flat parameters cannot be "
+                "made 16-bit ones: use fully_shard(model, mp_policy=policy.fsdp()), or level='O1' or 'O4'"
             )
 
 

@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 from ..autocast import autocast
 from ..errors import SessionError
 from ..gradients import Reading, clip_values_
+from ..sharding import sharded_parts
 from ._base import SessionBase
 from ._capture import CapturedStep
 from ._casts import KeepingRegion
-from ._checks import check_loss, check_no_sync, names_of, selected
+from ._checks import check_gathered_full, check_loss, check_no_sync, check_sharded_late, names_of, selected
 from ._gradients import gradients_of
 from ._precision import in_float32
 from ._report import StepReport
@@ -39,7 +40,7 @@ class Session(SessionBase):
         if self._book.any_read() and not self._round.running:
             self._forget_all()
         active = enabled and self.policy.has_regions
-        if active and self.policy.params is torch.float32:
+        if active and self.policy.params is torch.float32 and not self._sharded:  # casts kept would be of whole weights
             return KeepingRegion(self.device_type, self.policy.compute, self._casts)
         return autocast(self.device_type, self.policy.compute if active else None, active)
 
@@ -50,6 +51,8 @@ class Session(SessionBase):
         Between steps only: gradients of low parameters are put aside while it lasts. Not in compiled code.
         """
         self._check_open()
+        if self._sharded and self.policy.compute is not torch.float32:
+            check_gathered_full(self._models.values())
         if self._book.any_read():
             raise SessionError("full_precision() between unscale_() or clipping and step(): call step() first")
         with in_float32(self._models.values(), self._masters, self._conversions, self.device_type):
@@ -72,7 +75,7 @@ class Session(SessionBase):
         """Gradients of `loss`, protected by its scale. Call it once a micro-batch; gradients add up until `step`.
 
         `loss`: a 0-d floating tensor. `name`: which of the session's losses it is. `sync=False`: more micro-batches
-        follow before the step; under DistributedDataParallel the forward pass must have run inside
+        follow before the step; under DistributedDataParallel and FSDP2 forward and backward must run inside
         `session.no_sync()`, which is checked. `kwargs` go to `Tensor.backward` (`retain_graph`, `inputs`).
         """
         name = self._begin_backward(loss, name, more_follow=not sync)
@@ -108,12 +111,18 @@ class Session(SessionBase):
         return tuple(g.float() if inverse is None else g.float() * inverse for g in raw)
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Inside, DistributedDataParallel models do not exchange gradients: for all micro-batches but the last."""
+    def no_sync(self, *wrapped: nn.Module) -> Iterator[None]:
+        """Inside, DistributedDataParallel and FSDP2 models do not exchange gradients: for micro-batches but the last.
+
+        `wrapped`: DistributedDataParallel models made after `prepare`, which the session does not know.
+        """
         with ExitStack() as stack:
-            for model in self._models.values():
+            for model in (*self._models.values(), *wrapped):
                 if isinstance(model, nn.parallel.DistributedDataParallel):
                     stack.enter_context(model.no_sync())
+                for part in sharded_parts(model):
+                    part.set_requires_gradient_sync(False, recurse=False)
+                    stack.callback(part.set_requires_gradient_sync, True, recurse=False)
             yield
 
     # -- between backward and step
@@ -242,6 +251,8 @@ class Session(SessionBase):
         """Checks before a backward pass, and what the loss's scale still has to learn; returns the loss's name."""
         self._check_open()
         check_loss(loss)
+        if not self._attempts and not self._sharded:
+            check_sharded_late(self._models.values())
         name = self._losses.named(name)
         waiting = [o for o in self._optimizers.values() if self._book.has_read(o)]
         if any(gradients_of(o) for o in waiting):

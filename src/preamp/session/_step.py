@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..errors import SessionError
 from ..optim import FusedOptimizer
+from ..sharding import held_here
 from ._gradients import GradientBook
 
 SKIPS = ("auto", "host", "device")
@@ -67,11 +68,11 @@ def _step_and_put_back(optimizer: Optimizer, found: Tensor) -> None:
     """Step, then undo it on the device where `found`: costs a copy of parameters and states, and no wait."""
     before: list[tuple[Callable[[], Any], Any]] = []
     for parameter in _stepping(optimizer):
-        before.append((lambda p=parameter: p.data, parameter.data.clone()))  # type: ignore[misc]
+        before.append((lambda p=parameter: held_here(p.detach()), held_here(parameter.detach()).clone()))  # type: ignore[misc]
         state = optimizer.state[parameter]
         for name, value in state.items():
-            kept = value.clone() if isinstance(value, Tensor) else value
-            before.append((lambda s=state, n=name: s[n], kept))  # type: ignore[misc]
+            kept = held_here(value).clone() if isinstance(value, Tensor) else value
+            before.append((lambda s=state, n=name: _held(s[n]), kept))  # type: ignore[misc]
     optimizer.step()
     for look, kept in before:
         now = look()
@@ -82,3 +83,7 @@ def _step_and_put_back(optimizer: Optimizer, found: Tensor) -> None:
                 f"{type(optimizer).__name__} counts on the host ({kept!r} became {now!r}), which a skip on the device "
                 "cannot undo: leave out skip='device', or make the optimizer with capturable=True"
             )
+
+
+def _held(value: Any) -> Any:
+    return held_here(value) if isinstance(value, Tensor) else value

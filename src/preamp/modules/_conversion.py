@@ -1,140 +1,30 @@
-"""Precision of modules: converts a model's parameters, and makes modules cast what they get and what they return.
-
-A module that has to cast gets a subclass of its own class that wraps `forward`. `isinstance`, `state_dict` keys,
-`deepcopy`, DataParallel, pickling and `torch.compile(fullgraph=True)` work as before; a pair of forward hooks would
-break the compiler's graph, and a replaced `forward` attribute would run the original's forward on a copy.
-"""
+"""Brings a model under a policy: converts its parameters and buffers, and has its modules cast."""
 
 from __future__ import annotations
 
-import copy
-import re
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import UninitializedParameter
 
-from .errors import PolicyError, SessionError
-from .formats import LOW_DTYPES, name_of
-from .masters import Masters
-from .policy import Policy, Precision
-from .tree import cast_floating, tensors
+from ..errors import PolicyError, SessionError
+from ..formats import LOW_DTYPES, name_of
+from ..masters import Masters
+from ..policy import Policy
+from ..sharding import gathered_as, is_sharded
+from ._casting import NOTHING, SHADOWED, Casting, CastingModule, casting_class
+from ._precisions import precisions_of, unwrapped
 
 NORMS: tuple[type[nn.Module], ...] = (_BatchNorm, _InstanceNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 """What a policy's `norms` field is about."""
 
 _RNNS: tuple[type[nn.Module], ...] = (nn.RNNBase, nn.RNNCellBase)
-
-
-@dataclass(frozen=True, slots=True)
-class Casting:
-    """What a module does around its forward. `None` everywhere: nothing."""
-
-    inputs: torch.dtype | None = None
-    """Floating inputs are cast to this."""
-    outputs: torch.dtype | None = None
-    """Floating outputs are cast to this."""
-    outputs_as_inputs: bool = False
-    """Floating outputs are cast to the dtype that the first floating input came in."""
-    region: torch.dtype | None = None
-    """The dtype that an autocast region around the call has inside this module; float32 switches it off."""
-    through: Callable[[Tensor], Tensor] | None = None
-    """What a linear or convolution layer computes with in place of a parameter, inside a region."""
-
-
-NOTHING = Casting()
-
-
-class CastingModule(nn.Module):
-    """The mixin that a casting module's class gets in front. `_preamp_casting` is the only thing it adds."""
-
-    _preamp_casting: Casting
-    _preamp_original: type[nn.Module]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The original forward, between the casts."""
-        casting = self._preamp_casting
-        came_in = _first_floating(args, kwargs) if casting.outputs_as_inputs or casting.region is not None else None
-        if casting.inputs is not None:
-            args, kwargs = cast_floating(args, casting.inputs), cast_floating(kwargs, casting.inputs)
-        with _region(casting.region, came_in):
-            if casting.through is not None and _in_low_region(self):
-                result = _computed_through(self, casting.through, *args, **kwargs)
-            else:
-                result = super().forward(*args, **kwargs)
-        outputs = came_in.dtype if casting.outputs_as_inputs and came_in is not None else casting.outputs
-        return result if outputs is None else cast_floating(result, outputs)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as the original class: a saved model does not need preamp to be read."""
-        state = {key: value for key, value in self.__dict__.items() if key != "_preamp_casting"}
-        plain = object.__new__(self._preamp_original)
-        plain.__dict__.update(state)
-        return plain.__reduce_ex__(min(protocol, 1))  # the newer forms insist on the pickled object's own class
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy that casts like this module, and belongs to no session."""
-        own = getattr(self._preamp_original, "__deepcopy__", None)
-        if own is not None:
-            clone = own(self, memo)
-            clone.__class__, clone._preamp_casting = type(self), self._preamp_casting
-            return clone
-        clone = object.__new__(type(self))
-        memo[id(self)] = clone
-        clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return clone
-
-
-def _in_low_region(module: Any) -> bool:
-    return torch.is_autocast_enabled(module.weight.device.type)
-
-
-def _computed_through(module: Any, through: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
-    """The forward pass of a linear or convolution layer with other tensors as its parameters."""
-    weight, bias = through(module.weight), None if module.bias is None else through(module.bias)
-    if isinstance(module, nn.Linear):
-        return F.linear(input, weight, bias)
-    result: Tensor = module._conv_forward(input, weight, bias)
-    return result
-
-
-SHADOWED: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-"""Modules whose parameters may have shadows: exactly these classes, since a subclass may use its weight otherwise."""
-
-
-def _first_floating(args: Any, kwargs: Any) -> Tensor | None:
-    for tensor in tensors((args, kwargs)):
-        if tensor.is_floating_point():
-            return tensor
-    return None
-
-
-def _region(dtype: torch.dtype | None, like: Tensor | None) -> Any:
-    """A change of the ambient autocast region for one module; outside regions modules run as they are."""
-    if dtype is None or like is None:
-        return nullcontext()
-    device_type = like.device.type
-    if dtype is torch.float32:
-        return torch.autocast(device_type, enabled=False)
-    return torch.autocast(device_type, dtype=dtype)
-
-
-_SUBCLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def _casting_class(original: type[nn.Module]) -> type[nn.Module]:
-    if original not in _SUBCLASSES:
-        body = {"_preamp_original": original, "__module__": original.__module__, "__doc__": original.__doc__}
-        _SUBCLASSES[original] = type(original.__name__, (CastingModule, original), body)
-    return _SUBCLASSES[original]
 
 
 @lru_cache
@@ -178,9 +68,10 @@ class Conversion:
             raise SessionError(
                 "this model is already prepared by an open session; close that session first (session.close())"
             )
+        self._gathered = gathered_as(root)
         self._changed: list[CastingModule] = []
         self._buffers: list[tuple[nn.Module, str, Tensor, Tensor, int]] = []
-        precisions = dict(_precisions(root, policy))
+        precisions = self._precisions = dict(precisions_of(root, policy))
         plan = list(self._plan_parameters(root, precisions))  # raises before anything is changed
         for name, parameter, dtype in plan:
             if parameter.dtype is dtype:
@@ -222,13 +113,42 @@ class Conversion:
                         )
                     continue
                 seen[parameter] = (name, dtype)
-                if dtype in LOW_DTYPES and parameter.dtype in (torch.float32, dtype):
+                if is_sharded(parameter):
+                    self._check_gathered(name, parameter, dtype)
+                elif dtype in LOW_DTYPES and parameter.dtype in (torch.float32, dtype):
                     yield name, parameter, dtype
                 elif parameter.dtype in LOW_DTYPES:
                     raise PolicyError(
                         f"the parameter {name} is {name_of(parameter.dtype)} and the policy wants {name_of(dtype)}: "
                         "prepare() casts by itself and needs the float32 model; remove .half() or .to(...) before it"
                     )
+
+    def _check_gathered(self, name: str, parameter: nn.Parameter, wanted: torch.dtype) -> None:
+        """A sharded parameter stays float32, and is its own master: FSDP2 has to gather it as the policy wants."""
+        if parameter.dtype in LOW_DTYPES:
+            raise SessionError(
+                f"the sharded parameter {name} is {name_of(parameter.dtype)}: its shards would be rounded after every "
+                "step. Shard the float32 model, which prepare() and .half() have not seen yet: "
+                "fully_shard(model, mp_policy=policy.fsdp()), then the optimizer, then prepare()"
+            )
+        gathered = self._gathered.get(parameter) or torch.float32
+        low = self._policy.params in LOW_DTYPES
+        if low and wanted in LOW_DTYPES and gathered is not wanted:
+            raise SessionError(
+                f"the sharded parameter {name} is gathered in {name_of(gathered)}, and the policy computes with "
+                f"{name_of(wanted)} parameters: write fully_shard(module, mp_policy=policy.fsdp()) with policy = "
+                f"preamp.policy({self._policy.level or str(self._policy)!r}), or take level='O1' or 'O4'"
+            )
+        if wanted is torch.float32 and gathered in LOW_DTYPES and self._is_exception(name):
+            raise SessionError(
+                f"the policy wants {name} in float32, and FSDP2 gathers it in {name_of(gathered)}: shard that module "
+                "by itself before the ones around it: fully_shard(module, mp_policy=policy.fsdp(full=True))"
+            )
+
+    def _is_exception(self, name: str) -> bool:
+        """Whether a rule of the policy's for modules is about the owner of a parameter."""
+        path = name.removeprefix(self._prefix).rpartition(".")[0]
+        return self._precisions[path] is torch.float32
 
     def _storage(self, module: nn.Module, precision: torch.dtype | None) -> torch.dtype:
         """The dtype of a module's own parameters and buffers."""
@@ -288,6 +208,8 @@ class Conversion:
         if isinstance(module, _BatchNorm):
             return NOTHING
         weight = next((p for p in module.parameters(recurse=False)), None)
+        if weight is not None and self._gathered.get(weight) in LOW_DTYPES:
+            return NOTHING  # FSDP2 gives it 16-bit weights; the region's rule has it compute in float32
         kind: Any = type(module)
         if weight is not None and _mixes(kind, weight.device.type, low):
             return Casting(region=torch.float32)  # no region, whose rule would cast what the kernel takes as it is
@@ -300,7 +222,7 @@ class Conversion:
 
     def _wrap(self, module: nn.Module, casting: Casting) -> None:
         module.__dict__["_preamp_casting"] = casting
-        module.__class__ = _casting_class(type(module))
+        module.__class__ = casting_class(type(module))
         assert isinstance(module, CastingModule)
         self._changed.append(module)
 
@@ -342,47 +264,3 @@ class Conversion:
         self._changed.clear()
         self.to_float()
         self._buffers.clear()
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The module that a compiled or parallel wrapper wraps (whose parameters are the same objects)."""
-    while True:
-        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod  # type: ignore[assignment]
-        else:
-            return model
-
-
-def _precisions(root: nn.Module, policy: Policy) -> Iterator[tuple[str, torch.dtype | None]]:
-    """(path, dtype) of every module; None where the policy's own dtypes hold. Raises for ambiguity and for no match."""
-    compiled = [(pattern, re.compile(pattern), precision) for pattern, precision in policy.modules]
-    used: set[str] = set()
-    found: dict[str, torch.dtype | None] = {}
-    for path, _ in root.named_modules():
-        matching = [(pattern, precision) for pattern, regex, precision in compiled if regex.fullmatch(path)]
-        exact = [(pattern, precision) for pattern, precision in matching if pattern == path]
-        used.update(pattern for pattern, _ in matching)
-        chosen = exact or matching
-        if len({precision for _, precision in chosen}) > 1:
-            rules = ", ".join(f"{p!r} -> {x if isinstance(x, str) else name_of(x)}" for p, x in chosen)
-            raise PolicyError(
-                f"the module {path!r} matches several rules of different precision: {rules}. "
-                f"Make the patterns exclusive, or add a rule for exactly {path!r}"
-            )
-        parent = found[path.rpartition(".")[0]] if path else None
-        found[path] = _as_dtype(chosen[0][1], policy) if chosen else parent
-    idle = [pattern for pattern, _, _ in compiled if pattern not in used]
-    if idle:
-        some = ", ".join(path for path in list(found)[1:6])
-        raise PolicyError(
-            f"no module matches {', '.join(map(repr, idle))}; paths look like: {some or '(no sub-modules)'}"
-        )
-    yield from found.items()
-
-
-def _as_dtype(precision: Precision, policy: Policy) -> torch.dtype | None:
-    if precision == "low" or precision is policy.compute:
-        return None
-    return torch.float32 if precision == "full" else precision

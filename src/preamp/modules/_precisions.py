@@ -1,0 +1,57 @@
+"""Which precision each module of a model has under a policy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ..errors import PolicyError
+from ..formats import name_of
+from ..policy import Policy, Precision
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module that a compiled or parallel wrapper wraps (whose parameters are the same objects)."""
+    while True:
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def precisions_of(root: nn.Module, policy: Policy) -> Iterator[tuple[str, torch.dtype | None]]:
+    """(path, dtype) of every module; None where the policy's own dtypes hold. Raises for ambiguity and for no match."""
+    compiled = [(pattern, re.compile(pattern), precision) for pattern, precision in policy.modules]
+    used: set[str] = set()
+    found: dict[str, torch.dtype | None] = {}
+    for path, _ in root.named_modules():
+        matching = [(pattern, precision) for pattern, regex, precision in compiled if regex.fullmatch(path)]
+        exact = [(pattern, precision) for pattern, precision in matching if pattern == path]
+        used.update(pattern for pattern, _ in matching)
+        chosen = exact or matching
+        if len({precision for _, precision in chosen}) > 1:
+            rules = ", ".join(f"{p!r} -> {x if isinstance(x, str) else name_of(x)}" for p, x in chosen)
+            raise PolicyError(
+                f"the module {path!r} matches several rules of different precision: {rules}. "
+                f"Make the patterns exclusive, or add a rule for exactly {path!r}"
+            )
+        parent = found[path.rpartition(".")[0]] if path else None
+        found[path] = _as_dtype(chosen[0][1], policy) if chosen else parent
+    idle = [pattern for pattern, _, _ in compiled if pattern not in used]
+    if idle:
+        some = ", ".join(path for path in list(found)[1:6])
+        raise PolicyError(
+            f"no module matches {', '.join(map(repr, idle))}; paths look like: {some or '(no sub-modules)'}"
+        )
+    yield from found.items()
+
+
+def _as_dtype(precision: Precision, policy: Policy) -> torch.dtype | None:
+    if precision == "low" or precision is policy.compute:
+        return None
+    return torch.float32 if precision == "full" else precision

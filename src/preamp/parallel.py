@@ -1,0 +1,129 @@
+"""What all processes of a run have to know alike: whether gradients were finite, and how long they are together.
+
+A rank that skips a step while another takes it is apart from it for ever, and clipping by the norm of a shard is not
+clipping. Under DistributedDataParallel gradients are equal on all ranks, and nothing has to be exchanged. Of sharded
+parameters (FSDP2, tensor parallelism: DTensors) each process reads the part that it holds, and what it read is added up
+over the parameter's mesh; of pipeline stages, and whatever else holds plain tensors that differ, over a group that
+`prepare(group=...)` names. One collective a step and group, of a few numbers, which no host waits for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from .gradients import Reading, global_norm, read
+from .sharding import held_here, is_sharded, mesh_groups, shard_groups
+
+Gradients = Sequence[Tensor | None]
+
+
+class Agreement:
+    """Of the processes that hold parts of these parameters; `group`: those whose plain parameters differ.
+
+    Every one of them has to call the same methods in the same order, also one that has no gradients.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], group: Any = None) -> None:
+        self._group = group
+        apart = () if group is None else (group,)
+        self._classes: dict[tuple[Any, ...], list[int]] = {}
+        """Indices of parameters, by the groups over which their squares add up."""
+        for index, parameter in enumerate(parameters):
+            own = (*shard_groups(parameter), *apart) if is_sharded(parameter) else apart
+            self._classes.setdefault(own, []).append(index)
+        meshes = [group for parameter in parameters for group in mesh_groups(parameter)]
+        self._groups = list(dict.fromkeys([*meshes, *apart]))
+        self._count = len(parameters)
+        self._device = held_here(parameters[0]).device if parameters else torch.device("cpu")
+        self._entries: dict[int, int] = {}
+        self._sent: dict[tuple[Any, ...], Tensor] = {}
+
+    @property
+    def needed(self) -> bool:
+        """Whether anything has to be exchanged at all."""
+        return bool(self._groups)
+
+    @torch.no_grad()
+    def read(self, gradients: Gradients, *, statistics: bool = False) -> Reading:
+        """`gradients.read` of what all processes hold; one gradient, or None, for each parameter.
+
+        `nonfinite` is of the gradients that are there. With a `group` it tells of this process only.
+        """
+        own = [
+            read([held_here(g) for i in indices if (g := gradients[i]) is not None], statistics=statistics)
+            for indices in self._classes.values()
+        ]
+        found = torch.stack([reading.found.to(self._device) for reading in own]).amax().double()
+        squares = torch.stack([reading.norm.to(self._device).double().square() for reading in own])
+        counts = [torch.zeros(2 * len(own), dtype=torch.float64, device=self._device)]
+        if statistics:
+            counts = [part.to(self._device).double().reshape(1) for r in own for part in (r.subnormals, r.zeros)]  # type: ignore[union-attr]
+        below = torch.cat(counts).view(len(own), 2)
+        flags = torch.zeros(self._count, dtype=torch.float64, device=self._device)
+        for indices, reading in zip(self._classes.values(), own, strict=True):
+            there = [i for i in indices if gradients[i] is not None]
+            if there:
+                flags[self._placed(there)] = reading.nonfinite.to(self._device).double()
+        tops = [reading.amax.to(self._device) for reading in own if reading.amax is not None]
+        top = torch.stack(tops).amax() if tops else None
+        for group in self._groups:
+            summed = self._placed([group in key for key in self._classes])
+            parts = [found.reshape(1), squares, below.flatten()]
+            parts += [] if self._group is not None else [flags]
+            packed = torch.cat(parts)
+            torch.distributed.all_reduce(packed, ReduceOp.SUM, group=group)
+            found = packed[0].clamp(max=1)
+            squares = torch.where(summed, packed[1 : 1 + len(own)], squares)
+            below = torch.where(summed.unsqueeze(1), packed[1 + len(own) : 1 + 3 * len(own)].view(-1, 2), below)
+            if self._group is None:
+                flags = packed[1 + 3 * len(own) :].clamp(max=1)
+            if top is not None:
+                torch.distributed.all_reduce(top, ReduceOp.MAX, group=group)
+        subnormals, zeros = below.sum(0).long().unbind()
+        present = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        return Reading(
+            found.float(), squares.sum().sqrt().float(),
+            flags.bool()[self._placed(present)], self._total(gradients),
+            top, subnormals if statistics else None, zeros if statistics else None,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def norm(self, gradients: Gradients, order: float = 2.0) -> Tensor:
+        """`gradients.global_norm` of what all processes hold: 0-d float32."""
+        total: list[Tensor] = []
+        for groups, indices in self._classes.items():
+            held = [held_here(g) for i in indices if (g := gradients[i]) is not None]
+            part = global_norm(held, order).to(self._device).double()
+            part = part if math.isinf(order) else part**order
+            for group in groups:
+                kind = ReduceOp.MAX if math.isinf(order) else ReduceOp.SUM
+                torch.distributed.all_reduce(part, kind, group=group)
+            total.append(part)
+        together = torch.stack(total)
+        found = together.amax() if math.isinf(order) else together.sum() ** (1 / order)
+        return found.float()
+
+    def _placed(self, values: Sequence[int]) -> Tensor:
+        """A list on the device, sent there once: whoever sends it in each step waits in each step."""
+        key = (type(values[0]) if values else int, *values)
+        if key not in self._sent:
+            dtype = torch.bool if key[0] is bool else torch.int64
+            self._sent[key] = torch.tensor(values, dtype=dtype, device=self._device)
+        return self._sent[key]
+
+    def _total(self, gradients: Gradients) -> int:
+        """How many numbers all of them have. Of a group that is asked for once, and waited for."""
+        here = sum(gradient.numel() for gradient in gradients if gradient is not None)  # of a DTensor: the whole
+        if self._group is None:
+            return here
+        if here not in self._entries:
+            count = torch.tensor(here, dtype=torch.int64, device=self._device)
+            torch.distributed.all_reduce(count, group=self._group)
+            self._entries[here] = int(count)
+        return self._entries[here]

@@ -1,0 +1,83 @@
+"""Tensors of which this process holds a part: DTensors, the groups that hold the rest, and what FSDP2 gathers them as.
+
+Nothing here imports `torch.distributed.tensor`, which takes long: who has a DTensor has imported it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor, sharded or replicated."""
+    return type(tensor).__name__ == "DTensor"
+
+
+def held_here(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that lies in this process, sharing its memory; any other tensor as it is."""
+    if not is_sharded(tensor):
+        return tensor
+    part: Any = tensor.detach()
+    local: Tensor = part.to_local()
+    return local
+
+
+def mesh_groups(tensor: Any) -> tuple[Any, ...]:
+    """The process groups of a DTensor's mesh, one for each of its dimensions; none for any other tensor."""
+    if not is_sharded(tensor):
+        return ()
+    return tuple(tensor.device_mesh.get_group(dim) for dim in range(tensor.device_mesh.ndim))
+
+
+def shard_groups(tensor: Any) -> tuple[Any, ...]:
+    """Those of them whose members hold different parts of it, not copies."""
+    groups = mesh_groups(tensor)
+    return tuple(g for g, placed in zip(groups, tensor.placements, strict=True) if placed.is_shard()) if groups else ()
+
+
+def summed_up(gradient: Any, parameter: Any) -> Tensor:
+    """A gradient placed as its parameter is: one that is still a sum over processes (`Partial`) is added up."""
+    if is_sharded(gradient) and any(placed.is_partial() for placed in gradient.placements):
+        gradient = gradient.redistribute(gradient.device_mesh, parameter.placements)
+    found: Tensor = gradient
+    return found
+
+
+def agreed_flag(flag: Tensor, tensors: Iterable[Tensor]) -> Tensor:
+    """A 0-d flag, above 0 on every process that holds a part of the tensors where it is so on one; waits for none."""
+    groups = dict.fromkeys(group for tensor in tensors for group in mesh_groups(tensor))
+    for group in groups:
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=group)
+    return flag
+
+
+def gathered_as(root: nn.Module) -> dict[nn.Parameter, torch.dtype | None]:
+    """For each parameter that FSDP2 shards, the dtype in which its forward pass gets it; None: in its own."""
+    found: dict[nn.Parameter, torch.dtype | None] = {}
+    innermost: dict[str, torch.dtype | None] = {}
+    for path, module in root.named_modules():
+        state: Any = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+        inherited = innermost.get(path.rpartition(".")[0]) if path else None
+        innermost[path] = inherited if state is None else state._mp_policy.param_dtype
+        for parameter in module._parameters.values():
+            if parameter is not None and is_sharded(parameter):
+                found[parameter] = innermost[path]
+    return found
+
+
+def sharded_parts(root: nn.Module) -> list[Any]:
+    """The parts of a model that were given to `fully_shard` (`FSDPModule`s)."""
+    return [module for module in root.modules() if hasattr(module, "_get_fsdp_state")]
+
+
+def flat_group(models: Iterable[nn.Module]) -> Any:
+    """The process group of the first model's `FullyShardedDataParallel` (FSDP1), whose shards are plain tensors."""
+    for model in models:
+        for module in model.modules():
+            if type(module).__name__ == "FullyShardedDataParallel":
+                return module.process_group
+    return None

@@ -1,0 +1,158 @@
+"""Trains on several ranks and, in each process, alone on the joined batch; says how far apart they end.
+
+    torchrun --nproc-per-node N equal.py WRAPPER OUT.json LEVEL...
+
+WRAPPER: "ddp" or "fsdp2", and behind commas: options of DistributedDataParallel; "hook", gradients exchanged in
+16 bits; "same", all ranks get the same batch, so that the mean over them is what each has. Every step has two
+micro-batches ("same": one) and is clipped; in some steps one rank alone meets an infinity, in one of its micro-batches.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+import preamp
+
+WRAPPER = sys.argv[1].split(",")
+SAME = "same" in WRAPPER
+STEPS, MICRO, ROWS = 50, 1 if SAME else 2, 4
+BAD = {7: (0, 0), 20: (1, 0), 21: (1, MICRO - 1)}
+"""Step: rank and micro-batch in which the loss is infinite."""
+FEATURES, CLASSES = 12, 3
+
+
+class Net(nn.Module):
+    """A norm, a layer that splits unevenly over ranks, and one that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 16)
+        self.norm = nn.LayerNorm(16)
+        self.again = nn.Linear(16, 16)
+        self.last = nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.first(x)))
+        x = self.again(torch.tanh(self.again(x)))
+        return self.last(x)
+
+
+def batch(step: int, micro: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + (0 if SAME else rank))
+    x = torch.randn(ROWS, FEATURES, generator=generator)
+    return x, (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()
+
+
+def build() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    maker: Any = torch.optim.SGD if kind == "torch" else preamp.optim.SGD
+    optimizer: torch.optim.Optimizer = maker(model.parameters(), lr=0.05, momentum=0.9)
+    return optimizer
+
+
+def alone(level: str, kind: str, world: int) -> tuple[list[Tensor], list[float], int]:
+    """One process and the batches of all ranks as one."""
+    model = build()
+    optimizer = optimizer_of(kind, model)
+    scales = []
+    with preamp.prepare(model, optimizer, level=level) as session:
+        for step in range(STEPS):
+            for micro in range(MICRO):
+                parts = [batch(step, micro, rank) for rank in range(1 if SAME else world)]
+                x, y = (torch.cat(part) for part in zip(*parts, strict=True))
+                with session.autocast():
+                    loss = nn.functional.cross_entropy(model(x).float(), y) / MICRO
+                    loss = loss * torch.inf if BAD.get(step, (0, -1))[1] == micro else loss
+                session.backward(loss)
+            session.clip_grad_norm_(1.0)
+            session.step()
+            session.zero_grad()
+            scales.append(session.loss_scale())
+        skipped = session.skipped
+    return [p.detach() for p in model.parameters()], scales, skipped
+
+
+def together(level: str, kind: str) -> tuple[list[Tensor], list[float], int, list[float]]:
+    """This rank's part."""
+    rank = dist.get_rank()
+    model, policy = build(), preamp.policy(level)
+    if WRAPPER[0] == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        for part in (model.first, model.again, model.last):
+            fully_shard(part, mp_policy=policy.fsdp())
+        fully_shard(model.norm, mp_policy=policy.fsdp(full=True))
+        fully_shard(model, mp_policy=policy.fsdp())
+    optimizer = optimizer_of(kind, model)
+    scales, norms = [], []
+    with preamp.prepare(model, optimizer, level=level) as session:
+        outer: Any = model
+        if WRAPPER[0] == "ddp":
+            options = {name: True for name in WRAPPER[1:] if name not in ("hook", "same")}
+            outer = nn.parallel.DistributedDataParallel(model, **options)  # type: ignore[arg-type]
+            if "hook" in WRAPPER:
+                outer.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        for step in range(STEPS):
+            for micro in range(MICRO):
+                last = micro == MICRO - 1
+                x, y = batch(step, micro, rank)
+                with nullcontext() if last else session.no_sync(outer):
+                    with session.autocast():
+                        loss = nn.functional.cross_entropy(outer(x).float(), y) / MICRO
+                        loss = loss * torch.inf if BAD.get(step) == (rank % 2, micro) and rank < 2 else loss
+                    session.backward(loss, sync=last)
+            norms.append(float(session.clip_grad_norm_(1.0)))
+            session.step()
+            session.zero_grad()
+            scales.append(session.loss_scale())
+        skipped = session.skipped
+        del outer
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
+    return whole, scales, skipped, norms
+
+
+def apart(mine: list[Tensor], theirs: list[Tensor]) -> float:
+    """Distance of the ends over the way from the start."""
+    start = [p.detach() for p in build().parameters()]
+    gap = torch.stack([(a - b).norm() for a, b in zip(mine, theirs, strict=True)]).norm()
+    way = torch.stack([(a - b).norm() for a, b in zip(theirs, start, strict=True)]).norm()
+    return float(gap.detach() / way.detach())
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    out = Path(sys.argv[2])
+    told = {}
+    for level in sys.argv[3:]:
+        for kind in ("torch", "preamp"):
+            mine, scales, skipped, norms = together(level, kind)
+            everyone: list[Any] = [None] * dist.get_world_size()
+            facts = {"parameters": [p.flatten().tolist() for p in mine], "scales": scales, "norms": norms}
+            dist.all_gather_object(everyone, json.dumps(facts, sort_keys=True))
+            wanted, wanted_scales, wanted_skipped = alone(level, kind, dist.get_world_size())
+            told[f"{level} {kind}"] = {
+                "ranks alike": len(set(everyone)) == 1,
+                "scales as alone": scales == wanted_scales,
+                "skipped": skipped, "skipped alone": wanted_skipped,
+                "apart": apart(mine, wanted),
+            }  # fmt: skip
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(told, indent=1))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
