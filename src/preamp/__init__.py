@@ -24,7 +24,7 @@ from .scaling import DynamicScale, GradScaler, HysteresisScale, NoScale, StaticS
 from .session import Session, StepReport, prepare
 
 if TYPE_CHECKING:
-    from . import checkpoint, compat, doctor, lr_finder, plan, report, zoo
+    from . import checkpoint, compat, doctor, lr_finder, parallel, plan, report, zoo
     from .compat.install import install_as_apex, uninstall_as_apex
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "install_as_apex",
     "lr_finder",
     "optim",
+    "parallel",
     "plan",
     "policy",
     "prepare",
@@ -61,7 +62,7 @@ __all__ = [
     "zoo",
 ]
 
-_ON_DEMAND = ("checkpoint", "compat", "doctor", "lr_finder", "plan", "report", "zoo")
+_ON_DEMAND = ("checkpoint", "compat", "doctor", "lr_finder", "parallel", "plan", "report", "zoo")
 _DOORS = ("install_as_apex", "uninstall_as_apex")
 
 

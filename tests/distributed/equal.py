@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import preamp
 
@@ -104,7 +103,7 @@ def together(level: str, kind: str) -> tuple[list[Tensor], list[float], int, lis
             options = {name: True for name in WRAPPER[1:] if name not in ("hook", "same")}
             outer = nn.parallel.DistributedDataParallel(model, **options)  # type: ignore[arg-type]
             if "hook" in WRAPPER:
-                outer.register_comm_hook(None, default_hooks.bf16_compress_hook)
+                outer.register_comm_hook(None, preamp.parallel.compress_hook(policy.compute))
         for step in range(STEPS):
             for micro in range(MICRO):
                 last = micro == MICRO - 1

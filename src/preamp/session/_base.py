@@ -17,7 +17,7 @@ from ..optim import FusedOptimizer
 from ..policy import Policy
 from ..sharding import is_sharded
 from ._casts import KeptCasts
-from ._checks import STATE_VERSION, check_state, first_nonfinite
+from ._checks import STATE_VERSION, check_sharded_late, check_state, first_nonfinite
 from ._gradients import GradientBook, parameters_of, state_like_parameters
 from ._losses import Losses
 from ._report import StepReport
@@ -171,6 +171,8 @@ class SessionBase:
     def _check_open(self) -> None:
         if self._closed:
             raise SessionError("this session is closed; prepare the model again to go on")
+        if not self._attempts and not self._sharded:
+            check_sharded_late(self._models.values())
 
     def _device(self) -> torch.device:
         for each in self._optimizers.values():

@@ -18,7 +18,7 @@ from ..sharding import sharded_parts
 from ._base import SessionBase
 from ._capture import CapturedStep
 from ._casts import KeepingRegion
-from ._checks import check_gathered_full, check_loss, check_no_sync, check_sharded_late, names_of, selected
+from ._checks import check_gathered_full, check_loss, check_no_sync, names_of, selected
 from ._gradients import gradients_of
 from ._precision import in_float32
 from ._report import StepReport
@@ -251,8 +251,6 @@ class Session(SessionBase):
         """Checks before a backward pass, and what the loss's scale still has to learn; returns the loss's name."""
         self._check_open()
         check_loss(loss)
-        if not self._attempts and not self._sharded:
-            check_sharded_late(self._models.values())
         name = self._losses.named(name)
         waiting = [o for o in self._optimizers.values() if self._book.has_read(o)]
         if any(gradients_of(o) for o in waiting):

@@ -1,0 +1,194 @@
+"""Models of which every rank holds a part, trained on two ranks; what came of it goes to OUT.json.
+
+torchrun --nproc-per-node 2 sharded.py OUT.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import preamp
+from preamp.errors import PreampError
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4), nn.LayerNorm(4))
+
+
+def train(
+    model: nn.Module, level: str, kind: str = "torch", *, spoil: Callable[[int], None] | None = None, **options: Any
+) -> dict[str, Any]:
+    """Four steps on the same data in every rank; `spoil` changes gradients before clipping."""
+    make: Any = torch.optim.SGD if kind == "torch" else preamp.optim.SGD
+    optimizer = make(model.parameters(), lr=0.1)
+    norms, skips, names = [], [], []
+    with preamp.prepare(model, optimizer, level=level, **options) as session:
+        for step in range(4):
+            torch.manual_seed(step)
+            with session.autocast():
+                loss = model(torch.randn(4, 8)).float().square().mean()
+            session.backward(loss)
+            if spoil is not None:
+                spoil(step)
+            norms.append(float(session.clip_grad_norm_(0.5)))
+            report = session.step()
+            skips.append(report.skipped)
+            names.append(list(report.nonfinite))
+            session.zero_grad()
+        scale = session.state_dict()["losses"]["loss"]
+    scale = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in scale.items()}
+    return {"norms": norms, "skips": skips, "names": names, "scale": scale}
+
+
+def furthest(mine: nn.Module, theirs: nn.Module) -> float:
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in mine.parameters()]
+    return max(float((a - b).detach().abs().max()) for a, b in zip(whole, theirs.parameters(), strict=True))
+
+
+def tensor_parallel(level: str, kind: str) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2,))
+    model, alone = build(), build()
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    facts, wanted = train(model, level, kind), train(alone, level, kind)
+    return {**facts, "apart": furthest(model, alone), "norms alone": wanted["norms"]}
+
+
+def one_shard_spoilt(scale: str) -> dict[str, Any]:
+    policy = preamp.policy("O2")
+    model = build()
+    fully_shard(model, mp_policy=policy.fsdp())
+
+    def spoil(step: int) -> None:
+        if step == 1 and dist.get_rank() == 1:
+            model[0].weight.grad.to_local()[0] = torch.inf
+
+    return train(model, "O2", "preamp", spoil=spoil, scale=scale)
+
+
+def flat_parameters(level: str) -> dict[str, Any]:
+    """FSDP1: plain tensors that differ from rank to rank."""
+    model = FullyShardedDataParallel(build(), device_id=torch.device("cpu"))
+
+    def spoil(step: int) -> None:
+        if step == 2 and dist.get_rank() == 1:
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.view(-1)[0] = torch.inf
+
+    return train(model, level, spoil=spoil)
+
+
+def stages() -> dict[str, Any]:
+    """A pipeline of two: the second stage meets an infinity once, the first has no gradients once."""
+    rank = dist.get_rank()
+    whole = build()
+    part = nn.Sequential(whole[0], whole[1]) if rank == 0 else nn.Sequential(whole[2], whole[3])
+    optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
+    told: dict[str, Any] = {"norms": [], "skips": [], "inf": []}
+    with preamp.prepare(part, optimizer, level="O1", group=dist.group.WORLD) as session:
+        for step in range(4):
+            torch.manual_seed(step)
+            x = torch.randn(4, 8) if rank == 0 else torch.randn(4, 16)
+            with session.autocast():
+                loss = part(x).float().square().mean() * (torch.inf if (step, rank) == (1, 1) else 1)
+            session.backward(loss)
+            if step == 2 and rank == 0:
+                optimizer.zero_grad()  # a rank without gradients takes part all the same
+            told["norms"].append(float(session.clip_grad_norm_(0.5)))
+            told["inf"].append(float(session.clip_grad_norm_(1e9, float("inf"))))
+            told["skips"].append(session.step().skipped)
+            session.zero_grad()
+        told["scale"] = session.loss_scale()
+    return told
+
+
+def message(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except PreampError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was said"
+
+
+def orders() -> dict[str, str]:
+    """What is wrong, and what is said of it."""
+
+    def unsaid() -> object:
+        model = build()
+        fully_shard(model)
+        return preamp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O5")
+
+    def late() -> object:
+        model = build()
+        session = preamp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O2")
+        fully_shard(model)
+        return session.autocast()
+
+    def low() -> object:
+        model = build().bfloat16()
+        fully_shard(model)
+        return preamp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O5")
+
+    def exception() -> object:
+        policy, model = preamp.policy("O4", modules={"2": "full"}), build()
+        fully_shard(model, mp_policy=policy.fsdp())
+        return preamp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=policy)
+
+    def validated() -> object:
+        policy, model = preamp.policy("O5"), build()
+        fully_shard(model, mp_policy=policy.fsdp())
+        with preamp.prepare(model, None, policy=policy) as session, session.full_precision():
+            return None
+
+    def wrapped() -> object:
+        model = FullyShardedDataParallel(build(), device_id=torch.device("cpu"))
+        return preamp.prepare(model, None, level="O2")
+
+    def layerwise() -> object:
+        model = build()
+        fully_shard(model, mp_policy=preamp.policy("O4").fsdp())
+        optimizer = preamp.optim.LAMB(model.parameters(), lr=0.1)
+        with preamp.prepare(model, optimizer, level="O4") as session:
+            session.backward(model(torch.randn(4, 8)).float().mean())
+            return session.step()
+
+    def unsynced() -> object:
+        model = build()
+        fully_shard(model, mp_policy=preamp.policy("O4").fsdp())
+        with preamp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O4") as session:
+            return session.backward(model(torch.randn(4, 8)).float().mean(), sync=False)
+
+    every = (unsaid, late, low, exception, validated, wrapped, layerwise, unsynced)
+    return {act.__name__: message(act) for act in every}
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    told: dict[str, Any] = {
+        **{f"tensor parallel {level} {kind}": tensor_parallel(level, kind)
+           for level in ("O0", "O1", "O4") for kind in ("torch", "preamp")},
+        **{f"one shard {scale}": one_shard_spoilt(scale) for scale in ("dynamic", "window", "hysteresis")},
+        **{f"flat {level}": flat_parameters(level) for level in ("O1", "O4")},
+        "stages": stages(), "orders": orders(),
+    }  # fmt: skip
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, told)
+    if dist.get_rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(everyone))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""FSDP2, FSDP1, tensor parallelism, stages: what every rank has to know alike, it does; wrong orders are told."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("sharded.py")
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What rank 0 and rank 1 saw."""
+    out = tmp_path_factory.mktemp("sharded") / "told.json"
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
+    ran = subprocess.run([*line, str(out)], capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    both: list[dict[str, Any]] = json.loads(out.read_text())
+    return both
+
+
+@pytest.mark.parametrize("kind", ["torch", "preamp"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_tensor_parallel_training_is_that_of_one_process(told: list[dict[str, Any]], level: str, kind: str) -> None:
+    first, second = (each[f"tensor parallel {level} {kind}"] for each in told)
+    assert first == second
+    assert first["apart"] <= {"O0": 1e-6, "O1": 1e-4, "O4": 2e-3}[level]
+    for norm, alone in zip(first["norms"], first["norms alone"], strict=True):
+        assert norm == pytest.approx(alone, rel={"O0": 1e-6, "O1": 1e-3, "O4": 1e-2}[level])
+
+
+@pytest.mark.parametrize("scale", ["dynamic", "window", "hysteresis"])
+def test_an_infinity_in_one_shard_skips_the_step_on_all_ranks(told: list[dict[str, Any]], scale: str) -> None:
+    first, second = (each[f"one shard {scale}"] for each in told)
+    assert first == second  # norms, the scale and all it has learnt, the names of the sick parameter
+    assert first["skips"] == [False, True, False, False]
+    assert first["names"] == [[], ["0.weight"], [], []]
+    assert not math.isfinite(first["norms"][1])
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_flat_parameters_of_fsdp1_are_agreed_upon(told: list[dict[str, Any]], level: str) -> None:
+    first, second = (each[f"flat {level}"] for each in told)
+    assert first["skips"] == second["skips"] == [False, False, True, False]
+    assert first["norms"] == second["norms"]
+    assert first["scale"] == second["scale"]
+    assert first["names"][2] == []  # each rank names its own
+    assert second["names"][2] != []
+
+
+def test_pipeline_stages_agree_over_the_group_that_they_are_given(told: list[dict[str, Any]]) -> None:
+    first, second = (each["stages"] for each in told)
+    assert first == second
+    assert first["skips"] == [False, True, False, False]
+    assert first["scale"] == 2.0**15
+    assert all(math.isfinite(first["norms"][step]) for step in (0, 2, 3))
+    assert all(0 < first["inf"][step] <= 0.5 for step in (0, 2, 3))  # after the first clipping
+
+
+@pytest.mark.parametrize(
+    ("order", "says"),
+    [
+        ("unsaid", "mp_policy=policy.fsdp()"),
+        ("late", "In this order"),
+        ("low", "Shard the float32 model"),
+        ("exception", "fsdp(full=True)"),
+        ("validated", "gathers this model's weights in bf16"),
+        ("wrapped", "use fully_shard"),
+        ("layerwise", "LAMB needs whole layers"),
+        ("unsynced", "with session.no_sync()"),
+    ],
+)
+def test_what_cannot_be_says_what_can(told: list[dict[str, Any]], order: str, says: str) -> None:
+    for each in told:
+        assert says in each["orders"][order]
