@@ -42,7 +42,7 @@ NOTHING = Casting()
 class CastingModule(nn.Module):
     """The mixin that a casting module's class gets in front. `_preamp_casting` is the only thing it adds."""
 
-    _preamp_casting: Casting
+    _preamp_casting: Casting = NOTHING  # of a module that the class makes itself, as a slice of a Sequential is
     _preamp_original: type[nn.Module]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

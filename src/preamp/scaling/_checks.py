@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import Any
 
 from ..errors import ScaleError
@@ -20,7 +20,8 @@ PATIENCE = 100
 
 def check_number(value: Any, name: str) -> float:
     """`value` as a float if it is a finite number, else `ScaleError`."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    number = not isinstance(value, bool) and isinstance(value, (int, float))
+    if not number or not -sys.float_info.max <= value <= sys.float_info.max:  # an int may be beyond any float
         raise ScaleError(f"{name}={value!r} must be a finite number")
     return float(value)
 
@@ -48,9 +49,9 @@ def check_factors(growth_factor: Any, backoff_factor: Any, growth_interval: Any)
 
 
 def check_count(value: Any, name: str, why: str) -> int:
-    """`value` as a whole number of at least 1, else `ScaleError`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ScaleError(f"{name}={value!r} must be a whole number of at least 1: {why}")
+    """`value` as a whole number of at least 1 that a counter of 32 bits can meet, else `ScaleError`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+        raise ScaleError(f"{name}={value!r} must be a whole number of at least 1 and below 2**31: {why}")
     return value
 
 

@@ -55,7 +55,7 @@ class LossScale(ABC):
         if state.get("kind") != self.kind:
             raise StateError(f"the checkpoint's loss scale is {state.get('kind')!r}, this session's is {self.kind!r}")
         if set(state) != set(expected):
-            difference = sorted(set(state) ^ set(expected))
+            difference = sorted(map(str, set(state) ^ set(expected)))
             raise StateError(f"the checkpoint's {self.kind} loss scale differs in fields: {', '.join(difference)}")
         self._restore(state)
 

@@ -38,6 +38,9 @@ from ._dynamic import Moving
 if TYPE_CHECKING:
     from ..gradients import Reading
 
+_LONGEST = 10_000
+"""Steps that may be remembered: they lie on the device, and every step looks at all of them."""
+
 _LIMIT = math.log2(FP16.max)
 
 _BLIND = 16
@@ -92,6 +95,8 @@ class WindowScale(Moving):
                 f"write {below!r} or {2 * below!r}"
             )
         self.window = check_count(window, "window", "it counts the steps whose largest gradient is remembered")
+        if window > _LONGEST:
+            raise ScaleError(f"window={window!r} is above {_LONGEST}: each of its steps is remembered, on the device")
         self.headroom = _in_range(headroom, "headroom", 0.0, 30.0, "it counts powers of two, of float16's 30")
         self.reserve = _in_range(reserve, "reserve", 0.0, 30.0, "it counts powers of two, of float16's 30")
         self.tolerance = _in_range(tolerance, "tolerance", 1e-12, 1.0, "it is a share of the non-zero gradients")

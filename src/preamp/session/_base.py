@@ -17,11 +17,12 @@ from ..optim import FusedOptimizer
 from ..policy import Policy
 from ..sharding import is_sharded
 from ._casts import KeptCasts
-from ._checks import STATE_VERSION, check_sharded_late, check_state, first_nonfinite
+from ._checks import STATE_VERSION, check_sharded_late, first_nonfinite
 from ._gradients import GradientBook, parameters_of, state_like_parameters
 from ._losses import Losses
 from ._report import StepReport
 from ._round import Round
+from ._state import check_whole
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -123,8 +124,7 @@ class SessionBase:
         Strict: another version, policy, set of losses or of masters is a `StateError`, and nothing has changed.
         """
         self._check_open()
-        check_state(state, str(self.policy))
-        self._losses.check(state["losses"])
+        check_whole(state, str(self.policy), self._losses)
         self._forget_all()
         self._masters.load(state["masters"])
         self._losses.load_state_dict(state["losses"])
@@ -189,8 +189,14 @@ class SessionBase:
 
     def _before_optimizer_load(self, optimizer: Optimizer, state: Any) -> None:
         """Torch casts loaded state to the parameters' dtype: let it find float32 masters, not 16-bit parameters."""
+        if list(map(_size, optimizer.param_groups)) != list(map(_size, state["param_groups"])):
+            return  # torch refuses it, and nobody would swap them out
         self._masters.refresh(parameters_of(optimizer))
         self._masters.swap_in(parameters_of(optimizer))
 
     def _after_optimizer_load(self, optimizer: Optimizer) -> None:
         self._masters.swap_out(parameters_of(optimizer))
+
+
+def _size(group: Mapping[str, Any]) -> int:
+    return len(group["params"])

@@ -18,8 +18,8 @@ def in_float32(
 ) -> Iterator[None]:
     """Parameters hold their masters, buffers are float32, nothing casts; gradients are put aside and given back."""
     grads = {p: p.grad for model in models for p in model.parameters() if p.grad is not None}
+    masters.full()  # first: where it refuses, nothing has been changed
     held = [conversion.bypass() for conversion in conversions]
-    masters.full()
     for conversion in conversions:
         conversion.to_float()
     try:

@@ -1,0 +1,127 @@
+"""What a checkpoint holds: plain containers of tensors, numbers and strings, their copies and their digest."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointError
+from ..tree import PLAIN, map_tensors, tensors
+
+_VALUES = PLAIN | {bytes, bytearray, complex}
+_LISTS = (list, tuple, torch.Size)
+_DICTS = (dict, OrderedDict, Counter)
+
+Take = Callable[[Any], None]
+
+
+def states_of(value: Any) -> Any:
+    """The state_dict of an object, or {"several": their state_dicts by name} of a mapping of objects."""
+    if isinstance(value, Mapping):
+        return {"several": {name: item.state_dict() for name, item in value.items()}}
+    return value.state_dict()
+
+
+def kept_on_host(value: Any) -> Any:
+    """A copy of `value` that nothing outside can change: tensors on the host, containers anew.
+
+    A tensor that turns up twice, as tied weights do, is copied once.
+    """
+    made: dict[Any, Tensor] = {}
+
+    def to_host(tensor: Tensor) -> Tensor:
+        key = place(tensor) or (id(tensor),)
+        if key not in made:
+            made[key] = tensor.detach().to("cpu", copy=True)
+        return made[key]
+
+    moved = map_tensors(to_host, value)
+    return copy.deepcopy(moved, {id(tensor): tensor for tensor in tensors(moved)})
+
+
+def place(tensor: Tensor) -> tuple[Any, ...] | None:
+    """Equal for two that are one tensor in memory; None where memory does not tell: sharded, sparse or empty ones."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def check_loadable(content: Mapping[str, Any]) -> None:
+    """`CheckpointError` naming the place of the first object that `load` would have to run code for."""
+    for name, value in content.items():
+        _walk(value, lambda _: None, name, values=False)
+
+
+def digest(content: Mapping[str, Any]) -> str:
+    """SHA-256, in hex, over structure, numbers, strings and the bytes of tensors; of all but the entry "digest"."""
+    hashed = hashlib.sha256()
+    for name, value in content.items():
+        if name != "digest":
+            hashed.update(f"{name!r}=".encode())
+            _walk(value, hashed.update, name, values=True)
+    return hashed.hexdigest()
+
+
+def digest_1(content: Mapping[str, Any]) -> str:
+    """The digest of files of the first format: over the bytes of every tensor, in order, with dtype and shape."""
+    hashed = hashlib.sha256()
+    for tensor in tensors({key: value for key, value in content.items() if key != "digest"}):
+        hashed.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        if tensor.layout is torch.strided:
+            hashed.update(_bytes(tensor))
+    return hashed.hexdigest()
+
+
+def _walk(value: Any, take: Take, where: str, *, values: bool) -> None:
+    kind = type(value)
+    if isinstance(value, Tensor):
+        take(f"tensor {value.dtype} {tuple(value.shape)};".encode())
+        for part in _parts(value) if values else ():
+            take(_bytes(part))
+    elif kind in _VALUES:
+        take(f"{kind.__name__} {value!r};".encode())
+    elif kind in _LISTS:
+        take(f"{kind.__name__} {len(value)};".encode())
+        for index, item in enumerate(value):
+            _walk(item, take, f"{where}[{index}]", values=values)
+    elif kind in _DICTS:
+        take(f"dict {len(value)};".encode())
+        for key, item in value.items():
+            _walk(key, take, f"a key of {where}", values=values)
+            _walk(item, take, f"{where}[{key!r}]", values=values)
+        if vars(value) if kind is not dict else False:  # versions of modules, which steer how a state is loaded
+            _walk(vars(value), take, f"attributes of {where}", values=values)
+    elif kind is set:
+        take(f"set {sorted(map(repr, value))};".encode())
+    elif kind in _allowed():
+        take(f"{kind.__module__}.{kind.__qualname__};".encode())
+    else:
+        raise CheckpointError(
+            f"{where} is a {kind.__module__}.{kind.__qualname__}, which load() could only read by running code from "
+            "the file, and refuses to: save tensors, numbers, strings, lists and dicts (float(...) of a NumPy number), "
+            "or allow the class before saving and loading with torch.serialization.add_safe_globals"
+        )
+
+
+def _allowed() -> Iterator[Any]:
+    """The classes that the user has told torch to be safe."""
+    return (entry[0] if isinstance(entry, tuple) else entry for entry in torch.serialization.get_safe_globals())
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The strided tensors that hold a tensor's values, those of this process."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if local.layout is torch.sparse_coo:
+        return local._indices(), local._values()
+    return (local,) if local.layout is torch.strided and not local.is_quantized else ()
+
+
+def _bytes(tensor: Tensor) -> Any:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.resolve_conj().resolve_neg().view(torch.uint8).numpy() if flat.numel() else b""

@@ -1,0 +1,99 @@
+"""The float32 model as a safetensors file, for those who run it and have no preamp."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointError, MissingExtra
+from ..formats import LOW_DTYPES
+from ..modules import unwrapped
+from ..session import Session
+from ._content import place
+from ._file import replacing
+from ._later import writer
+
+
+def export(
+    path: str | os.PathLike[str], model: nn.Module | Session, *, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write parameters and buffers as a safetensors file, atomically, in float32 where they were lowered.
+
+    `model`: a session, whose masters are written where there are masters; or a model, whose 16-bit entries are
+    widened. Names are those of `state_dict()` of the bare model, without what parallel and compiled wrappers add; with
+    several models in a session, each begins with its model's name and a dot. Entries that are one tensor, as tied
+    weights are, are written once, under the first name; the others stand in the file's metadata, as
+    {other name: first name}, and `safetensors.torch.load_model` ties them again. `metadata`: further strings for it.
+
+    Raises `MissingExtra` without the package safetensors, `CheckpointError` for entries that are no dense tensors,
+    `SessionError` between unscale_() or clipping and step(), `OSError` when the file cannot be written.
+    """
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise MissingExtra("safetensors", "export", "checkpoint.export()") from error
+    tensors, aliases = _gathered(model)
+    writer().finish(path)
+    with replacing(path) as temporary:
+        try:
+            save_file(tensors, temporary, {**aliases, **(metadata or {}), "format": "pt"})
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{path} was not written, and what was there before is as it was: safetensors says {error}"
+            ) from error
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+
+
+def _gathered(source: nn.Module | Session) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """What to write, on the host, by name; and the names that stand for the same tensor as another."""
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    with _wide(source) as masters:
+        models = source.models if isinstance(source, Session) else {"": source}
+        for prefix, model in models.items():
+            state = unwrapped(model).state_dict()
+            for name, value in state.items():
+                if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_quantized:
+                    kind = value.layout if type(value) is Tensor else f"a {type(value).__name__}"
+                    raise CheckpointError(
+                        f"{name} is {kind}, and safetensors holds dense tensors, whole ones: gather what is sharded "
+                        "first (torch.distributed.checkpoint.state_dict), save a checkpoint instead, or take it out of "
+                        "state_dict() (a buffer with persistent=False)"
+                    )
+            for names in _same(state):
+                mastered = [masters[key] for n in names if (key := f"{prefix}:{n}" if prefix else n) in masters]
+                value = mastered[0] if mastered else state[names[0]]
+                value = value.detach().to(torch.float32 if value.dtype in LOW_DTYPES else value.dtype)
+                first, *others = (f"{prefix}.{n}" if prefix else n for n in names)
+                tensors[first] = value.to("cpu", copy=True).contiguous()
+                aliases.update(dict.fromkeys(others, first))
+    return tensors, aliases
+
+
+@contextmanager
+def _wide(source: nn.Module | Session) -> Iterator[Mapping[str, Tensor]]:
+    """The model in float32 while it lasts, or else masters by name.
+
+    In a process group the model may be inside DistributedDataParallel, where parameters must not change their dtype.
+    """
+    grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if isinstance(source, Session) and grouped:
+        yield source.state_dict()["masters"]
+        return
+    with source.full_precision() if isinstance(source, Session) else nullcontext():
+        yield {}
+
+
+def _same(state: Mapping[str, Tensor]) -> list[list[str]]:
+    """The names of a state_dict, those of one and the same tensor together, in order."""
+    found: dict[Any, list[str]] = {}
+    for name, tensor in state.items():
+        found.setdefault(place(tensor) or name, []).append(name)
+    return list(found.values())

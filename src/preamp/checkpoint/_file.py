@@ -1,0 +1,191 @@
+"""Files that are whole or not there, and that tell when a byte of them has changed.
+
+A file is written beside its target, brought to the disk, and renamed over it. At its end, as the comment of the zip
+archive that `torch.save` writes, stands a seal: the SHA-256 of all bytes before it. Whoever ignores it can still read
+the archive with `torch.load`.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import platform
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+
+from ..errors import CheckpointError
+from ._content import digest, digest_1
+
+FORMAT = "preamp-checkpoint/2"
+"""What files say they are. Files of the first format, whose digest covers tensors only, are still read."""
+
+_DIGESTS = {"preamp-checkpoint/1": digest_1, FORMAT: digest}
+
+_SEAL = b"preamp sha256 "
+_SEALED = len(_SEAL) + 64
+_END, _END_SIZE = b"PK\x05\x06", 22
+"""The record that ends a zip archive: its first bytes, and its size before the comment, whose length ends it."""
+
+_HOST = re.sub(r"\W", "", platform.node())
+_under_way: set[str] = set()
+"""Temporary files that this process is writing now."""
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Give a temporary path beside `path`, to be written there and renamed over it when the block ends well.
+
+    When it does not, the temporary file goes and what was at `path` stays. An `OSError` names `path` and keeps its
+    errno. What processes of this machine left when they were killed is cleared away.
+    """
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{_HOST}-{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    _under_way.add(str(temporary))
+    try:
+        _clear_leftovers(target)
+        yield temporary
+        os.replace(temporary, target)
+        _sync_directory(target.parent)
+    except OSError as error:
+        reason = f"{error.strerror or error}: nothing was written, and what was there before is as it was"
+        raise OSError(error.errno or errno.EIO, reason, str(target)) from error
+    finally:
+        _under_way.discard(str(temporary))
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
+    """Write `content` with its digest and a seal, atomically; `OSError` when the system cannot."""
+    content = {**content, "format": FORMAT}
+    content["digest"] = digest(content)
+    with replacing(path) as temporary, open(temporary, "xb") as file:
+        sealing = _Sealing(file)
+        torch.save(content, cast("IO[bytes]", sealing))
+        sealing.seal()
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(path: str | os.PathLike[str], map_location: Any) -> dict[str, Any]:
+    """The content of a file, proven to be what was written; `CheckpointError`, or `FileNotFoundError`."""
+    try:
+        with open(path, "rb") as file:
+            sealed = _check_seal(file, path)
+            file.seek(0)
+            content: Any = torch.load(file, map_location=map_location, weights_only=True)
+    except (FileNotFoundError, CheckpointError):
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} cannot be read as a checkpoint: it is truncated, foreign, or holds objects that would have to run "
+            f"code to load ({type(error).__name__}: {str(error)[:200]})"
+        ) from error
+    kind = content.get("format") if isinstance(content, dict) else None
+    if not isinstance(kind, str) or kind not in _DIGESTS:
+        seen = repr(kind) if isinstance(content, dict) else f"of a {type(content).__name__}"
+        raise CheckpointError(f"{path} was not written by preamp.checkpoint.save (format {seen:.60}, not {FORMAT!r})")
+    if not (sealed and kind == FORMAT) and _DIGESTS[kind](content) != content.get("digest"):
+        raise CheckpointError(f"{path} is damaged: its content does not match the digest it was saved with")
+    return dict(content)
+
+
+class _Sealing:
+    """What `torch.save` writes to: passes bytes on, hashes them, and keeps the first error of the system.
+
+    torch's writer, told of an error, raises one of its own that no longer says what happened.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._hash = file, hashlib.sha256()
+        self._error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Take bytes; after an error, in vain."""
+        if self._error is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self._error = error
+        self._hash.update(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing: `seal` comes after the last byte."""
+
+    def seal(self) -> None:
+        """Add the seal, or raise what went wrong so far."""
+        if self._error is not None:
+            raise self._error
+        self._file.seek(-2, os.SEEK_END)
+        self._file.write(_SEALED.to_bytes(2, "little") + _SEAL + self._hash.hexdigest().encode())
+
+
+def _check_seal(file: IO[bytes], path: Any) -> bool:
+    """Whether a file has a seal, which then holds; `CheckpointError` if it is broken, or the file no archive."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _END_SIZE - _SEALED))
+    tail = file.read()
+    end, length, comment = tail[:4], tail[_END_SIZE - 2 : _END_SIZE], tail[_END_SIZE:]
+    if end == _END and length == _SEALED.to_bytes(2, "little") and comment.startswith(_SEAL):
+        if comment[len(_SEAL) :] != _hash_of_first(file, size - _SEALED - 2).encode():
+            raise CheckpointError(f"{path} is damaged: its bytes do not match the seal they were saved with")
+        return True
+    if tail[-_END_SIZE:].startswith(_END) and tail.endswith(b"\0\0"):
+        return False
+    raise CheckpointError(
+        f"{path} cannot be read as a checkpoint: it does not end as an archive of torch.save does, so it is truncated, "
+        "damaged, or something else"
+    )
+
+
+def _hash_of_first(file: IO[bytes], count: int) -> str:
+    """SHA-256 of the first `count` bytes and of the two zeros that the length of no comment has."""
+    hashed = hashlib.sha256()
+    file.seek(0)
+    while count > 0 and (block := file.read(min(count, 1 << 20))):
+        hashed.update(block)
+        count -= len(block)
+    hashed.update(b"\0\0")
+    return hashed.hexdigest()
+
+
+def _clear_leftovers(target: Path) -> None:
+    """Remove temporary files of this target whose process, on this machine, is no more."""
+    if os.name != "posix":
+        return
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.{_HOST}-(\d+)-[0-9a-f]{{8}}\.tmp")
+    for entry in os.listdir(target.parent):
+        found = pattern.fullmatch(entry)
+        left = target.with_name(entry)
+        if found and str(left) not in _under_way and not _runs(int(found[1])):
+            with suppress(OSError):
+                left.unlink()
+
+
+def _runs(process: int) -> bool:
+    """Whether another process of this number runs here."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return process != os.getpid()
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make the rename itself survive a power cut, where the system allows it."""
+    with suppress(OSError):
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
