@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 import preamp
+from preamp.errors import SessionError
 
 
 def train(level: str, make: type[torch.optim.Optimizer], **options: object) -> str:
@@ -24,6 +25,13 @@ def train(level: str, make: type[torch.optim.Optimizer], **options: object) -> s
             session.step()
             optimizer.zero_grad()
         mine = torch.cat([p.detach().float().flatten() for p in model.parameters()])
+    try:
+        wrapped(torch.randn(2, 8))
+        later = "trains on"
+    except SessionError as error:
+        later = "refused" if "wrap the model anew" in str(error) else str(error)
+    if later != ("refused" if level in ("O2", "O3", "O5") else "trains on"):
+        return f"after close(): {later}"
     every = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine)
     return "same" if all(torch.equal(every[0], each) for each in every) else "parted"

@@ -15,8 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import preamp
 
-LOW = {"O0": None, "O1": torch.float16, "O2": torch.float16, "O4": torch.bfloat16, "O5": torch.bfloat16}
-
 
 def build() -> nn.Sequential:
     """Every first dimension is even; two tensors are large enough for moments in 8 bits."""
@@ -49,18 +47,19 @@ class Sent(TorchDispatchMode):
 
 
 def fsdp2(level: str, reshard: bool) -> dict[str, Any]:
-    model = build()
-    mixed = MixedPrecisionPolicy(param_dtype=LOW[level], reduce_dtype=torch.float32)
+    model, mixed = build(), preamp.policy(level).fsdp()
     for layer in model:
         if list(layer.parameters()):
             fully_shard(layer, mp_policy=mixed, reshard_after_forward=reshard)
     fully_shard(model, mp_policy=mixed, reshard_after_forward=reshard)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(2):
-        optimizer.zero_grad()
-        with Sent() as sent:
-            model(torch.randn(8, 64)).float().square().mean().backward()
-        optimizer.step()
+    optimizer = preamp.optim.AdamW(model.parameters())
+    with preamp.prepare(model, optimizer, level=level) as session:
+        for _ in range(2):
+            optimizer.zero_grad()
+            with Sent() as sent, session.autocast():
+                loss = model(torch.randn(8, 64)).float().square().mean()
+                session.backward(loss)
+            session.step()
     return {
         "parameters": total(model.parameters()), "gradients": total(p.grad for p in model.parameters()),
         "states": total(t for state in optimizer.state.values() for t in state.values()), "sent": sent.bytes,

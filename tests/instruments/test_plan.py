@@ -215,8 +215,8 @@ def test_bytes_a_parameter(asked: dict[str, Any], wanted: float) -> None:
     shard=st.sampled_from(["ddp", "fsdp2", "zero1"]), level=st.sampled_from(["O0", "O1", "O4", "O5"]),
 )  # fmt: skip
 def test_ranks_together_hold_everything_and_little_more(count: int, world: int, shard: str, level: str) -> None:
-    one = plan(count, level=level, optimizer="torch.adamw" if shard == "fsdp2" else None, shard=shard)
-    many = plan(count, level=level, optimizer="torch.adamw" if shard == "fsdp2" else None, shard=shard, world=world)
+    one = plan(count, level=level, shard=shard)
+    many = plan(count, level=level, shard=shard, world=world)
     for kind in ("parameters", "gradients", "masters", "states"):
         whole = shard == "ddp" or (shard == "zero1" and kind in ("parameters", "gradients"))
         together = many.bytes_of(kind) * (1 if whole else world)

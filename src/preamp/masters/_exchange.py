@@ -9,15 +9,15 @@ with it. References from Python (in modules, groups and states of optimizers) se
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Container
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import PreampWarning, SessionError
+from ..errors import SessionError
 
 
 def exchanged(parameter: Parameter, wide: Tensor, gradient: Tensor | None = None) -> Parameter:
@@ -44,20 +44,22 @@ def give_back(parameter: Parameter, other: Parameter) -> None:
         ) from error
 
 
-def warn_if_wrapped(parameters: Container[Parameter]) -> None:
-    """Say so where a DistributedDataParallel model holds one of these, which are about to change their dtype for good.
+def refuse_wrapped(parameters: Container[Parameter]) -> None:
+    """Have DistributedDataParallel models refuse to train on that hold one of these, whose dtype changes for good.
 
-    Its hooks lie on the gradient accumulators of the dtype before: nothing would be exchanged from then on.
+    Their hooks lie on the gradient accumulators of the dtype before: nothing would be exchanged from then on.
     """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return
     kinds = {DistributedDataParallel, *DistributedDataParallel.__subclasses__()}
     for one in gc.get_objects():
         if type(one) in kinds and any(p in parameters for p in one.parameters()):
-            warnings.warn(
-                "the session is closed, its model is float32 again, and the DistributedDataParallel around it still "
-                "waits for 16-bit gradients: to train on, wrap the model anew, or its ranks train apart",
-                PreampWarning,
-                stacklevel=4,
-            )
-            return
+            one.register_forward_pre_hook(_refuse)
+
+
+def _refuse(wrapper: nn.Module, _: Any) -> None:
+    if torch.is_grad_enabled() and wrapper.training:
+        raise SessionError(
+            "this DistributedDataParallel was made around 16-bit parameters, and its session is closed: they are "
+            "float32 again, and their gradients would no longer be exchanged. To train on, wrap the model anew"
+        )

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..errors import PreampWarning, StateError
-from ._exchange import exchanged, give_back, warn_if_wrapped
+from ._exchange import exchanged, give_back, refuse_wrapped
 
 AUDITS = 4
 """Steps at the start in which parameters are compared with their masters."""
@@ -240,7 +240,7 @@ class Masters:
     def restore(self) -> None:
         """Give every parameter its master for good, and forget it."""
         self.swap_out()
-        warn_if_wrapped(self._entries)
+        refuse_wrapped(self._entries)
         self.refresh()
         for parameter, entry in self._entries.items():
             parameter.grad = None
@@ -314,7 +314,7 @@ class NoMasters(Masters):
     def restore(self) -> None:
         """Every lowered parameter in float32 for good."""
         self.low()
-        warn_if_wrapped(self._lowered)
+        refuse_wrapped(self._lowered)
         for parameter in self._lowered:
             parameter.grad = None
             parameter.data = parameter.data.float()

@@ -104,7 +104,7 @@ def ask(
         raise PreampError(f"units={units!r}: FSDP2 gathers a model in one unit or more")
     named = {"shard": (shard, SHARDS), "states": (states, STATES), "rounding": (rounding, ROUNDINGS)}
     named |= {} if master is None else {"master": (master, MASTERS)}
-    name = optimizer or ("torch.adamw" if shard == "fsdp2" else "adamw")
+    name = optimizer or "adamw"
     named["optimizer"] = (name, tuple(KINDS))
     for what, (value, legal) in named.items():
         if value not in legal:
@@ -178,13 +178,17 @@ def _check_sharded(asked: Asked) -> None:
         raise PolicyError(
             "shadow=True with shard='fsdp2': FSDP2 gathers weights in 16 bits and casts none of them: leave it out"
         )
-    wanted = {"states": asked.states == "8bit", "rounding": asked.rounding == "stochastic"}
-    culprit = next((what for what, is_so in wanted.items() if is_so), "optimizer" if asked.kind.fused else None)
-    if culprit is not None:
+    if asked.rounding == "stochastic":
+        raise PolicyError(
+            "rounding='stochastic' with shard='fsdp2': float32 shards lose nothing that chance could save: leave it out"
+        )
+    whole = "states='8bit'" if asked.states == "8bit" else None
+    if asked.kind.fused and asked.kind.make.shards_alone is False:  # type: ignore[attr-defined]
+        whole = f"optimizer={asked.optimizer!r}"
+    if whole is not None:
         raise OptimizerError(
-            f"{culprit}={getattr(asked, culprit)!r} with shard='fsdp2': the optimizers of preamp.optim step plain "
-            "tensors, and FSDP2's sharded parameters are DTensors, which their kernels do not take; write one of "
-            "torch's, such as torch.adamw, with float32 states, or shard='zero1'"
+            f"{whole} with shard='fsdp2' needs whole layers or blocks, of which a rank has a part: write adam, adamw, "
+            "sgd or adagrad with float32 states, or shard='zero1'"
         )
 
 

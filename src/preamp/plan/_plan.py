@@ -111,11 +111,10 @@ def plan(
 
     `params`: how many parameters (7e9, "7B", "350M"), or a float32 model, of which only shapes are looked at, so that
     it may lie on the meta device. `level`: a level or any policy. `world`: ranks. `shard`: "none"; "ddp"
-    (DistributedDataParallel); "fsdp2" (`fully_shard` with a MixedPrecisionPolicy of the policy's compute dtype: sharded
-    parameters stay float32 where the policy has masters, as which they serve); "zero1" (DDP and
-    ZeroRedundancyOptimizer). `optimizer`: one of preamp.optim ("adamw", "sgd-momentum"), or of torch ("torch.adamw");
-    None: AdamW, under fsdp2 torch's. `states`, `master` ("float32", "split", "none"), `rounding`, `shadow`: as in
-    preamp.optim and `prepare`. `reshard`: `reshard_after_forward` of FSDP2. `bucket_view`: DDP's
+    (DistributedDataParallel); "fsdp2" (`fully_shard` with `policy.fsdp()`: sharded parameters stay float32, and are
+    their own masters); "zero1" (DDP and ZeroRedundancyOptimizer). `optimizer`: one of preamp.optim ("adamw",
+    "sgd-momentum"), or of torch ("torch.adamw"). `states`, `master` ("float32", "split", "none"), `rounding`, `shadow`:
+    as in preamp.optim and `prepare`. `reshard`: `reshard_after_forward` of FSDP2. `bucket_view`: DDP's
     `gradient_as_bucket_view`. `reduce`: `reduce_dtype` of FSDP2's MixedPrecisionPolicy. `units`: into how many equal
     ones FSDP2 gathers the model; the largest tensor of a model is a unit at least. `norm_share`: of a number of
     parameters, the share in norm layers.
@@ -168,9 +167,9 @@ def _notes(sizes: Sizes, asked: Asked, norm_share: float) -> list[str]:
     if asked.sharded:
         gathered, reduced = name_of(asked.policy.compute), name_of(asked.reduce)
         notes.append(
-            f"fsdp2: fully_shard with MixedPrecisionPolicy(param_dtype={gathered}, reduce_dtype={reduced}), not "
-            f"prepare(); a unit is {unit_of(sizes, asked.units):,} parameters (of {asked.units} equal ones, or the "
-            "largest tensor), and one is gathered while another computes."
+            f"fsdp2: fully_shard with MixedPrecisionPolicy(param_dtype={gathered}, reduce_dtype={reduced}); a unit is "
+            f"{unit_of(sizes, asked.units):,} parameters (of {asked.units} equal ones, or the largest tensor), and one "
+            "is gathered while another computes."
         )
     elif asked.shard == "zero1":
         notes.append(

@@ -95,12 +95,12 @@ def of_number(count: int, policy: Policy, *, norm_share: float, shadow: bool, sh
     mixed = policy.params is torch.float32 and policy.has_regions and not sharded
     weights = [
         Weight(
-            entries=rest, rows=rest, dtype=_kept_in(policy) if sharded else policy.params, small=rest < SMALLEST,
+            entries=rest, rows=rest, dtype=torch.float32 if sharded else policy.params, small=rest < SMALLEST,
             cast=mixed, shadowed=mixed and shadow,
         )
     ]  # fmt: skip
     if norms:
-        dtype = _kept_in(policy) if sharded else (policy.norms or policy.params)
+        dtype = torch.float32 if sharded else (policy.norms or policy.params)
         weights.append(Weight(entries=norms, rows=norms, dtype=dtype, small=True))
     return Sizes(weights=tuple(weights), buffers=0, from_model=False)
 
@@ -118,7 +118,7 @@ def of_model(model: nn.Module, policy: Policy, *, shadow: bool, sharded: bool) -
                 "whole unit what dtype it has, so rules for modules are not planned: leave them out"
             )
         weights = tuple(
-            _weight(p, dtype=_kept_in(policy) if p.is_floating_point() else p.dtype) for p in shapes.parameters()
+            _weight(p, dtype=torch.float32 if p.is_floating_point() else p.dtype) for p in shapes.parameters()
         )
         return Sizes(weights=weights, buffers=sum(map(_bytes, shapes.buffers())), from_model=True)
     before = {name: (b.dtype, _bytes(b)) for name, b in shapes.named_buffers()}
@@ -133,11 +133,6 @@ def of_model(model: nn.Module, policy: Policy, *, shadow: bool, sharded: bool) -
         _weight(p, dtype=p.dtype, cast=p in cast, shadowed=shadow and p in keeper) for p in shapes.parameters()
     )
     return Sizes(weights=weights, buffers=buffers, from_model=True)
-
-
-def _kept_in(policy: Policy) -> torch.dtype:
-    """The dtype of FSDP2's sharded parameters: they are the masters, where the policy wants some."""
-    return torch.float32 if policy.masters else policy.params
 
 
 def _weight(parameter: Tensor, **facts: Any) -> Weight:
