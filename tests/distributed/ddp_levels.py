@@ -1,19 +1,26 @@
 """Trains at every level under DistributedDataParallel, and says of each whether its ranks ended alike."""
 
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import preamp
 from preamp.errors import SessionError
 
 
-def train(level: str, make: type[torch.optim.Optimizer], **options: object) -> str:
+def zero(kind: type[torch.optim.Optimizer]) -> Any:
+    """The same optimizer, of whose states every rank keeps a part."""
+    return lambda parameters, **options: ZeroRedundancyOptimizer(parameters, kind, **options)
+
+
+def train(level: str, make: Any, **options: object) -> str:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    optimizer = make(model.parameters(), lr=1e-2, **options)  # type: ignore[call-arg]
+    optimizer = make(model.parameters(), lr=1e-2, **options)
     with preamp.prepare(model, optimizer, level=level) as session:
         wrapped = nn.parallel.DistributedDataParallel(model)
         data = torch.Generator().manual_seed(dist.get_rank())
@@ -41,6 +48,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     for level in sys.argv[1:]:
         told = {"torch": train(level, torch.optim.AdamW), "preamp": train(level, preamp.optim.AdamW)}
+        told["zero-torch"] = train(level, zero(torch.optim.AdamW))
+        told["zero-preamp"] = train(level, zero(preamp.optim.AdamW))
         if level == "O5":
             told["split"] = train(level, preamp.optim.AdamW, master="split")
         if dist.get_rank() == 0:

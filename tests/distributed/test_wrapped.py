@@ -15,5 +15,8 @@ def test_ranks_stay_equal_at_every_level(tmp_path: Path) -> None:
     ran = subprocess.run([*line, *levels], capture_output=True, text=True, cwd=tmp_path, timeout=240)
     assert ran.returncode == 0, ran.stderr[-3000:]
     told = {tuple(line.split()[:2]): line.split(maxsplit=2)[2] for line in ran.stdout.splitlines()}
-    wanted = {*((level, kind) for level in levels for kind in ("torch", "preamp")), ("O5", "split")}
+    wanted = {
+        *((level, kind) for level in levels for kind in ("torch", "preamp", "zero-torch", "zero-preamp")),
+        ("O5", "split"),
+    }
     assert told == dict.fromkeys(wanted, "same")
