@@ -174,3 +174,26 @@ def test_what_cannot_be_run_is_told() -> None:
         with pytest.raises(PreampError, match=message):
             make_plan(*arguments)
     assert make_plan(None, "fp32,bf16-mixed,O4", "ci", False, None, "cpu").whole == ("O0", "O4")
+
+
+def test_two_processes_train_as_one_does(flights: Path, tmp_path: Path) -> None:
+    options = ["--quick", "-m", "flights", "--levels", "O0,O5", "--device", "cpu", "--nproc", "2"]
+    line = [sys.executable, "-m", "preamp", "demo", *options, "--out", str(tmp_path / "out")]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("report:") == 1  # of rank 0
+    data = json.loads((tmp_path / "out" / "results.json").read_text())
+    jsonschema.validate(data, schema())
+    assert data["environment"]["processes"] == 2
+    alone = json.loads((flights / "results.json").read_text())["runs"]
+    losses = {run["level"]: run["losses"] for run in alone if run["seed"] == 0}
+    for run in data["runs"]:
+        if run["level"] in losses:
+            worst = max(abs(a - b) for a, b in zip(run["losses"], losses[run["level"]], strict=True))
+            assert worst < (1e-4 if run["level"] == "O0" else 2e-2)
+
+
+def test_batches_that_processes_cannot_share_are_told_before_anything_starts() -> None:
+    done = runner.invoke(app, ["demo", "--quick", "-m", "flights", "--nproc", "3"])
+    assert done.exit_code != 0
+    assert "cannot be shared equally" in f"{done.output}{done.exception}"

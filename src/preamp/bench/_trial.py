@@ -19,6 +19,7 @@ from ..gradients import dense_values
 from ..session import Session, prepare
 from ..zoo import Recipe, Task
 from ._memory import SavedBytes, resident_bytes
+from ._ranks import any_rank, mean_over_ranks, over_ranks, own_part
 
 WARM_UP = 3
 """Steps at the start that do not count for the time."""
@@ -123,23 +124,25 @@ def run_trial(
         warnings.filterwarnings("ignore", message=".*eps=.*rounds to zero")  # O3 is shown as it is
         session = prepare(model, optimizer, level=level)
     with session:
+        outer = over_ranks(model)
         began = time.perf_counter()
         batches = task.batches(size, seed=seed, steps=recipe.steps, batch_size=recipe.batch_size)
         for index, (inputs, target) in enumerate(batches):
-            inputs, target = tuple(x.to(device) for x in inputs), target.to(device)
+            inputs = tuple(own_part(x, recipe.batch_size).to(device) for x in inputs)
+            target = own_part(target, recipe.batch_size).to(device)
             started = _now(device)
             if index == 1:
-                loss = _watched_forward(task, model, session, inputs, target, trial, optimizer, device)
+                loss = _watched_forward(task, model, outer, session, inputs, target, trial, optimizer, device)
             else:
                 with session.autocast():
-                    loss = task.loss(model(*inputs), target)
+                    loss = task.loss(outer(*inputs), target)
             session.backward(loss)
             if histogram_scale is not None and index == recipe.steps - 1:
                 trial.gradients = histogram([p.grad for p in model.parameters() if p.grad is not None], histogram_scale)
             session.clip_grad_norm_(recipe.clip)
             report = session.step()
             session.zero_grad()
-            trial.losses.append(float(loss.detach()))
+            trial.losses.append(float(mean_over_ranks(loss)))
             trial.scales.append(report.scale)
             if report.skipped:
                 trial.skipped.append(index)
@@ -147,7 +150,7 @@ def run_trial(
                 schedule.step()
             trial.step_ms.append((_now(device) - started) * 1e3)
             on_step(trial)
-            if budget_s is not None and time.perf_counter() - began > budget_s:
+            if budget_s is not None and any_rank(time.perf_counter() - began > budget_s):
                 break
         if device.type == "cuda":
             trial.peak_bytes = torch.cuda.max_memory_allocated(device)
@@ -188,8 +191,8 @@ def histogram(gradients: list[Tensor], scale: float) -> GradientHistogram:
 
 
 def _watched_forward(
-    task: Task, model: nn.Module, session: Session, inputs: tuple[Tensor, ...], target: Tensor, trial: Trial,
-    optimizer: Optimizer, device: torch.device,
+    task: Task, model: nn.Module, outer: nn.Module, session: Session, inputs: tuple[Tensor, ...], target: Tensor,
+    trial: Trial, optimizer: Optimizer, device: torch.device,
 ) -> Tensor:  # fmt: skip
     """A forward pass that also notes the dtypes its modules give, and on a CPU the bytes it keeps."""
     seen: Counter[str] = Counter()
@@ -203,7 +206,7 @@ def _watched_forward(
     saved = SavedBytes(model)
     try:
         with saved.counting(), session.autocast():
-            loss = task.loss(model(*inputs), target)
+            loss = task.loss(outer(*inputs), target)
     finally:
         for handle in handles:
             handle.remove()

@@ -41,6 +41,13 @@ class Plan:
         steps = QUICK_SLICE_STEPS if self.quick else SLICE_STEPS
         return replace(self.recipe(task), steps=steps, batch_size=SLICE_BATCH)
 
+    def check_shared(self, processes: int) -> None:
+        """`PreampError` unless so many processes can share every batch equally."""
+        recipes = [recipe(task) for task in self.tasks for recipe in (self.recipe, self.slice)]
+        odd = next((recipe.batch_size for recipe in recipes if recipe.batch_size % processes), None)
+        if odd is not None:
+            raise PreampError(f"--nproc {processes}: a batch of {odd} samples cannot be shared equally; take 2 or 4")
+
     @property
     def slice_seconds(self) -> float:
         """Time after which a slice stops."""

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..bench import RangeTest, Trial, environment, range_test, run_trial
+from ..bench import RangeTest, Trial, environment, range_test, rank, ranks, run_trial
 from ..zoo import Recipe, Task
 from ._plan import Plan
 
@@ -36,7 +36,7 @@ class Results:
 
 def run(plan: Plan, console: Console) -> Results:
     """Train everything in the plan. Ctrl-C ends it early and keeps what there is."""
-    results = Results(plan=plan, environment=environment(plan.device))
+    results = Results(plan=plan, environment={**environment(plan.device), "processes": ranks()})
     began = time.perf_counter()
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"),
@@ -53,7 +53,8 @@ def run(plan: Plan, console: Console) -> Results:
                 if plan.sliced:
                     for level in ("O0", *plan.sliced):
                         _train(results, progress, task, level, 0, sliced=True)
-            _sweep(results, progress)
+            if rank() == 0:
+                _sweep(results, progress)
     except KeyboardInterrupt:
         results.interrupted = True
         console.print("[yellow]interrupted: reporting what there is[/yellow]")
