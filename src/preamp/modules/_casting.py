@@ -35,8 +35,16 @@ class Casting:
     through: Callable[[Tensor], Tensor] | None = None
     """What a linear or convolution layer computes with in place of a parameter, inside a region."""
 
+    @property
+    def mixes(self) -> bool:
+        """Whether it is that of a norm whose kernel takes 16-bit activations with float32 weights."""
+        return self.region is torch.float32 and self.inputs is None
+
 
 NOTHING = Casting()
+
+_APART = Casting(inputs=torch.float32, outputs_as_inputs=True, region=torch.float32)
+"""For a norm that mixes, where its kernel cannot: torch's rules for gradients under vmap want one dtype."""
 
 
 class CastingModule(nn.Module):
@@ -49,6 +57,8 @@ class CastingModule(nn.Module):
         """The original forward, between the casts."""
         casting = self._preamp_casting
         came_in = _first_floating(args, kwargs) if casting.outputs_as_inputs or casting.region is not None else None
+        if casting.mixes and came_in is not None and _is_transformed(came_in):
+            casting = _APART
         if casting.inputs is not None:
             args, kwargs = cast_floating(args, casting.inputs), cast_floating(kwargs, casting.inputs)
         with _region(casting.region, came_in):
@@ -94,6 +104,11 @@ def _computed_through(module: Any, through: Callable[[Tensor], Tensor], input: T
 
 SHADOWED: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Modules whose parameters may have shadows: exactly these classes, since a subclass may use its weight otherwise."""
+
+
+def _is_transformed(tensor: Tensor) -> bool:
+    """Whether a transformation of torch.func is at work on a tensor; compiled code resolves those by itself."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _first_floating(args: Any, kwargs: Any) -> Tensor | None:

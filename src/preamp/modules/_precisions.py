@@ -12,26 +12,36 @@ from ..errors import PolicyError
 from ..formats import name_of
 from ..policy import Policy, Precision
 
+_COMPILED = "_orig_mod"
+"""Under which name torch.compile's wrapper of a module keeps the module."""
+
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The module that a compiled or parallel wrapper wraps (whose parameters are the same objects)."""
     while True:
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+        elif isinstance(getattr(model, _COMPILED, None), nn.Module):
             model = model._orig_mod  # type: ignore[assignment]
         else:
             return model
 
 
 def precisions_of(root: nn.Module, policy: Policy) -> Iterator[tuple[str, torch.dtype | None]]:
-    """(path, dtype) of every module; None where the policy's own dtypes hold. Raises for ambiguity and for no match."""
+    """(path, dtype) of every module; None where the policy's own dtypes hold. Raises for ambiguity and for no match.
+
+    A block that torch.compile wraps has the path that it had before, for itself and for what is inside.
+    """
     compiled = [(pattern, re.compile(pattern), precision) for pattern, precision in policy.modules]
     used: set[str] = set()
     found: dict[str, torch.dtype | None] = {}
-    for path, _ in root.named_modules():
-        matching = [(pattern, precision) for pattern, regex, precision in compiled if regex.fullmatch(path)]
-        exact = [(pattern, precision) for pattern, precision in matching if pattern == path]
+    for path, module in root.named_modules():
+        if _COMPILED in module._modules:  # it hands calls on, past its class: what it wraps has its path, and casts
+            found[path] = found[path.rpartition(".")[0]]
+            continue
+        paths = {path, path.replace(f".{_COMPILED}", "")}
+        matching = [(p, precision) for p, regex, precision in compiled if any(map(regex.fullmatch, paths))]
+        exact = [(pattern, precision) for pattern, precision in matching if pattern in paths]
         used.update(pattern for pattern, _ in matching)
         chosen = exact or matching
         if len({precision for _, precision in chosen}) > 1:

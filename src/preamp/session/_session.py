@@ -23,6 +23,7 @@ from ._gradients import gradients_of
 from ._precision import in_float32
 from ._report import StepReport
 from ._step import step_unless
+from ._uncompiled import uncompiled
 
 
 class Session(SessionBase):
@@ -60,6 +61,7 @@ class Session(SessionBase):
 
     # -- backward
 
+    @uncompiled
     def scale(self, loss: Tensor, name: str | None = None) -> Tensor:
         """`loss` times its scale, where `backward` cannot be called: `session.scale(loss).backward()`.
 
@@ -71,6 +73,7 @@ class Session(SessionBase):
         self._round.ran(name)
         return self._losses[name].scale(loss)
 
+    @uncompiled
     def backward(self, loss: Tensor, *, name: str | None = None, sync: bool = True, **kwargs: Any) -> None:
         """Gradients of `loss`, protected by its scale. Call it once a micro-batch; gradients add up until `step`.
 
@@ -127,6 +130,7 @@ class Session(SessionBase):
 
     # -- between backward and step
 
+    @uncompiled
     def unscale_(self, optimizer: Optimizer | None = None) -> None:
         """Make the gradients true: unscaled, float32 for parameters with masters. Once is enough; idempotent.
 
@@ -137,6 +141,7 @@ class Session(SessionBase):
             self._look(each)
             self._book.make_true(each)
 
+    @uncompiled
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, optimizer: Optimizer | None = None) -> Tensor:
         """Shrink the true gradients so that their common norm is at most `max_norm`.
 
@@ -156,6 +161,7 @@ class Session(SessionBase):
             self._book.clip(each, coefficient)
         return norm
 
+    @uncompiled
     def clip_grad_value_(self, clip_value: float, *, optimizer: Optimizer | None = None) -> None:
         """Clamp every entry of the true gradients to [-clip_value, clip_value]."""
         self._check_open()
@@ -166,6 +172,7 @@ class Session(SessionBase):
 
     # -- step
 
+    @uncompiled
     def step(self, optimizer: Optimizer | None = None) -> StepReport:
         """Step all optimizers, or one, each unless its gradients are not finite; then let the scales learn.
 
@@ -233,6 +240,7 @@ class Session(SessionBase):
         if self.last_step is not None:
             self.last_step = self.last_step.after_replay(self._attempts - 1)
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True, *, optimizer: Optimizer | None = None) -> None:
         """Clear the gradients of all optimizers (and of the models' other parameters), or of one optimizer."""
         self._check_open()

@@ -1,0 +1,1 @@
+"""Sessions together with the rest of what torch does to a forward and backward pass."""

@@ -1,0 +1,206 @@
+"""Whole training runs with the model, a block, the loss or the whole step compiled: the same numbers as without.
+
+Accumulation, clipping and a skipped step are in each of them. With the backends eager and aot_eager the arithmetic is
+that of the run without a compiler, so all are compared bit for bit; inductor fuses, and rounds 16-bit
+values less often.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from preamp.errors import PolicyError
+
+from .runs import LEVELS, OUTPUT, Net, Run, batch, check_same, loss_under, prepared, reference, train
+
+QUICK = {(level, "eager") for level in LEVELS} | {("O5", "aot_eager")}
+SLOW = {(level, "aot_eager") for level in LEVELS} | {("O4", "inductor"), ("O5", "inductor")}
+
+
+def marked(quick: set[Any], slow: set[Any]) -> list[Any]:
+    return [
+        pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in sorted(quick | slow, key=str)
+    ]
+
+
+CASES = marked(QUICK, SLOW)
+ONE, TWO = ("loss",), ("d", "g")
+STEPS = marked(
+    {("O0", ONE, "eager"), ("O1", TWO, "eager"), ("O5", ONE, "eager")},
+    {(*case[:1], losses, *case[1:]) for case in QUICK | SLOW for losses in (ONE, TWO) if case[1] != "inductor"},
+)
+SIZES = marked({("O1", None, 2)}, {(level, *how) for level in LEVELS for how in ((True, 1), (None, 2))})
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)  # inductor's own
+        warnings.filterwarnings("ignore", ".*not a leaf Tensor is being accessed", UserWarning)  # dynamo's own
+        yield
+    torch._dynamo.reset()
+
+
+def compiler(backend: str, **given: Any) -> Callable[[Any], Any]:
+    return lambda thing: torch.compile(thing, backend=backend, **{"fullgraph": True, **given})
+
+
+def blocks_in_place(compiled: Callable[[Any], Any], model: Net, backend: str) -> Net:
+    for block in model.blocks:
+        block.compile(backend=backend, fullgraph=True)
+    return model
+
+
+def blocks_wrapped(compiled: Callable[[Any], Any], model: Net, backend: str) -> Net:
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = compiled(block)
+    return model
+
+
+REGIONAL = {"block.compile()": blocks_in_place, "torch.compile(block)": blocks_wrapped}
+
+
+def tolerance(backend: str) -> float:
+    return 2e-2 if backend == "inductor" else 0.0
+
+
+@pytest.mark.parametrize("what", ["model, before prepare", "model, after prepare", "forward and loss"])
+@pytest.mark.parametrize(("level", "backend"), CASES)
+def test_a_compiled_run_is_the_plain_one(level: str, what: str, backend: str) -> None:
+    compiled = compiler(backend)
+    if what == "model, before prepare":
+        ours = train(level, compiled(Net()))
+    elif what == "model, after prepare":
+        ours = train(level, after=compiled)
+    else:
+        ours = train(level, whole=compiled)
+    assert counters["stats"]["unique_graphs"] == 1
+    check_same(ours, reference(level), tolerance(backend))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("how", REGIONAL)
+@pytest.mark.parametrize(("level", "backend"), CASES)
+def test_equal_blocks_share_one_graph(level: str, how: str, when: str, backend: str) -> None:
+    model = Net()
+
+    def regional(model: nn.Module) -> nn.Module:
+        assert isinstance(model, Net)
+        return REGIONAL[how](compiler(backend), model, backend)
+
+    ours = train(level, regional(model)) if when == "before" else train(level, model, after=regional)
+    assert counters["stats"]["unique_graphs"] == 1
+    check_same(ours, reference(level), tolerance(backend))
+
+
+@pytest.mark.parametrize("pattern", [r"blocks\.1", r"blocks\.\d+\.qkv", r"blocks\.[01].*"])
+@pytest.mark.parametrize("how", REGIONAL)
+@pytest.mark.parametrize("level", ["O2", "O4"])
+def test_exceptions_hold_for_compiled_blocks(level: str, how: str, pattern: str) -> None:
+    """torch.compile(block) hands calls on past its own class, and adds a name to the paths of what is inside."""
+    policy = f"{level}; {pattern} -> full"
+    ours = train(level, REGIONAL[how](compiler("eager"), Net(), "eager"), policy=policy)
+    plain = reference(level, policy=policy)
+    check_same(ours, plain)
+    assert any(not torch.equal(a, b) for a, b in zip(plain.grads, reference(level).grads, strict=True))
+
+
+def test_two_exceptions_for_a_compiled_block_are_refused_as_for_any() -> None:
+    model = blocks_wrapped(compiler("eager"), Net(), "eager")
+    with pytest.raises(PolicyError, match="several rules"):
+        prepared(model, "O4", policy=r"O4; blocks\.\d -> full; .*\.2 -> fp16")
+    with pytest.raises(PolicyError, match="no module matches"):
+        prepared(model, "O4", policy=r"O4; block\.\d -> full")
+
+
+@pytest.mark.parametrize(("level", "dynamic", "graphs"), SIZES)
+def test_batches_of_two_sizes_do_not_compile_again_and_again(level: str, dynamic: bool | None, graphs: int) -> None:
+    """`dynamic=None` compiles for the first size, then once for all."""
+    sizes = (4, 7, 5)
+    ours = train(level, whole=compiler("aot_eager", dynamic=dynamic), sizes=sizes)
+    assert counters["stats"]["unique_graphs"] == graphs
+    check_same(ours, reference(level, sizes=sizes))
+
+
+def whole_steps(level: str, compiled: Callable[[Any], Any], losses: tuple[str, ...]) -> Run:
+    model, run = Net(), Run()
+    with prepared(model, level, losses=losses) as session:
+        loss_of = loss_under(session, model)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss = loss_of(x, y)
+            session.backward(loss, name=losses[0])
+            session.clip_grad_norm_(1.0)
+            session.step()
+            session.zero_grad()
+            return loss.detach()
+
+        step = compiled(step)
+        for i in range(5):
+            run.losses.append(float(step(*batch(i, bad=i == 2))))
+            assert session.last_step is not None
+            run.skips.append(session.last_step.skipped)
+            run.scales.append(session.loss_scale(losses[0]))
+        run.weights = [p.detach().clone() for p in model.parameters()]
+    run.grads = run.weights
+    return run
+
+
+@pytest.mark.parametrize(("level", "losses", "backend"), STEPS, ids=str)
+def test_a_whole_step_compiles_its_forward_pass_and_leaves_the_rest_as_written(
+    level: str, losses: tuple[str, ...], backend: str
+) -> None:
+    plain = whole_steps(level, lambda function: function, losses)
+    counters.clear()
+    ours = whole_steps(level, compiler(backend, fullgraph=False), losses)
+    check_same(ours, plain)
+    assert counters["stats"]["unique_graphs"] <= 2  # forward pass and loss; loss.detach()
+    assert counters["frames"]["total"] <= 12  # and none inside of backward and step, which have a hundred
+    assert all("torch.compiler.disable" in reason for reason in counters["graph_break"])
+
+
+def test_evaluation_in_a_compiled_model_between_steps() -> None:
+    """Without gradients, in a region and in full precision, with one compiled model."""
+    for level in ("O1", "O5"):
+        torch._dynamo.reset()
+        model = Net()
+        run = torch.compile(model, backend="eager", fullgraph=True)
+        with prepared(model, level) as session:
+            for step in range(2):
+                x, y = batch(step)
+                with torch.no_grad(), session.autocast():
+                    assert torch.equal(run(x), model(x))
+                with torch.no_grad(), session.full_precision():
+                    assert run(x).dtype is torch.float32 and torch.equal(run(x), model(x))
+                with session.autocast():
+                    out = run(x)
+                    loss = nn.functional.cross_entropy(out, y)
+                assert out.dtype is OUTPUT[level]
+                session.backward(loss)
+                session.step()
+                session.zero_grad()
+
+
+def test_autocast_around_a_compiled_function_that_has_a_region_of_its_own() -> None:
+    """The session's region as a decorator, inside of compiled code and around it."""
+    for level in LEVELS:
+        torch._dynamo.reset()
+        model = Net()
+        with prepared(model, level) as session:
+            x, _ = batch(0)
+            plain = session.autocast()(model)(x)
+            for run in (
+                torch.compile(session.autocast()(model.forward), backend="eager", fullgraph=True),
+                session.autocast()(torch.compile(model, backend="eager", fullgraph=True)),
+            ):
+                assert torch.equal(run(x), plain) and plain.dtype is OUTPUT[level]
