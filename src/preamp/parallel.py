@@ -19,7 +19,7 @@ from torch import Tensor
 from .errors import SessionError
 from .formats import LOW_DTYPES, name_of
 from .gradients import Reading, global_norm, read
-from .sharding import held_here, is_sharded, mesh_groups, shard_groups
+from .sharding import held_here, mesh_groups, shard_groups
 
 Gradients = Sequence[Tensor | None]
 
@@ -32,14 +32,11 @@ class Agreement:
 
     def __init__(self, parameters: Sequence[Tensor], group: Any = None) -> None:
         self._group = group
-        apart = () if group is None else (group,)
         self._classes: dict[tuple[Any, ...], list[int]] = {}
-        """Indices of parameters, by the groups over which their squares add up."""
+        """Indices of parameters, by the groups of their mesh over which their squares add up."""
         for index, parameter in enumerate(parameters):
-            own = (*shard_groups(parameter), *apart) if is_sharded(parameter) else apart
-            self._classes.setdefault(own, []).append(index)
-        meshes = [group for parameter in parameters for group in mesh_groups(parameter)]
-        self._groups = list(dict.fromkeys([*meshes, *apart]))
+            self._classes.setdefault(shard_groups(parameter), []).append(index)
+        self._meshes = list(dict.fromkeys(group for parameter in parameters for group in mesh_groups(parameter)))
         self._count = len(parameters)
         self._device = held_here(parameters[0]).device if parameters else torch.device("cpu")
         self._here = sum(parameter.numel() for parameter in parameters)
@@ -49,67 +46,72 @@ class Agreement:
     @property
     def needed(self) -> bool:
         """Whether anything has to be exchanged at all."""
-        return bool(self._groups)
+        return bool(self._meshes) or self._group is not None
 
     @torch.no_grad()
     def read(self, gradients: Gradients, *, statistics: bool = False) -> Reading:
         """`gradients.read` of what all processes hold; one gradient, or None, for each parameter.
 
-        `nonfinite` is of the gradients that are there. With a `group` it tells of this process only.
+        `nonfinite` is of the gradients that are there. With a `group` it tells of this process and its mesh only.
         """
         own = [
             read([held_here(g) for i in indices if (g := gradients[i]) is not None], statistics=statistics)
             for indices in self._classes.values()
         ]
-        found = torch.stack([reading.found.to(self._device) for reading in own]).amax().double()
-        squares = torch.stack([reading.norm.to(self._device).double().square() for reading in own])
-        counts = [torch.zeros(2 * len(own), dtype=torch.float64, device=self._device)]
-        if statistics:
-            counts = [part.to(self._device).double().reshape(1) for r in own for part in (r.subnormals, r.zeros)]  # type: ignore[union-attr]
-        below = torch.cat(counts).view(len(own), 2)
+        found = self._together([reading.found for reading in own]).amax()
+        sums = torch.stack([self._sums(reading) for reading in own])
         flags = torch.zeros(self._count, dtype=torch.float64, device=self._device)
         for indices, reading in zip(self._classes.values(), own, strict=True):
             there = [i for i in indices if gradients[i] is not None]
             if there:
                 flags[self._placed(there)] = reading.nonfinite.to(self._device).double()
-        tops = [reading.amax.to(self._device) for reading in own if reading.amax is not None]
-        top = torch.stack(tops).amax() if tops else None
-        for group in self._groups:
-            summed = self._placed([group in key for key in self._classes])
-            parts = [found.reshape(1), squares, below.flatten()]
-            parts += [] if self._group is not None else [flags]
-            packed = torch.cat(parts)
-            torch.distributed.all_reduce(packed, torch.distributed.ReduceOp.SUM, group=group)
-            found = packed[0].clamp(max=1)
-            squares = torch.where(summed, packed[1 : 1 + len(own)], squares)
-            below = torch.where(summed.unsqueeze(1), packed[1 + len(own) : 1 + 3 * len(own)].view(-1, 2), below)
-            if self._group is None:
-                flags = packed[1 + 3 * len(own) :].clamp(max=1)
-            if top is not None:
-                torch.distributed.all_reduce(top, torch.distributed.ReduceOp.MAX, group=group)
-        subnormals, zeros = below.sum(0).long().unbind()
+        top = self._together([r.amax for r in own if r.amax is not None]).amax() if statistics else None
+        for mesh in self._meshes:
+            packed = _added_up(torch.cat([found.reshape(1), flags, sums.flatten()]), mesh)
+            found, flags = packed[0].clamp(max=1), packed[1 : 1 + self._count].clamp(max=1)
+            over_it = self._placed([mesh in groups for groups in self._classes]).unsqueeze(1)
+            sums = torch.where(over_it, packed[1 + self._count :].view_as(sums), sums)
+            top = None if top is None else _largest(top, mesh)
+        total = sums.sum(0)
+        if self._group is not None:
+            packed = _added_up(torch.cat([found.reshape(1), total]), self._group)
+            found, total = packed[0].clamp(max=1), packed[1:]
+            top = None if top is None else _largest(top, self._group)
+        square, subnormals, zeros = total.unbind()
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
         return Reading(
-            found.float(), squares.sum().sqrt().float(),
-            flags.bool()[self._placed(present)], self._total(gradients),
-            top, subnormals if statistics else None, zeros if statistics else None,
+            found.float(), square.sqrt().float(), flags.bool()[self._placed(present)], self._total(gradients),
+            None if top is None else top.float(),
+            subnormals.long() if statistics else None, zeros.long() if statistics else None,
         )  # fmt: skip
+
+    def _sums(self, reading: Reading) -> Tensor:
+        """(3,) float64: the square of the norm, how many are subnormal, how many zero."""
+        counts = [
+            reading.norm.new_zeros(()) if count is None else count for count in (reading.subnormals, reading.zeros)
+        ]
+        norm, *rest = self._together([reading.norm, *counts]).unbind()
+        return torch.stack([norm.square(), *rest])
+
+    def _together(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.stack([part.to(self._device).double() for part in parts])
 
     @torch.no_grad()
     def norm(self, gradients: Gradients, order: float = 2.0) -> Tensor:
         """`gradients.global_norm` of what all processes hold: 0-d float32."""
-        total: list[Tensor] = []
-        for groups, indices in self._classes.items():
+        largest = math.isinf(order)
+        parts: list[Tensor] = []
+        for meshes, indices in self._classes.items():
             held = [held_here(g) for i in indices if (g := gradients[i]) is not None]
             part = global_norm(held, order).to(self._device).double()
-            part = part if math.isinf(order) else part**order
-            for group in groups:
-                kind = torch.distributed.ReduceOp.MAX if math.isinf(order) else torch.distributed.ReduceOp.SUM
-                torch.distributed.all_reduce(part, kind, group=group)
-            total.append(part)
-        together = torch.stack(total)
-        found = together.amax() if math.isinf(order) else together.sum() ** (1 / order)
-        return found.float()
+            part = part if largest else part**order
+            for mesh in meshes:
+                part = _largest(part, mesh) if largest else _added_up(part, mesh)
+            parts.append(part)
+        total = torch.stack(parts).amax() if largest else torch.stack(parts).sum()
+        if self._group is not None:
+            total = _largest(total, self._group) if largest else _added_up(total, self._group)
+        return (total if largest else total ** (1 / order)).float()
 
     def _placed(self, values: Sequence[int]) -> Tensor:
         """A list on the device, sent there once: whoever sends it in each step waits in each step."""
@@ -128,6 +130,16 @@ class Agreement:
             torch.distributed.all_reduce(count, group=self._group)
             self._entries = int(count)
         return self._entries
+
+
+def _added_up(numbers: Tensor, group: Any) -> Tensor:
+    torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.SUM, group=group)
+    return numbers
+
+
+def _largest(number: Tensor, group: Any) -> Tensor:
+    torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=group)
+    return number
 
 
 def compress_hook(dtype: torch.dtype = torch.bfloat16) -> Any:
