@@ -114,26 +114,3 @@ def test_data_parallel_on_a_cpu_is_the_model(level: str, when: str) -> None:
     """Without accelerators nn.DataParallel calls the model it wraps."""
     ours = train(level, nn.DataParallel(Net())) if when == "before" else train(level, after=nn.DataParallel)
     check_same(ours, reference(level))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_parallel_apply_with_regions_of_their_own(level: str) -> None:
-    """torch's threads on one GPU: forward decorated, dtype and rules hold in each."""
-    low, full = LOW[level], torch.float32
-    model, x = Net().cuda(), batch(0)[0].cuda()
-
-    class Seen(nn.Module):
-        def __init__(self, region: Any) -> None:
-            super().__init__()
-            self.net, self.region = model, region
-
-        def forward(self, x: Tensor) -> tuple[Any, ...]:
-            result: tuple[Any, ...] = self.region(seen)(self.net, x)
-            return result
-
-    with prepared(model, level) as session:
-        module = Seen(session.autocast())
-        with session.autocast():
-            results = torch.nn.parallel.parallel_apply([module, module], [x, x], devices=[0, 0])
-    assert results == [(low, full, low)] * 2

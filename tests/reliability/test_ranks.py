@@ -116,6 +116,7 @@ def wait_for(path: Path, step: int, job: Job) -> int:
     raise AssertionError(f"step {step} was not reached:\n{job.said[-4000:]}")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds the ranks in /proc")
 def test_a_killed_rank_and_an_elastic_restart(tmp_path: Path) -> None:
     elastic("O2", (1,), tmp_path)

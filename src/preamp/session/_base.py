@@ -171,7 +171,7 @@ class SessionBase:
     def _check_open(self) -> None:
         if self._closed:
             raise SessionError("this session is closed; prepare the model again to go on")
-        if not self._attempts and not self._sharded:
+        if not torch.compiler.is_compiling() and not self._attempts and not self._sharded:
             check_sharded_late(self._models.values())
 
     def _device(self) -> torch.device:
