@@ -53,6 +53,7 @@ def test_four_ranks_end_where_one_does(tmp_path: Path, wrapper: str) -> None:
     check(run(tmp_path, 4, wrapper, *LEVELS))
 
 
+@pytest.mark.slow
 def test_options_of_the_wrapper_change_nothing(tmp_path: Path) -> None:
     check(run(tmp_path, 2, "ddp,gradient_as_bucket_view,find_unused_parameters", "O2", "O5"))
 
@@ -62,7 +63,7 @@ def test_gradients_in_16_bits_on_the_wire(tmp_path: Path) -> None:
 
 
 def test_the_same_batch_on_all_ranks_gives_the_same_bits(tmp_path: Path) -> None:
-    check(run(tmp_path, 2, "ddp,same,static_graph", *LEVELS), exact=True)
+    check(run(tmp_path, 2, "ddp,same,static_graph", "O0", "O2", "O5"), exact=True)  # all levels with four ranks
 
 
 @pytest.mark.slow
