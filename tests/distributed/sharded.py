@@ -114,6 +114,43 @@ def stages() -> dict[str, Any]:
     return told
 
 
+def on_the_wire(name: str) -> dict[str, Any]:
+    """Gradients of known values, which a hook exchanges: what arrives, and what is in each rank."""
+    size, rank = 1001, dist.get_rank()
+    each = [torch.randn(size, generator=torch.Generator().manual_seed(r)) * 3 for r in range(2)]
+    model = nn.Linear(size, 1, bias=False)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    wrapped.register_comm_hook(None, preamp.parallel.compress_hook(getattr(torch, name)))
+    wrapped(each[rank].unsqueeze(0)).sum().backward()
+    assert model.weight.grad is not None
+    return {"got": model.weight.grad.flatten().tolist(), "each": [one.tolist() for one in each]}
+
+
+def joined(level: str) -> dict[str, Any]:
+    """Rank 1 has more batches; then the other takes over what its session knows."""
+    rank = dist.get_rank()
+    model = build()
+    optimizer = preamp.optim.SGD(model.parameters(), lr=0.1)
+    with preamp.prepare(model, optimizer, level=level) as session:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        with wrapped.join():
+            for step in range(3 + 2 * rank):
+                torch.manual_seed(step)
+                with session.autocast():
+                    loss = wrapped(torch.randn(4, 8)).float().square().mean()
+                session.backward(loss)
+                session.step()
+                session.zero_grad()
+        own = session.steps
+        last: list[Any] = [session.state_dict() if rank == 1 else None]
+        dist.broadcast_object_list(last, src=1)
+        session.load_state_dict(last[0])
+        state = session.state_dict()
+        masters = {name: value.tolist() for name, value in state["masters"].items()}
+        weights = [p.detach().float().flatten().tolist() for p in model.parameters()]
+    return {"own": own, "steps": state["steps"], "masters": masters, "weights": weights}
+
+
 def message(act: Callable[[], object]) -> str:
     try:
         act()
@@ -181,6 +218,8 @@ def main() -> None:
            for level in ("O0", "O1", "O4") for kind in ("torch", "preamp")},
         **{f"one shard {scale}": one_shard_spoilt(scale) for scale in ("dynamic", "window", "hysteresis")},
         **{f"flat {level}": flat_parameters(level) for level in ("O1", "O4")},
+        **{f"wire {name}": on_the_wire(name) for name in ("bfloat16", "float16")},
+        **{f"joined {level}": joined(level) for level in ("O1", "O2", "O5")},
         "stages": stages(), "orders": orders(),
     }  # fmt: skip
     everyone: list[Any] = [None, None]

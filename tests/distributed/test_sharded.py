@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 SCRIPT = Path(__file__).with_name("sharded.py")
 
@@ -61,6 +62,23 @@ def test_pipeline_stages_agree_over_the_group_that_they_are_given(told: list[dic
     assert first["scale"] == 2.0**15
     assert all(math.isfinite(first["norms"][step]) for step in (0, 2, 3))
     assert all(0 < first["inf"][step] <= 0.5 for step in (0, 2, 3))  # after the first clipping
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_gradients_travel_in_16_bits_and_are_summed_in_float32(told: list[dict[str, Any]], name: str) -> None:
+    low = getattr(torch, name)
+    for each in (rank[f"wire {name}"] for rank in told):
+        sent = [torch.tensor(one).to(low).float() for one in each["each"]]
+        mean = (torch.stack(sent).sum(0) / 2).to(low).float()
+        assert torch.equal(torch.tensor(each["got"]), mean)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_after_uneven_inputs_ranks_go_on_alike(told: list[dict[str, Any]], level: str) -> None:
+    first, second = (each[f"joined {level}"] for each in told)
+    assert (first.pop("own"), second.pop("own")) == (3, 5)
+    assert first == second
+    assert first["steps"] == 5
 
 
 @pytest.mark.parametrize(

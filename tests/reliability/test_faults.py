@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -93,20 +93,24 @@ def late_in_backward(run: Run) -> None:
     run.session.backward(loss)
 
 
-def in_a_gradient_hook(run: Run) -> None:
-    handle = next(run.model.parameters()).register_hook(fail)
+@contextmanager
+def failing(register: Callable[[Callable[..., Any]], Any]) -> Iterator[None]:
+    """A hook that raises, for the length of a block."""
+    handle = register(fail)
     try:
-        run.step(9)
+        yield
     finally:
         handle.remove()
+
+
+def in_a_gradient_hook(run: Run) -> None:
+    with failing(next(run.model.parameters()).register_hook):
+        run.step(9)
 
 
 def before_the_step(run: Run) -> None:
-    handle = run.optimizer.register_step_pre_hook(fail)
-    try:
+    with failing(run.optimizer.register_step_pre_hook):
         run.step(9)
-    finally:
-        handle.remove()
 
 
 def before_the_step_of_true_gradients(run: Run) -> None:
@@ -114,12 +118,9 @@ def before_the_step_of_true_gradients(run: Run) -> None:
         loss = loss_of(run.model, 9)
     run.session.backward(loss)
     run.session.unscale_()
-    handle = run.optimizer.register_step_pre_hook(fail)
-    try:
+    with failing(run.optimizer.register_step_pre_hook):
         run.session.clip_grad_norm_(0.1)
         run.session.step()
-    finally:
-        handle.remove()
 
 
 def between_unscale_and_step(run: Run) -> None:

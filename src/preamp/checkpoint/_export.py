@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -55,40 +55,30 @@ def _gathered(source: nn.Module | Session) -> tuple[dict[str, Tensor], dict[str,
     """What to write, on the host, by name; and the names that stand for the same tensor as another."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    with _wide(source) as masters:
-        models = source.models if isinstance(source, Session) else {"": source}
+    models = source.models if isinstance(source, Session) else {"": source}
+    for model in models.values():
+        _check_dense(unwrapped(model).state_dict())
+    with source.full_precision() if isinstance(source, Session) else nullcontext():
         for prefix, model in models.items():
             state = unwrapped(model).state_dict()
-            for name, value in state.items():
-                if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_quantized:
-                    kind = value.layout if type(value) is Tensor else f"a {type(value).__name__}"
-                    raise CheckpointError(
-                        f"{name} is {kind}, and safetensors holds dense tensors, whole ones: gather what is sharded "
-                        "first (torch.distributed.checkpoint.state_dict), save a checkpoint instead, or take it out of "
-                        "state_dict() (a buffer with persistent=False)"
-                    )
             for names in _same(state):
-                mastered = [masters[key] for n in names if (key := f"{prefix}:{n}" if prefix else n) in masters]
-                value = mastered[0] if mastered else state[names[0]]
-                value = value.detach().to(torch.float32 if value.dtype in LOW_DTYPES else value.dtype)
+                value = state[names[0]].detach()
+                value = value.to(torch.float32 if value.dtype in LOW_DTYPES else value.dtype)
                 first, *others = (f"{prefix}.{n}" if prefix else n for n in names)
                 tensors[first] = value.to("cpu", copy=True).contiguous()
                 aliases.update(dict.fromkeys(others, first))
     return tensors, aliases
 
 
-@contextmanager
-def _wide(source: nn.Module | Session) -> Iterator[Mapping[str, Tensor]]:
-    """The model in float32 while it lasts, or else masters by name.
-
-    In a process group the model may be inside DistributedDataParallel, where parameters must not change their dtype.
-    """
-    grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if isinstance(source, Session) and grouped:
-        yield source.state_dict()["masters"]
-        return
-    with source.full_precision() if isinstance(source, Session) else nullcontext():
-        yield {}
+def _check_dense(state: Mapping[str, Any]) -> None:
+    for name, value in state.items():
+        if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_quantized:
+            kind = value.layout if type(value) is Tensor else f"a {type(value).__name__}"
+            raise CheckpointError(
+                f"{name} is {kind}, and safetensors holds dense tensors, whole ones: gather what is sharded "
+                "first (torch.distributed.checkpoint.state_dict), save a checkpoint instead, or take it out of "
+                "state_dict() (a buffer with persistent=False)"
+            )
 
 
 def _same(state: Mapping[str, Tensor]) -> list[list[str]]:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..formats import FORMATS, format_of, name_of
 from ..report import Column, Section, Table
 from ..tree import tensors
-from ._finite import held_here
+from ._finite import values_here
 from ._lint_shapes import Product, ProductWatcher, dimensions, misfits
 from ._live import Live
 from ._names import Names
@@ -43,7 +43,7 @@ class Held:
     def count(self, kind: str, given: Iterable[Tensor]) -> None:
         """Add tensors of one kind; floating ones are counted, each once."""
         for tensor in {id(t): t for t in given if t.is_floating_point()}.values():
-            tensor = held_here(tensor)
+            tensor = values_here(tensor)
             counts = self._counts.setdefault((kind, name_of(tensor.dtype), str(tensor.device)), [0, 0])
             counts[0] += tensor.numel()
             counts[1] += tensor.numel() * tensor.element_size()

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .. import sharding
 from ..gradients import read
+from ..sharding import held_here
 
 
 def all_finite(gradients: Iterable[Tensor]) -> bool:
@@ -19,17 +19,17 @@ def all_finite(gradients: Iterable[Tensor]) -> bool:
         return True
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
-        values = held_here(gradient)
+        values = values_here(gradient)
         by_kind.setdefault((values.device, values.dtype), []).append(values)
     return not any(bool(read(group).found) for group in by_kind.values())
 
 
-def held_here(tensor: Tensor) -> Tensor:
+def values_here(tensor: Tensor) -> Tensor:
     """What of a tensor lies in this process: the shard of a DTensor, the values of a sparse one.
 
     Those of one index are not added up: that is done when the step comes.
     """
-    tensor = sharding.held_here(tensor)
+    tensor = held_here(tensor)
     return tensor._values() if tensor.layout is torch.sparse_coo else tensor
 
 

@@ -19,7 +19,7 @@ from ..formats import name_of
 from ..tree import tensors
 from ._clock import Clock
 from ._exponents import WIDTH, Exponents, count_each
-from ._finite import held_here
+from ._finite import values_here
 from ._names import Names
 
 UPDATE = "update"
@@ -97,7 +97,7 @@ class Telemetry:
         self._count_each([(path, kind, tensor)])
 
     def _count_each(self, many: Iterable[tuple[str, str, Tensor]]) -> None:
-        held = [(path, kind, held_here(tensor.detach())) for path, kind, tensor in many]
+        held = [(path, kind, values_here(tensor.detach())) for path, kind, tensor in many]
         held = [(path, kind, tensor) for path, kind, tensor in held if tensor.device.type != "meta" and tensor.numel()]
         with _seen_by_nobody(), torch.no_grad():
             counts = count_each([tensor for *_, tensor in held])
@@ -120,7 +120,7 @@ class Telemetry:
                 continue
             counted.append((path, "weight", parameter))
             counted.append((path, "gradient", grad))
-            self._before.append((path, parameter, held_here(parameter.detach()).clone()))
+            self._before.append((path, parameter, values_here(parameter.detach()).clone()))
         self._count_each(counted)
 
     def updates(self, taken: bool) -> None:
@@ -128,7 +128,7 @@ class Telemetry:
         before, self._before = self._before, []
         counted: list[tuple[str, str, Tensor]] = []
         for path, parameter, old in before if taken else ():
-            new = held_here(parameter.detach())
+            new = values_here(parameter.detach())
             if old.shape == new.shape and old.dtype == new.dtype:
                 counted.append((path, UPDATE, new - old))
         self._count_each(counted)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..formats import FP16, LOW_DTYPES, name_of
 from ..report import Finding
-from ._finite import held_here
+from ._finite import values_here
 
 if TYPE_CHECKING:
     from ._watch import Watch
@@ -31,7 +31,7 @@ class Updates:
     def before(self, optimizer: Optimizer) -> None:
         """Keep the 16-bit weights that are about to be stepped, and which of them have a gradient."""
         self._before = [
-            (p, held_here(p.detach()).clone(), held_here(p.grad) != 0)
+            (p, values_here(p.detach()).clone(), values_here(p.grad) != 0)
             for group in optimizer.param_groups
             for p in group["params"]
             if p.dtype in LOW_DTYPES and p.grad is not None and p.grad.layout is torch.strided
@@ -47,7 +47,7 @@ class Updates:
             count = int(meant.sum())
             if not count or parameter.dtype not in LOW_DTYPES:
                 continue
-            same = int(((held_here(parameter.detach()) == old) & meant).sum())
+            same = int(((values_here(parameter.detach()) == old) & meant).sum())
             lost, total = lost + same, total + count
             if worst is None or same / count > worst[0]:
                 worst = same / count, parameter
@@ -89,7 +89,7 @@ def flushed(watch: Watch, scale: float) -> Iterator[Finding]:
             continue
         if parameter.dim() < 2 and watch.names.owners.get(id(parameter)) in with_matrix:
             continue  # the gradient of a bias before a batch norm is zero but for rounding
-        size = held_here(grad.detach()).float().abs() * lift
+        size = values_here(grad.detach()).float().abs() * lift
         some = size > 0
         count = int(some.sum())
         if count < 8:
