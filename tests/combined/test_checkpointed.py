@@ -73,17 +73,9 @@ KINDS: dict[str, Through] = {
 }
 
 
-KEPT_CASTS = pytest.mark.xfail(
-    raises=(RuntimeError, AssertionError),
-    reason="O1 and O4 keep casts of weights between micro-batches, so forward and recomputation cast different ones",
-)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("level", LEVELS)
-def test_runs_with_accumulation_and_a_skip(level: str, kind: str, request: pytest.FixtureRequest) -> None:
-    if level in ("O1", "O4") and kind == "selective, casts":
-        request.applymarker(KEPT_CASTS)
+def test_runs_with_accumulation_and_a_skip(level: str, kind: str) -> None:
     check_same(train(level, Net(KINDS[kind])), reference(level))
 
 
@@ -97,7 +89,7 @@ def test_runs_with_shadows(level: str, kind: str) -> None:
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_a_region_that_keeps_no_casts_lets_a_policy_save_them(level: str) -> None:
-    """The way round what the run above cannot do: preamp.autocast in place of session.autocast."""
+    """What a session that saw no recomputation in its first step cannot do: preamp.autocast for session.autocast."""
 
     def grads(through: Through | None) -> list[Tensor]:
         model = Net(through)

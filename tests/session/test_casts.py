@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import preamp
+from preamp.session._casts import CacheProbe
 
 from .toys import batch, loss_of, mlp, same, weights
 
@@ -51,8 +52,15 @@ def test_casts_per_weight_and_step(level: str, casts: int, micro_batches: int, t
                     micro(session, model, step, **({"sync": i == micro_batches - 1} if told else {}))
                 session.step()
             session.zero_grad()
-            if told or step:  # a loop that does not say that it accumulates is known after its first step
+            if step:  # the first step looks on: whether anything is recomputed, and whether gradients are accumulated
                 assert counted.most == casts, (step, counted.of)
+
+
+def first_step(session: preamp.Session, model: nn.Module) -> None:
+    """After it, a session keeps casts."""
+    micro(session, model, 0)
+    session.step()
+    session.zero_grad()
 
 
 def test_accumulation_comes_to_the_same() -> None:
@@ -89,6 +97,7 @@ def test_kept_casts_are_not_used_once_a_weight_has_changed(change: str) -> None:
     model = mlp(norm=False)
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     with preamp.prepare(model, optimizer, level="O4") as session:
+        first_step(session, model)
         micro(session, model, 0, sync=False)
         before = output(session, model)
         if change == "write":
@@ -114,6 +123,7 @@ def test_other_regions_and_sessions_are_as_they_were() -> None:
     """A plain region that ends clears the cache as always, and a closed session leaves nothing in it."""
     model, other = mlp(), mlp()
     session = preamp.prepare(model, torch.optim.SGD(model.parameters(), 1e-3), level="O4")
+    first_step(session, model)
     micro(session, model, 0, sync=False)
     with Casts(other) as counted:
         for _ in range(2):
@@ -131,6 +141,7 @@ def test_other_regions_and_sessions_are_as_they_were() -> None:
 def test_an_exception_in_a_region_leaves_no_casts() -> None:
     model = mlp()
     with preamp.prepare(model, torch.optim.SGD(model.parameters(), 1e-3), level="O4") as session:
+        first_step(session, model)
         micro(session, model, 0, sync=False)
         with pytest.raises(ZeroDivisionError), session.autocast():
             loss_of(model, 1)
@@ -160,11 +171,41 @@ def test_checkpointed_blocks_recompute_right(reentrant: bool) -> None:
     assert same(run(True), run(False))
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_session_that_saw_a_recomputation_keeps_nothing(reentrant: bool) -> None:
+    """So that a forward pass makes the casts that its recomputation makes."""
+    model = mlp(norm=False)
+    with preamp.prepare(model, torch.optim.SGD(model.parameters(), 1e-3), level="O4") as session:
+        for step in range(3):
+            for i in range(2):
+                x, y = batch(step + i)
+                with Casts(model) as counted, session.autocast():
+                    hidden = checkpoint(model[:2], x.requires_grad_(), use_reentrant=reentrant)
+                    loss = nn.functional.cross_entropy(model[2:](hidden).float(), y)
+                assert min(counted.of[p.data_ptr()] for p in model.parameters()) == 1, (step, i)
+                session.backward(loss, sync=i == 1)
+            session.step()
+            session.zero_grad()
+
+
+def test_the_probe_tells_a_cleared_cache() -> None:
+    probe = CacheProbe()
+    assert not probe.cleared()
+    probe.plant()
+    assert not probe.cleared() and not probe.cleared()
+    probe.plant()
+    with torch.autocast("cpu", torch.bfloat16):
+        pass
+    assert probe.cleared() and not probe.cleared()
+    torch.clear_autocast_cache()
+
+
 def test_a_decorated_function_and_threads() -> None:
     import threading
 
     model = mlp()
     with preamp.prepare(model, torch.optim.SGD(model.parameters(), 1e-3), level="O4") as session:
+        first_step(session, model)
         compute = session.autocast()(lambda step: loss_of(model, step))
         with Casts(model) as counted:
             session.backward(compute(0), sync=False)
