@@ -26,6 +26,15 @@ def held_here(tensor: Tensor) -> Tensor:
     return local
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """A DTensor gathered, which all processes of its mesh do together; any other tensor as it is."""
+    if not is_sharded(tensor):
+        return tensor
+    parts: Any = tensor
+    gathered: Tensor = parts.full_tensor()
+    return gathered
+
+
 def mesh_groups(tensor: Any) -> tuple[Any, ...]:
     """The process groups of a DTensor's mesh, one for each of its dimensions; none for any other tensor."""
     if not is_sharded(tensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,20 +26,38 @@ class Loops:
         line = [sys.executable, "-m", "tests.reliability.save_loop", *map(str, arguments)]
         self.process = subprocess.Popen(line, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def killed_after(self, seconds: float) -> int:
-        """Start one and kill it; the last step that it told to be on the disk, or -1."""
+    def _started(self) -> int:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
         ready, number = self.process.stdout.readline().split()
         assert ready == "ready"
-        time.sleep(seconds)
-        os.kill(int(number), signal.SIGKILL)
+        return int(number)
+
+    def _killed(self, number: int) -> int:
+        os.kill(number, signal.SIGKILL)
+        assert self.process.stdout is not None
         said = []
         while (line := self.process.stdout.readline()) not in ("dead\n", ""):
             said.append(int(line))
         assert line == "dead\n"
         return said[-1] if said else -1
+
+    def killed_after(self, seconds: float) -> int:
+        """Start one and kill it; the last step that it told to be on the disk, or -1."""
+        number = self._started()
+        time.sleep(seconds)
+        return self._killed(number)
+
+    def seconds_for(self, saves: int) -> float:
+        """How long one takes for that many saves, on this machine as busy as it is; it is killed then."""
+        number, begin = self._started(), time.monotonic()
+        assert self.process.stdout is not None
+        for _ in range(saves):
+            assert int(self.process.stdout.readline()) >= 0
+        taken = time.monotonic() - begin
+        self._killed(number)
+        return taken
 
     def __enter__(self) -> Loops:
         return self
@@ -56,34 +75,48 @@ def uninterrupted(level: str, kind: str, steps: int) -> dict[str, object]:
     return state
 
 
+def loaded(path: Path, run: Run, when: str) -> int:
+    """Load what is there, whose seals and digests hold; its step."""
+    if when == "sharded":
+        preamp.checkpoint.load_sharded(path, **run.objects)
+        return run.session.steps
+    return int(preamp.checkpoint.load(path, **run.objects)["step"])
+
+
 def kill_often(folder: Path, kills: int, level: str, kind: str, when: str, seed: str) -> None:
     path, chance, last = folder / "last.pt", seeded(seed), 0
+    there = path / "latest" if when == "sharded" else path
     print(f"seed {seed!r}")
     with Loops(path, level, kind, when) as loops:
+        longest = loops.seconds_for(3)
+        shutil.rmtree(folder)  # for kills before there is anything
+        folder.mkdir()
         for kill in range(kills):
-            after = chance.uniform(0, 0.05)
+            after = chance.uniform(0, longest)
             told = loops.killed_after(after)
             where = f"kill {kill} after {after:.4f} s, seed {seed!r}"
-            if not path.exists():
+            if not there.exists():
                 assert told == -1 and last == 0, where
                 continue
             run = Run(level, kind)
-            step = preamp.checkpoint.load(path, **run.objects)["step"]  # its seal and digest hold
+            step = loaded(path, run, when)
             assert step >= max(told, last), where
             assert step <= max(told, last) + 2, f"{where}: a step that nobody took"
             if kill % 4 == 0 or kill == kills - 1:
                 assert alike(run.state(), uninterrupted(level, kind, step)), where
             run.close()
-            left = [name for name in os.listdir(folder) if name != "last.pt"]
-            assert len(left) <= 2, f"{where}: leftovers of earlier kills were not cleared: {left}"
+            left = [name for name in os.listdir(there.parent) if name != there.name]
+            assert len(left) <= (4 if when == "sharded" else 2), (
+                f"{where}: leftovers of earlier kills were not cleared: {left}"
+            )
             last = step
     assert last > 0, "no kill came late enough for a save to end"
 
 
-DEFAULT = [("O2", "preamp", "at-once", 10), ("O1", "torch", "later", 10)]
+DEFAULT = [("O2", "preamp", "at-once", 10), ("O1", "torch", "later", 10), ("O1", "preamp", "sharded", 10)]
 SLOW = [
     (level, kind, when, 13) for level in ("O1", "O2") for kind in ("torch", "preamp") for when in ("at-once", "later")
-]
+] + [("O4", "torch", "sharded", 20)]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="SIGKILL is POSIX's")

@@ -11,8 +11,9 @@ from ._file import FORMAT
 from ._later import PendingSave
 from ._load import load
 from ._save import save, save_async
-from ._sharded import load_sharded, save_sharded
+from ._sharded import load_sharded, save_sharded, save_sharded_async
 
 __all__ = [
     "FORMAT", "PendingSave", "adopt_scale", "export", "load", "load_sharded", "save", "save_async", "save_sharded",
+    "save_sharded_async",
 ]  # fmt: skip

@@ -85,13 +85,18 @@ class _Writer:
                     self._running = False
                     return
                 pending = self._queue[0]
-            pending._run()
+            self.run(pending)
             with self._changed:
                 self._queue.popleft()
-                if pending._error is not None:
-                    self._failed.append(pending)
-                pending._ended.set()
                 self._changed.notify_all()
+
+    def run(self, pending: PendingSave) -> None:
+        """Run a save in this thread."""
+        pending._run()
+        with self._changed:
+            if pending._error is not None:
+                self._failed.append(pending)
+            pending._ended.set()
 
     def finish(self, path: str | os.PathLike[str]) -> None:
         """Wait until nothing is being written to `path`."""

@@ -9,23 +9,30 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
 from ..session import Session
 from ..tree import map_tensors
+from ._content import kept_on_host
 from ._file import read, write
+from ._later import PendingSave, writer
+from ._ranks import alone, on_all_ranks, own_group, rank
 
 LATEST = "latest"
+
+_SEEN_WITHIN = 10.0
+"""Seconds after which a folder that rank 0 has made counts as not shared: network file systems take their time."""
+
+_UNWRITTEN = "the checkpoint was not written, and the one before it is as it was"
 
 
 def save_sharded(
@@ -34,30 +41,88 @@ def save_sharded(
     """Write model, optimizer and session, each rank its own part. All ranks call it, with a folder they share.
 
     For FSDP2 and tensor parallelism; also on one process. Returns on all ranks when the checkpoint is whole, and the
-    one before it is gone. `CheckpointError` for a session that keeps masters beside 16-bit parameters, which every rank
-    holds whole: `preamp.checkpoint.save` on rank 0 is for that.
+    one before it is gone. Where it fails on one rank it fails on all, and the one before it stays. `CheckpointError`
+    for a folder that the ranks do not share, and for a session that keeps masters beside 16-bit parameters, which
+    every rank holds whole: `preamp.checkpoint.save` on rank 0 is for that.
     """
+    with writer().telling():
+        writer().finish(folder)
+        _saving(Path(folder), model, optimizer, session, lambda state: state, None)()
+
+
+def save_sharded_async(
+    folder: str | os.PathLike[str], *, model: nn.Module, optimizer: Optimizer, session: Session | None = None
+) -> PendingSave:
+    """As `save_sharded`, written by a thread of each rank while training goes on; returns when the shards are copied.
+
+    The copies lie in host memory. Ranks exchange over gloo, in a group of their own. Call `wait()` on what it returns
+    before the process group is destroyed, and before relying on the checkpoint; a failure that nobody waits for is
+    warned of at the next save. Without a process group it writes before it returns.
+    """
+    with writer().telling():
+        writer().finish(folder)
+
+        group = None if alone() else own_group()
+        pending = PendingSave(folder, _saving(Path(folder), model, optimizer, session, kept_on_host, group))
+        if group is None:
+            writer().run(pending)
+        else:
+            writer().submit(pending)
+        return pending
+
+
+def _saving(
+    target: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    session: Session | None,
+    held: Callable[[Any], Any],
+    group: Any,
+) -> Callable[[], None]:
+    """The rest of a save, to be done by this thread or another one; the states are taken now, by way of `held`."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 
-    amp = _without_masters(session)
-    target = Path(folder)
-    before = _latest(target)
-    name = f"{(int(before['generation']) if before is not None else 0) + 1:08d}"
-    if _rank() == 0:
-        target.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(target / name, ignore_errors=True)  # of a save that was killed
-    _meet()
+    def first() -> tuple[str, dict[str, Any] | None]:
+        amp = _without_masters(session)
+        before = _latest(target)
+        return f"{(int(before['generation']) if before is not None else 0) + 1:08d}", amp
+
+    name, amp = on_all_ranks(first, _UNWRITTEN)[0]
     states, steps = get_state_dict(model, optimizer)
-    with _alone():
-        save_parts({"model": states, "optimizer": steps}, checkpoint_id=target / name)
-    _meet()
-    if _rank() == 0:
-        write(target / LATEST, {"generation": name, "amp": amp})
-        for old in target.iterdir():
-            if old.is_dir() and old.name.isdigit() and old.name != name:
-                shutil.rmtree(old, ignore_errors=True)
-    _meet()
+    parts = held({"model": states, "optimizer": steps})
+
+    def begin() -> None:
+        if rank() == 0:
+            target.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(target / name, ignore_errors=True)  # of a save that was killed
+            (target / name).mkdir()
+
+    def look() -> None:
+        until = time.monotonic() + _SEEN_WITHIN
+        while not (target / name).is_dir():
+            if time.monotonic() > until:
+                raise CheckpointError(
+                    f"rank 0 has made {target / name}, and this rank does not see it: all ranks have to write into a "
+                    "folder that they share, and to which they can all come back"
+                )
+            time.sleep(0.05)
+
+    def commit() -> None:
+        if rank() == 0:
+            write(target / LATEST, {"generation": name, "amp": amp})
+            for old in target.iterdir():
+                if old.is_dir() and old.name.isdigit() and old.name != name:
+                    shutil.rmtree(old, ignore_errors=True)
+
+    def save() -> None:
+        on_all_ranks(begin, _UNWRITTEN, group)
+        on_all_ranks(look, _UNWRITTEN, group)
+        with _torchs_own(_UNWRITTEN):  # which agrees on errors by itself
+            save_parts(parts, checkpoint_id=target / name, process_group=group)
+        on_all_ranks(commit, _UNWRITTEN, group)
+
+    return save
 
 
 def load_sharded(
@@ -68,27 +133,28 @@ def load_sharded(
     All ranks call it, after `fully_shard`, the optimizer and `prepare`. All or nothing, for which the shards are held
     twice meanwhile. `CheckpointError` when there is none, or it does not fit; `StateError` when of another policy.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 
     source = Path(folder)
-    latest = _latest(source)
-    if latest is None:
-        raise CheckpointError(f"{source} holds no checkpoint of preamp.checkpoint.save_sharded: it has no {LATEST!r}")
-    if session is not None and latest["amp"] is None:
-        raise CheckpointError(f"{source} was saved without a session")
-    _without_masters(session)
+    writer().finish(folder)
+
+    def first() -> dict[str, Any]:
+        latest = _latest(source)
+        if latest is None:
+            raise CheckpointError(
+                f"{source} holds no checkpoint of preamp.checkpoint.save_sharded: it has no {LATEST!r}"
+            )
+        if session is not None and latest["amp"] is None:
+            raise CheckpointError(f"{source} was saved without a session")
+        _without_masters(session)
+        return latest
+
+    latest = on_all_ranks(first, f"{source} was not loaded")[0]
     states, steps = get_state_dict(model, optimizer)
     parts: dict[str, Any] = {"model": map_tensors(Tensor.clone, states), "optimizer": map_tensors(Tensor.clone, steps)}
-    try:
-        with _alone():
-            load_parts(parts, checkpoint_id=source / str(latest["generation"]))
-    except (Exception, CheckpointException) as error:  # torch's own is no Exception
-        why = str(error).strip().splitlines()[-1][:300]
-        raise CheckpointError(
-            f"{source} cannot be loaded into this model and optimizer, and nothing was: {why}"
-        ) from error
+    with _torchs_own(f"{source} cannot be loaded into this model and optimizer, and nothing was"):
+        load_parts(parts, checkpoint_id=source / str(latest["generation"]))
     if session is not None:
         session.load_state_dict(latest["amp"])
     set_state_dict(model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
@@ -112,21 +178,15 @@ def _latest(folder: Path) -> dict[str, Any] | None:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """One process may save and load without a process group: torch need not warn of it."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
-        yield
+def _torchs_own(what: str) -> Iterator[None]:
+    """Around what torch does: its errors are ours, and one process without a group need not be warned of that."""
+    from torch.distributed.checkpoint.api import CheckpointException
 
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _meet() -> None:
-    """Wait for the other ranks."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        if torch.cuda.is_available() and dist.get_backend() == "nccl":
-            dist.barrier(device_ids=[torch.cuda.current_device()])
-        else:
-            dist.barrier()
+    try:
+        with ExitStack() as stack:
+            if alone():  # filters are the process's, so never in a thread
+                stack.enter_context(warnings.catch_warnings())
+                warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
+            yield
+    except (Exception, CheckpointException) as error:  # torch's own is no Exception
+        raise CheckpointError(f"{what}: {str(error).strip().splitlines()[-1][:300]}") from error

@@ -50,7 +50,8 @@ def check_gathered_full(models: Iterable[nn.Module]) -> None:
         if low is not None:
             raise SessionError(
                 f"full_precision(): FSDP2 gathers this model's weights in {name_of(low)} whatever is around it. "
-                "Validate in the session's precision, or load a checkpoint into a float32 model"
+                "Validate in the session's precision, or write the float32 model with preamp.checkpoint.export and run "
+                "that; to read parameters, full_precision(values_only=True)"
             )
 
 

@@ -46,13 +46,15 @@ class Session(SessionBase):
         return autocast(self.device_type, self.policy.compute if active else None, active)
 
     @contextmanager
-    def full_precision(self) -> Iterator[None]:
+    def full_precision(self, *, values_only: bool = False) -> Iterator[None]:
         """Inside, the model runs in float32, with its master weights: for validation, or an export.
 
         Between steps only: gradients of low parameters are put aside while it lasts. Not in compiled code.
+        `values_only=True`: parameters and buffers are to be read, and the model will not run. A model that FSDP2
+        gathers in 16 bits can only be read: `SessionError` without it.
         """
         self._check_open()
-        if self._sharded and self.policy.compute is not torch.float32:
+        if self._sharded and not values_only and self.policy.compute is not torch.float32:
             check_gathered_full(self._models.values())
         if self._book.any_read():
             raise SessionError("full_precision() between unscale_() or clipping and step(): call step() first")
