@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -35,12 +36,12 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         return value if data is value.data else value._replace(data=data)
     if isinstance(value, (list, tuple)):
         items = [map_tensors(function, item) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
+        if _same(items, value):
             return value
         return _refill_list(value, items) if isinstance(value, list) else _refill_tuple(value, items)
     if isinstance(value, Mapping):
         changed = {key: map_tensors(function, item) for key, item in value.items()}
-        if all(changed[key] is value[key] for key in changed):
+        if _same(changed.values(), value.values()):
             return value
         if type(value) is dict:
             return changed
@@ -48,13 +49,20 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
         mapped = {name: map_tensors(function, item) for name, item in fields.items()}
-        if all(mapped[name] is fields[name] for name in fields):
+        if _same(mapped.values(), fields.values()):
             return value
         clone = copy.copy(value)
         for name, item in mapped.items():
             object.__setattr__(clone, name, item)  # frozen dataclasses too
         return clone
     return value
+
+
+def _same(new: Iterable[Any], old: Iterable[Any]) -> bool:
+    """Whether all are the same objects. Not asked in compiled code, where containers cost nothing, and where dynamo of
+    torch 2.11 cannot tell.
+    """
+    return not torch.compiler.is_compiling() and all(map(operator.is_, new, old))
 
 
 def _refill_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:

@@ -115,7 +115,7 @@ def test_cuda_needs_few_kernels() -> None:
     assert not ours & usual
     families = {row.family: set(row.ops) for row in OpRules().rows()}
     known = set().union(*(families[f] for f in ("fft", "complex", "linalg", "quantile", "fake_quantize", "ctc_loss")))
-    rest = ours - known
+    rest = ours - known - {"rms_norm"}  # torch 2.11 has no rule of its own for it
     assert rest == BCE | PARTS | {"_native_multi_head_attention", "mkldnn_rnn_layer", "trace", "index_copy"}
 
 

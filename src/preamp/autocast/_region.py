@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -40,7 +41,11 @@ class autocast(torch.autocast):
         *,
         rules: OpRules | None = None,
     ) -> None:
-        super().__init__(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+        if torch.compiler.is_compiling():  # torch's checks, which dynamo does not always trace, are for `_traced`
+            self.device, self._enabled = device_type, enabled
+            self.fast_dtype, self._cache_enabled = dtype, cache_enabled  # type: ignore[assignment]
+        else:
+            super().__init__(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
         self._rules = rules
         self._outer: list[tuple[Any, ...]] = []
 
@@ -48,6 +53,11 @@ class autocast(torch.autocast):
         number = _ensure_rules(self._rules, self.device)
         if not REGISTRY.stamp:  # never so; reading it makes dynamo guard compiled code on the rules it was traced under
             raise AssertionError("no rules are installed")
+        if torch.compiler.is_compiling():
+            traced = _traced(self.device, self.fast_dtype, self._enabled, self._cache_enabled)
+            traced.__enter__()
+            self._outer.append((traced,))
+            return self
         if self._outer:  # torch keeps what it has to restore on the object: save it from this second entry
             self._outer[-1] = (*self._outer[-1], self.prev_cache_enabled, self.prev, self.prev_fastdtype)
         self._outer.append((torch.is_autocast_enabled(MARKER), torch.get_autocast_dtype(MARKER)))
@@ -57,6 +67,10 @@ class autocast(torch.autocast):
         return self
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        if torch.compiler.is_compiling():
+            (traced,) = self._outer.pop()
+            traced.__exit__(exc_type, exc_val, exc_tb)
+            return
         marked, marker_dtype = self._outer.pop()
         torch.set_autocast_enabled(MARKER, marked)
         torch.set_autocast_dtype(MARKER, marker_dtype)
@@ -83,6 +97,16 @@ class autocast(torch.autocast):
     def uninstall() -> None:
         """Take preamp's rules out of torch's dispatcher now; `PolicyError` while a session is open."""
         REGISTRY.uninstall()
+
+
+@contextmanager
+def _traced(device_type: str, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool | None) -> Iterator[None]:
+    """A region, marked, in regions of torch's alone: those are what dynamo knows, in every release.
+
+    The marker's dtype need not name the rules here: `REGISTRY.stamp`, which has been read, does.
+    """
+    with torch.autocast(MARKER, dtype=torch.bfloat16), torch.autocast(device_type, dtype, enabled, cache_enabled):
+        yield
 
 
 def _ensure_rules(rules: OpRules | None, device_type: str) -> int:

@@ -127,7 +127,7 @@ class Registry:
         torch.compiler.config.cache_key_tag = f"{self._users_tag}preamp-rules:{digest}"
 
 
-_HAS_TAG = hasattr(torch.compiler.config, "cache_key_tag")  # torch 2.7 and newer
+_HAS_TAG = hasattr(getattr(torch.compiler, "config", None), "cache_key_tag")  # torch 2.7 and newer
 
 REGISTRY = Registry()
 

@@ -103,10 +103,17 @@ def shape_of(normalized_shape: Shape) -> torch.Size:
     return torch.Size((normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape)
 
 
+def _has_autocast(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind)
+
+
+_has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]  # which not every release traces
+
+
 def _autocast_dtype(input: Tensor) -> torch.dtype | None:
     """The dtype of autocast where it is enabled."""
     kind = input.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if not _has_autocast(kind) or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
 
