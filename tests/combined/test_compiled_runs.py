@@ -35,7 +35,8 @@ CASES = marked(QUICK, SLOW)
 ONE, TWO = ("loss",), ("d", "g")
 STEPS = marked(
     {("O0", ONE, "eager"), ("O1", TWO, "eager"), ("O5", ONE, "eager")},
-    {(*case[:1], losses, *case[1:]) for case in QUICK | SLOW for losses in (ONE, TWO) if case[1] != "inductor"},
+    {(*case[:1], losses, *case[1:]) for case in QUICK | SLOW for losses in (ONE, TWO) if case[1] != "inductor"}
+    | {("O4", ONE, "inductor"), ("O5", ONE, "inductor")},
 )
 SIZES = marked({("O1", None, 2)}, {(level, *how) for level in LEVELS for how in ((True, 1), (None, 2))})
 
@@ -134,8 +135,16 @@ def test_batches_of_two_sizes_do_not_compile_again_and_again(level: str, dynamic
 
 def whole_steps(level: str, compiled: Callable[[Any], Any], losses: tuple[str, ...]) -> Run:
     model, run = Net(), Run()
+    first: dict[Tensor, Tensor] = {}
+
+    def keep(parameter: Tensor) -> None:
+        if parameter not in first and parameter.grad is not None:
+            first[parameter] = parameter.grad.clone()
+
     with prepared(model, level, losses=losses) as session:
         loss_of = loss_under(session, model)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(keep)
 
         def step(x: Tensor, y: Tensor) -> Tensor:
             loss = loss_of(x, y)
@@ -152,7 +161,7 @@ def whole_steps(level: str, compiled: Callable[[Any], Any], losses: tuple[str, .
             run.skips.append(session.last_step.skipped)
             run.scales.append(session.loss_scale(losses[0]))
         run.weights = [p.detach().clone() for p in model.parameters()]
-    run.grads = run.weights
+    run.grads = [first[p] for p in model.parameters()]
     return run
 
 
@@ -163,7 +172,7 @@ def test_a_whole_step_compiles_its_forward_pass_and_leaves_the_rest_as_written(
     plain = whole_steps(level, lambda function: function, losses)
     counters.clear()
     ours = whole_steps(level, compiler(backend, fullgraph=False), losses)
-    check_same(ours, plain)
+    check_same(ours, plain, tolerance(backend))
     assert counters["stats"]["unique_graphs"] <= 2  # forward pass and loss; loss.detach()
     assert counters["frames"]["total"] <= 12  # and none inside of backward and step, which have a hundred
     assert all("torch.compiler.disable" in reason for reason in counters["graph_break"])
