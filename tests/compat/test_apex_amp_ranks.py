@@ -67,7 +67,7 @@ CHECKS: dict[str, Check] = {
 }
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_in_processes(world: int) -> None:
     """All checks in one set of processes, which take longer to start than to run."""
     complaints = {name: complaint for name, complaint in run_checks(CHECKS, world).items() if complaint}

@@ -288,7 +288,7 @@ def reducer_and_flat_calls(rank: int, world: int) -> None:
     flat.apply_flat_dist_call([torch.ones(2)], dist.all_reduce)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_in_processes(world: int) -> None:
     """All checks in one set of processes, which take longer to start than to run."""
     complaints = {name: complaint for name, complaint in run_checks(CHECKS, world).items() if complaint}

@@ -132,7 +132,9 @@ def test_a_loss_that_16_bits_spoil_is_found_with_its_module(tmp_path: Path) -> N
     assert "Worse" in ran.stderr
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    "style", [pytest.param(s, marks=pytest.mark.slow if s in ("accelerate", "casts") else ()) for s in STYLES]
+)
 def test_every_way_to_ask_for_16_bits_is_answered_with_32(style: str, tmp_path: Path) -> None:
     text = HEAD + STYLES[style] + "\nopen(__import__('sys').argv[1], 'w').write(' '.join(map(str, seen)))\n"
     (tmp_path / "train.py").write_text(text)
