@@ -188,8 +188,13 @@ def test_a_session_that_saw_a_recomputation_keeps_nothing(reentrant: bool) -> No
             session.zero_grad()
 
 
-def test_the_probe_tells_a_cleared_cache() -> None:
-    probe = CacheProbe()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_probe_tells_a_cleared_cache(dtype: torch.dtype) -> None:
+    torch.set_default_dtype(dtype)
+    try:
+        probe = CacheProbe()
+    finally:
+        torch.set_default_dtype(torch.float32)
     assert not probe.cleared()
     probe.plant()
     assert not probe.cleared() and not probe.cleared()

@@ -189,4 +189,5 @@ def _torchs_own(what: str) -> Iterator[None]:
                 warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
             yield
     except (Exception, CheckpointException) as error:  # torch's own is no Exception
-        raise CheckpointError(f"{what}: {str(error).strip().splitlines()[-1][:300]}") from error
+        why = str(error).strip() or type(error).__name__
+        raise CheckpointError(f"{what}: {why.splitlines()[-1][:300]}") from error

@@ -30,7 +30,7 @@ class CacheProbe:
     """Tells whether torch's cache of casts, which cannot be read, was cleared: by a cast that is asked for again."""
 
     def __init__(self) -> None:
-        self._weight = torch.zeros(1, requires_grad=True)
+        self._weight = torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True)  # whatever the defaults
         self._planted: Any = None
         self.in_cache = False
         """Whether the cache may hold this object's cast."""
