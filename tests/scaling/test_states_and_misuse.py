@@ -269,3 +269,12 @@ def test_fixed_scales_learn_nothing(scale: LossScale) -> None:
     for flag in (1.0, 0.0):
         scale.after_step(torch.tensor(flag))
     assert scale.state_dict() == before
+
+
+@pytest.mark.parametrize("patience", ["soon", 0, -1, 2.5, True, pytest.param(torch.eye(2).to_sparse(), id="sparse")])
+def test_a_fixed_scale_takes_no_patience_that_is_no_count(patience: object) -> None:
+    """Found by hypothesis: the value was taken as it came, and compared with a count a hundred steps later."""
+    scale = StaticScale(8.0, patience=5)
+    with pytest.raises(ScaleError, match="patience"):
+        scale.load_state_dict({"kind": "static", "scale": 4.0, "patience": patience})
+    assert scale.state_dict() == {"kind": "static", "scale": 8.0, "patience": 5}

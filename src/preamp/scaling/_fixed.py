@@ -125,8 +125,8 @@ class StaticScale(LossScale):
         return {"kind": self.kind, "scale": self._value, "patience": self.patience}
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        self._value = check_scale(state["scale"])
-        self.patience = state["patience"]
+        restored = StaticScale(state["scale"], patience=state["patience"])  # every value checked before one is taken
+        self._value, self.patience = restored._value, restored.patience
 
     def __repr__(self) -> str:
         return f"StaticScale({self._value!r})"
