@@ -1,10 +1,12 @@
 """Trains at every level under DistributedDataParallel, and says of each whether its ranks ended alike."""
 
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -17,31 +19,69 @@ def zero(kind: type[torch.optim.Optimizer]) -> Any:
     return lambda parameters, **options: ZeroRedundancyOptimizer(parameters, kind, **options)
 
 
-def train(level: str, make: Any, **options: object) -> str:
+def net() -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    optimizer = make(model.parameters(), lr=1e-2, **options)
-    with preamp.prepare(model, optimizer, level=level) as session:
-        wrapped = nn.parallel.DistributedDataParallel(model)
-        data = torch.Generator().manual_seed(dist.get_rank())
-        for _ in range(6):
-            x, y = torch.randn(16, 8, generator=data), torch.randint(4, (16,), generator=data)
-            with session.autocast():
-                loss = nn.functional.cross_entropy(wrapped(x).float(), y)
-            session.backward(loss)
-            session.step()
-            optimizer.zero_grad()
-        mine = torch.cat([p.detach().float().flatten() for p in model.parameters()])
-    try:
-        wrapped(torch.randn(2, 8))
-        later = "trains on"
-    except SessionError as error:
-        later = "refused" if "wrap the model anew" in str(error) else str(error)
-    if later != ("refused" if level in ("O2", "O3", "O5") else "trains on"):
-        return f"after close(): {later}"
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def alike(model: nn.Module) -> bool:
+    mine = torch.cat([p.detach().float().flatten() for p in model.parameters()])
     every = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine)
-    return "same" if all(torch.equal(every[0], each) for each in every) else "parted"
+    return all(torch.equal(every[0], each) for each in every)
+
+
+def train(level: str, make: Any, *, first: bool = False, hook: bool = False, **options: object) -> str:
+    """Wrapped before `prepare` (`first`) or after it; on after `close()` with what DistributedDataParallel it has."""
+    model = net()
+    optimizer = make(model.parameters(), lr=1e-2, eps=1e-4, **options)  # an eps that float16 has, for O3
+    data = torch.Generator().manual_seed(dist.get_rank())
+
+    def batch() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(16, 8, generator=data), torch.randint(4, (16,), generator=data)
+
+    wrapped = nn.parallel.DistributedDataParallel(model) if first else None
+    if wrapped is not None and hook:
+        wrapped.register_comm_hook(None, preamp.parallel.compress_hook())
+    with preamp.prepare(model if wrapped is None else wrapped, optimizer, level=level) as session:
+        if wrapped is None:
+            wrapped = nn.parallel.DistributedDataParallel(model)
+        for _ in range(4):
+            for half in range(2):
+                x, y = batch()
+                with session.no_sync(wrapped) if half == 0 else nullcontext():
+                    with session.autocast():
+                        loss = nn.functional.cross_entropy(wrapped(x).float(), y)
+                    session.backward(loss, sync=half == 1)
+            session.step()
+            optimizer.zero_grad()
+    if not alike(model):
+        return "parted"
+    if hook and len(wrapped._comm_hooks) != 1:
+        return "lost its hook"
+    for _ in range(3):
+        x, y = batch()
+        nn.functional.cross_entropy(wrapped(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return "same" if alike(model) else "parted after close()"
+
+
+def refused() -> str:
+    """A wrapper that casts parameters by itself has no place here; model and wrapper are as before."""
+    model = net()
+    dtypes = torch.distributed.fsdp.MixedPrecision  # whatever it is, it is not None
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    wrapped.mixed_precision = dtypes(param_dtype=torch.bfloat16)
+    try:
+        preamp.prepare(wrapped, torch.optim.SGD(model.parameters(), 0.1), level="O5")
+    except SessionError as error:
+        wrapped.mixed_precision = None
+        good = "prepare() the bare model first" in str(error) and all(
+            p.dtype is torch.float32 for p in model.parameters()
+        )
+        return "same" if good else str(error)
+    return "taken"
 
 
 def main() -> None:
@@ -50,7 +90,11 @@ def main() -> None:
         told = {"torch": train(level, torch.optim.AdamW), "preamp": train(level, preamp.optim.AdamW)}
         told["zero-torch"] = train(level, zero(torch.optim.AdamW))
         told["zero-preamp"] = train(level, zero(preamp.optim.AdamW))
+        told["torch-first"] = train(level, torch.optim.AdamW, first=True)
+        told["preamp-first"] = train(level, preamp.optim.AdamW, first=True)
+        told["hook-first"] = train(level, preamp.optim.AdamW, first=True, hook=True)
         if level == "O5":
+            told["refused"] = refused()
             told["split"] = train(level, preamp.optim.AdamW, master="split")
         if dist.get_rank() == 0:
             for name, outcome in told.items():

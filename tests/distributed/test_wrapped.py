@@ -1,4 +1,4 @@
-"""DistributedDataParallel around a prepared model: ranks stay equal with any optimizer."""
+"""DistributedDataParallel before and after `prepare`: ranks stay equal with any optimizer, after `close()` too."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ def test_ranks_stay_equal_at_every_level(tmp_path: Path) -> None:
     ran = subprocess.run([*line, *levels], capture_output=True, text=True, cwd=tmp_path, timeout=240)
     assert ran.returncode == 0, ran.stderr[-3000:]
     told = {tuple(line.split()[:2]): line.split(maxsplit=2)[2] for line in ran.stdout.splitlines()}
-    wanted = {
-        *((level, kind) for level in levels for kind in ("torch", "preamp", "zero-torch", "zero-preamp")),
-        ("O5", "split"),
-    }
+    kinds = ("torch", "preamp", "zero-torch", "zero-preamp", "torch-first", "preamp-first", "hook-first")
+    wanted = {*((level, kind) for level in levels for kind in kinds), ("O5", "split"), ("O5", "refused")}
     assert told == dict.fromkeys(wanted, "same")

@@ -44,17 +44,40 @@ def give_back(parameter: Parameter, other: Parameter) -> None:
         ) from error
 
 
-def refuse_wrapped(parameters: Container[Parameter]) -> None:
-    """Have DistributedDataParallel models refuse to train on that hold one of these, whose dtype changes for good.
+def lay_out_anew(parameters: Container[Parameter], *, strict: bool = False) -> None:
+    """Have DistributedDataParallel models that hold one of these, whose dtype has changed for good, begin anew.
 
-    Their hooks lie on the gradient accumulators of the dtype before: nothing would be exchanged from then on.
+    Their buckets are of the dtype before, and their hooks lie on its gradient accumulators: nothing would be exchanged
+    from then on. So they make their reducer again, as torch does when one is unpickled; communication hooks are taken
+    along. One that cannot refuses to train on; with `strict` that is a `SessionError` now.
     """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return
     kinds = {DistributedDataParallel, *DistributedDataParallel.__subclasses__()}
     for one in gc.get_objects():
         if type(one) in kinds and any(p in parameters for p in one.parameters()):
-            one.register_forward_pre_hook(_refuse)
+            try:
+                _make_reducer(one)
+            except Exception as error:
+                if strict:
+                    raise SessionError(
+                        "a DistributedDataParallel around this model cannot lay its buckets out for 16-bit parameters "
+                        f"({error}): prepare() the bare model first, then wrap it"
+                    ) from error
+                one.register_forward_pre_hook(_refuse)
+
+
+def _make_reducer(wrapper: Any) -> None:
+    if wrapper.mixed_precision is not None:
+        raise SessionError("it casts parameters by itself: mixed_precision=...")
+    held, sparse = wrapper._build_params_for_reducer()
+    names = wrapper._build_debug_param_to_name_mapping(held)
+    wrapper._ddp_init_helper(held, sparse, names, wrapper.static_graph)
+    if wrapper.static_graph:
+        wrapper.reducer._set_static_graph()
+        wrapper.logger._set_static_graph()
+    for hook, state in wrapper._comm_hooks:
+        torch._C._distributed_c10d._register_comm_hook(wrapper.reducer, state, hook)
 
 
 def _refuse(wrapper: nn.Module, _: Any) -> None:

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from ..errors import OptimizerError
 from ..fused import join, split
-from ._exchange import refuse_wrapped
+from ._exchange import lay_out_anew
 from ._whole import Entry, Masters
 
 
@@ -79,10 +79,10 @@ class SplitMasters(Masters):
         """Give every parameter float32 data for good."""
         self.swap_out()
         self.refresh()
-        refuse_wrapped(self._entries)
         for parameter, entry in self._entries.items():
             parameter.grad = None
             parameter.data = self._in_float32(parameter, entry)
+        lay_out_anew(self._entries)
         self._entries.clear()
         self._bits.clear()
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..errors import PreampWarning, StateError
-from ._exchange import exchanged, give_back, refuse_wrapped
+from ._exchange import exchanged, give_back, lay_out_anew
 
 AUDITS = 4
 """Steps at the start in which parameters are compared with their masters."""
@@ -240,11 +240,11 @@ class Masters:
     def restore(self) -> None:
         """Give every parameter its master for good, and forget it."""
         self.swap_out()
-        refuse_wrapped(self._entries)
         self.refresh()
         for parameter, entry in self._entries.items():
             parameter.grad = None
             parameter.data = entry.master
+        lay_out_anew(self._entries)
         self._entries.clear()
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
@@ -314,8 +314,8 @@ class NoMasters(Masters):
     def restore(self) -> None:
         """Every lowered parameter in float32 for good."""
         self.low()
-        refuse_wrapped(self._lowered)
         for parameter in self._lowered:
             parameter.grad = None
             parameter.data = parameter.data.float()
+        lay_out_anew(self._lowered)
         self._lowered.clear()

@@ -256,6 +256,9 @@ def low_strangers(optimizer: Optimizer, masters: Masters) -> list[Parameter]:
 
 def state_like_parameters(optimizer: Optimizer) -> None:
     """Bring an optimizer's state to the dtype that its parameters have now, where it has their shape."""
+    inner = getattr(optimizer, "optim", None)  # by which a ZeroRedundancyOptimizer steps its part
+    if isinstance(inner, Optimizer):
+        state_like_parameters(inner)
     castable = (torch.float16, torch.bfloat16, torch.float32)
     for parameter, state in optimizer.state.items():
         for key, value in state.items():

@@ -14,7 +14,7 @@ from torch.optim import LBFGS, Optimizer
 from ..eps import safe_eps
 from ..errors import PolicyError, PreampWarning, SessionError
 from ..formats import LOW_DTYPES, name_of
-from ..masters import Masters, NoMasters, Shadows, SplitMasters, shadows_work
+from ..masters import Masters, NoMasters, Shadows, SplitMasters, lay_out_anew, shadows_work
 from ..modules import Conversion, unwrapped
 from ..optim import FusedOptimizer
 from ..policy import Policy, auto_level
@@ -79,6 +79,9 @@ def prepare(
     try:
         for name, each in models.items():
             conversions.append(Conversion(each, chosen, masters, f"{name}:" if name else ""))
+        if chosen.params in LOW_DTYPES:
+            lowered = {p for each in models.values() for p in each.parameters() if p.dtype in LOW_DTYPES}
+            lay_out_anew(lowered, strict=True)
         group = flat_group(models.values()) if group is None else group
         session = Session(models, optimizers, chosen, Losses(scales), masters, conversions, device_type, skip, group)
     except BaseException:
@@ -177,11 +180,6 @@ def _check_wrapping(models: dict[str, nn.Module], policy: Policy) -> None:
     if policy.params not in LOW_DTYPES:
         return
     for name, model in models.items():
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            raise SessionError(
-                f"model {name or 'given'} is already wrapped in DistributedDataParallel, whose buckets were laid out "
-                "for float32: prepare() the bare model first, then wrap it"
-            )
         if flat_group([model]) is not None:
             raise SessionError(
                 f"model {name or 'given'} is wrapped in FullyShardedDataParallel, whose flat parameters cannot be "
