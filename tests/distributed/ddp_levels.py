@@ -1,5 +1,6 @@
 """Trains at every level under DistributedDataParallel, and says of each whether its ranks ended alike."""
 
+import gc
 import sys
 from contextlib import nullcontext
 from typing import Any
@@ -31,7 +32,9 @@ def alike(model: nn.Module) -> bool:
     return all(torch.equal(every[0], each) for each in every)
 
 
-def train(level: str, make: Any, *, first: bool = False, hook: bool = False, **options: object) -> str:
+def train(
+    level: str, make: Any, *, first: bool = False, hook: bool = False, frozen: bool = False, **options: object
+) -> str:
     """Wrapped before `prepare` (`first`) or after it; on after `close()` with what DistributedDataParallel it has."""
     model = net()
     optimizer = make(model.parameters(), lr=1e-2, eps=1e-4, **options)  # an eps that float16 has, for O3
@@ -43,6 +46,8 @@ def train(level: str, make: Any, *, first: bool = False, hook: bool = False, **o
     wrapped = nn.parallel.DistributedDataParallel(model) if first else None
     if wrapped is not None and hook:
         wrapped.register_comm_hook(None, preamp.parallel.compress_hook())
+    if frozen:
+        gc.freeze()  # hides the wrapper from whoever looks for it
     with preamp.prepare(model if wrapped is None else wrapped, optimizer, level=level) as session:
         if wrapped is None:
             wrapped = nn.parallel.DistributedDataParallel(model)
@@ -95,6 +100,8 @@ def main() -> None:
         told["hook-first"] = train(level, preamp.optim.AdamW, first=True, hook=True)
         if level == "O5":
             told["refused"] = refused()
+            told["frozen"] = train(level, torch.optim.AdamW, first=True, frozen=True)
+            gc.unfreeze()
             told["split"] = train(level, preamp.optim.AdamW, master="split")
         if dist.get_rank() == 0:
             for name, outcome in told.items():

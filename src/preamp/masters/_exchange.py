@@ -9,7 +9,8 @@ with it. References from Python (in modules, groups and states of optimizers) se
 from __future__ import annotations
 
 import gc
-from collections.abc import Container
+import weakref
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -44,18 +45,24 @@ def give_back(parameter: Parameter, other: Parameter) -> None:
         ) from error
 
 
-def lay_out_anew(parameters: Container[Parameter], *, strict: bool = False) -> None:
+_GIVEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Wrappers that sessions were given: `gc.freeze()` hides what was made before it from the search for others."""
+
+
+def lay_out_anew(parameters: Container[Parameter], *, models: Iterable[nn.Module] = (), strict: bool = False) -> None:
     """Have DistributedDataParallel models that hold one of these, whose dtype has changed for good, begin anew.
 
     Their buckets are of the dtype before, and their hooks lie on its gradient accumulators: nothing would be exchanged
     from then on. So they make their reducer again, as torch does when one is unpickled; communication hooks are taken
-    along. One that cannot refuses to train on; with `strict` that is a `SessionError` now.
+    along. One that cannot refuses to train on; with `strict` that is a `SessionError` now. `models`: where wrappers may
+    be among, besides those that are found.
     """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return
     kinds = {DistributedDataParallel, *DistributedDataParallel.__subclasses__()}
-    for one in gc.get_objects():
-        if type(one) in kinds and any(p in parameters for p in one.parameters()):
+    _GIVEN.update(model for model in models if isinstance(model, DistributedDataParallel))
+    for one in dict.fromkeys([*_GIVEN, *(thing for thing in gc.get_objects() if type(thing) in kinds)]):
+        if any(p in parameters for p in one.parameters()):
             try:
                 _make_reducer(one)
             except Exception as error:

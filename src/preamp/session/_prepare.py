@@ -81,7 +81,7 @@ def prepare(
             conversions.append(Conversion(each, chosen, masters, f"{name}:" if name else ""))
         if chosen.params in LOW_DTYPES:
             lowered = {p for each in models.values() for p in each.parameters() if p.dtype in LOW_DTYPES}
-            lay_out_anew(lowered, strict=True)
+            lay_out_anew(lowered, models=models.values(), strict=True)
         group = flat_group(models.values()) if group is None else group
         session = Session(models, optimizers, chosen, Losses(scales), masters, conversions, device_type, skip, group)
     except BaseException:
