@@ -1,4 +1,4 @@
-"""Tensors of which this process holds a part: DTensors, the groups that hold the rest, and what FSDP2 gathers them as.
+"""Who this process is among others; DTensors, of which it holds a part, and what FSDP2 gathers them as.
 
 Nothing here imports `torch.distributed.tensor`, which takes long: who has a DTensor has imported it.
 """
@@ -10,6 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+def ranks() -> int:
+    """How many processes there are; 1 outside of a process group."""
+    together = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if together else 1
+
+
+def rank() -> int:
+    """Which of them this is; 0 outside of a process group."""
+    return torch.distributed.get_rank() if ranks() > 1 else 0
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -26,7 +37,7 @@ def held_here(tensor: Tensor) -> Tensor:
     return local
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """A DTensor gathered, which all processes of its mesh do together; any other tensor as it is."""
     if not is_sharded(tensor):
         return tensor

@@ -82,8 +82,12 @@ def refused() -> str:
         preamp.prepare(wrapped, torch.optim.SGD(model.parameters(), 0.1), level="O5")
     except SessionError as error:
         wrapped.mixed_precision = None
-        good = "prepare() the bare model first" in str(error) and all(
-            p.dtype is torch.float32 for p in model.parameters()
+        wrapped(torch.randn(2, 8) + dist.get_rank()).sum().backward()
+        gradients = [torch.zeros_like(model[0].weight) for _ in range(dist.get_world_size())]
+        dist.all_gather(gradients, model[0].weight.grad)
+        exchanged = all(torch.equal(gradients[0], each) for each in gradients)
+        good = (
+            "mixed_precision" in str(error) and exchanged and all(p.dtype is torch.float32 for p in model.parameters())
         )
         return "same" if good else str(error)
     return "taken"

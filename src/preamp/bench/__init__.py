@@ -4,7 +4,7 @@ from ._counting import Counts, count
 from ._machine import environment, keep_heap
 from ._race import Outcome, Row, race
 from ._range_test import RangeTest, lr_chart, range_test
-from ._ranks import join_ranks, rank, ranks
+from ._ranks import join_ranks
 from ._replay import Replay, replay
 from ._schedules import ScheduleRow, record_traces, schedule_table, schedules, write_schedules
 from ._suites import SUITES, suite_named, suite_table
@@ -36,8 +36,6 @@ __all__ = [
     "make_optimizer",
     "race",
     "range_test",
-    "rank",
-    "ranks",
     "record",
     "record_traces",
     "replay",

@@ -10,16 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import PreampError
-
-
-def ranks() -> int:
-    """How many processes train together; 1 outside of a process group."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def rank() -> int:
-    """Which of them this is."""
-    return dist.get_rank() if ranks() > 1 else 0
+from ..sharding import rank, ranks
 
 
 def join_ranks() -> int:

@@ -14,11 +14,11 @@ from ..errors import CheckpointError, MissingExtra
 from ..formats import LOW_DTYPES
 from ..modules import unwrapped
 from ..session import Session
-from ..sharding import is_sharded, whole
+from ..sharding import full_tensor, is_sharded, rank
 from ._content import place
 from ._file import replacing
 from ._later import writer
-from ._ranks import on_all_ranks, rank
+from ._ranks import on_all_ranks
 
 
 def export(
@@ -81,7 +81,7 @@ def _gathered(source: nn.Module | Session) -> tuple[dict[str, Tensor], dict[str,
         for prefix, model in models.items():
             state = unwrapped(model).state_dict(keep_vars=True)
             for names in _same(state):
-                value = whole(state[names[0]].detach())
+                value = full_tensor(state[names[0]].detach())
                 first, *others = (f"{prefix}.{n}" if prefix else n for n in names)
                 aliases.update(dict.fromkeys(others, first))
                 if wanted:

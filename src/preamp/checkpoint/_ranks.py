@@ -8,20 +8,11 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ..errors import CheckpointError
+from ..sharding import ranks
 
 T = TypeVar("T")
 
 _group: tuple[Any, Any] | None = None
-
-
-def rank() -> int:
-    """The rank of this process; 0 without a process group."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def alone() -> bool:
-    """Whether there is no other rank."""
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
 
 
 def on_all_ranks(work: Callable[[], T], what: str, group: Any = None) -> list[T]:
@@ -30,7 +21,7 @@ def on_all_ranks(work: Callable[[], T], what: str, group: Any = None) -> list[T]
     An error on one rank is an error on all of them: its own there, and a `CheckpointError` that names it elsewhere.
     `what`: the sentence's beginning, as in "the checkpoint was not written".
     """
-    if alone():
+    if ranks() == 1:
         return [work()]
     failed: Exception | None = None
     result: T | None = None

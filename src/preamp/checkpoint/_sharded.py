@@ -21,11 +21,12 @@ from torch.optim import Optimizer
 
 from ..errors import CheckpointError
 from ..session import Session
+from ..sharding import rank, ranks
 from ..tree import map_tensors
 from ._content import kept_on_host
 from ._file import read, write
 from ._later import PendingSave, writer
-from ._ranks import alone, on_all_ranks, own_group, rank
+from ._ranks import on_all_ranks, own_group
 
 LATEST = "latest"
 
@@ -62,7 +63,7 @@ def save_sharded_async(
     with writer().telling():
         writer().finish(folder)
 
-        group = None if alone() else own_group()
+        group = None if ranks() == 1 else own_group()
         pending = PendingSave(folder, _saving(Path(folder), model, optimizer, session, kept_on_host, group))
         if group is None:
             writer().run(pending)
@@ -184,7 +185,7 @@ def _torchs_own(what: str) -> Iterator[None]:
 
     try:
         with ExitStack() as stack:
-            if alone():  # filters are the process's, so never in a thread
+            if ranks() == 1:  # filters are the process's, so never in a thread
                 stack.enter_context(warnings.catch_warnings())
                 warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
             yield

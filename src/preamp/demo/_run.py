@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..bench import RangeTest, Trial, environment, range_test, rank, ranks, run_trial
+from ..bench import RangeTest, Trial, environment, range_test, run_trial
+from ..sharding import rank, ranks
 from ..zoo import Recipe, Task
 from ._plan import Plan
 

@@ -1,8 +1,8 @@
 """What is kept beside parameters that a model computes with in 16 bits, so that small updates are not lost."""
 
-from ._exchange import lay_out_anew
+from ._exchange import rebuild_reducers
 from ._shadows import Shadows, shadows_work
 from ._split import SplitMasters
 from ._whole import Masters, NoMasters
 
-__all__ = ["Masters", "NoMasters", "Shadows", "SplitMasters", "lay_out_anew", "shadows_work"]
+__all__ = ["Masters", "NoMasters", "Shadows", "SplitMasters", "rebuild_reducers", "shadows_work"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -49,7 +49,9 @@ _GIVEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Wrappers that sessions were given: `gc.freeze()` hides what was made before it from the search for others."""
 
 
-def lay_out_anew(parameters: Container[Parameter], *, models: Iterable[nn.Module] = (), strict: bool = False) -> None:
+def rebuild_reducers(
+    parameters: Collection[Parameter], *, models: Iterable[nn.Module] = (), strict: bool = False
+) -> None:
     """Have DistributedDataParallel models that hold one of these, whose dtype has changed for good, begin anew.
 
     Their buckets are of the dtype before, and their hooks lie on its gradient accumulators: nothing would be exchanged
@@ -57,14 +59,14 @@ def lay_out_anew(parameters: Container[Parameter], *, models: Iterable[nn.Module
     along. One that cannot refuses to train on; with `strict` that is a `SessionError` now. `models`: where wrappers may
     be among, besides those that are found.
     """
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+    if not parameters or not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return
     kinds = {DistributedDataParallel, *DistributedDataParallel.__subclasses__()}
     _GIVEN.update(model for model in models if isinstance(model, DistributedDataParallel))
     for one in dict.fromkeys([*_GIVEN, *(thing for thing in gc.get_objects() if type(thing) in kinds)]):
         if any(p in parameters for p in one.parameters()):
             try:
-                _make_reducer(one)
+                _rebuild_reducer(one)
             except Exception as error:
                 if strict:
                     raise SessionError(
@@ -74,7 +76,7 @@ def lay_out_anew(parameters: Container[Parameter], *, models: Iterable[nn.Module
                 one.register_forward_pre_hook(_refuse)
 
 
-def _make_reducer(wrapper: Any) -> None:
+def _rebuild_reducer(wrapper: Any) -> None:
     if wrapper.mixed_precision is not None:
         raise SessionError("it casts parameters by itself: mixed_precision=...")
     held, sparse = wrapper._build_params_for_reducer()

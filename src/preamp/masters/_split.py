@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from ..errors import OptimizerError
 from ..fused import join, split
-from ._exchange import lay_out_anew
+from ._exchange import rebuild_reducers
 from ._whole import Entry, Masters
 
 
@@ -82,7 +82,7 @@ class SplitMasters(Masters):
         for parameter, entry in self._entries.items():
             parameter.grad = None
             parameter.data = self._in_float32(parameter, entry)
-        lay_out_anew(self._entries)
+        rebuild_reducers(self._entries)
         self._entries.clear()
         self._bits.clear()
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..errors import PreampWarning, StateError
-from ._exchange import exchanged, give_back, lay_out_anew
+from ._exchange import exchanged, give_back, rebuild_reducers
 
 AUDITS = 4
 """Steps at the start in which parameters are compared with their masters."""
@@ -244,7 +244,7 @@ class Masters:
         for parameter, entry in self._entries.items():
             parameter.grad = None
             parameter.data = entry.master
-        lay_out_anew(self._entries)
+        rebuild_reducers(self._entries)
         self._entries.clear()
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
@@ -317,5 +317,5 @@ class NoMasters(Masters):
         for parameter in self._lowered:
             parameter.grad = None
             parameter.data = parameter.data.float()
-        lay_out_anew(self._lowered)
+        rebuild_reducers(self._lowered)
         self._lowered.clear()

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from ..eps import safe_eps
 from ..errors import PolicyError, PreampWarning, SessionError
 from ..formats import LOW_DTYPES, name_of
-from ..masters import Masters, NoMasters, Shadows, SplitMasters, lay_out_anew, shadows_work
+from ..masters import Masters, NoMasters, Shadows, SplitMasters, rebuild_reducers, shadows_work
 from ..modules import Conversion, unwrapped
 from ..optim import FusedOptimizer
 from ..policy import Policy, auto_level
@@ -81,7 +82,7 @@ def prepare(
             conversions.append(Conversion(each, chosen, masters, f"{name}:" if name else ""))
         if chosen.params in LOW_DTYPES:
             lowered = {p for each in models.values() for p in each.parameters() if p.dtype in LOW_DTYPES}
-            lay_out_anew(lowered, models=models.values(), strict=True)
+            rebuild_reducers(lowered, models=models.values(), strict=True)
         group = flat_group(models.values()) if group is None else group
         session = Session(models, optimizers, chosen, Losses(scales), masters, conversions, device_type, skip, group)
     except BaseException:
@@ -114,7 +115,7 @@ def _shadows(
     policy: Policy, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], losses: int
 ) -> Masters:
     device_type = _device_type(dict(models))
-    wrapped = any(isinstance(m, (nn.parallel.DistributedDataParallel, nn.DataParallel)) for m in models.values())
+    wrapped = any(isinstance(m, (DistributedDataParallel, nn.DataParallel)) for m in models.values())
     if policy.params is not torch.float32 or not policy.has_regions:
         why = (
             f"the policy has {name_of(policy.params)} parameters: use level='O1' or 'O4', since others cast no weights"
@@ -180,6 +181,11 @@ def _check_wrapping(models: dict[str, nn.Module], policy: Policy) -> None:
     if policy.params not in LOW_DTYPES:
         return
     for name, model in models.items():
+        if getattr(model, "mixed_precision", None) is not None and isinstance(model, DistributedDataParallel):
+            raise SessionError(
+                f"model {name or 'given'} is wrapped in DistributedDataParallel(mixed_precision=...), which casts the "
+                "parameters by itself: leave that out, the policy says what is 16-bit"
+            )
         if flat_group([model]) is not None:
             raise SessionError(
                 f"model {name or 'given'} is wrapped in FullyShardedDataParallel, whose flat parameters cannot be "
