@@ -132,6 +132,25 @@ class Agreement:
         return self._entries
 
 
+class OfWhole:
+    """Makes numbers that each process found in its parts of these tensors those of the whole tensors."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        spread = [shard_groups(tensor) for tensor in tensors]
+        self._over = {group: [group in groups for groups in spread] for group in dict.fromkeys(sum(spread, ()))}
+        self._masks: dict[Any, Tensor] = {}
+
+    @torch.no_grad()
+    def __call__(self, numbers: Tensor, largest: bool) -> Tensor:
+        """(tensors, n): sums over the processes, or the largest. All of them call it in the same order."""
+        for group, over_it in self._over.items():
+            if group not in self._masks:  # sent to the device once: whoever sends it in each step waits in each step
+                self._masks[group] = torch.tensor(over_it, device=numbers.device).unsqueeze(1)
+            together = (_largest if largest else _added_up)(numbers.clone(), group)
+            numbers = torch.where(self._masks[group], together, numbers)
+        return numbers
+
+
 def _added_up(numbers: Tensor, group: Any) -> Tensor:
     torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.SUM, group=group)
     return numbers

@@ -56,7 +56,16 @@ def mesh_groups(tensor: Any) -> tuple[Any, ...]:
 def shard_groups(tensor: Any) -> tuple[Any, ...]:
     """Those of them whose members hold different parts of it, not copies."""
     groups = mesh_groups(tensor)
-    return tuple(g for g, placed in zip(groups, tensor.placements, strict=True) if placed.is_shard()) if groups else ()
+    return (
+        tuple(g for g, placed in zip(groups, tensor.placements, strict=True) if not _is_copied(placed))
+        if groups
+        else ()
+    )
+
+
+def _is_copied(placed: Any) -> bool:
+    # not `is_shard()`: what FSDP2 makes of a tensor-parallel dimension (`_StridedShard`) is a shard that denies it
+    return bool(placed.is_replicate() or placed.is_partial())
 
 
 def summed_up(gradient: Any, parameter: Any) -> Tensor:

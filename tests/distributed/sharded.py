@@ -194,10 +194,10 @@ def orders() -> dict[str, str]:
         model = FullyShardedDataParallel(build(), device_id=torch.device("cpu"))
         return preamp.prepare(model, None, level="O2")
 
-    def layerwise() -> object:
+    def blockwise() -> object:
         model = build()
         fully_shard(model, mp_policy=preamp.policy("O4").fsdp())
-        optimizer = preamp.optim.LAMB(model.parameters(), lr=0.1)
+        optimizer = preamp.optim.AdamW(model.parameters(), lr=0.1, states="8bit")
         with preamp.prepare(model, optimizer, level="O4") as session:
             session.backward(model(torch.randn(4, 8)).float().mean())
             return session.step()
@@ -208,7 +208,7 @@ def orders() -> dict[str, str]:
         with preamp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O4") as session:
             return session.backward(model(torch.randn(4, 8)).float().mean(), sync=False)
 
-    every = (unsaid, late, low, exception, validated, wrapped, layerwise, unsynced)
+    every = (unsaid, late, low, exception, validated, wrapped, blockwise, unsynced)
     return {act.__name__: message(act) for act in every}
 
 

@@ -90,7 +90,7 @@ def test_after_uneven_inputs_ranks_go_on_alike(told: list[dict[str, Any]], level
         ("exception", "fsdp(full=True)"),
         ("validated", "gathers this model's weights in bf16"),
         ("wrapped", "use fully_shard"),
-        ("layerwise", "LAMB needs whole layers"),
+        ("blockwise", "AdamW needs whole blocks"),
         ("unsynced", "with session.no_sync()"),
     ],
 )

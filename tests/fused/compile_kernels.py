@@ -21,7 +21,7 @@ from preamp.gradients import _kernels as reading
 TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {
     "tensor_of": "*i32", "block_of": "*i32", "sizes": "*i64", "table": "*i64", "first": "*i32", "counts": "*i64",
-    "squares": "*fp64", "lows": "*i32", "zeros": "*i32", "flags": "*u8",
+    "squares": "*fp64", "numbers": "*fp64", "lows": "*i32", "zeros": "*i32", "flags": "*u8",
     **dict.fromkeys(
         ("scalars", "step", "out", "found", "factor", "rate", "norm", "partials", "norms", "below", "ratios", "tops",
          "floats"), "*fp32",
@@ -45,6 +45,7 @@ CASES: list[tuple[Any, dict[str, Any], int]] = [
     (_layerwise_kernels.chunk_norms, {"GRAD": tl.float16, "HAS_FACTOR": True, "SQUARES": True, "ALIGNED": True,
                                       "CHUNK": 1024}, 4),
     (_layerwise_kernels.novograd_norms, {"SQUARES": True, "FROM_ZERO": False, "ROW": 3, "BLOCK": 1024}, 4),
+    (_layerwise_kernels.tensor_numbers, {"SQUARES": True, "EACH": 2, "ROW": 4, "BLOCK": 1024}, 4),
     (_layerwise_kernels.novograd, {"GRAD": tl.float16, "LOW": tl.bfloat16, "INSIDE": False, "ALIGNED": True,
                                    "CHUNK": 1024}, 4),
     (_layerwise_kernels.lamb_moments, {"GRAD": tl.float16, "TRUSTS": True, "ALIGNED": True, "CHUNK": 1024}, 4),

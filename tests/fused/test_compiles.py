@@ -27,7 +27,7 @@ def test_kernels_compile_and_vectorise(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads(done.stdout.splitlines()[-1])
-    assert len(results) == 24
+    assert len(results) == 25
     for name, counts in results:
         loads, stores = WIDE.get(name, (0, 0))
         assert counts.get("ld.global.v4.b32", 0) >= loads, (name, counts)

@@ -30,7 +30,7 @@ INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INSIDE, reason="run by test_in_the_interpreter in a process of its own")
 FILES = [
     str(Path(__file__).with_name(name))
-    for name in ("test_kernels.py", "test_read_kernel.py", "test_eight_bit_kernels.py")
+    for name in ("test_kernels.py", "test_read_kernel.py", "test_eight_bit_kernels.py", "test_parts.py")
 ]
 LOWS = [None, torch.float16, torch.bfloat16]
 

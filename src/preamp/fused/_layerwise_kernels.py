@@ -39,12 +39,12 @@ def chunk_norms(
 
 
 @triton.jit
-def add_up(partials, begin, end, SQUARES: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum (in float64) or the largest of some chunks' numbers."""
+def add_up(partials, begin, end, EACH: tl.constexpr, SQUARES: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum (in float64) or the largest of some chunks' numbers, of which each has `EACH`."""
     total = tl.zeros((BLOCK,), tl.float64)
     for block in range(begin, end, BLOCK):
         places = block + tl.arange(0, BLOCK)
-        values = tl.load(partials + places, mask=places < end, other=0.0).to(tl.float64)
+        values = tl.load(partials + EACH * places, mask=places < end, other=0.0).to(tl.float64)
         if SQUARES:
             total = total + values
         else:
@@ -55,6 +55,21 @@ def add_up(partials, begin, end, SQUARES: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tensors"])
+def tensor_numbers(
+    first, table, tensors, partials, numbers,
+    SQUARES: tl.constexpr, EACH: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add up each tensor's chunks, which have `EACH` numbers, and write the sums where the caller counts the tensor."""
+    tensor = tl.program_id(0)
+    spot = tl.load(table + ROW * tensors + tensor)
+    begin = tl.load(first + tensor)
+    end = tl.load(first + tensor + 1)
+    for number in tl.static_range(EACH):
+        total = add_up(partials + number, begin, end, EACH, SQUARES, BLOCK)
+        tl.store(numbers + spot * EACH + number, total)
+
+
+@triton.jit(do_not_specialize=["tensors"])
 def novograd_norms(
     scalars, step, first, table, tensors, partials, norms, below, beta2, one_beta2, eps,
     SQUARES: tl.constexpr, FROM_ZERO: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
@@ -62,7 +77,7 @@ def novograd_norms(
     """Blend each tensor's norm into the running one, and write what its gradient or moment is divided by."""
     if tl.load(scalars + GO) > 0:
         tensor = tl.program_id(0)
-        total = add_up(partials, tl.load(first + tensor), tl.load(first + tensor + 1), SQUARES, BLOCK)
+        total = add_up(partials, tl.load(first + tensor), tl.load(first + tensor + 1), 1, SQUARES, BLOCK)
         spot = tl.load(table + ROW * tensors + tensor)
         before = tl.load(norms + spot)
         now = total.to(tl.float32)
@@ -185,15 +200,10 @@ def lamb_ratios(scalars, first, partials, ratios, BLOCK: tl.constexpr):
     """Each tensor's trust ratio: norm of the parameter over norm of the update, 1 where either is 0."""
     if tl.load(scalars + GO) > 0:
         tensor = tl.program_id(0)
-        of_params = tl.zeros((BLOCK,), tl.float64)
-        of_updates = tl.zeros((BLOCK,), tl.float64)
+        begin = tl.load(first + tensor)
         end = tl.load(first + tensor + 1)
-        for block in range(tl.load(first + tensor), end, BLOCK):
-            places = block + tl.arange(0, BLOCK)
-            of_params += tl.load(partials + 2 * places, mask=places < end, other=0.0).to(tl.float64)
-            of_updates += tl.load(partials + 2 * places + 1, mask=places < end, other=0.0).to(tl.float64)
-        above = tl.sum(of_params, 0)
-        below = tl.sum(of_updates, 0)
+        above = add_up(partials, begin, end, 2, True, BLOCK)
+        below = add_up(partials + 1, begin, end, 2, True, BLOCK)
         good = (above > 0) & (below > 0)
         ratio = tl.sqrt(tl.where(good, above, 1.0) / tl.where(good, below, 1.0))
         tl.store(ratios + tensor, ratio.to(tl.float32))

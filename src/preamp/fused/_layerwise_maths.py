@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ._lists import gate_of, publish
 from ._maths import Drafts, commit, descend, draft, gradients_of, number_of, root, single
-from ._options import LambOptions, Lists, Lows, NovoGradOptions
+from ._options import LambOptions, Lists, Lows, NovoGradOptions, Whole
 
 
 def lamb(lists: Lists, lows: Lows, step: Tensor, o: LambOptions) -> None:
@@ -42,7 +42,7 @@ def lamb(lists: Lists, lows: Lows, step: Tensor, o: LambOptions) -> None:
     if o.weight_decay and o.adam_w_mode:
         torch._foreach_add_(updates, p, alpha=o.weight_decay)
     if o.trusts:
-        of_params, of_updates = torch.stack(norms(p)), torch.stack(norms(updates))
+        of_params, of_updates = _of_whole([norms(p), norms(updates)], o.whole)
         ratios = torch.where((of_params > 0) & (of_updates > 0), of_params / of_updates, 1.0)
         torch._foreach_mul_(updates, list(ratios.unbind()))
     descend(p, updates, rate)
@@ -60,7 +60,7 @@ def novograd(lists: Lists, running: Tensor, lows: Lows, step: Tensor, o: NovoGra
         return
     d = gradients_of(params, grads, o)
     p, m = draft(gate, params), draft(gate, exp_avgs)
-    now = torch.stack(norms(d, o.norm_type)).to(torch.float32)
+    now = _of_whole([norms(d, o.norm_type)], o.whole, o.norm_type)[0].to(torch.float32)
     before = torch.zeros_like(now) if o.init_zero else now
     before = torch.where(step > 0, running, before)
     if o.norm_type == 2:
@@ -97,6 +97,16 @@ def norms(tensors: Drafts, order: int = 2) -> Drafts:
     if order == 2:
         return list(torch._foreach_norm(tensors, 2))
     return [tensor.abs().amax() if tensor.numel() else tensor.new_zeros(()) for tensor in tensors]
+
+
+def _of_whole(parts: list[Drafts], whole: Whole | None, order: int = 2) -> list[Tensor]:
+    """Norms of whole tensors, (tensors,) each, from `norms` of what lies here."""
+    stacked = [torch.stack(one) for one in parts]
+    if whole is None:
+        return stacked
+    numbers = torch.stack(stacked, 1).double()
+    found = whole(numbers.square(), False).sqrt() if order == 2 else whole(numbers, True)
+    return list(found.to(stacked[0].dtype).unbind(1))
 
 
 def total_norm(tensors: Drafts) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -11,6 +11,10 @@ Lists = Sequence[Sequence[Tensor]]
 """Parameters, gradients and states, one list each; a state that an optimizer does without is an empty list."""
 Lows = Sequence[Tensor | None] | None
 """The 16-bit twins of a list of float32 parameters; some, or all, may have none."""
+Whole = Callable[[Tensor, bool], Tensor]
+"""Makes numbers of parts those of whole tensors. (parameters, n) float64 and whether the largest is meant, not the sum;
+returns the same shape. Called once a step, whatever the parts are: other processes are waiting.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +76,7 @@ class LambOptions(Options):
     max_grad_norm: float | None
     use_nvlamb: bool
     grad_norm: Tensor | None
+    whole: Whole | None
 
     @property
     def trusts(self) -> bool:
@@ -96,6 +101,7 @@ class NovoGradOptions(Options):
     reg_inside_moment: bool
     norm_type: int
     init_zero: bool
+    whole: Whole | None
 
     @property
     def one_beta1(self) -> float:

@@ -210,8 +210,8 @@ class FusedOptimizer(Optimizer):
         """`OptimizerError` for a DTensor that this optimizer cannot step."""
         if not self.shards_alone:
             raise OptimizerError(
-                f"{type(self).__name__} needs whole layers or blocks, and a parameter of shape {tuple(param.shape)} is "
-                "sharded: use preamp.optim.AdamW or SGD with float32 states, or an optimizer of torch's"
+                f"{type(self).__name__} needs whole blocks, and a parameter of shape {tuple(param.shape)} is "
+                "sharded: use float32 states"
             )
         if param.dtype in LOW_DTYPES and self.master is not None:
             raise OptimizerError(

@@ -11,8 +11,9 @@ from torch.nn import Parameter
 from ..errors import OptimizerError
 from ..fused import lamb_, novograd_
 from ..gradients import global_norm
+from ..parallel import Agreement, OfWhole
 from ._base import FusedOptimizer, Lows, check_hyper
-from ._plan import Bucket
+from ._plan import Bucket, Plan
 
 
 class LAMB(FusedOptimizer):
@@ -21,10 +22,9 @@ class LAMB(FusedOptimizer):
     `max_grad_norm`: all gradients are first shrunk so that their common norm is at most this (None: not).
     `bias_correction`, `grad_averaging` (a new gradient weighs 1 - beta1, else 1), `adam_w_mode` (weight decay in the
     update, else in the gradient), `use_nvlamb` (scale also tensors without weight decay): as in Apex's FusedLAMB.
+    Norms of DTensors are those of the whole tensors.
     `master`: "float32" keeps masters of 16-bit parameters. Raises `OptimizerError`, a ValueError.
     """
-
-    shards_alone = False
 
     def __init__(
         self,
@@ -50,7 +50,11 @@ class LAMB(FusedOptimizer):
             "use_nvlamb": use_nvlamb, "maximize": maximize,
         }  # fmt: skip
         super().__init__(params, defaults, master)
+
+    def _prepare(self) -> None:
+        super()._prepare()
         self._grad_norm: Tensor | None = None
+        self._agreed: tuple[Plan, Agreement] | None = None
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """First and second moment."""
@@ -58,7 +62,14 @@ class LAMB(FusedOptimizer):
 
     def _survey(self, gathered: list[tuple[Bucket, list[Tensor]]], factor: Tensor | None) -> None:
         """The norm that is limited is that of all groups together."""
-        norm = global_norm([gradient for _, gradients in gathered for gradient in gradients])
+        gradients = [gradient for _, own in gathered for gradient in own]
+        if any(bucket.sharded for bucket, _ in gathered):
+            assert self._plan is not None
+            if self._agreed is None or self._agreed[0] is not self._plan:
+                self._agreed = self._plan, Agreement([param for bucket, _ in gathered for param in bucket.params])
+            norm = self._agreed[1].norm(gradients)
+        else:
+            norm = global_norm(gradients)
         self._grad_norm = norm if factor is None else norm * factor
 
     def _advance(
@@ -71,7 +82,8 @@ class LAMB(FusedOptimizer):
                  "max_grad_norm", "use_nvlamb", "maximize")  # fmt: skip
         lamb_(
             targets, grads, bucket.states["exp_avg"], bucket.states["exp_avg_sq"], lows, bucket.step,
-            factor=factor, found=found, grad_norm=self._grad_norm, **{name: group[name] for name in names},
+            factor=factor, found=found, grad_norm=self._grad_norm, whole=_whole(bucket),
+            **{name: group[name] for name in names},
         )  # fmt: skip
 
 
@@ -83,8 +95,6 @@ class NovoGrad(FusedOptimizer):
     as in Apex's FusedNovoGrad. `master`: "float32" keeps masters of 16-bit parameters. Raises `OptimizerError`, a
     ValueError.
     """
-
-    shards_alone = False
 
     def __init__(
         self,
@@ -132,9 +142,16 @@ class NovoGrad(FusedOptimizer):
                  "norm_type", "init_zero", "maximize")  # fmt: skip
         novograd_(
             targets, grads, bucket.states["exp_avg"], norms, lows, bucket.step,
-            factor=factor, found=found, **{name: group[name] for name in names},
+            factor=factor, found=found, whole=_whole(bucket), **{name: group[name] for name in names},
         )  # fmt: skip
         torch._foreach_copy_(bucket.states["norm"], norms.unbind())
+
+
+def _whole(bucket: Bucket) -> OfWhole | None:
+    """What makes norms of shards those of whole tensors; None where there are none."""
+    if bucket.sharded and bucket.of_whole is None:
+        bucket.of_whole = OfWhole(bucket.params)
+    return bucket.of_whole
 
 
 def _check(lr: Any, betas: tuple[float, float], eps: float, weight_decay: float) -> None:

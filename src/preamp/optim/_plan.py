@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..parallel import OfWhole
 from ..sharding import held_here, is_sharded, summed_up
 from ._flat import PIECE, Flat, fits, row
 
@@ -37,6 +38,8 @@ class Bucket:
     """Whether parameters and states are contiguous, so that a step need not look at their strides."""
     sharded: bool = False
     """Whether parameters and gradients are DTensors, of which the part is stepped that lies here, like `states`."""
+    of_whole: OfWhole | None = None
+    """What makes numbers of shards those of whole parameters, where a kind of optimizer has asked for it."""
     flat: Flat | None = None
     """Where parameters and states lie side by side, if they do; `states` are then one tensor each."""
 

@@ -182,13 +182,10 @@ def _check_sharded(asked: Asked) -> None:
         raise PolicyError(
             "rounding='stochastic' with shard='fsdp2': float32 shards lose nothing that chance could save: leave it out"
         )
-    whole = "states='8bit'" if asked.states == "8bit" else None
-    if asked.kind.fused and asked.kind.make.shards_alone is False:  # type: ignore[attr-defined]
-        whole = f"optimizer={asked.optimizer!r}"
-    if whole is not None:
+    if asked.states == "8bit":
         raise OptimizerError(
-            f"{whole} with shard='fsdp2' needs whole layers or blocks, of which a rank has a part: write adam, adamw, "
-            "sgd or adagrad with float32 states, or shard='zero1'"
+            "states='8bit' with shard='fsdp2' needs whole blocks, of which a rank has a part: write states='float32', "
+            "or shard='zero1'"
         )
 
 

@@ -1,0 +1,107 @@
+"""Meshes of two dimensions, and optimizers that need whole layers: what four ranks know and do, to OUT.json.
+
+torchrun --nproc-per-node 4 meshes.py OUT.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import preamp
+
+MAKERS: dict[str, Callable[..., Any]] = {
+    "SGD": preamp.optim.SGD,
+    "torch SGD": torch.optim.SGD,
+    "LAMB": lambda params, lr: preamp.optim.LAMB(params, lr / 10, weight_decay=0.05),
+    "NovoGrad": lambda params, lr: preamp.optim.NovoGrad(params, lr / 10, weight_decay=0.05),
+    "NovoGrad, largest": lambda params, lr: preamp.optim.NovoGrad(params, lr / 10, norm_type=0),
+}
+CASES = [
+    *[("O0", maker) for maker in MAKERS],
+    *[("O2", maker) for maker in ("SGD", "torch SGD", "LAMB", "NovoGrad")],
+    *[("O4", maker) for maker in ("torch SGD", "LAMB")],
+    *[("O1", "SGD"), ("O5", "NovoGrad")],
+]
+KINDS = ("flat", "hybrid", "tensor")
+"""Shards over all ranks; copies of shards; shards of tensor-parallel parts."""
+
+
+def build() -> nn.Sequential:
+    """The last layer has fewer rows than there are ranks: some hold nothing of it."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4), nn.LayerNorm(4), nn.Linear(4, 1))
+
+
+def train(model: nn.Module, level: str, maker: str) -> dict[str, Any]:
+    """Five steps on the same data in every rank; one rank meets an infinity in the fourth."""
+    optimizer = MAKERS[maker](model.parameters(), lr=0.1)
+    norms, skips, names = [], [], []
+    with preamp.prepare(model, optimizer, level=level, scale=1024.0 if level in ("O1", "O2") else None) as session:
+        for step in range(5):
+            torch.manual_seed(step)
+            with session.autocast():
+                loss = model(torch.randn(4, 8)).float().square().mean()
+            session.backward(loss)
+            if step == 3:
+                spoil(model)
+            norms.append(float(session.clip_grad_norm_(0.5)))
+            report = session.step()
+            skips.append(report.skipped)
+            names.append(list(report.nonfinite))
+            session.zero_grad()
+        scale = session.loss_scale()
+    whole: list[Any] = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    weights = [p.flatten().tolist() for p in whole]
+    return {"norms": norms, "skips": skips, "names": names, "scale": scale, "weights": weights}
+
+
+def spoil(model: nn.Module) -> None:
+    """An infinity in the last rank's part of a gradient; or in the gradient, where there are no parts."""
+    gradient: Any = next(model.parameters()).grad
+    if not hasattr(gradient, "to_local"):
+        gradient[0, 0] = torch.inf
+    elif dist.get_rank() == dist.get_world_size() - 1:
+        gradient.to_local()[0, 0] = torch.inf
+
+
+def shard(model: nn.Sequential, mesh: Any, level: str) -> None:
+    options: dict[str, Any] = {} if level == "O0" else {"mp_policy": preamp.policy(level).fsdp()}
+    for part in (model[0], model[2], model):
+        fully_shard(part, mesh=mesh, **options)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    flat = init_device_mesh("cpu", (4,))
+    crossed = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    told: dict[str, Any] = {}
+    for level, maker in CASES:
+        told[f"alone {level} {maker}"] = train(build(), level, maker)
+        for kind in KINDS:
+            model = build()
+            if kind == "tensor":
+                parallelize_module(model, crossed["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            shard(model, {"flat": flat, "hybrid": crossed, "tensor": crossed["data"]}[kind], level)
+            told[f"{kind} {level} {maker}"] = train(model, level, maker)
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, told)
+    if dist.get_rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(everyone))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # gloo's threads outlive their group where a mesh holds it, and now and then abort an exit
