@@ -37,6 +37,17 @@ def held_here(tensor: Tensor) -> Tensor:
     return local
 
 
+def placed_like(tensor: Any, local: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A DTensor of this shape, contiguous, placed like another, whose part here is `local`; beside others, that."""
+    if not is_sharded(tensor):
+        return local
+    strides = torch.empty(shape, device="meta").stride()
+    placed: Tensor = type(tensor).from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=torch.Size(shape), stride=strides
+    )
+    return placed
+
+
 def full_tensor(tensor: Tensor) -> Tensor:
     """A DTensor gathered, which all processes of its mesh do together; any other tensor as it is."""
     if not is_sharded(tensor):

@@ -26,11 +26,12 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "torch SGD": torch.optim.SGD,
     "LAMB": lambda params, lr: preamp.optim.LAMB(params, lr / 10, weight_decay=0.05),
     "NovoGrad": lambda params, lr: preamp.optim.NovoGrad(params, lr / 10, weight_decay=0.05),
+    "AdamW in 8 bits": lambda params, lr: preamp.optim.AdamW(params, lr / 100, eps=1e-6, states="8bit"),
     "NovoGrad, largest": lambda params, lr: preamp.optim.NovoGrad(params, lr / 10, norm_type=0),
 }
 CASES = [
     *[("O0", maker) for maker in MAKERS],
-    *[("O2", maker) for maker in ("SGD", "torch SGD", "LAMB", "NovoGrad")],
+    *[("O2", maker) for maker in ("SGD", "torch SGD", "LAMB", "NovoGrad", "AdamW in 8 bits")],
     *[("O4", maker) for maker in ("torch SGD", "LAMB")],
     *[("O1", "SGD"), ("O5", "NovoGrad")],
 ]
@@ -39,9 +40,9 @@ KINDS = ("flat", "hybrid", "tensor")
 
 
 def build() -> nn.Sequential:
-    """The last layer has fewer rows than there are ranks: some hold nothing of it."""
+    """Some ranks hold nothing of the last layer, which has one row. The one before it has rows of whole blocks."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4), nn.LayerNorm(4), nn.Linear(4, 1))
+    return nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 9), nn.LayerNorm(9), nn.Linear(9, 1))
 
 
 def train(model: nn.Module, level: str, maker: str) -> dict[str, Any]:

@@ -29,11 +29,12 @@ class Made:
     def __init__(self, level: str, kind: str) -> None:
         policy = preamp.policy(level)
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(8, 10), nn.Tanh(), nn.Linear(10, 3))
+        self.model = nn.Sequential(nn.Linear(8, 512), nn.Tanh(), nn.Linear(512, 9))
         fully_shard(self.model[0], mp_policy=policy.fsdp())
         fully_shard(self.model, mp_policy=policy.fsdp())
         make: Any = torch.optim.AdamW if kind == "torch" else preamp.optim.AdamW
-        self.optimizer = make(self.model.parameters(), lr=1e-2)
+        options: dict[str, Any] = {"states": "8bit"} if kind == "8bit" else {}
+        self.optimizer = make(self.model.parameters(), lr=1e-2, **options)
         self.session = preamp.prepare(self.model, self.optimizer, level=level)
 
     def train(self, begin: int, end: int) -> None:

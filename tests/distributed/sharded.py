@@ -21,6 +21,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import preamp
 from preamp.errors import PreampError
+from preamp.fused import dequantize
+from preamp.sharding import full_tensor
 
 
 def build() -> nn.Sequential:
@@ -152,6 +154,47 @@ def joined(level: str) -> dict[str, Any]:
     return {"own": own, "steps": state["steps"], "masters": masters, "weights": weights}
 
 
+def states_of_both_kinds() -> dict[str, bool]:
+    """Moments in 8 bits of shards, loaded as float32 and back, and by an optimizer that has the whole parameters."""
+
+    def made(states: str, *, whole: bool = False) -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(512, 9)
+        if not whole:
+            fully_shard(model)
+        return model, preamp.optim.AdamW(model.parameters(), lr=0.1, states=states)
+
+    def held(optimizer: Any) -> dict[str, torch.Tensor]:
+        state: dict[str, Any] = optimizer.state_dict()["state"][0]
+        return {name: full_tensor(value) for name, value in state.items() if name != "step"}
+
+    def meant(optimizer: Any) -> list[torch.Tensor]:
+        state = held(optimizer)
+        return [dequantize(state[name], state[f"{name}_scale"].flatten()) for name in ("exp_avg", "exp_avg_sq")]
+
+    model, coded = made("8bit")
+    for step in range(2):
+        torch.manual_seed(step)
+        model(torch.randn(4, 512)).square().mean().backward()
+        coded.step()
+        coded.zero_grad()
+    (_, wide), (_, back), (_, alone) = made("float32"), made("8bit"), made("8bit", whole=True)
+    wide.load_state_dict(coded.state_dict())
+    back.load_state_dict(wide.state_dict())
+    gathered = coded.state_dict()
+    for state in gathered["state"].values():
+        state.update({name: full_tensor(value) for name, value in state.items()})
+    alone.load_state_dict(gathered)
+    same = [(held(coded), held(each)) for each in (back, alone)]
+    return {
+        "coded": held(coded)["exp_avg"].dtype is torch.int8 and held(coded)["exp_avg_scale"].shape == (9, 2),
+        "as float32": all(map(torch.equal, meant(coded), (held(wide)["exp_avg"], held(wide)["exp_avg_sq"]))),
+        "and back": all(torch.equal(a, same[0][1][name]) for name, a in same[0][0].items()),
+        "whole": all(torch.equal(a.flatten(), same[1][1][name].flatten()) for name, a in same[1][0].items()),
+        "told": max(float(each.abs().max()) for each in meant(coded)) > 0,
+    }
+
+
 def message(act: Callable[[], object]) -> str:
     try:
         act()
@@ -194,21 +237,13 @@ def orders() -> dict[str, str]:
         model = FullyShardedDataParallel(build(), device_id=torch.device("cpu"))
         return preamp.prepare(model, None, level="O2")
 
-    def blockwise() -> object:
-        model = build()
-        fully_shard(model, mp_policy=preamp.policy("O4").fsdp())
-        optimizer = preamp.optim.AdamW(model.parameters(), lr=0.1, states="8bit")
-        with preamp.prepare(model, optimizer, level="O4") as session:
-            session.backward(model(torch.randn(4, 8)).float().mean())
-            return session.step()
-
     def unsynced() -> object:
         model = build()
         fully_shard(model, mp_policy=preamp.policy("O4").fsdp())
         with preamp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O4") as session:
             return session.backward(model(torch.randn(4, 8)).float().mean(), sync=False)
 
-    every = (unsaid, late, low, exception, validated, wrapped, blockwise, unsynced)
+    every = (unsaid, late, low, exception, validated, wrapped, unsynced)
     return {act.__name__: message(act) for act in every}
 
 
@@ -221,7 +256,7 @@ def main() -> None:
         **{f"flat {level}": flat_parameters(level) for level in ("O1", "O4")},
         **{f"wire {name}": on_the_wire(name) for name in ("bfloat16", "float16")},
         **{f"joined {level}": joined(level) for level in ("O1", "O2", "O5")},
-        "stages": stages(), "orders": orders(),
+        "stages": stages(), "orders": orders(), "states": states_of_both_kinds(),
     }  # fmt: skip
     everyone: list[Any] = [None, None]
     dist.all_gather_object(everyone, told)

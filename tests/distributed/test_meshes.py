@@ -6,16 +6,18 @@ import json
 import math
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from .meshes import CASES, KINDS
+from .meshes import CASES, KINDS, build
 
 SCRIPT = Path(__file__).with_name("meshes.py")
-BOUNDS = {"O0": 1e-6, "O1": 1e-4, "O2": 1e-4, "O4": 2e-3, "O5": 2e-3}
-"""How far a weight may be from that of one process."""
+BOUNDS = {"O0": 1e-5, "O1": 5e-3, "O2": 5e-3, "O4": 3e-2, "O5": 3e-2}
+"""How far the end may be from that of one process, over the way trained."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,8 @@ def test_ranks_agree_and_step_as_one_process(told: list[dict[str, Any]], kind: s
     assert not math.isfinite(sick[-1])  # copies of a shard differ there, as only the last rank's was spoilt
     assert kind == "hybrid" or not any(map(math.isfinite, sick))
     wanted = [norm for index, norm in enumerate(alone["norms"]) if index != 3]
-    bound = BOUNDS[level]
-    assert every[0]["norms"] == pytest.approx(wanted, rel=5 * bound)
-    for mine, theirs in zip(every[0]["weights"], alone["weights"], strict=True):
-        assert mine == pytest.approx(theirs, abs=bound, rel=0)
+    bound = max(BOUNDS[level], 3e-2 if "8 bits" in maker else 0)  # rounded by chances of each rank's own
+    assert every[0]["norms"] == pytest.approx(wanted, rel=bound)
+    start = torch.cat([p.detach().flatten() for p in build().parameters()])
+    mine, theirs = (torch.tensor([*chain(*each["weights"])]) for each in (every[0], alone))
+    assert float((mine - theirs).norm() / (theirs - start).norm()) <= bound

@@ -31,6 +31,7 @@ def run(folder: Path, ranks: int, level: str, kind: str) -> dict[str, Any]:
     ("level", "kind"),
     [
         ("O2", "preamp"),
+        ("O5", "8bit"),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("O0", "torch"), ("O4", "preamp"), ("O5", "torch"))),
     ],
 )

@@ -81,6 +81,11 @@ def test_after_uneven_inputs_ranks_go_on_alike(told: list[dict[str, Any]], level
     assert first["steps"] == 5
 
 
+@pytest.mark.parametrize("what", ["coded", "as float32", "and back", "whole", "told"])
+def test_moments_in_8_bits_of_shards_are_loaded_by_every_kind(told: list[dict[str, Any]], what: str) -> None:
+    assert all(each["states"][what] for each in told)
+
+
 @pytest.mark.parametrize(
     ("order", "says"),
     [
@@ -90,7 +95,6 @@ def test_after_uneven_inputs_ranks_go_on_alike(told: list[dict[str, Any]], level
         ("exception", "fsdp(full=True)"),
         ("validated", "gathers this model's weights in bf16"),
         ("wrapped", "use fully_shard"),
-        ("blockwise", "AdamW needs whole blocks"),
         ("unsynced", "with session.no_sync()"),
     ],
 )

@@ -18,8 +18,10 @@ import preamp
 
 
 def build() -> nn.Sequential:
-    """Every first dimension is even; two tensors are large enough for moments in 8 bits."""
-    return nn.Sequential(nn.Linear(64, 66), nn.LayerNorm(66), nn.GELU(), nn.Linear(66, 64), nn.Linear(64, 4))
+    """First dimensions are even; three tensors are large enough for moments in 8 bits, one has rows of whole blocks."""
+    return nn.Sequential(
+        nn.Linear(64, 66), nn.LayerNorm(66), nn.GELU(), nn.Linear(66, 64), nn.Linear(64, 256), nn.Linear(256, 16)
+    )  # fmt: skip
 
 
 def size(tensor: Any) -> int:
@@ -47,13 +49,13 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def fsdp2(level: str, reshard: bool) -> dict[str, Any]:
+def fsdp2(level: str, reshard: bool, **options: Any) -> dict[str, Any]:
     model, mixed = build(), preamp.policy(level).fsdp()
     for layer in model:
         if list(layer.parameters()):
             fully_shard(layer, mp_policy=mixed, reshard_after_forward=reshard)
     fully_shard(model, mp_policy=mixed, reshard_after_forward=reshard)
-    optimizer = preamp.optim.AdamW(model.parameters())
+    optimizer = preamp.optim.AdamW(model.parameters(), **options)
     with preamp.prepare(model, optimizer, level=level) as session:
         for _ in range(2):
             optimizer.zero_grad()
@@ -139,6 +141,7 @@ def main() -> None:
     counted: dict[str, Any] = {}
     for level in ("O0", "O4", "O5", "O2"):
         counted[f"fsdp2 {level}"] = fsdp2(level, True)
+    counted["fsdp2 O5 --states 8bit"] = fsdp2("O5", True, states="8bit")
     counted["fsdp2 O5 --no-reshard"] = fsdp2("O5", False)
     counted["units"], counted["units --no-reshard"] = units(True), units(False)
     for level in ("O0", "O4", "O5"):

@@ -67,7 +67,6 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "plan.md").read_text(enco
         ("7B", {"level": "O4", "shadow": True, "shard": "fsdp2"}, PolicyError, "casts none"),
         ("7B", {"level": "O5", "shard": "zero1", "optimizer": "torch.adamw"}, SessionError, "whole on every rank"),
         ("7B", {"level": "O5", "shard": "fsdp2", "master": "split"}, PolicyError, "masters themselves"),
-        ("7B", {"level": "O5", "shard": "fsdp2", "states": "8bit"}, OptimizerError, "whole blocks"),
     ],
 )
 def test_what_cannot_be_is_one_clear_error(params: Any, asked: dict[str, Any], kind: type, message: str) -> None:

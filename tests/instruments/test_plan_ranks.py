@@ -26,12 +26,13 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.parametrize("level", ["O0", "O2", "O4", "O5", "O5 --no-reshard"])
+@pytest.mark.parametrize("level", ["O0", "O2", "O4", "O5", "O5 --no-reshard", "O5 --states 8bit"])
 def test_fsdp2_on_two_ranks(counted: dict[str, Any], level: str) -> None:
     seen = counted[f"fsdp2 {level}"]
     paper = plan(
-        plan_ranks.build(), level=level.split()[0], world=2, shard="fsdp2", reshard="--no-reshard" not in level
-    )
+        plan_ranks.build(), level=level.split()[0], world=2, shard="fsdp2", reshard="--no-reshard" not in level,
+        states="8bit" if "8bit" in level else "float32",
+    )  # fmt: skip
     for kind in ("parameters", "gradients", "states"):
         assert paper.bytes_of(kind) == seen[kind]
     gathers = paper.bytes_of("all-gather, forward") + paper.bytes_of("all-gather, backward")

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from ..errors import OptimizerError
 from ..fused import adam_, adam_8bit_, adam_split_, adam_stochastic_
 from ._base import FusedOptimizer, Lows, check_hyper, refuse_differentiable
-from ._eight_bit import NAMES, as_8bit, as_float32, is_8bit, is_large, new_8bit
+from ._eight_bit import NAMES, as_8bit, as_float32, is_8bit, new_8bit, takes_8bit
 from ._plan import Bucket
 
 
@@ -23,7 +23,8 @@ class Adam(FusedOptimizer):
     bytes a parameter less; None steps them in their own dtype, and then `rounding="stochastic"` rounds bfloat16 up or
     down by chance, so that small updates are not lost (reproducible by `seed`; states are float32). `states`: "8bit"
     keeps both moments of a parameter of 4096 elements or more in 8 bits (`preamp.fused.adam_8bit_`), not with
-    `amsgrad`; states of either kind load into an optimizer of the other. `flat=True` lays small float32 parameters on
+    `amsgrad`; of DTensors those whose rows are whole blocks of 256, so that any number of ranks can go on with them.
+    States of either kind load into an optimizer of the other. `flat=True` lays small float32 parameters on
     a CPU side by side in one tensor, of which they are views. On a CPU float32 parameters with float32 states come out
     bit for bit as with `torch.optim.Adam(fused=True)`. Raises `OptimizerError`, a ValueError, for hyper-parameters out
     of range.
@@ -74,11 +75,6 @@ class Adam(FusedOptimizer):
         for group in self.param_groups:
             self._refuse_amsgrad(group)
 
-    @property
-    def shards_alone(self) -> bool:  # type: ignore[override]
-        """Not with moments in 8 bits, whose blocks another number of shards would cut elsewhere."""
-        return self.states != "8bit"
-
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """First and second moment, and the largest second moment of AMSGrad."""
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if group["amsgrad"] else 2]
@@ -86,7 +82,7 @@ class Adam(FusedOptimizer):
     def names_for(self, group: dict[str, Any], param: Parameter) -> tuple[str, ...]:
         """With the scales of moments in 8 bits, where they are."""
         self._refuse_amsgrad(group)
-        return NAMES if self.states == "8bit" and is_large(param) else self.state_names(group)
+        return NAMES if self.states == "8bit" and takes_8bit(param) else self.state_names(group)
 
     def _refuse_amsgrad(self, group: dict[str, Any]) -> None:
         if self.states == "8bit" and group["amsgrad"]:
@@ -105,12 +101,12 @@ class Adam(FusedOptimizer):
         return self.rounding == "stochastic" and param.dtype is torch.bfloat16
 
     def _has_wide_states(self, param: Parameter) -> bool:
-        coded = self.states == "8bit" and is_large(param)
+        coded = self.states == "8bit" and takes_8bit(param)
         return coded or self._by_chance(param) or super()._has_wide_states(param)
 
     def _mend(self, param: Parameter, state: dict[str, Any]) -> None:
-        if self.states == "8bit" and is_large(param):
-            as_8bit(state)
+        if self.states == "8bit" and takes_8bit(param):
+            as_8bit(state, param)
         else:
             as_float32(state)
 
@@ -149,6 +145,10 @@ class Adam(FusedOptimizer):
     ) -> None:  # fmt: skip
         assert bucket.step is not None
         first, first_scales, second, second_scales = (bucket.states[name] for name in NAMES)
+        if bucket.sharded:  # scales are in rows there
+            first_scales, second_scales = (
+                [each.view(-1) for each in scales] for scales in (first_scales, second_scales)
+            )
         adam_8bit_(
             params, grads, first, first_scales, second, second_scales, lows, bucket.step, seed=self.seed, bits=bits,
             by_chance=bits is None and self._by_chance(params[0]),

@@ -203,16 +203,8 @@ class FusedOptimizer(Optimizer):
         if not param.is_floating_point():
             raise OptimizerError(f"{type(self).__name__} steps real floating parameters; one is {param.dtype}")
 
-    shards_alone: bool = True
-    """Whether the part of a parameter that lies here can be stepped without the rest: entry by entry, that is."""
-
     def _check_sharded(self, param: Parameter) -> None:
         """`OptimizerError` for a DTensor that this optimizer cannot step."""
-        if not self.shards_alone:
-            raise OptimizerError(
-                f"{type(self).__name__} needs whole blocks, and a parameter of shape {tuple(param.shape)} is "
-                "sharded: use float32 states"
-            )
         if param.dtype in LOW_DTYPES and self.master is not None:
             raise OptimizerError(
                 f"a sharded parameter of shape {tuple(param.shape)} is {param.dtype}: shard the float32 model, whose "

@@ -182,11 +182,6 @@ def _check_sharded(asked: Asked) -> None:
         raise PolicyError(
             "rounding='stochastic' with shard='fsdp2': float32 shards lose nothing that chance could save: leave it out"
         )
-    if asked.states == "8bit":
-        raise OptimizerError(
-            "states='8bit' with shard='fsdp2' needs whole blocks, of which a rank has a part: write states='float32', "
-            "or shard='zero1'"
-        )
 
 
 def _check_optimizer(asked: Asked) -> None:

@@ -183,6 +183,10 @@ def _notes(sizes: Sizes, asked: Asked, norm_share: float) -> list[str]:
                 f"Norm layers, float32 with float32 states, are taken to be {norm_share:.2%} of the parameters."
             )
         if asked.states == "8bit":
-            notes.append("Other parameters are one tensor: a tensor that is no multiple of 256 has one more scale.")
+            notes.append(
+                "Other parameters have rows of whole blocks of 256; tensors that have not keep float32 states."
+                if asked.sharded
+                else "Other parameters are one tensor: a tensor that is no multiple of 256 has one more scale."
+            )
     notes.append(UNPLANNED)
     return notes

@@ -63,8 +63,9 @@ def _held(sizes: Sizes, asked: Asked) -> Iterator[Row]:
     if coded:
         blocks = sum(blocks_of(w.entries) for w in coded)
         share, over = _over(asked, optimizers=True)
+        own = sum(blocks_of(w.shard(share)) for w in coded) if asked.sharded else -(-blocks // share)
         yield Row(
-            when="held", kind="states", dtype=torch.float32, bytes=-(-2 * blocks * 4 // share),
+            when="held", kind="states", dtype=torch.float32, bytes=2 * own * 4,
             formula=f"2 x {blocks:,} scales of 256 x 4{over}",
         )  # fmt: skip
     shadows = [w for w in weights if w.shadowed]

@@ -18,7 +18,7 @@ from ..errors import PolicyError, PreampError
 from ..formats import LOW_DTYPES
 from ..masters import NoMasters, Shadows
 from ..modules import NORMS, CastingModule, Conversion, unwrapped
-from ..optim._eight_bit import SMALLEST
+from ..optim._eight_bit import SMALLEST, has_rows_of_blocks
 from ..policy import Policy
 
 MOST = 10**18
@@ -39,7 +39,7 @@ class Weight:
     """In which it is kept between steps."""
     trained: bool = True
     small: bool = False
-    """Whether it is too small for moments in 8 bits."""
+    """Whether it is too small for moments in 8 bits, or would be cut within their blocks."""
     cast: bool = False
     """Whether a region casts it to 16 bits in the forward pass."""
     shadowed: bool = False
@@ -118,7 +118,8 @@ def of_model(model: nn.Module, policy: Policy, *, shadow: bool, sharded: bool) -
                 "whole unit what dtype it has, so rules for modules are not planned: leave them out"
             )
         weights = tuple(
-            _weight(p, dtype=torch.float32 if p.is_floating_point() else p.dtype) for p in shapes.parameters()
+            _weight(p, sharded=True, dtype=torch.float32 if p.is_floating_point() else p.dtype)
+            for p in shapes.parameters()
         )
         return Sizes(weights=weights, buffers=sum(map(_bytes, shapes.buffers())), from_model=True)
     before = {name: (b.dtype, _bytes(b)) for name, b in shapes.named_buffers()}
@@ -135,11 +136,11 @@ def of_model(model: nn.Module, policy: Policy, *, shadow: bool, sharded: bool) -
     return Sizes(weights=weights, buffers=buffers, from_model=True)
 
 
-def _weight(parameter: Tensor, **facts: Any) -> Weight:
+def _weight(parameter: Tensor, *, sharded: bool = False, **facts: Any) -> Weight:
+    small = parameter.numel() < SMALLEST or parameter.dtype is torch.float64
     return Weight(
         entries=parameter.numel(), rows=parameter.shape[0] if parameter.dim() else 1,
-        trained=parameter.requires_grad, small=parameter.numel() < SMALLEST or parameter.dtype is torch.float64,
-        **facts,
+        trained=parameter.requires_grad, small=small or (sharded and not has_rows_of_blocks(parameter)), **facts,
     )  # fmt: skip
 
 
