@@ -50,6 +50,18 @@ def test_split_is_exact(bits: list[int]) -> None:
     assert bool((gap <= (nearest.double() - master.double()).abs())[~beyond].all())  # as near as the even one
 
 
+@pytest.mark.parametrize("rest", [-0x8000, -1, 0, 1, 0x7FFF])
+def test_a_weight_written_since_is_a_number_near_it(rest: int) -> None:
+    """Zeroed by pruning or by padding, say: beside a negative distance that was NaN."""
+    weights = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    weights = weights[weights.isfinite()]
+    made = fused.join(weights, torch.full(weights.shape, rest, dtype=torch.int16))
+    assert made.isfinite().all()
+    assert made[weights == 0].abs().max() < 1e-40
+    gap = (made.double() - weights.double()).abs()
+    assert bool((gap <= (weights.double().abs() * 2**-7).clamp_min(2.0**-133)).all())
+
+
 def test_every_low_half_of_some_weights() -> None:
     low = np.arange(2**16, dtype=np.uint32)
     for high in (0x0000, 0x8000, 0x3F80, 0x3F81, 0x7F7F, 0xFF7F, 0x007F, 0x0080):

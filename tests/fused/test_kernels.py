@@ -169,6 +169,34 @@ def test_split_masters(options: dict[str, Any]) -> None:
 
 
 @inside
+@pytest.mark.parametrize("states", ["float32", "8bit"])
+def test_weights_that_were_zeroed_since_are_no_nan(states: str) -> None:
+    """Split masters keep the bits below a weight, and a zero with a negative distance is no number's half."""
+    weights, bits = (list(half) for half in zip(*[fused.split(torch.randn(3000))], strict=True))
+    weights[0][:2000] = 0
+    weights[0][1000:2000].neg_()
+    assert bool((bits[0][:2000] < 0).any())
+    twins = [t.clone() for t in (*weights, *bits)]
+    results = []
+    for context, weight, rest in ((nullcontext, weights[0], bits[0]), (by_operators, *twins)):
+        grads, step = [torch.ones_like(weight)], torch.zeros(())
+        options = {name: value for name, value in ADAM.items() if name != "amsgrad"}
+        with context():
+            if states == "8bit":
+                codes = [torch.zeros(3000, dtype=kind) for kind in (torch.int8, torch.uint8)]
+                scales = [torch.zeros(12) for _ in range(2)]
+                fused.adam_8bit_(
+                    [weight], grads, codes[:1], scales[:1], codes[1:], scales[1:], None, step, bits=[rest], **options
+                )
+            else:
+                moments = [[torch.zeros(3000)] for _ in range(2)]
+                fused.adam_split_([weight], [rest], grads, *moments, [], step, **ADAM)
+        results.append(fused.join(weight, rest))
+    assert results[0].isfinite().all()
+    assert far(results[:1], results[1:]) <= STEP_ULP
+
+
+@inside
 def test_chances_are_the_same_everywhere() -> None:
     """Kernels and operators round up and down in the same places."""
     low = [torch.randn(3000).bfloat16(), torch.randn(70).bfloat16()]

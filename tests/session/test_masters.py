@@ -255,3 +255,23 @@ def test_hooks_on_the_optimizer_see_true_float32_gradients() -> None:
     for got, parameter in zip(seen, reference_model.parameters(), strict=True):
         assert got.dtype is torch.float32
         assert torch.allclose(got, parameter.grad, atol=2e-3)
+
+
+@pytest.mark.parametrize("states", ["float32", "8bit"])
+def test_zeroed_weights_of_split_masters_stay_numbers(states: str) -> None:
+    """As pruning and padding do. A zero beside the bits of a number just below another weight was NaN."""
+    model = nn.Linear(64, 128)
+    optimizer = preamp.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5, master="split", states=states)
+    with preamp.prepare(model, optimizer, level="O5") as session:
+        for step in range(2):
+            session.backward(model(torch.randn(4, 64)).float().square().mean())
+            session.step()
+            session.zero_grad()
+            if step == 0:
+                with torch.no_grad():
+                    model.weight[::2] = 0
+                with session.full_precision():
+                    assert float(model.weight.detach()[::2].abs().max()) < 1e-40
+        with session.full_precision():
+            assert all(bool(p.isfinite().all()) for p in model.parameters())
+            assert 0 < float(model.weight.detach()[::2].abs().max()) < 2e-3

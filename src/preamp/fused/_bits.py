@@ -4,7 +4,8 @@ A float32 number is a bfloat16 weight and 16 bits more. The weight that the mode
 to the master; of a tie, which one in 65536 numbers is, the larger in magnitude. (Ties to even would leave 65537
 masters for every even weight, one more than 16 bits can tell apart; ties away from zero give each weight exactly
 65536.) The other 16 bits are the low half of the master as they are: read as a signed number they are the distance from
-the weight to the master, so that `(weight << 16) + bits` is the master again, carries included.
+the weight to the master, so that `(weight << 16) + bits` is the master again, carries included. A weight of zero has no
+negative distance: what is a little below zero rounds to minus zero, from which it is a positive one.
 """
 
 from __future__ import annotations
@@ -31,9 +32,14 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(weight: Tensor, bits: Tensor) -> Tensor:
-    """The float32 tensor that `split` took apart."""
-    number = (weight.view(torch.int16).to(torch.int32) << 16) + bits.to(torch.int32)
-    return number.view(torch.float32)
+    """The float32 tensor that `split` took apart.
+
+    A weight that was written since keeps the bits below it, but for a zero beside a negative distance, which no number
+    splits into, and which would be NaN: that is zero.
+    """
+    high, low = weight.view(torch.int16).to(torch.int32) << 16, bits.to(torch.int32)
+    low = torch.where((high << 1 == 0) & (low < 0), 0, low)
+    return (high + low).view(torch.float32)
 
 
 def round_by_chance(values: Tensor, chances: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..multi_tensor.device import address, put, start_of, take
-from ._kernels import FACTOR, GO, KEEP, PLAIN, RATE, ROOT, SPLIT, chances, mix, one_nan, publish
+from ._kernels import FACTOR, GO, KEEP, PLAIN, RATE, ROOT, SPLIT, chances, joined, mix, one_nan, publish
 
 NEAREST = tl.constexpr(3)  # 16-bit weights without masters, rounded to nearest even
 BLOCK = tl.constexpr(256)
@@ -75,7 +75,7 @@ def adam_8bit_chunk(
         bits = take(param_at, places, size, FULL).to(tl.int32) << 16
         if KIND == SPLIT:
             bits_at = address(table, 6, tensors, tensor, tl.int16, ALIGNED)
-            bits = bits + take(bits_at, places, size, FULL).to(tl.int32)
+            bits = joined(bits, take(bits_at, places, size, FULL).to(tl.int32))
         param = bits.to(f32, bitcast=True)
     block = start // BLOCK + rows
     blocks = (size + BLOCK - 1) // BLOCK

@@ -95,6 +95,12 @@ def chances(key, spot, places):
 
 
 @triton.jit
+def joined(high, low):
+    """The bits of a float32 number, of the upper half in place and the distance from it; a zero stays one."""
+    return high + tl.where(((high << 1) == 0) & (low < 0), 0, low)
+
+
+@triton.jit
 def one_nan(bits):
     """Every NaN as the one that survives the loss of its low half."""
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)
@@ -131,7 +137,7 @@ def adam_chunk(
         bits = take(param_at, places, size, FULL).to(tl.int32) << 16
         if KIND == SPLIT:
             bits_at = address(table, extra, tensors, tensor, tl.int16, ALIGNED)
-            bits = bits + take(bits_at, places, size, FULL).to(tl.int32)
+            bits = joined(bits, take(bits_at, places, size, FULL).to(tl.int32))
         param = bits.to(f32, bitcast=True)
     first_at = address(table, 2, tensors, tensor, f32, ALIGNED)
     second_at = address(table, 3, tensors, tensor, f32, ALIGNED)
