@@ -38,10 +38,13 @@ def held_here(tensor: Tensor) -> Tensor:
 
 
 def placed_like(tensor: Any, local: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A DTensor of this shape, contiguous, placed like another, whose part here is `local`; beside others, that."""
+    """A DTensor of this shape, placed like another, whose part here is `local`; beside any other tensor, `local`.
+
+    Laid out like that one if it has its shape, else contiguous.
+    """
     if not is_sharded(tensor):
         return local
-    strides = torch.empty(shape, device="meta").stride()
+    strides = tensor.stride() if tensor.shape == shape else torch.empty(shape, device="meta").stride()
     placed: Tensor = type(tensor).from_local(
         local, tensor.device_mesh, tensor.placements, run_check=False, shape=torch.Size(shape), stride=strides
     )
@@ -98,14 +101,14 @@ def agreed_flag(flag: Tensor, tensors: Iterable[Tensor]) -> Tensor:
 def gathered_as(root: nn.Module) -> dict[nn.Parameter, torch.dtype | None]:
     """For each parameter that FSDP2 shards, the dtype in which its forward pass gets it; None: in its own."""
     found: dict[nn.Parameter, torch.dtype | None] = {}
-    innermost: dict[str, torch.dtype | None] = {}
+    innermost: dict[str, Any] = {}
     for path, module in root.named_modules():
         state: Any = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
         inherited = innermost.get(path.rpartition(".")[0]) if path else None
-        innermost[path] = inherited if state is None else state._mp_policy.param_dtype
+        innermost[path] = inherited if state is None else state._mp_policy
         for parameter in module._parameters.values():
-            if parameter is not None and is_sharded(parameter):
-                found[parameter] = innermost[path]
+            if parameter is not None and is_sharded(parameter) and innermost[path] is not None:
+                found[parameter] = innermost[path].param_dtype
     return found
 
 

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import preamp
 from preamp.errors import PreampError
@@ -53,19 +51,6 @@ def train(
         scale = session.state_dict()["losses"]["loss"]
     scale = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in scale.items()}
     return {"norms": norms, "skips": skips, "names": names, "scale": scale}
-
-
-def furthest(mine: nn.Module, theirs: nn.Module) -> float:
-    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in mine.parameters()]
-    return max(float((a - b).detach().abs().max()) for a, b in zip(whole, theirs.parameters(), strict=True))
-
-
-def tensor_parallel(level: str, kind: str) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (2,))
-    model, alone = build(), build()
-    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    facts, wanted = train(model, level, kind), train(alone, level, kind)
-    return {**facts, "apart": furthest(model, alone), "norms alone": wanted["norms"]}
 
 
 def one_shard_spoilt(scale: str) -> dict[str, Any]:
@@ -250,8 +235,6 @@ def orders() -> dict[str, str]:
 def main() -> None:
     dist.init_process_group("gloo")
     told: dict[str, Any] = {
-        **{f"tensor parallel {level} {kind}": tensor_parallel(level, kind)
-           for level in ("O0", "O1", "O4") for kind in ("torch", "preamp")},
         **{f"one shard {scale}": one_shard_spoilt(scale) for scale in ("dynamic", "window", "hysteresis")},
         **{f"flat {level}": flat_parameters(level) for level in ("O1", "O4")},
         **{f"wire {name}": on_the_wire(name) for name in ("bfloat16", "float16")},

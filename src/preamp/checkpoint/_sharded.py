@@ -12,7 +12,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ..errors import CheckpointError
 from ..session import Session
-from ..sharding import rank, ranks
+from ..sharding import flat_group, rank, ranks
 from ..tree import map_tensors
 from ._content import kept_on_host
 from ._file import read, write
@@ -41,10 +41,10 @@ def save_sharded(
 ) -> None:
     """Write model, optimizer and session, each rank its own part. All ranks call it, with a folder they share.
 
-    For FSDP2 and tensor parallelism; also on one process. Returns on all ranks when the checkpoint is whole, and the
-    one before it is gone. Where it fails on one rank it fails on all, and the one before it stays. `CheckpointError`
-    for a folder that the ranks do not share, and for a session that keeps masters beside 16-bit parameters, which
-    every rank holds whole: `preamp.checkpoint.save` on rank 0 is for that.
+    For FSDP2 and tensor parallelism; also where every rank has everything, and on one process. 16-bit parameters are
+    written as the float32 that their masters are. Returns on all ranks when the checkpoint is whole, and the one before
+    it is gone. Where it fails on one rank it fails on all, and the one before it stays. `CheckpointError` for a folder
+    that the ranks do not share, and for pipeline stages; `SessionError` between unscale_() or clipping and step().
     """
     with writer().telling():
         writer().finish(folder)
@@ -85,13 +85,14 @@ def _saving(
     from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 
     def first() -> tuple[str, dict[str, Any] | None]:
-        amp = _without_masters(session)
+        amp = _added(session)
         before = _latest(target)
         return f"{(int(before['generation']) if before is not None else 0) + 1:08d}", amp
 
     name, amp = on_all_ranks(first, _UNWRITTEN)[0]
-    states, steps = get_state_dict(model, optimizer)
-    parts = held({"model": states, "optimizer": steps})
+    with _in_float32(session):
+        states, steps = get_state_dict(model, optimizer)
+        parts = held({"model": states, "optimizer": steps})
 
     def begin() -> None:
         if rank() == 0:
@@ -134,7 +135,11 @@ def load_sharded(
     All ranks call it, after `fully_shard`, the optimizer and `prepare`. All or nothing, for which the shards are held
     twice meanwhile. `CheckpointError` when there is none, or it does not fit; `StateError` when of another policy.
     """
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict import (
+        get_state_dict,
+        set_model_state_dict,
+        set_optimizer_state_dict,
+    )
     from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 
     source = Path(folder)
@@ -148,29 +153,38 @@ def load_sharded(
             )
         if session is not None and latest["amp"] is None:
             raise CheckpointError(f"{source} was saved without a session")
-        _without_masters(session)
+        _added(session)
         return latest
 
     latest = on_all_ranks(first, f"{source} was not loaded")[0]
-    states, steps = get_state_dict(model, optimizer)
-    parts: dict[str, Any] = {"model": map_tensors(Tensor.clone, states), "optimizer": map_tensors(Tensor.clone, steps)}
+    with _in_float32(session):  # an optimizer that has no state yet makes it here, of its parameters' dtype
+        states, steps = get_state_dict(model, optimizer)
+        parts: dict[str, Any] = map_tensors(Tensor.clone, {"model": states, "optimizer": steps})
     with _torchs_own(f"{source} cannot be loaded into this model and optimizer, and nothing was"):
         load_parts(parts, checkpoint_id=source / str(latest["generation"]))
     if session is not None:
-        session.load_state_dict(latest["amp"])
-    set_state_dict(model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
+        session.load_state_dict({**latest["amp"], "masters": session.state_dict()["masters"]})
+    with _in_float32(session):
+        set_model_state_dict(model, parts["model"])
+    stepped_wide = session is not None and session.policy.masters  # else its state has the parameters' dtype
+    with _in_float32(session if stepped_wide else None):  # which an optimizer leaves as it ends to load
+        set_optimizer_state_dict(model, optimizer, parts["optimizer"])
 
 
-def _without_masters(session: Session | None) -> dict[str, Any] | None:
+def _added(session: Session | None) -> dict[str, Any] | None:
+    """What a session adds, alike on all ranks; its masters are what parameters are written as."""
     if session is None:
         return None
-    state = session.state_dict()
-    if state["masters"]:
+    if session.group is not None and flat_group(session.models.values()) is None:
         raise CheckpointError(
-            f"this session keeps {len(state['masters'])} masters, which every rank has whole: write them once, with "
-            "preamp.checkpoint.save on rank 0, and load that on all ranks"
+            "the ranks of this session's group have different parameters under the same names (pipeline stages): write "
+            "each stage with preamp.checkpoint.save, into a file of its own"
         )
-    return state
+    return {**session.state_dict(), "masters": {}}
+
+
+def _in_float32(session: Session | None) -> AbstractContextManager[None]:
+    return nullcontext() if session is None else session.full_precision(values_only=True)
 
 
 def _latest(folder: Path) -> dict[str, Any] | None:

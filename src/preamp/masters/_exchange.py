@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,16 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import SessionError
+from ..sharding import is_sharded
+
+
+def become(parameter: Parameter, data: Tensor) -> None:
+    """Have a parameter be other data for good, of another dtype too; its gradient is gone."""
+    parameter.grad = None
+    if is_sharded(parameter):  # `.data` would change what a DTensor says of itself, and leave what it holds
+        give_back(parameter, Parameter(data, parameter.requires_grad))
+    else:
+        parameter.data = data
 
 
 def exchanged(parameter: Parameter, wide: Tensor, gradient: Tensor | None = None) -> Parameter:
@@ -43,6 +53,10 @@ def give_back(parameter: Parameter, other: Parameter) -> None:
             f"weak reference to its tensor ({str(error).splitlines()[0]}): a cast that autocast still keeps, most "
             "often. Leave the autocast region first, or use an optimizer of preamp.optim, which needs no such exchange"
         ) from error
+    if is_sharded(parameter):  # what a DTensor holds, and how it is placed, belongs to its Python object
+        one, two = cast(Any, parameter), cast(Any, other)
+        one._local_tensor, two._local_tensor = two._local_tensor, one._local_tensor
+        one._spec, two._spec = two._spec, one._spec
 
 
 _GIVEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()

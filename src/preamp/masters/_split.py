@@ -10,7 +10,8 @@ from torch.nn import Parameter
 
 from ..errors import OptimizerError
 from ..fused import join, split
-from ._exchange import rebuild_reducers
+from ..sharding import held_here, placed_like
+from ._exchange import become, rebuild_reducers
 from ._whole import Entry, Masters
 
 
@@ -29,8 +30,8 @@ class SplitMasters(Masters):
 
     def lower(self, name: str, parameter: Parameter, dtype: torch.dtype) -> None:
         """Turn a float32 parameter into a bfloat16 one with bits beside it."""
-        weight, bits = split(parameter.data)
-        parameter.data, parameter.grad = weight, None
+        weight, bits = _split(parameter.data)
+        become(parameter, weight)
         self._keep(name, parameter, bits)
 
     def adopt(self, name: str, parameter: Parameter, master: Tensor | None = None) -> None:
@@ -63,7 +64,7 @@ class SplitMasters(Masters):
 
     def _in_float32(self, parameter: Parameter, entry: Entry) -> Tensor:
         """Made for the purpose."""
-        return join(parameter.data, self._bits[parameter])
+        return _join(parameter.data, self._bits[parameter])
 
     def swap_out(self, parameters: Iterable[Parameter] | None = None) -> None:
         """Split the float32 data again, and give the bfloat16 parameters back."""
@@ -71,7 +72,7 @@ class SplitMasters(Masters):
         super().swap_out(leaving)
         for parameter in leaving:
             entry = self._entries[parameter]
-            weight, bits = split(entry.master)
+            weight, bits = _split(entry.master)
             entry.low.copy_(weight)
             entry.master = self._bits[parameter].copy_(bits)
 
@@ -80,8 +81,7 @@ class SplitMasters(Masters):
         self.swap_out()
         self.refresh()
         for parameter, entry in self._entries.items():
-            parameter.grad = None
-            parameter.data = self._in_float32(parameter, entry)
+            become(parameter, self._in_float32(parameter, entry))
         rebuild_reducers(self._entries)
         self._entries.clear()
         self._bits.clear()
@@ -90,7 +90,7 @@ class SplitMasters(Masters):
         """(name, master) pairs in float32, made for the purpose."""
         self.refresh()
         for parameter, entry in self._entries.items():
-            yield entry.name, join(entry.low, self._bits[parameter])
+            yield entry.name, _join(entry.low, self._bits[parameter])
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take float32 masters by name. `StateError`, changing nothing, if not fitting."""
@@ -101,3 +101,15 @@ class SplitMasters(Masters):
                 parameter.data.copy_(state[entry.name])
         finally:
             self.low()
+
+
+def _split(wide: Tensor) -> tuple[Tensor, Tensor]:
+    """`fused.split`, of DTensors too."""
+    weight, bits = split(held_here(wide))
+    shape = tuple(wide.shape)
+    return placed_like(wide, weight, shape), placed_like(wide, bits, shape)
+
+
+def _join(weight: Tensor, bits: Tensor) -> Tensor:
+    """`fused.join`, of DTensors too."""
+    return placed_like(weight, join(held_here(weight), held_here(bits)), tuple(weight.shape))

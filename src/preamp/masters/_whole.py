@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..errors import PreampWarning, StateError
-from ._exchange import exchanged, give_back, rebuild_reducers
+from ..sharding import held_here, is_sharded
+from ._exchange import become, exchanged, give_back, rebuild_reducers
 
 AUDITS = 4
 """Steps at the start in which parameters are compared with their masters."""
@@ -90,9 +91,7 @@ class Masters:
     def lower(self, name: str, parameter: Parameter, dtype: torch.dtype) -> None:
         """Turn a float32 parameter into a low one; its present data becomes the master."""
         master = parameter.data
-        parameter.data = master.to(dtype)
-        if parameter.grad is not None:
-            parameter.grad = None
+        become(parameter, master.to(dtype))
         self._entries[parameter] = Entry(name, master, parameter.data, parameter._version)
 
     def adopt(self, name: str, parameter: Parameter, master: Tensor | None = None) -> None:
@@ -156,9 +155,9 @@ class Masters:
         """Compare and follow without waiting: whether anything was written is read when it has arrived."""
         differ = []
         for parameter in parameters:
-            entry, low = self._entries[parameter], parameter.data
-            kept = (low == entry.master.to(low.dtype)) | low.isnan()
-            entry.master.copy_(torch.where(kept, entry.master, low.float()))
+            low, master = held_here(parameter.data), held_here(self._entries[parameter].master)
+            kept = (low == master.to(low.dtype)) | low.isnan()
+            master.copy_(torch.where(kept, master, low.float()))
             differ.append(~kept.all())
         if self._audits_left < 0:  # known already
             return
@@ -167,9 +166,8 @@ class Masters:
         self._audits_left -= 1
 
     def _agrees(self, parameter: Parameter) -> bool:
-        entry = self._entries[parameter]
-        low = parameter.data
-        return bool(((low == entry.master.to(low.dtype)) | low.isnan()).all())
+        low, master = held_here(parameter.data), held_here(self._entries[parameter].master)
+        return bool(((low == master.to(low.dtype)) | low.isnan()).all())
 
     def swap_in(self, parameters: Iterable[Parameter], gradients: Mapping[Parameter, Tensor] | None = None) -> None:
         """Put masters in the parameters' place, with the float32 `gradients` (None where a parameter has none)."""
@@ -196,7 +194,7 @@ class Masters:
             entry.other = None
         with torch.no_grad():
             if entries:
-                torch._foreach_copy_(list[Tensor](leaving), [entry.master for entry in entries])
+                torch._foreach_copy_(list(map(held_here, leaving)), [held_here(entry.master) for entry in entries])
         for parameter, entry in zip(leaving, entries, strict=True):
             entry.low, entry.version = parameter.data, parameter._version
 
@@ -242,8 +240,7 @@ class Masters:
         self.swap_out()
         self.refresh()
         for parameter, entry in self._entries.items():
-            parameter.grad = None
-            parameter.data = entry.master
+            become(parameter, entry.master)
         rebuild_reducers(self._entries)
         self._entries.clear()
 
@@ -274,6 +271,12 @@ class Masters:
             if tuple(state[name].shape) != shape:
                 seen = tuple(state[name].shape)
                 raise StateError(f"the master {name!r} has shape {seen} in the state and {shape} here")
+        for entry in self._entries.values():
+            if is_sharded(entry.low) and not is_sharded(state[entry.name]):
+                raise StateError(
+                    f"the master {entry.name!r} is whole in the state and sharded here: load what save_sharded wrote, "
+                    "or give it as a DTensor"
+                )
 
 
 class NoMasters(Masters):
@@ -289,8 +292,7 @@ class NoMasters(Masters):
 
     def lower(self, name: str, parameter: Parameter, dtype: torch.dtype) -> None:
         """Round a float32 parameter into a low one."""
-        parameter.grad = None
-        parameter.data = parameter.data.to(dtype)
+        become(parameter, parameter.data.to(dtype))
         self._lowered[parameter] = dtype
 
     def adopt(self, name: str, parameter: Parameter, master: Tensor | None = None) -> None:
@@ -315,7 +317,6 @@ class NoMasters(Masters):
         """Every lowered parameter in float32 for good."""
         self.low()
         for parameter in self._lowered:
-            parameter.grad = None
-            parameter.data = parameter.data.float()
+            become(parameter, parameter.data.float())
         rebuild_reducers(self._lowered)
         self._lowered.clear()

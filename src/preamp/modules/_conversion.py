@@ -17,7 +17,7 @@ from ..errors import PolicyError, SessionError
 from ..formats import LOW_DTYPES, name_of
 from ..masters import Masters
 from ..policy import Policy
-from ..sharding import gathered_as, is_sharded
+from ..sharding import gathered_as
 from ._casting import NOTHING, SHADOWED, Casting, CastingModule, casting_class
 from ._precisions import precisions_of, unwrapped
 
@@ -113,7 +113,7 @@ class Conversion:
                         )
                     continue
                 seen[parameter] = (name, dtype)
-                if is_sharded(parameter):
+                if parameter in self._gathered:
                     self._check_gathered(name, parameter, dtype)
                 elif dtype in LOW_DTYPES and parameter.dtype in (torch.float32, dtype):
                     yield name, parameter, dtype

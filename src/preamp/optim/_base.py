@@ -17,7 +17,6 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from ..errors import OptimizerError
 from ..formats import LOW_DTYPES
 from ..masters import Masters, SplitMasters
-from ..sharding import is_sharded
 from ._flat import Flat
 from ._plan import Bucket, Plan, share_steps
 
@@ -133,10 +132,11 @@ class FusedOptimizer(Optimizer):
         for bucket, grads in gathered:
             params = bucket.tensors()
             if bucket.mastered and self._masters.split:
-                bits = [self._masters.of(param) for param in bucket.params]
+                bits = bucket.parts([self._masters.of(param) for param in bucket.params])
                 self._advance_split(bucket, params, bits, grads, factor, found)
             elif bucket.mastered:
-                self._advance(bucket, self._masters.followed(bucket.params), params, grads, factor, found)
+                masters = bucket.parts(self._masters.followed(bucket.params))
+                self._advance(bucket, masters, params, grads, factor, found)
                 self._masters.published(bucket.params)
             elif bucket.flat is not None:
                 self._advance_flat(bucket, bucket.flat, grads, factor, found)
@@ -198,18 +198,8 @@ class FusedOptimizer(Optimizer):
                 f"{type(self).__name__} got a sparse gradient of shape {tuple(grad.shape)} and steps dense ones: use "
                 "torch.optim.SparseAdam or SGD for such parameters, or sparse=False in the embedding"
             )
-        if is_sharded(param):
-            self._check_sharded(param)
         if not param.is_floating_point():
             raise OptimizerError(f"{type(self).__name__} steps real floating parameters; one is {param.dtype}")
-
-    def _check_sharded(self, param: Parameter) -> None:
-        """`OptimizerError` for a DTensor that this optimizer cannot step."""
-        if param.dtype in LOW_DTYPES and self.master is not None:
-            raise OptimizerError(
-                f"a sharded parameter of shape {tuple(param.shape)} is {param.dtype}: shard the float32 model, whose "
-                "shards are the masters, with fully_shard(model, mp_policy=preamp.policy('O5').fsdp())"
-            )
 
     # -- masters
 

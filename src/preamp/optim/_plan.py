@@ -50,10 +50,14 @@ class Bucket:
             gradients = [held_here(summed_up(g, p)) for g, p in zip(gradients, self.params, strict=True)]
         return gradients if self.flat is None else [self.flat.gathered(gradients)]
 
+    def parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What of tensors like the parameters lies here."""
+        return list(map(held_here, tensors)) if self.sharded else list(tensors)
+
     def tensors(self) -> list[Tensor]:
         """What is stepped."""
         if self.sharded:
-            return list(map(held_here, self.params))
+            return self.parts(self.params)
         return list(self.params) if self.flat is None else [self.flat.param]
 
 

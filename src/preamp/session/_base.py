@@ -48,6 +48,8 @@ class SessionBase:
         self.device_type = device_type
         self._models, self._optimizers = dict(models), dict(optimizers)
         self._losses, self._masters, self._conversions = losses, masters, list(conversions)
+        self.group = group
+        """The process group over which plain tensors are agreed upon, if there is one."""
         self._book = GradientBook(masters, group)
         self._round = Round(losses, self._book, list(self._optimizers.values()))
         self._sharded = any(is_sharded(p) for model in models.values() for p in model.parameters())
