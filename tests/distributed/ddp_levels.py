@@ -33,7 +33,7 @@ def alike(model: nn.Module) -> bool:
 
 
 def train(
-    level: str, make: Any, *, first: bool = False, hook: bool = False, frozen: bool = False, **options: object
+    level: str, make: Any, *, first: bool = False, hook: str = "", frozen: bool = False, **options: object
 ) -> str:
     """Wrapped before `prepare` (`first`) or after it; on after `close()` with what DistributedDataParallel it has."""
     model = net()
@@ -44,7 +44,9 @@ def train(
         return torch.randn(16, 8, generator=data), torch.randint(4, (16,), generator=data)
 
     wrapped = nn.parallel.DistributedDataParallel(model) if first else None
-    if wrapped is not None and hook:
+    if wrapped is not None and hook == "torch's":
+        wrapped._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    elif wrapped is not None and hook:
         wrapped.register_comm_hook(None, preamp.parallel.compress_hook())
     if frozen:
         gc.freeze()  # hides the wrapper from whoever looks for it
@@ -62,7 +64,7 @@ def train(
             optimizer.zero_grad()
     if not alike(model):
         return "parted"
-    if hook and len(wrapped._comm_hooks) != 1:
+    if hook and not wrapped._get_ddp_logging_data().get("comm_hook"):
         return "lost its hook"
     for _ in range(3):
         x, y = batch()
@@ -101,7 +103,8 @@ def main() -> None:
         told["zero-preamp"] = train(level, zero(preamp.optim.AdamW))
         told["torch-first"] = train(level, torch.optim.AdamW, first=True)
         told["preamp-first"] = train(level, preamp.optim.AdamW, first=True)
-        told["hook-first"] = train(level, preamp.optim.AdamW, first=True, hook=True)
+        told["hook-first"] = train(level, preamp.optim.AdamW, first=True, hook="preamp's")
+        told["builtin-first"] = train(level, preamp.optim.AdamW, first=True, hook="torch's")
         if level == "O5":
             told["refused"] = refused()
             told["frozen"] = train(level, torch.optim.AdamW, first=True, frozen=True)

@@ -180,6 +180,26 @@ def states_of_both_kinds() -> dict[str, bool]:
     }
 
 
+def masters_of_16_bit_shards(master: str) -> dict[str, Any]:
+    """Without a session: a 16-bit model that is sharded, whose optimizer keeps the masters; beside the same, whole."""
+    ends, kept = [], []
+    for sharded in (False, True):
+        model = build().bfloat16()
+        if sharded:
+            fully_shard(model)
+        optimizer = preamp.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, master=master)
+        for step in range(4):
+            torch.manual_seed(step)
+            model(torch.randn(4, 8).bfloat16()).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        name = "master_bits" if master == "split" else "master"
+        ends.append([full_tensor(p.detach()) for p in model.parameters()])
+        kept.append([full_tensor(optimizer.state[p][name].double()) for p in model.parameters()])  # gloo has no int16
+    dtype = next(iter(optimizer.state.values()))[name].dtype
+    return {"same": all(map(torch.equal, *ends)) and all(map(torch.equal, *kept)), "dtype": str(dtype)}
+
+
 def message(act: Callable[[], object]) -> str:
     try:
         act()
@@ -240,6 +260,7 @@ def main() -> None:
         **{f"wire {name}": on_the_wire(name) for name in ("bfloat16", "float16")},
         **{f"joined {level}": joined(level) for level in ("O1", "O2", "O5")},
         "stages": stages(), "orders": orders(), "states": states_of_both_kinds(),
+        **{f"16-bit shards, {master}": masters_of_16_bit_shards(master) for master in ("float32", "split")},
     }  # fmt: skip
     everyone: list[Any] = [None, None]
     dist.all_gather_object(everyone, told)

@@ -71,6 +71,11 @@ def test_after_uneven_inputs_ranks_go_on_alike(told: list[dict[str, Any]], level
     assert first["steps"] == 5
 
 
+@pytest.mark.parametrize(("master", "dtype"), [("float32", "torch.float32"), ("split", "torch.int16")])
+def test_an_optimizer_keeps_masters_of_16_bit_shards(told: list[dict[str, Any]], master: str, dtype: str) -> None:
+    assert all(each[f"16-bit shards, {master}"] == {"same": True, "dtype": dtype} for each in told)
+
+
 @pytest.mark.parametrize("what", ["coded", "as float32", "and back", "whole", "told"])
 def test_moments_in_8_bits_of_shards_are_loaded_by_every_kind(told: list[dict[str, Any]], what: str) -> None:
     assert all(each["states"][what] for each in told)

@@ -15,7 +15,16 @@ def test_ranks_stay_equal_at_every_level(tmp_path: Path) -> None:
     ran = subprocess.run([*line, *levels], capture_output=True, text=True, cwd=tmp_path, timeout=240)
     assert ran.returncode == 0, ran.stderr[-3000:]
     told = {tuple(line.split()[:2]): line.split(maxsplit=2)[2] for line in ran.stdout.splitlines()}
-    kinds = ("torch", "preamp", "zero-torch", "zero-preamp", "torch-first", "preamp-first", "hook-first")
+    kinds = (
+        "torch",
+        "preamp",
+        "zero-torch",
+        "zero-preamp",
+        "torch-first",
+        "preamp-first",
+        "hook-first",
+        "builtin-first",
+    )
     wanted = {(level, kind) for level in levels for kind in kinds}
     wanted |= {("O5", kind) for kind in ("split", "refused", "frozen")}
     assert told == dict.fromkeys(wanted, "same")
