@@ -82,9 +82,11 @@ def _is_copied(placed: Any) -> bool:
     return bool(placed.is_replicate() or placed.is_partial())
 
 
-def summed_up(gradient: Any, parameter: Any) -> Tensor:
-    """A gradient placed as its parameter is: one that is still a sum over processes (`Partial`) is added up."""
-    if is_sharded(gradient) and any(placed.is_partial() for placed in gradient.placements):
+def placed_as(gradient: Any, parameter: Any) -> Tensor:
+    """A gradient placed as its parameter is: added up where it is still a sum over processes (`Partial`), and cut where
+    it is whole (that of a vocabulary's rows, say); any other as it is.
+    """
+    if is_sharded(gradient) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(gradient.device_mesh, parameter.placements)
     found: Tensor = gradient
     return found

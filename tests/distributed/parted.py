@@ -16,7 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import preamp
 from preamp.errors import PreampError
@@ -35,6 +41,10 @@ CASES = [
     *[("O5", maker) for maker in list(MAKERS)[2:]],
     ("O2", "torch AdamW"),
 ]
+SEQUENCE_CASES = [
+    *[("O0", maker) for maker in ("torch AdamW", "AdamW, split", "LAMB")],
+    *[("O1", "LAMB"), ("O2", "SGD"), ("O5", "AdamW, split")],
+]
 FOLDER = Path(sys.argv[1]).parent if len(sys.argv) > 1 else Path()
 
 
@@ -43,13 +53,55 @@ def build() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 1024), nn.GELU(), nn.Linear(1024, 6), nn.LayerNorm(6), nn.Linear(6, 3))
 
 
+class Block(nn.Module):
+    """Of a transformer, without its attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        deeper: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return deeper
+
+
+class Words(nn.Module):
+    """Tokens to logits; each rank has a part of every sequence, and the embedding's gradient is whole on all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.block, self.norm = nn.Embedding(50, 16), Block(), nn.LayerNorm(16)
+        self.head = nn.Linear(16, 50, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = (x.float().abs() * 1e4).long() % 50
+        logits: Tensor = self.head(self.norm(self.block(self.embedding(tokens))))
+        return logits
+
+
+def cut(model: nn.Module, mesh: Any) -> None:
+    """Share a model out."""
+    if not isinstance(model, Words):
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        return
+    along = Shard(1)
+    plan: dict[str, Any] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=along),
+        "block.norm": SequenceParallel(), "block.up": ColwiseParallel(input_layouts=along),
+        "block.down": RowwiseParallel(output_layouts=along), "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=along, output_layouts=Replicate()),
+    }  # fmt: skip
+    parallelize_module(model, mesh, plan)
+
+
 class Run:
     """A model, parted or not, with its optimizer and its session."""
 
-    def __init__(self, level: str, maker: str, mesh: Any = None) -> None:
-        self.model = build()
+    def __init__(self, level: str, maker: str, mesh: Any = None, *, words: bool = False) -> None:
+        torch.manual_seed(0)
+        self.model: Any = Words() if words else build()
         if mesh is not None:
-            parallelize_module(self.model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            cut(self.model, mesh)
         self.optimizer = MAKERS[maker](self.model.parameters())
         scale = 1024.0 if level in ("O1", "O2", "O3") else None
         self.session = preamp.prepare(self.model, self.optimizer, level=level, scale=scale)
@@ -63,7 +115,7 @@ class Run:
                 loss = self.model(torch.randn(4, 8)).float().square().mean()
             self.session.backward(loss)
             if step == spoilt:
-                gradient: Any = self.model[0].weight.grad
+                gradient: Any = next(m for m in self.model.modules() if isinstance(m, nn.Linear)).weight.grad
                 if not hasattr(gradient, "to_local"):
                     gradient[0, 0] = torch.inf
                 elif dist.get_rank() == 1:
@@ -80,15 +132,16 @@ class Run:
         return {"model": self.model, "optimizer": self.optimizer, "session": self.session}
 
 
-def told_of(level: str, maker: str, mesh: Any) -> dict[str, Any]:
+def told_of(level: str, maker: str, mesh: Any, *, words: bool = False) -> dict[str, Any]:
     """Trained, saved, trained on, and once more from what was saved; beside one process."""
-    alone, run = Run(level, maker), Run(level, maker, mesh)
+    alone, run = Run(level, maker, words=words), Run(level, maker, mesh, words=words)
+    start = [p.detach().clone().float() for p in alone.model.parameters()]
     alone.train(0, 5, spoilt=1)
     run.train(0, 3, spoilt=1)
-    folder = FOLDER / f"{level} {maker}"
+    folder = FOLDER / f"{level} {maker} {words}"
     preamp.checkpoint.save_sharded(folder, **run.parts())
     run.train(3, 5)
-    ends, start = run.weights(), [p.detach() for p in build().parameters()]
+    ends = run.weights()
     far = torch.cat([(a - b).flatten() for a, b in zip(ends, alone.weights(), strict=True)]).norm()
     way = torch.cat([(a - b).flatten() for a, b in zip(alone.weights(), start, strict=True)]).norm()
     with run.session.full_precision():
@@ -97,13 +150,13 @@ def told_of(level: str, maker: str, mesh: Any) -> dict[str, Any]:
     run.session.close()
     closed = all(torch.equal(full_tensor(p.detach()), end) for p, end in zip(run.model.parameters(), ends, strict=True))
     alone.session.close()
-    again = Run(level, maker, mesh)
+    again = Run(level, maker, mesh, words=words)
     preamp.checkpoint.load_sharded(folder, **again.parts())
     again.train(3, 5)
     resumed = all(map(torch.equal, again.weights(), ends))
     with torch.no_grad():
-        again.model[0].bias.zero_()
-    followed = float(again.weights()[1].abs().max()) < 1e-30  # split masters keep the bits below
+        next(again.model.parameters()).zero_()
+    followed = float(again.weights()[0].abs().max()) < 1e-30  # split masters keep the bits below
     again.session.close()
     return {
         "norms": run.norms, "norms alone": alone.norms, "skips": run.skips, "apart": float(far / way),
@@ -143,6 +196,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
     told: dict[str, Any] = {f"{level} {maker}": told_of(level, maker, mesh) for level, maker in CASES}
+    told |= {f"words {level} {maker}": told_of(level, maker, mesh, words=True) for level, maker in SEQUENCE_CASES}
     told |= {"whole": whole_masters(mesh), "stage": stage()}
     everyone: list[Any] = [None, None]
     dist.all_gather_object(everyone, told)

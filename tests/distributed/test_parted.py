@@ -12,9 +12,11 @@ import pytest
 
 import preamp
 
-from .parted import CASES
+from .parted import CASES, SEQUENCE_CASES
 
 SCRIPT = Path(__file__).with_name("parted.py")
+KEYS = [(level, f"{level} {maker}") for level, maker in CASES]
+KEYS += [(level, f"words {level} {maker}") for level, maker in SEQUENCE_CASES]
 BOUNDS = {"O0": 1e-5, "O1": 5e-3, "O2": 5e-3, "O3": 3e-2, "O4": 3e-2, "O5": 3e-2}
 """How far the end may be from that of one process, over the way trained."""
 
@@ -30,9 +32,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return both
 
 
-@pytest.mark.parametrize(("level", "maker"), CASES)
-def test_training_is_that_of_one_process(told: list[dict[str, Any]], level: str, maker: str) -> None:
-    first, second = (each[f"{level} {maker}"] for each in told)
+@pytest.mark.parametrize(("level", "key"), KEYS)
+def test_training_is_that_of_one_process(told: list[dict[str, Any]], level: str, key: str) -> None:
+    first, second = (each[key] for each in told)
     assert first["norms"] == second["norms"]
     assert first["skips"] == second["skips"] == [False, True, False, False, False]  # the infinity lay in one rank
     assert first["apart"] <= BOUNDS[level]
@@ -42,9 +44,9 @@ def test_training_is_that_of_one_process(told: list[dict[str, Any]], level: str,
 
 
 @pytest.mark.parametrize("what", ["resumed", "validated", "closed", "followed"])
-@pytest.mark.parametrize(("level", "maker"), CASES)
-def test_masters_of_parts_do_what_masters_do(told: list[dict[str, Any]], level: str, maker: str, what: str) -> None:
-    assert all(each[f"{level} {maker}"][what] for each in told)
+@pytest.mark.parametrize("key", [key for _, key in KEYS])
+def test_masters_of_parts_do_what_masters_do(told: list[dict[str, Any]], key: str, what: str) -> None:
+    assert all(each[key][what] for each in told)
 
 
 def test_whole_masters_are_not_loaded_into_parts(told: list[dict[str, Any]]) -> None:

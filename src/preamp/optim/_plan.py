@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..parallel import OfWhole
-from ..sharding import held_here, is_sharded, summed_up
+from ..sharding import held_here, is_sharded, placed_as
 from ._flat import PIECE, Flat, fits, row
 
 _GRAD = attrgetter("grad")
@@ -47,7 +47,7 @@ class Bucket:
         """The gradients that the parameters have now; one tensor if they lie side by side."""
         gradients = list(map(_GRAD, self.params))
         if self.sharded:
-            gradients = [held_here(summed_up(g, p)) for g, p in zip(gradients, self.params, strict=True)]
+            gradients = [held_here(placed_as(g, p)) for g, p in zip(gradients, self.params, strict=True)]
         return gradients if self.flat is None else [self.flat.gathered(gradients)]
 
     def parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..gradients import Reading, global_norm, multiply_, read
 from ..masters import Masters
 from ..parallel import Agreement
-from ..sharding import summed_up
+from ..sharding import placed_as
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class GradientBook:
                 if grad.layout is torch.sparse_coo:
                     grad = parameter.grad = grad.coalesce()
                 elif agreement is not None:
-                    grad = parameter.grad = summed_up(grad, parameter)
+                    grad = parameter.grad = placed_as(grad, parameter)
                 gradients.append(self._float_gradient(parameter) if parameter in self._kept else grad)
             reading = self._read(optimizer, dict(zip(parameters, gradients, strict=True)), statistics)
             self._looks[optimizer] = _Look(reading, parameters, inverse)
@@ -186,7 +186,7 @@ class GradientBook:
         for parameter in parameters:
             grad = parameter.grad
             if grad is not None:
-                grad = grad.coalesce() if grad.layout is torch.sparse_coo else summed_up(grad, parameter)
+                grad = grad.coalesce() if grad.layout is torch.sparse_coo else placed_as(grad, parameter)
                 added[parameter] = grad.float() if parameter in self._masters else grad
         readings = {}
         scaled = dict(added)
