@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ..errors import CheckpointError
 from ..session import Session
-from ..sharding import flat_group, rank, ranks
+from ..sharding import rank, ranks
 from ..tree import map_tensors
 from ._content import kept_on_host
 from ._file import read, write
@@ -175,7 +175,7 @@ def _added(session: Session | None) -> dict[str, Any] | None:
     """What a session adds, alike on all ranks; its masters are what parameters are written as."""
     if session is None:
         return None
-    if session.group is not None and flat_group(session.models.values()) is None:
+    if session.is_stage:
         raise CheckpointError(
             "the ranks of this session's group have different parameters under the same names (pipeline stages): write "
             "each stage with preamp.checkpoint.save, into a file of its own"

@@ -15,7 +15,7 @@ from ..masters import Masters
 from ..modules import Conversion
 from ..optim import FusedOptimizer
 from ..policy import Policy
-from ..sharding import is_sharded
+from ..sharding import flat_group, is_sharded
 from ._casts import KeptCasts
 from ._checks import STATE_VERSION, check_sharded_late, first_nonfinite
 from ._gradients import GradientBook, parameters_of, state_like_parameters
@@ -48,8 +48,8 @@ class SessionBase:
         self.device_type = device_type
         self._models, self._optimizers = dict(models), dict(optimizers)
         self._losses, self._masters, self._conversions = losses, masters, list(conversions)
-        self.group = group
-        """The process group over which plain tensors are agreed upon, if there is one."""
+        self.is_stage = group is not None and flat_group(models.values()) is None
+        """Whether other processes have other parameters, in plain tensors: a stage of a pipeline, say."""
         self._book = GradientBook(masters, group)
         self._round = Round(losses, self._book, list(self._optimizers.values()))
         self._sharded = any(is_sharded(p) for model in models.values() for p in model.parameters())

@@ -57,7 +57,8 @@ def prepare(
     copy of them; "auto" is "device" for capturable optimizers on an accelerator, else "host". `shadow`: for O1 and O4
     with an optimizer of preamp.optim: keep 16-bit copies of weights, so that none is cast, and gradients rest, and add
     up, in 16 bits. `group`: the process group whose members hold different parameters in plain tensors (pipeline
-    stages): whether gradients are finite, and their norm, are agreed over it. DTensors (FSDP2, tensor parallelism) need
+    stages): whether gradients are finite, and their norm, are agreed over it, and gradients may come from the loss of
+    another stage, which scales it. DTensors (FSDP2, tensor parallelism) need
     none, and under DistributedDataParallel gradients are alike anyway. `overrides`: single fields of the policy
     (`norms="fp16"`, `modules={"head": "full"}`).
 

@@ -179,10 +179,14 @@ class Session(SessionBase):
         """Step all optimizers, or one, each unless its gradients are not finite; then let the scales learn.
 
         With several optimizers stepped one by one, a scale learns once, at the next backward of its loss. Raises
-        `SessionError` when no `session.backward` came before, and `ScaleCollapse` when a scale skips without end.
+        `SessionError` when no `session.backward` came before (but not with `prepare(..., group=...)`, where gradients
+        may come from the loss of another stage), and `ScaleCollapse` when a scale skips without end.
         """
         self._check_open()
         chosen = selected(self._optimizers, optimizer)
+        if not self._round.names and self.is_stage and not self._losses.apart:
+            for name in self._losses:
+                self._round.ran(name)  # and was scaled where it was computed
         if not self._round.names:
             raise SessionError(
                 "step() without session.backward(): gradients made by loss.backward() are not scaled, and would vanish "

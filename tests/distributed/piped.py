@@ -1,0 +1,111 @@
+"""Two stages of a pipeline, run by torch's own schedules, beside one process; what came of it goes to OUT.json.
+
+torchrun --nproc-per-node 2 piped.py OUT.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+import preamp
+
+LEVELS = ("O0", "O1", "O2", "O4", "O5")
+SCHEDULES: dict[str, Any] = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
+PIECES, STEPS, SICK = 4, 5, 2
+"""Micro-batches, steps, and the step in which the first stage meets an infinity."""
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(8, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 5)
+    )  # fmt: skip
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(step)
+    return torch.randn(8, 8), torch.randint(5, (8,))
+
+
+def prepared(model: nn.Module, level: str, **options: Any) -> preamp.Session:
+    optimizer = preamp.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+    return preamp.prepare(model, optimizer, level=level, scale=2.0**12 if level in ("O1", "O2") else None, **options)
+
+
+def told(session: preamp.Session, norms: list[float], skips: list[bool], model: nn.Module) -> dict[str, Any]:
+    counts = {"norms": norms, "skips": skips, "scale": session.loss_scale(), "steps": session.steps}
+    session.close()
+    return {**counts, "weights": [p.flatten().tolist() for p in model.parameters()]}
+
+
+def alone(level: str) -> dict[str, Any]:
+    model = build()
+    session = prepared(model, level)
+    norms, skips = [], []
+    for step in range(STEPS):
+        x, y = batch(step)
+        for part, wanted in zip(x.chunk(PIECES), y.chunk(PIECES), strict=True):
+            with session.autocast():
+                loss = F.cross_entropy(model(part).float(), wanted) / PIECES
+            session.backward(loss)
+        if step == SICK:
+            spoil(model)
+        norms.append(float(session.clip_grad_norm_(0.5)))
+        skips.append(session.step().skipped)
+        session.zero_grad()
+    return told(session, norms, skips, model)
+
+
+def piped(level: str, schedule: str) -> dict[str, Any]:
+    rank, whole = dist.get_rank(), build()
+    model = whole[:3] if rank == 0 else whole[3:]
+    session = prepared(model, level, group=dist.group.WORLD)
+
+    def criterion(output: Tensor, wanted: Tensor) -> Tensor:
+        return session.scale(F.cross_entropy(output.float(), wanted))
+
+    stage = PipelineStage(model, rank, 2, torch.device("cpu"))
+    run = SCHEDULES[schedule](stage, n_microbatches=PIECES, loss_fn=criterion)
+    norms, skips = [], []
+    for step in range(STEPS):
+        x, y = batch(step)
+        with session.autocast():
+            run.step(x) if rank == 0 else run.step(target=y)
+        if step == SICK and rank == 0:
+            spoil(model)
+        norms.append(float(session.clip_grad_norm_(0.5)))
+        skips.append(session.step().skipped)
+        session.zero_grad()
+    return told(session, norms, skips, model)
+
+
+def spoil(model: nn.Module) -> None:
+    gradient = next(model.parameters()).grad
+    assert gradient is not None
+    gradient[0, 0] = torch.inf
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    mine: dict[str, Any] = {f"{level} {name}": piped(level, name) for level in LEVELS for name in SCHEDULES}
+    mine |= {f"{level} alone": alone(level) for level in LEVELS}
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, mine)
+    if dist.get_rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(everyone))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # gloo's threads outlive their group where a mesh holds it, and now and then abort an exit
