@@ -1,13 +1,7 @@
-"""Meshes of two dimensions, and optimizers that need whole layers: what four ranks know and do, to OUT.json.
-
-torchrun --nproc-per-node 4 meshes.py OUT.json
-"""
+"""Meshes of two dimensions, and optimizers that need whole layers: what four ranks know and do, told on each."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import preamp
+
+from .together import tell
 
 MAKERS: dict[str, Callable[..., Any]] = {
     "SGD": preamp.optim.SGD,
@@ -83,8 +79,7 @@ def shard(model: nn.Sequential, mesh: Any, level: str) -> None:
         fully_shard(part, mesh=mesh, **options)
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
+def act(folder: Path) -> dict[str, Any]:
     flat = init_device_mesh("cpu", (4,))
     crossed = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     told: dict[str, Any] = {}
@@ -96,13 +91,8 @@ def main() -> None:
                 parallelize_module(model, crossed["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
             shard(model, {"flat": flat, "hybrid": crossed, "tensor": crossed["data"]}[kind], level)
             told[f"{kind} {level} {maker}"] = train(model, level, maker)
-    everyone: list[Any] = [None] * 4
-    dist.all_gather_object(everyone, told)
-    if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(everyone))
-    dist.destroy_process_group()
+    return told
 
 
 if __name__ == "__main__":
-    main()
-    os._exit(0)  # gloo's threads outlive their group where a mesh holds it, and now and then abort an exit
+    tell(act)

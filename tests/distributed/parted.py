@@ -1,13 +1,7 @@
-"""Tensor parallelism without FSDP2, where 16-bit DTensors have DTensors for masters; what came of it goes to OUT.json.
-
-torchrun --nproc-per-node 2 parted.py OUT.json
-"""
+"""Tensor parallelism without FSDP2, where 16-bit DTensors have DTensors for masters."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +22,8 @@ import preamp
 from preamp.errors import PreampError
 from preamp.sharding import full_tensor
 
+from .together import tell
+
 MAKERS: dict[str, Callable[..., Any]] = {
     "torch SGD": lambda params: torch.optim.SGD(params, 0.1, momentum=0.5),
     "SGD": lambda params: preamp.optim.SGD(params, 0.1, momentum=0.5),
@@ -45,7 +41,6 @@ SEQUENCE_CASES = [
     *[("O0", maker) for maker in ("torch AdamW", "AdamW, split", "LAMB")],
     *[("O1", "LAMB"), ("O2", "SGD"), ("O5", "AdamW, split")],
 ]
-FOLDER = Path(sys.argv[1]).parent if len(sys.argv) > 1 else Path()
 
 
 def build() -> nn.Sequential:
@@ -132,13 +127,13 @@ class Run:
         return {"model": self.model, "optimizer": self.optimizer, "session": self.session}
 
 
-def told_of(level: str, maker: str, mesh: Any, *, words: bool = False) -> dict[str, Any]:
+def told_of(level: str, maker: str, mesh: Any, folder: Path, *, words: bool = False) -> dict[str, Any]:
     """Trained, saved, trained on, and once more from what was saved; beside one process."""
     alone, run = Run(level, maker, words=words), Run(level, maker, mesh, words=words)
     start = [p.detach().clone().float() for p in alone.model.parameters()]
     alone.train(0, 5, spoilt=1)
     run.train(0, 3, spoilt=1)
-    folder = FOLDER / f"{level} {maker} {words}"
+    folder = folder / f"{level} {maker} {words}"
     preamp.checkpoint.save_sharded(folder, **run.parts())
     run.train(3, 5)
     ends = run.weights()
@@ -180,31 +175,25 @@ def whole_masters(mesh: Any) -> str:
     return said
 
 
-def stage() -> str:
+def stage(folder: Path) -> str:
     """A pipeline's: other ranks have other parameters of the same names."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with preamp.prepare(model, optimizer, level="O4", group=dist.group.WORLD) as session:
         try:
-            preamp.checkpoint.save_sharded(FOLDER / "stage", model=model, optimizer=optimizer, session=session)
+            preamp.checkpoint.save_sharded(folder / "stage", model=model, optimizer=optimizer, session=session)
         except PreampError as error:
             return f"{error}"
     return "nothing was said"
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
+def act(folder: Path) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,))
-    told: dict[str, Any] = {f"{level} {maker}": told_of(level, maker, mesh) for level, maker in CASES}
-    told |= {f"words {level} {maker}": told_of(level, maker, mesh, words=True) for level, maker in SEQUENCE_CASES}
-    told |= {"whole": whole_masters(mesh), "stage": stage()}
-    everyone: list[Any] = [None, None]
-    dist.all_gather_object(everyone, told)
-    if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(everyone))
-    dist.destroy_process_group()
+    told: dict[str, Any] = {f"{level} {maker}": told_of(level, maker, mesh, folder) for level, maker in CASES}
+    for level, maker in SEQUENCE_CASES:
+        told[f"words {level} {maker}"] = told_of(level, maker, mesh, folder, words=True)
+    return {**told, "whole": whole_masters(mesh), "stage": stage(folder)}
 
 
 if __name__ == "__main__":
-    main()
-    os._exit(0)  # gloo's threads outlive their group where a mesh holds it, and now and then abort an exit
+    tell(act)

@@ -1,13 +1,7 @@
-"""Two stages of a pipeline, run by torch's own schedules, beside one process; what came of it goes to OUT.json.
-
-torchrun --nproc-per-node 2 piped.py OUT.json
-"""
+"""Two stages of a pipeline, run by torch's own schedules, beside one process."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import preamp
+
+from .together import tell
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 SCHEDULES: dict[str, Any] = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
@@ -42,7 +38,7 @@ def prepared(model: nn.Module, level: str, **options: Any) -> preamp.Session:
     return preamp.prepare(model, optimizer, level=level, scale=2.0**12 if level in ("O1", "O2") else None, **options)
 
 
-def told(session: preamp.Session, norms: list[float], skips: list[bool], model: nn.Module) -> dict[str, Any]:
+def facts(session: preamp.Session, norms: list[float], skips: list[bool], model: nn.Module) -> dict[str, Any]:
     counts = {"norms": norms, "skips": skips, "scale": session.loss_scale(), "steps": session.steps}
     session.close()
     return {**counts, "weights": [p.flatten().tolist() for p in model.parameters()]}
@@ -63,7 +59,7 @@ def alone(level: str) -> dict[str, Any]:
         norms.append(float(session.clip_grad_norm_(0.5)))
         skips.append(session.step().skipped)
         session.zero_grad()
-    return told(session, norms, skips, model)
+    return facts(session, norms, skips, model)
 
 
 def piped(level: str, schedule: str) -> dict[str, Any]:
@@ -86,7 +82,7 @@ def piped(level: str, schedule: str) -> dict[str, Any]:
         norms.append(float(session.clip_grad_norm_(0.5)))
         skips.append(session.step().skipped)
         session.zero_grad()
-    return told(session, norms, skips, model)
+    return facts(session, norms, skips, model)
 
 
 def spoil(model: nn.Module) -> None:
@@ -95,17 +91,10 @@ def spoil(model: nn.Module) -> None:
     gradient[0, 0] = torch.inf
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    mine: dict[str, Any] = {f"{level} {name}": piped(level, name) for level in LEVELS for name in SCHEDULES}
-    mine |= {f"{level} alone": alone(level) for level in LEVELS}
-    everyone: list[Any] = [None, None]
-    dist.all_gather_object(everyone, mine)
-    if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(everyone))
-    dist.destroy_process_group()
+def act(folder: Path) -> dict[str, Any]:
+    told = {f"{level} {name}": piped(level, name) for level in LEVELS for name in SCHEDULES}
+    return {**told, **{f"{level} alone": alone(level) for level in LEVELS}}
 
 
 if __name__ == "__main__":
-    main()
-    os._exit(0)  # gloo's threads outlive their group where a mesh holds it, and now and then abort an exit
+    tell(act)

@@ -1,14 +1,8 @@
-"""Two ranks write what neither holds whole: in the background, to safetensors, and where one of them fails.
-
-torchrun --nproc-per-node 2 saving.py FOLDER OUT.json
-"""
+"""Two ranks write what neither holds whole: in the background, to safetensors, and where one of them fails."""
 
 from __future__ import annotations
 
 import errno
-import json
-import os
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -25,6 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import preamp
 from preamp.checkpoint import _sharded
+
+from .together import tell
 
 LEVEL = "O5"
 
@@ -169,17 +165,9 @@ def exported(folder: Path) -> dict[str, Any]:
     return told
 
 
-def main() -> None:
-    folder, out = Path(sys.argv[1]), Path(sys.argv[2])
-    dist.init_process_group("gloo")
-    told = {part.__name__: part(folder) for part in (in_the_background, one_that_fails, exported)}
-    both: list[Any] = [None, None]
-    dist.all_gather_object(both, told)
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps(both))
-    dist.destroy_process_group()
+def act(folder: Path) -> dict[str, Any]:
+    return {part.__name__: part(folder) for part in (in_the_background, one_that_fails, exported)}
 
 
 if __name__ == "__main__":
-    main()
-    os._exit(0)  # gloo's threads outlive their group where a mesh holds it, and now and then abort an exit
+    tell(act)

@@ -1,13 +1,7 @@
-"""Models of which every rank holds a part, trained on two ranks; what came of it goes to OUT.json.
-
-torchrun --nproc-per-node 2 sharded.py OUT.json
-"""
+"""Models of which every rank holds a part, trained on two ranks."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +15,8 @@ import preamp
 from preamp.errors import PreampError
 from preamp.fused import dequantize
 from preamp.sharding import full_tensor
+
+from .together import tell
 
 
 def build() -> nn.Sequential:
@@ -252,9 +248,8 @@ def orders() -> dict[str, str]:
     return {act.__name__: message(act) for act in every}
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    told: dict[str, Any] = {
+def act(folder: Path) -> dict[str, Any]:
+    return {
         **{f"one shard {scale}": one_shard_spoilt(scale) for scale in ("dynamic", "window", "hysteresis")},
         **{f"flat {level}": flat_parameters(level) for level in ("O1", "O4")},
         **{f"wire {name}": on_the_wire(name) for name in ("bfloat16", "float16")},
@@ -262,13 +257,7 @@ def main() -> None:
         "stages": stages(), "orders": orders(), "states": states_of_both_kinds(),
         **{f"16-bit shards, {master}": masters_of_16_bit_shards(master) for master in ("float32", "split")},
     }  # fmt: skip
-    everyone: list[Any] = [None, None]
-    dist.all_gather_object(everyone, told)
-    if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(everyone))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
-    os._exit(0)  # gloo's threads outlive their group where a mesh holds it, and now and then abort an exit
+    tell(act)

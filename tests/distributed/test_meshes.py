@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from .meshes import CASES, KINDS, build
+from .together import told_by
 
-SCRIPT = Path(__file__).with_name("meshes.py")
 BOUNDS = {"O0": 1e-5, "O1": 5e-3, "O2": 5e-3, "O4": 3e-2, "O5": 3e-2}
 """How far the end may be from that of one process, over the way trained."""
 
@@ -23,12 +19,7 @@ BOUNDS = {"O0": 1e-5, "O1": 5e-3, "O2": 5e-3, "O4": 3e-2, "O5": 3e-2}
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank saw."""
-    out = tmp_path_factory.mktemp("meshes") / "told.json"
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(SCRIPT)]
-    ran = subprocess.run([*line, str(out)], capture_output=True, text=True, timeout=400)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    every: list[dict[str, Any]] = json.loads(out.read_text())
-    return every
+    return told_by("meshes", 4, tmp_path_factory.mktemp("meshes"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

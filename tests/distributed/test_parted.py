@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +9,8 @@ import pytest
 import preamp
 
 from .parted import CASES, SEQUENCE_CASES
+from .together import told_by
 
-SCRIPT = Path(__file__).with_name("parted.py")
 KEYS = [(level, f"{level} {maker}") for level, maker in CASES]
 KEYS += [(level, f"words {level} {maker}") for level, maker in SEQUENCE_CASES]
 BOUNDS = {"O0": 1e-5, "O1": 5e-3, "O2": 5e-3, "O3": 3e-2, "O4": 3e-2, "O5": 3e-2}
@@ -24,12 +20,7 @@ BOUNDS = {"O0": 1e-5, "O1": 5e-3, "O2": 5e-3, "O3": 3e-2, "O4": 3e-2, "O5": 3e-2
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What rank 0 and rank 1 saw."""
-    out = tmp_path_factory.mktemp("parted") / "told.json"
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
-    ran = subprocess.run([*line, str(out)], capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    both: list[dict[str, Any]] = json.loads(out.read_text())
-    return both
+    return told_by("parted", 2, tmp_path_factory.mktemp("parted"))
 
 
 @pytest.mark.parametrize(("level", "key"), KEYS)

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from .piped import LEVELS, SCHEDULES, SICK, STEPS
-
-SCRIPT = Path(__file__).with_name("piped.py")
+from .together import told_by
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each stage saw."""
-    out = tmp_path_factory.mktemp("piped") / "told.json"
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
-    ran = subprocess.run([*line, str(out)], capture_output=True, text=True, timeout=200)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    both: list[dict[str, Any]] = json.loads(out.read_text())
-    return both
+    return told_by("piped", 2, tmp_path_factory.mktemp("piped"))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +13,13 @@ import preamp
 from preamp.checkpoint import PendingSave
 from preamp.errors import CheckpointError
 
-SCRIPT = Path(__file__).with_name("saving.py")
+from .together import told_by
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What rank 0 and rank 1 saw."""
-    folder = tmp_path_factory.mktemp("saving")
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
-    ran = subprocess.run([*line, str(folder), str(folder / "told.json")], capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    both: list[dict[str, Any]] = json.loads((folder / "told.json").read_text())
-    return both
+    return told_by("saving", 2, tmp_path_factory.mktemp("saving"))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

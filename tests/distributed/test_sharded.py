@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-SCRIPT = Path(__file__).with_name("sharded.py")
+from .together import told_by
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What rank 0 and rank 1 saw."""
-    out = tmp_path_factory.mktemp("sharded") / "told.json"
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
-    ran = subprocess.run([*line, str(out)], capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    both: list[dict[str, Any]] = json.loads(out.read_text())
-    return both
+    return told_by("sharded", 2, tmp_path_factory.mktemp("sharded"))
 
 
 @pytest.mark.parametrize("scale", ["dynamic", "window", "hysteresis"])
