@@ -314,3 +314,27 @@ def test_norms_compute_in_float32_whether_they_cast_or_not(norm, shape, dtype) -
         for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             assert mine.dtype is torch.float32
             assert torch.allclose(mine.grad, theirs.grad, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("ids", ["as an argument", "by name", "inside"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_a_module_in_full_precision_that_gets_no_floating_input(level: str, ids: str) -> None:
+    """A text encoder takes token ids, and a table of weights nothing at all."""
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.linear = nn.Embedding(5, 8), nn.Linear(8, 8)
+
+        def forward(self, tokens: torch.Tensor | None = None) -> torch.Tensor:
+            encoded: torch.Tensor = self.linear(self.table(torch.arange(5) if tokens is None else tokens))
+            return encoded
+
+    tokens = {"as an argument": ((torch.arange(5),), {}), "by name": ((), {"tokens": torch.arange(5)})}
+    args, kwargs = tokens.get(ids, ((), {}))
+    model = nn.ModuleDict({"encoder": Encoder(), "head": nn.Linear(8, 2)})
+    wanted = model["encoder"](*args, **kwargs).detach()
+    with preamp.prepare(model, None, level=level, modules={"encoder": "full"}) as session, session.autocast():
+        encoded = model["encoder"](*args, **kwargs)
+        assert torch.equal(encoded, wanted.to(encoded.dtype))  # at O2 and O5 rounded as it leaves
+        assert encoded.dtype is preamp.policy(level).params

@@ -61,7 +61,7 @@ class CastingModule(nn.Module):
             casting = _APART
         if casting.inputs is not None:
             args, kwargs = cast_floating(args, casting.inputs), cast_floating(kwargs, casting.inputs)
-        with _region(casting.region, came_in):
+        with _region(casting.region, self, came_in, args, kwargs):
             if casting.through is not None and _in_low_region(self):
                 result = _computed_through(self, casting.through, *args, **kwargs)
             else:
@@ -118,9 +118,18 @@ def _first_floating(args: Any, kwargs: Any) -> Tensor | None:
     return None
 
 
-def _region(dtype: torch.dtype | None, like: Tensor | None) -> Any:
-    """A change of the ambient autocast region for one module; outside regions modules run as they are."""
-    if dtype is None or like is None:
+def _region(dtype: torch.dtype | None, module: nn.Module, like: Tensor | None, args: Any, kwargs: Any) -> Any:
+    """A change of the ambient autocast region for one module; outside regions modules run as they are.
+
+    On the device of the first floating input; without one (token ids, a parametrization's call) of what there is.
+    """
+    if dtype is None:
+        return nullcontext()
+    if like is None:
+        like = next(iter(tensors((args, kwargs))), None)
+    if like is None:
+        like = next(module.parameters(), None)
+    if like is None:
         return nullcontext()
     device_type = like.device.type
     if dtype is torch.float32:

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ..errors import PolicyError
-from ..formats import name_of
+from ..formats import LOW_DTYPES, name_of
 from ..policy import Policy, Precision
 
 _COMPILED = "_orig_mod"
@@ -30,7 +31,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def precisions_of(root: nn.Module, policy: Policy) -> Iterator[tuple[str, torch.dtype | None]]:
     """(path, dtype) of every module; None where the policy's own dtypes hold. Raises for ambiguity and for no match.
 
-    A block that torch.compile wraps has the path that it had before, for itself and for what is inside.
+    A block that torch.compile wraps has the path that it had before, for itself and for what is inside. What computes a
+    parametrized weight (weight norm, orthogonal weights) is float32 where parameters are 16-bit, unless a rule says
+    otherwise: its kernels have no 16-bit forms, or lose much in them.
     """
     compiled = [(pattern, re.compile(pattern), precision) for pattern, precision in policy.modules]
     used: set[str] = set()
@@ -51,7 +54,12 @@ def precisions_of(root: nn.Module, policy: Policy) -> Iterator[tuple[str, torch.
                 f"Make the patterns exclusive, or add a rule for exactly {path!r}"
             )
         parent = found[path.rpartition(".")[0]] if path else None
-        found[path] = _as_dtype(chosen[0][1], policy) if chosen else parent
+        if chosen:
+            found[path] = _as_dtype(chosen[0][1], policy)
+        elif policy.params in LOW_DTYPES and isinstance(module, ParametrizationList):
+            found[path] = torch.float32  # a weight is computed in float32 and rounded once, as a master is
+        else:
+            found[path] = parent
     idle = [pattern for pattern, _, _ in compiled if pattern not in used]
     if idle:
         some = ", ".join(path for path in list(found)[1:6])
