@@ -28,6 +28,11 @@ def is_sharded(tensor: Tensor) -> bool:
     return type(tensor).__name__ == "DTensor"
 
 
+def any_sharded(tensors: Iterable[Tensor]) -> bool:
+    """Whether there is a DTensor among them: asked of each type once."""
+    return any(kind.__name__ == "DTensor" for kind in set(map(type, tensors)))
+
+
 def held_here(tensor: Tensor) -> Tensor:
     """The part of a DTensor that lies in this process, sharing its memory; any other tensor as it is."""
     if not is_sharded(tensor):

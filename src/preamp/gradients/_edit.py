@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..formats import LOW_DTYPES
-from ..sharding import agreed_flag, held_here
+from ..sharding import agreed_flag, any_sharded, held_here
 
 
 def check_and_unscale_(gradients: Iterable[Tensor], inverse: Tensor | None) -> Tensor:
@@ -79,7 +79,7 @@ def grouped(gradients: list[Tensor], *, complex_as_real: bool = True) -> list[li
     """
     if not gradients:
         return []
-    sharded = any(kind.__name__ == "DTensor" for kind in set(map(type, gradients)))
+    sharded = any_sharded(gradients)
     alike = not sharded and len(set(map(_DTYPE, gradients))) == len(set(map(_DEVICE, gradients))) == 1
     if alike and set(map(_LAYOUT, gradients)) == {torch.strided} and not gradients[0].is_complex():
         return [gradients]

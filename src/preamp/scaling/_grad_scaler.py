@@ -14,7 +14,9 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ..errors import ScaleCollapse, ScaleError
-from ..gradients import Reading, read
+from ..gradients import Reading, check_and_unscale_, read
+from ..parallel import Agreement
+from ..sharding import any_sharded
 from ._checks import PATIENCE, check_bounds, check_count, check_factors, check_scale
 from ._dynamic import HysteresisScale, Moving
 from ._window import WindowScale
@@ -145,7 +147,8 @@ class GradScaler(torch.amp.GradScaler):
         gathered = optimizer.gathered()
         lists = [gradients for _, gradients in gathered]
         here = all(gradients[0].device == scale.device for gradients in lists)
-        if optimizer.is_hooked or not here or (self._needs_reading and scale.device.type == "cpu"):
+        sharded = any(bucket.sharded for bucket, _ in gathered)
+        if optimizer.is_hooked or not here or sharded or (self._needs_reading and scale.device.type == "cpu"):
             low = any(gradients[0].dtype is torch.float16 for gradients in lists)
             self._check_inf_per_device(optimizer) if low else self.unscale_(optimizer)
             return not low
@@ -167,6 +170,12 @@ class GradScaler(torch.amp.GradScaler):
         """Torch's bookkeeping for every parameter takes longer than the work on small ones: ask once for all."""
         gradients = _gradients(optimizer)
         dtypes = set(map(_DTYPE, gradients))
+        if any_sharded(gradients):  # torch agrees as the first gradient is placed, which may be whole on all ranks
+            if not allow_fp16 and torch.float16 in dtypes:
+                raise ValueError("Attempting to unscale FP16 gradients.")
+            if self._needs_reading:
+                self._read(gradients)
+            return {found_inf.device: check_and_unscale_(gradients, inv_scale).to(found_inf.device)}
         alike = len(dtypes) == 1 and set(map(_LAYOUT, gradients)) == {torch.strided}
         if not alike or set(map(_DEVICE, gradients)) != {found_inf.device}:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
@@ -184,7 +193,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def _read(self, gradients: list[Tensor]) -> Reading:
         """Read scaled gradients, and keep what the schedule has to learn of all optimizers."""
-        reading = read(gradients, statistics=self._needs_reading)
+        asked = Agreement(gradients).read if any_sharded(gradients) else read
+        reading = asked(gradients, statistics=self._needs_reading)
         if self._needs_reading:
             self._reading = reading if self._reading is None else self._reading.merged(reading)
         return reading
