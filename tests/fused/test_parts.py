@@ -39,7 +39,7 @@ def take_together(runs: list[Run], grads: list[list[Tensor]], found: Tensor, **g
 
     def act(run: Run, own: list[Tensor], whole: Callable[[Tensor, bool], Tensor]) -> None:
         run.options = {**run.options, **given, "whole": whole}
-        run.take([g.clone() for g in own], torch.tensor(0.5), found)
+        run.take([g.clone() for g in own], torch.tensor(0.5, device=found.device), found)
 
     for run, own in zip(runs, grads, strict=True):
         act(run.twin(), own, tell)
@@ -57,16 +57,21 @@ def take_together(runs: list[Run], grads: list[list[Tensor]], found: Tensor, **g
 @pytest.mark.parametrize("low", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("name", "options"), LAYERWISE, ids=[f"{name}-{i}" for i, (name, _) in enumerate(LAYERWISE)])
 def test_parts_are_stepped_as_the_whole(name: str, options: dict[str, Any], low: torch.dtype | None) -> None:
+    compare(name, options, low, "cpu")
+
+
+def compare(name: str, options: dict[str, Any], low: torch.dtype | None, device: str) -> None:
+    """Three processes' parts beside the whole."""
     torch.manual_seed(2)
-    params = [torch.randn(size) for size in SIZES]
+    params = [torch.randn(size, device=device) for size in SIZES]
     twins = None if low is None else [p.to(low) for p in params]
     parts = [Run(name, options, own, None if low is None else [p.to(low) for p in own]) for own in cut(params)]
     alone = Run(name, options, params, twins)
     for step in range(4):
-        grads = [torch.randn(size) * 3 for size in SIZES]
-        found = torch.tensor(float(step == 2))
+        grads = [torch.randn(size, device=device) * 3 for size in SIZES]
+        found = torch.tensor(float(step == 2), device=device)
         norm = {"grad_norm": torch.cat(grads).norm() * 0.5} if name == "lamb" else {}
-        alone.take([g.clone() for g in grads], torch.tensor(0.5), found)
+        alone.take([g.clone() for g in grads], torch.tensor(0.5, device=device), found)
         take_together(parts, cut(grads), found, **norm)
         joined = [torch.cat(own) for own in zip(*(run.params for run in parts), strict=True)]
         assert far(joined, alone.params) <= 8  # units of float32; sums are taken in other orders

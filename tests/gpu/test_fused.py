@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from preamp import fused
+from tests.fused import test_parts as parts
 from tests.fused.steps import ADAM, NAMES, SETTINGS, Run, awkward, awkward_for, by_operators, far, gradients
 
 pytestmark = pytest.mark.gpu
@@ -52,6 +53,12 @@ def test_kernels_do_what_operators_do(name: str, options: dict[str, Any], low: t
     for p, published in zip(params, run.lows or [], strict=low is not None):
         assert published is not None and torch.equal(published, p.to(published.dtype))
     assert float(run.step) == float(twin.step)
+
+
+@pytest.mark.parametrize("low", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "options"), parts.LAYERWISE, ids=range(len(parts.LAYERWISE)))
+def test_parts_are_stepped_as_the_whole(name: str, options: dict[str, Any], low: torch.dtype | None) -> None:
+    parts.compare(name, options, low, "cuda")
 
 
 @pytest.mark.parametrize("kernels", [True, False])
