@@ -37,9 +37,8 @@ def join(weight: Tensor, bits: Tensor) -> Tensor:
     A weight that was written since keeps the bits below it, but for a zero beside a negative distance, which no number
     splits into, and which would be NaN: that is zero.
     """
-    high, low = weight.view(torch.int16).to(torch.int32) << 16, bits.to(torch.int32)
-    low = torch.where((high << 1 == 0) & (low < 0), 0, low)
-    return (high + low).view(torch.float32)
+    number = weight.to(torch.float32).view(torch.int32)  # the weight in the upper half
+    return number.add_(torch.where(weight == 0, bits.clamp_min(0), bits)).view(torch.float32)
 
 
 def round_by_chance(values: Tensor, chances: Tensor) -> Tensor:
