@@ -132,7 +132,7 @@ class Agreement:
         return self._entries
 
 
-class OfWhole:
+class ShardReduction:
     """Makes numbers that each process found in its parts of these tensors those of the whole tensors."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

@@ -74,12 +74,8 @@ def mesh_groups(tensor: Any) -> tuple[Any, ...]:
 
 def shard_groups(tensor: Any) -> tuple[Any, ...]:
     """Those of them whose members hold different parts of it, not copies."""
-    groups = mesh_groups(tensor)
-    return (
-        tuple(g for g, placed in zip(groups, tensor.placements, strict=True) if not _is_copied(placed))
-        if groups
-        else ()
-    )
+    placements = tensor.placements if is_sharded(tensor) else ()
+    return tuple(g for g, placed in zip(mesh_groups(tensor), placements, strict=True) if not _is_copied(placed))
 
 
 def _is_copied(placed: Any) -> bool:

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from ..errors import OptimizerError
 from ..fused import lamb_, novograd_
 from ..gradients import global_norm
-from ..parallel import Agreement, OfWhole
+from ..parallel import Agreement, ShardReduction
 from ._base import FusedOptimizer, Lows, check_hyper
 from ._plan import Bucket, Plan
 
@@ -147,11 +147,11 @@ class NovoGrad(FusedOptimizer):
         torch._foreach_copy_(bucket.states["norm"], norms.unbind())
 
 
-def _whole(bucket: Bucket) -> OfWhole | None:
+def _whole(bucket: Bucket) -> ShardReduction | None:
     """What makes norms of shards those of whole tensors; None where there are none."""
-    if bucket.sharded and bucket.of_whole is None:
-        bucket.of_whole = OfWhole(bucket.params)
-    return bucket.of_whole
+    if bucket.sharded and bucket.reduction is None:
+        bucket.reduction = ShardReduction(bucket.params)
+    return bucket.reduction
 
 
 def _check(lr: Any, betas: tuple[float, float], eps: float, weight_decay: float) -> None:

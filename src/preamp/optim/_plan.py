@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..parallel import OfWhole
+from ..parallel import ShardReduction
 from ..sharding import held_here, is_sharded, placed_as
 from ._flat import PIECE, Flat, fits, row
 
@@ -38,7 +38,7 @@ class Bucket:
     """Whether parameters and states are contiguous, so that a step need not look at their strides."""
     sharded: bool = False
     """Whether parameters and gradients are DTensors, of which the part is stepped that lies here, like `states`."""
-    of_whole: OfWhole | None = None
+    reduction: ShardReduction | None = None
     """What makes numbers of shards those of whole parameters, where a kind of optimizer has asked for it."""
     flat: Flat | None = None
     """Where parameters and states lie side by side, if they do; `states` are then one tensor each."""

@@ -170,19 +170,16 @@ class GradScaler(torch.amp.GradScaler):
         """Torch's bookkeeping for every parameter takes longer than the work on small ones: ask once for all."""
         gradients = _gradients(optimizer)
         dtypes = set(map(_DTYPE, gradients))
-        if any_sharded(gradients):  # torch agrees as the first gradient is placed, which may be whole on all ranks
-            if not allow_fp16 and torch.float16 in dtypes:
-                raise ValueError("Attempting to unscale FP16 gradients.")
-            if self._needs_reading:
-                self._read(gradients)
-            return {found_inf.device: check_and_unscale_(gradients, inv_scale).to(found_inf.device)}
         alike = len(dtypes) == 1 and set(map(_LAYOUT, gradients)) == {torch.strided}
-        if not alike or set(map(_DEVICE, gradients)) != {found_inf.device}:
+        sharded = any_sharded(gradients)
+        if not sharded and (not alike or set(map(_DEVICE, gradients)) != {found_inf.device}):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if not allow_fp16 and torch.float16 in dtypes:
             raise ValueError("Attempting to unscale FP16 gradients.")
         if self._needs_reading:
             self._read(gradients)
+        if sharded:  # torch agrees as the first gradient is placed, which may be whole on all ranks
+            return {found_inf.device: check_and_unscale_(gradients, inv_scale).to(found_inf.device)}
         with torch.no_grad():
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
         return {found_inf.device: found_inf}

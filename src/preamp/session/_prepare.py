@@ -58,9 +58,8 @@ def prepare(
     with an optimizer of preamp.optim: keep 16-bit copies of weights, so that none is cast, and gradients rest, and add
     up, in 16 bits. `group`: the process group whose members hold different parameters in plain tensors (pipeline
     stages): whether gradients are finite, and their norm, are agreed over it, and gradients may come from the loss of
-    another stage, which scales it. DTensors (FSDP2, tensor parallelism) need
-    none, and under DistributedDataParallel gradients are alike anyway. `overrides`: single fields of the policy
-    (`norms="fp16"`, `modules={"head": "full"}`).
+    another stage, which scales it. DTensors (FSDP2, tensor parallelism) need none, and under DistributedDataParallel
+    gradients are alike anyway. `overrides`: single fields of the policy (`norms="fp16"`, `modules={"head": "full"}`).
 
     Raises `PolicyError` for a policy that cannot be meant or does not fit the model, `SessionError` for objects that
     cannot be prepared; then nothing has been changed. Warns once when an epsilon would vanish (see `safe_eps`).
