@@ -120,6 +120,17 @@ def sharded_parts(root: nn.Module) -> list[Any]:
     return [module for module in root.modules() if hasattr(module, "_get_fsdp_state")]
 
 
+def reshard(models: Iterable[nn.Module]) -> None:
+    """Make modules hold their shards again. A forward pass without backward, an evaluation say, leaves the outermost
+    part of an FSDP2 model gathered: plain tensors in the dtype of its `mp_policy`, which the optimizer does not have.
+
+    All processes together, or the next forward pass gathers on some of them only.
+    """
+    for model in models:
+        for part in sharded_parts(model):
+            part.reshard()
+
+
 def flat_group(models: Iterable[nn.Module]) -> Any:
     """The process group of the first model's `FullyShardedDataParallel` (FSDP1), whose shards are plain tensors."""
     for model in models:

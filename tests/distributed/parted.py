@@ -117,7 +117,7 @@ class Run:
                     gradient.to_local()[0, 0] = torch.inf
             self.norms.append(float(self.session.clip_grad_norm_(0.5)))
             self.skips.append(self.session.step().skipped)
-            self.session.zero_grad()
+            self.session.zero_grad(set_to_none=step % 2 == 0)
 
     def weights(self) -> list[Tensor]:
         with self.session.full_precision():

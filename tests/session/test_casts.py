@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -150,6 +152,24 @@ def test_an_exception_in_a_region_leaves_no_casts() -> None:
         first = output(session, model)
         with preamp.autocast("cpu", dtype=torch.bfloat16):
             assert torch.equal(model(batch(0)[0]), first)
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_inference_mode_between_micro_batches(level: str) -> None:
+    """Whether the cache was cleared is looked up there too, and inference tensors do not stay in it."""
+    results = []
+    for asks in (True, False):
+        model = mlp()
+        with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level=level) as session:
+            for step in range(3):
+                for i in range(2):
+                    micro(session, model, 2 * step + i)
+                    with torch.inference_mode() if asks else contextlib.nullcontext():
+                        output(session, model)
+                session.step()
+                session.zero_grad()
+        results.append(weights(model))
+    assert same(*results)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -17,6 +17,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from ..errors import OptimizerError
 from ..formats import LOW_DTYPES
 from ..masters import Masters, SplitMasters
+from ..sharding import any_sharded
 from ._flat import Flat
 from ._plan import Bucket, Plan, share_steps
 
@@ -144,6 +145,15 @@ class FusedOptimizer(Optimizer):
                 self._advance(bucket, params, self._masters.twins(bucket.params), grads, factor, found)
                 self._masters.published(bucket.params)
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, which fills all gradients by one call: one by one where DTensors and tensors are mixed."""
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if set_to_none or not any_sharded(gradients):
+            super().zero_grad(set_to_none)
+            return
+        for gradient in gradients:
+            (gradient.detach_() if gradient.grad_fn is not None else gradient.requires_grad_(False)).zero_()
 
     @property
     def is_hooked(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,9 +15,9 @@ from ..masters import Masters
 from ..modules import Conversion
 from ..optim import FusedOptimizer
 from ..policy import Policy
-from ..sharding import flat_group, is_sharded
+from ..sharding import flat_group, is_sharded, reshard
 from ._casts import KeptCasts
-from ._checks import STATE_VERSION, check_sharded_late, first_nonfinite
+from ._checks import STATE_VERSION, check_sharded_late, first_nonfinite, named_parameters
 from ._gradients import GradientBook, parameters_of, state_like_parameters
 from ._losses import Losses
 from ._report import StepReport
@@ -53,6 +53,7 @@ class SessionBase:
         self._book = GradientBook(masters, group)
         self._round = Round(losses, self._book, list(self._optimizers.values()))
         self._sharded = any(is_sharded(p) for model in models.values() for p in model.parameters())
+        self._shards = list(named_parameters(models)) if self._sharded else None
         self._casts = KeptCasts(self._weights, masters.refresh if masters.shadows else lambda: None)
         self._skip, self._attempts = skip, 0
         self._skips = 0
@@ -142,6 +143,7 @@ class SessionBase:
         self._forget_all()
         for handle in self._handles:
             handle.remove()
+        reshard(self._models.values())
         for conversion in self._conversions:
             conversion.undo()
         self._masters.restore()
@@ -166,6 +168,10 @@ class SessionBase:
 
     # -- inside
 
+    def _named(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """Parameters with their paths; of a sharded model its first ones, as it has others while it is gathered."""
+        return named_parameters(self._models) if self._shards is None else self._shards
+
     def _weights(self) -> Iterator[Tensor]:
         for model in self._models.values():
             yield from model.parameters()
@@ -183,7 +189,7 @@ class SessionBase:
         return torch.device(self.device_type)
 
     def _settle(self, name: str | None) -> None:
-        self._round.settle(name, lambda: first_nonfinite(self._models))
+        self._round.settle(name, lambda: first_nonfinite(self._named()))
 
     def _forget_all(self) -> None:
         for each in self._optimizers.values():

@@ -49,7 +49,7 @@ class CacheProbe:
         self.in_cache = True
         torch.autocast_increment_nesting()  # so that leaving this region does not clear the cache
         try:
-            with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
+            with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
                 product = torch.matmul(self._weight, self._weight)
         finally:
             torch.autocast_decrement_nesting()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -91,21 +91,22 @@ def check_state(state: Mapping[str, Any], policy: str) -> None:
         )
 
 
-def first_nonfinite(models: Mapping[str, nn.Module]) -> str | None:
+def first_nonfinite(named: Iterable[tuple[str, nn.Parameter]]) -> str | None:
     """The path of the first parameter whose gradient is not finite; waits for the device."""
-    for path, parameter in _named(models):
+    for path, parameter in named:
         if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
             return path
     return None
 
 
-def names_of(parameters: Sequence[nn.Parameter], models: Mapping[str, nn.Module]) -> list[str]:
+def names_of(parameters: Sequence[nn.Parameter], named: Callable[[], Iterable[tuple[str, nn.Parameter]]]) -> list[str]:
     """Paths of parameters in the models, "(not in the model)" for those of an optimizer alone."""
-    paths = {parameter: path for path, parameter in _named(models)}
+    paths = {parameter: path for path, parameter in named()}
     return [paths.get(parameter, "(not in the model)") for parameter in parameters]
 
 
-def _named(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+def named_parameters(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of bare models with their paths, behind the model's name where there are several."""
     for prefix, model in models.items():
         for path, parameter in unwrapped(model).named_parameters():
             yield f"{prefix}:{path}" if prefix else path, parameter

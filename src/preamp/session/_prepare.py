@@ -21,7 +21,7 @@ from ..optim import FusedOptimizer
 from ..policy import Policy, auto_level
 from ..policy import policy as make_policy
 from ..scaling import LossScale, loss_scale
-from ..sharding import flat_group, is_sharded
+from ..sharding import flat_group, is_sharded, reshard
 from ._gradients import state_like_parameters
 from ._losses import Losses, named_values
 from ._session import Session
@@ -69,6 +69,7 @@ def prepare(
     models = named_values(model, "model")
     optimizers = {} if optimizer is None else named_values(optimizer, "optimizer")
     _check_kinds(models, optimizers)
+    reshard(models.values())
     if skip not in SKIPS:
         raise SessionError(f"skip={skip!r}: write one of {', '.join(map(repr, SKIPS))}")
     device_type = _device_type(models)

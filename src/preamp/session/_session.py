@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..autocast import autocast
 from ..errors import SessionError
 from ..gradients import Reading, clip_values_
-from ..sharding import sharded_parts
+from ..sharding import reshard, sharded_parts
 from ._base import SessionBase
 from ._capture import CapturedStep
 from ._casts import KeepingRegion
@@ -54,6 +54,7 @@ class Session(SessionBase):
         gathers in 16 bits can only be read: `SessionError` without it.
         """
         self._check_open()
+        reshard(self._models.values())
         if self._sharded and not values_only and self.policy.compute is not torch.float32:
             check_gathered_full(self._models.values())
         if self._book.any_read():
@@ -206,7 +207,7 @@ class Session(SessionBase):
             for each in chosen:
                 self._book.forget(each)
         read = functools.reduce(Reading.merged, readings)
-        names = functools.partial(names_of, parameters, self._models)
+        names = functools.partial(names_of, parameters, self._named)
         report = StepReport(self._attempts, read.found, scales[0], norm, read.nonfinite, names)
         self._attempts += 1
         skipped = any(k for k in known if k) if None not in known else None
