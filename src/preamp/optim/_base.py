@@ -165,10 +165,10 @@ class FusedOptimizer(Optimizer):
 
         Who has asked already may set it as `gradients_at_hand` for the length of a step.
         """
-        present = [_present(group["params"]) for group in self.param_groups]
+        present, gradients = zip(*(_present(group["params"]) for group in self.param_groups), strict=True)
         if self._plan is None or not self._plan.fits(self, present):
             self._plan = self._planned(present)
-        return [(bucket, bucket.gradients()) for bucket in self._plan.buckets]
+        return self._plan.gathered(gradients)
 
     def _factor(self) -> Tensor | None:
         factor: Tensor | None = getattr(self, "grad_factor", None)
@@ -178,7 +178,7 @@ class FusedOptimizer(Optimizer):
         inverse = scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
         return inverse if factor is None else inverse * factor
 
-    def _planned(self, present: list[list[Parameter]]) -> Plan:
+    def _planned(self, present: Sequence[list[Parameter]]) -> Plan:
         for params in present:
             for param in params:
                 self._check(param)
@@ -307,11 +307,12 @@ class _Kept:
 _IS_THERE = partial(is_not, None)
 
 
-def _present(params: list[Parameter]) -> list[Parameter]:
-    """Those that have gradients; most often all, which is quicker to see than to collect."""
-    if all(map(_IS_THERE, map(_GRAD, params))):
-        return params
-    return [param for param in params if param.grad is not None]
+def _present(params: list[Parameter]) -> tuple[list[Parameter], list[Tensor]]:
+    """Those that have gradients, with these; most often all, which is quicker to see than to collect."""
+    gradients = list(map(_GRAD, params))
+    if all(map(_IS_THERE, gradients)):
+        return params, gradients
+    return [p for p, g in zip(params, gradients, strict=True) if g is not None], list(filter(_IS_THERE, gradients))
 
 
 def check_hyper(name: str, value: Any, *, low: float = 0.0, high: float = float("inf")) -> None:

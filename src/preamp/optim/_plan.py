@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,8 +18,6 @@ from torch.nn import Parameter
 from ..parallel import ShardReduction
 from ..sharding import held_here, is_sharded, placed_as
 from ._flat import PIECE, Flat, fits, row
-
-_GRAD = attrgetter("grad")
 
 
 @dataclass(slots=True)
@@ -43,9 +40,15 @@ class Bucket:
     flat: Flat | None = None
     """Where parameters and states lie side by side, if they do; `states` are then one tensor each."""
 
-    def gradients(self) -> list[Tensor]:
-        """The gradients that the parameters have now; one tensor if they lie side by side."""
-        gradients = list(map(_GRAD, self.params))
+    places: list[int] = field(default_factory=list)
+    """Where its parameters stand among those of their group that have gradients."""
+
+    def gathered(self, gradients: list[Tensor]) -> list[Tensor]:
+        """The gradients of its parameters as a step takes them; one tensor if they lie side by side.
+
+        `gradients`: those of the group's parameters that have any.
+        """
+        gradients = [gradients[place] for place in self.places]
         if self.sharded:
             gradients = [held_here(placed_as(g, p)) for g, p in zip(gradients, self.params, strict=True)]
         return gradients if self.flat is None else [self.flat.gathered(gradients)]
@@ -64,24 +67,33 @@ class Bucket:
 class Plan:
     """The buckets of an optimizer for the parameters that had gradients when it was made."""
 
-    def __init__(self, optimizer: Any, present: list[list[Parameter]]) -> None:
+    def __init__(self, optimizer: Any, present: Sequence[list[Parameter]]) -> None:
         self._state = optimizer.state
         self._key = _key(present)
         self.buckets: list[Bucket] = []
-        for group, params in zip(optimizer.param_groups, present, strict=True):
+        self._groups: list[int] = []
+        for number, (group, params) in enumerate(zip(optimizer.param_groups, present, strict=True)):
+            place = {param: i for i, param in enumerate(params)}
             alike: dict[tuple[object, ...], list[Parameter]] = defaultdict(list)
             for param in params:
                 names = optimizer.names_for(group, param)
                 kind = param.device, param.dtype, names, is_sharded(param), fits(param, optimizer.lays_flat)
                 alike[kind].append(param)
             for own in alike.values():
-                self.buckets += _buckets_of(optimizer, group, own)
+                for bucket in _buckets_of(optimizer, group, own):
+                    bucket.places = [place[param] for param in bucket.params]
+                    self.buckets.append(bucket)
+                    self._groups.append(number)
         self._first = [
             (b.params[0], b.params[0].dtype, {name: optimizer.state[b.params[0]][name] for name in b.states})
             for b in self.buckets
         ]
 
-    def fits(self, optimizer: Any, present: list[list[Parameter]]) -> bool:
+    def gathered(self, gradients: Sequence[list[Tensor]]) -> list[tuple[Bucket, list[Tensor]]]:
+        """The buckets, each with its gradients. `gradients`: of each group, those that are there."""
+        return [(b, b.gathered(gradients[number])) for number, b in zip(self._groups, self.buckets, strict=True)]
+
+    def fits(self, optimizer: Any, present: Sequence[list[Parameter]]) -> bool:
         """Whether the plan still holds: the same parameters with gradients, the same states."""
         if self._state is not optimizer.state or self._key != _key(present):
             return False
