@@ -213,7 +213,8 @@ def _everything_restored(session: Session) -> Iterator[None]:
 
 
 def _optimizer_snapshot(optimizer: Optimizer) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
-    state = {parameter: copy.deepcopy(values) for parameter, values in optimizer.state.items()}
+    memo: dict[int, Any] = {}  # one for all: what parameters share (a count of steps) they share afterwards
+    state = {parameter: copy.deepcopy(values, memo) for parameter, values in optimizer.state.items()}
     groups = [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     return state, groups
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import Parameter
 
 import preamp
 from preamp.errors import OptimizerError
+from preamp.masters import NoMasters
 from preamp.optim import LAMB, NovoGrad
 
 SHAPES = [(4, 3), (7,), (1,), (2, 3, 2)]
@@ -121,6 +123,33 @@ def test_low_parameters_and_a_state_that_goes_on(name: str, dtype: torch.dtype) 
             optimizer.load_state_dict(state)
     for p, q in zip(params, wide, strict=True):
         assert torch.equal(optimizer.state[p]["master"], q.detach()) and torch.equal(p, q.to(dtype))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_states_without_masters_are_saved_to_the_bit(name: str, dtype: torch.dtype) -> None:
+    """Moments have the dtype of the parameters then; NovoGrad's norms stay float32, also when they are loaded."""
+    ours, _ = CASES[name]
+
+    def run(saves: bool) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+        params = made(dtype)
+        optimizer = ours(params)
+        optimizer.lend(NoMasters())  # as a session at O3
+        for step in range(6):
+            give(params, step)
+            optimizer.step()
+            if saves and step == 3:
+                state = copy.deepcopy(optimizer.state_dict())
+                optimizer = ours(params)
+                optimizer.lend(NoMasters())
+                optimizer.load_state_dict(state)
+        return [p.detach() for p in params], [optimizer.state[p] for p in params]
+
+    (kept, before), (loaded, after) = run(False), run(True)
+    assert all(map(torch.equal, kept, loaded))
+    for one, other in zip(before, after, strict=True):
+        assert {n: v.dtype for n, v in one.items()} == {n: v.dtype for n, v in other.items()}
+        assert all(torch.equal(one[n], other[n]) for n in one)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -68,6 +68,32 @@ def test_norms_keep_float32_and_pass_16_bits_on(level: str, name: str) -> None:
     assert torch.allclose(out, expected, atol=0.05)
 
 
+@pytest.mark.parametrize("name", ["batch", "batch2d", "batch-plain", "instance"])
+@pytest.mark.parametrize("described", ["O3", "params=bf16,compute=bf16,norms=bf16"])
+def test_statistics_in_16_bits_are_those_of_training(described: str, name: str) -> None:
+    """Batch norm writes its statistics without telling autograd, so that versions do not show who was written."""
+    make, shape = NORMS[name]
+    torch.manual_seed(0)
+    model = nn.Sequential(make())
+    model.register_buffer("constant", torch.tensor([1 / 3]))
+    with preamp.prepare(model, None, policy=preamp.policy(described)) as session:
+        with session.autocast():
+            for _ in range(3):
+                model(torch.randn(*shape) * 2 + 3)
+        low = model[0].running_mean.clone()
+        assert low.dtype in (torch.float16, torch.bfloat16) and float(low.float().min()) > 0.5
+        with session.full_precision():
+            assert torch.equal(model[0].running_mean, low.float())
+            assert float(model.constant) == float(torch.tensor([1 / 3]))  # nobody wrote it: every bit
+            model[0].running_var.fill_(1 / 3)
+        assert torch.equal(model[0].running_mean, low)
+        assert torch.equal(model[0].running_var, torch.full((8,), 1 / 3, dtype=low.dtype))
+        with session.full_precision():
+            assert float(model[0].running_var[0]) == float(torch.tensor([1 / 3]))
+    assert torch.equal(model[0].running_mean, low.float())
+    assert model[0].running_var.dtype is torch.float32
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])

@@ -70,7 +70,7 @@ class Conversion:
             )
         self._gathered = gathered_as(root)
         self._changed: list[CastingModule] = []
-        self._buffers: list[tuple[nn.Module, str, Tensor, Tensor, int]] = []
+        self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         precisions = self._precisions = dict(precisions_of(root, policy))
         plan = list(self._plan_parameters(root, precisions))  # raises before anything is changed
         for name, parameter, dtype in plan:
@@ -179,7 +179,7 @@ class Conversion:
                 if buffer is not None and buffer.dtype is torch.float32 and dtype in LOW_DTYPES:
                     low = buffer.to(dtype)
                     module._buffers[key] = low
-                    self._buffers.append((module, key, buffer, low, low._version))
+                    self._buffers.append((module, key, buffer, low))
 
     def _casting(
         self, module: nn.Module, precision: torch.dtype | None, parent: torch.dtype | None, *, is_root: bool
@@ -241,20 +241,21 @@ class Conversion:
 
     def to_float(self) -> None:
         """Buffers in float32, with all their bits where nobody wrote them; `to_low` is the way back."""
-        for module, key, full, low, version in self._buffers:
+        for module, key, full, low in self._buffers:
             now = module._buffers[key]
-            untouched = now is low and low._version == version
+            # by value: batch norm writes its statistics without counting their version up
+            untouched = now is low and torch.equal(low, full.to(low.device, low.dtype))
             module._buffers[key] = full if untouched else (None if now is None else now.float())
 
     def to_low(self) -> None:
         """Undo `to_float`."""
-        for i, (module, key, _, low, _) in enumerate(self._buffers):
+        for i, (module, key, _, low) in enumerate(self._buffers):
             full = module._buffers[key]
             if full is not None:
                 fits = low.shape == full.shape and low.device == full.device
                 low = low.copy_(full) if fits else full.to(low.dtype)  # in place: a CUDA graph may read it
                 module._buffers[key] = low
-                self._buffers[i] = (module, key, full, low, low._version)
+                self._buffers[i] = (module, key, full, low)
 
     def undo(self) -> None:
         """The model as it was, in class and dtype; its values are those that training gave it."""

@@ -132,6 +132,14 @@ class NovoGrad(FusedOptimizer):
             return torch.zeros((), dtype=torch.float32, device=param.device)
         return super().new_state(name, group, param, dtype)
 
+    def _has_wide_states(self, param: Parameter) -> bool:
+        return True  # the norm
+
+    def _mend(self, param: Parameter, state: dict[str, Any]) -> None:
+        if "exp_avg" in state:
+            state["exp_avg"] = state["exp_avg"].to(torch.float32 if self.is_mastered(param) else param.dtype)
+            state["norm"] = state["norm"].to(torch.float32)
+
     def _advance(
         self, bucket: Bucket, targets: list[Tensor], lows: Lows, grads: list[Tensor],
         factor: Tensor | None, found: Tensor | None,
