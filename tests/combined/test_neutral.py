@@ -1,0 +1,96 @@
+"""Evaluating, saving, loading, failing and looking on change no bit of a training run, wherever they happen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from .events import BETWEEN, NEUTRAL, STEPS
+from .training import GROWS, MAKERS, Training
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+
+
+@st.composite
+def setups(draw: Any) -> tuple[str, str, str, bool]:
+    """Level, optimizer, schedule of the scale, shadows: what goes together."""
+    level, maker = draw(st.sampled_from(LEVELS)), draw(st.sampled_from(list(MAKERS)))
+    if maker == "AdamW, split" and level in ("O2", "O3"):
+        level = "O5"
+    if maker == "AdamW, by chance" and level in ("O2", "O3"):
+        level = "O4"
+    shadows = level in ("O1", "O4") and not maker.startswith("torch") and maker != "AdamW, by chance"
+    return level, maker, draw(st.sampled_from(list(GROWS))), shadows and draw(st.booleans())
+
+
+steps = st.tuples(
+    st.sampled_from(list(STEPS)),
+    st.lists(st.sampled_from(list(NEUTRAL)), max_size=2),
+    st.lists(st.sampled_from(list(BETWEEN)), max_size=1),
+)
+"""A kind of step, what happens before it, and what between its micro-batches."""
+Program = list[tuple[str, list[str], list[str]]]
+
+
+def ran(how: tuple[str, str, str, bool], program: Program, *, with_events: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    run = Training(*how)
+    try:
+        for step, before, between in program:
+            for name in before if with_events else ():
+                NEUTRAL[name](run)
+            for _ in STEPS[step](run):
+                for name in between if with_events else ():
+                    BETWEEN[name](run)
+        return run.end()
+    finally:
+        run.session.close()
+
+
+def differences(one: Any, other: Any, path: str = "") -> list[str]:
+    if isinstance(one, Tensor):
+        equal = one.dtype is other.dtype and torch.equal(one.nan_to_num(7.5), other.nan_to_num(7.5))
+        return [] if equal else [path]
+    if isinstance(one, dict):
+        missing = [f"{path}/{key}" for key in one.keys() ^ other.keys()]
+        return missing + [
+            d for key in one.keys() & other.keys() for d in differences(one[key], other[key], f"{path}/{key}")
+        ]
+    if isinstance(one, (list, tuple)):
+        if len(one) != len(other):
+            return [path]
+        return [d for i, (a, b) in enumerate(zip(one, other, strict=True)) for d in differences(a, b, f"{path}/{i}")]
+    return [] if one == other or (one != one and other != other) else [path]
+
+
+def changes_nothing(how: tuple[str, str, str, bool], program: Program) -> None:
+    expected = ran(how, program, with_events=False)
+    assert differences(expected, ran(how, program, with_events=True)) == []
+
+
+checks = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+
+
+@settings(max_examples=60, **checks)
+@given(setups(), st.lists(steps, min_size=3, max_size=8))
+def test_neutral_events(how: tuple[str, str, str, bool], program: Program) -> None:
+    changes_nothing(how, program)
+
+
+@pytest.mark.slow
+@settings(max_examples=500, **checks)
+@given(setups(), st.lists(steps, min_size=3, max_size=10))
+def test_many_neutral_events(how: tuple[str, str, str, bool], program: Program) -> None:
+    changes_nothing(how, program)
+
+
+@pytest.mark.parametrize("event", NEUTRAL)
+@pytest.mark.parametrize("how", [("O2", "AdamW", "dynamic", False), ("O3", "NovoGrad", "static", False)], ids=str)
+def test_each_event(how: tuple[str, str, str, bool], event: str) -> None:
+    between = [event] if event in BETWEEN else []
+    changes_nothing(how, [("plain", [], []), ("accumulated", [event], between), ("clipped", [event], [])])
