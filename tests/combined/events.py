@@ -325,4 +325,4 @@ def error_in_step(run: Training) -> None:
 def range_test(run: Training) -> None:
     batches = [run.batch() for _ in range(3)]
     with contextlib.suppress(preamp.PreampError):  # where all steps are skipped
-        lr_finder.sweep(run.session, batches, run.model, start_lr=1e-6, end_lr=1e-2, steps=5)
+        lr_finder.sweep(run.session, batches, run.forward, start_lr=1e-6, end_lr=1e-2, steps=5)

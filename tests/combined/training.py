@@ -86,10 +86,19 @@ class Training:
         self.build()
 
     def build(self) -> None:
-        self.model = Net()
+        self.model = self.made()
         self.optimizer = MAKERS[self.how[1]](self.model)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.95**step)
         self.prepare()
+
+    def made(self) -> Net:
+        """The model, as the optimizer gets its parameters."""
+        return Net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The loss; whoever wraps the model calls the wrapper."""
+        loss: Tensor = self.model(x)
+        return loss
 
     def prepare(self) -> None:
         level, _, scale, shadow = self.how
@@ -102,8 +111,7 @@ class Training:
 
     def loss(self, x: Tensor) -> Tensor:
         with self.session.autocast():
-            loss: Tensor = self.model(x)
-        return loss
+            return self.forward(x)
 
     def backward(self, x: Tensor | None = None, **how: bool) -> None:
         loss = self.loss(self.batch() if x is None else x)

@@ -196,6 +196,42 @@ def masters_of_16_bit_shards(master: str) -> dict[str, Any]:
     return {"same": all(map(torch.equal, *ends)) and all(map(torch.equal, *kept)), "dtype": str(dtype)}
 
 
+def batch_norms(level: str, *, compiled: bool = False) -> dict[str, Any]:
+    """Batch norms that FSDP2 gives 16-bit weights: trained and evaluated, beside one process."""
+    ends = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        norms = nn.BatchNorm2d(8), nn.BatchNorm2d(8, momentum=None), nn.BatchNorm1d(4, affine=False)
+        model = nn.Sequential(
+            nn.Conv2d(3, 8, 3),
+            norms[0],
+            nn.ReLU(),
+            nn.Conv2d(8, 8, 3),
+            norms[1],
+            nn.Flatten(),
+            nn.Linear(128, 4),
+            norms[2],
+        )
+        if sharded:
+            fully_shard(model, mp_policy=preamp.policy(level).fsdp())
+        optimizer = preamp.optim.SGD(model.parameters(), lr=0.05)
+        called: Any = torch.compile(model, backend="eager") if compiled else model
+        with preamp.prepare(model, optimizer, level=level, scale=64.0 if level in ("O1", "O2") else None) as session:
+            for step in range(4):
+                torch.manual_seed(step)
+                with session.autocast():
+                    loss = called(torch.randn(8, 3, 8, 8)).float().square().mean()
+                session.backward(loss)
+                session.step()
+                session.zero_grad()
+            model.eval()
+            with session.autocast(), torch.no_grad():
+                end = [called(torch.ones(2, 3, 8, 8)).float()]
+        end += [full_tensor(p.detach()) for p in model.parameters()] + [b.float() for b in model.buffers()]
+        ends.append(torch.cat([each.flatten() for each in end]))
+    return {"apart": float((ends[0] - ends[1]).abs().max()), "batches": int(norms[1].num_batches_tracked)}
+
+
 def message(act: Callable[[], object]) -> str:
     try:
         act()
@@ -244,7 +280,12 @@ def orders() -> dict[str, str]:
         with preamp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O4") as session:
             return session.backward(model(torch.randn(4, 8)).float().mean(), sync=False)
 
-    every = (unsaid, late, low, exception, validated, wrapped, unsynced)
+    def torn() -> object:
+        policy, model = preamp.policy("O5"), nn.Sequential(nn.Conv2d(3, 4, 3), nn.SyncBatchNorm(4))
+        fully_shard(model, mp_policy=policy.fsdp())
+        return preamp.prepare(model, None, policy=policy)
+
+    every = (torn, unsaid, late, low, exception, validated, wrapped, unsynced)
     return {act.__name__: message(act) for act in every}
 
 
@@ -255,6 +296,8 @@ def act(folder: Path) -> dict[str, Any]:
         **{f"wire {name}": on_the_wire(name) for name in ("bfloat16", "float16")},
         **{f"joined {level}": joined(level) for level in ("O1", "O2", "O5")},
         "stages": stages(), "orders": orders(), "states": states_of_both_kinds(),
+        **{f"batch norms {level}": batch_norms(level) for level in ("O1", "O2", "O3", "O4", "O5")},
+        "batch norms, compiled": batch_norms("O5", compiled=True),
         **{f"16-bit shards, {master}": masters_of_16_bit_shards(master) for master in ("float32", "split")},
     }  # fmt: skip
 

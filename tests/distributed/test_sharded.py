@@ -45,6 +45,14 @@ def test_pipeline_stages_agree_over_the_group_that_they_are_given(told: list[dic
     assert all(0 < first["inf"][step] <= 0.5 for step in (0, 2, 3))  # after the first clipping
 
 
+@pytest.mark.parametrize("case", ["O1", "O2", "O3", "O4", "O5", "compiled"])
+def test_batch_norms_with_16_bit_weights_and_statistics_of_float32(told: list[dict[str, Any]], case: str) -> None:
+    """torch's kernel takes no such mixture."""
+    for each in told:
+        seen = each["batch norms, compiled" if case == "compiled" else f"batch norms {case}"]
+        assert seen["apart"] < 4e-3 and seen["batches"] == 4
+
+
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
 def test_gradients_travel_in_16_bits_and_are_summed_in_float32(told: list[dict[str, Any]], name: str) -> None:
     low = getattr(torch, name)
@@ -75,6 +83,7 @@ def test_moments_in_8_bits_of_shards_are_loaded_by_every_kind(told: list[dict[st
 @pytest.mark.parametrize(
     ("order", "says"),
     [
+        ("torn", "weights of a SyncBatchNorm"),
         ("unsaid", "mp_policy=policy.fsdp()"),
         ("late", "In this order"),
         ("low", "Shard the float32 model"),

@@ -15,11 +15,11 @@ import torch.distributed as dist
 ROOT = Path(__file__).parents[2]
 
 
-def told_by(script: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
+def told_by(script: str, ranks: int, folder: Path, *arguments: str) -> list[dict[str, Any]]:
     """Run a module of this package on so many ranks; what each of them told (`tell`). `folder`: for its files."""
     out = folder / "told.json"
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    line += ["-m", f"tests.distributed.{script}", str(out)]
+    line += ["-m", f"tests.distributed.{script}", str(out), *arguments]
     ran = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=400)
     assert ran.returncode == 0, ran.stderr[-3000:]
     every: list[dict[str, Any]] = json.loads(out.read_text())

@@ -97,6 +97,15 @@ def read(path: str | os.PathLike[str], map_location: Any) -> dict[str, Any]:
     return dict(content)
 
 
+def sha256_of(path: str | os.PathLike[str]) -> str:
+    """Of a whole file, in hexadecimal digits."""
+    hashed = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            hashed.update(block)
+    return hashed.hexdigest()
+
+
 class _Sealing:
     """What `torch.save` writes to: passes bytes on, hashes them, and keeps the first error of the system.
 

@@ -24,8 +24,9 @@ from ..session import Session
 from ..sharding import rank, ranks
 from ..tree import map_tensors
 from ._content import kept_on_host
-from ._file import read, write
+from ._file import read, sha256_of, write
 from ._later import PendingSave, writer
+from ._named import named_states, states_for
 from ._ranks import on_all_ranks, own_group
 
 LATEST = "latest"
@@ -81,7 +82,6 @@ def _saving(
     group: Any,
 ) -> Callable[[], None]:
     """The rest of a save, to be done by this thread or another one; the states are taken now, by way of `held`."""
-    from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 
     def first() -> tuple[str, dict[str, Any] | None]:
@@ -91,8 +91,10 @@ def _saving(
 
     name, amp = on_all_ranks(first, _UNWRITTEN)[0]
     with _in_float32(session):
-        states, steps = get_state_dict(model, optimizer)
+        states, steps = named_states(model, optimizer)
         parts = held({"model": states, "optimizer": steps})
+
+    files: dict[str, str] = {}
 
     def begin() -> None:
         if rank() == 0:
@@ -110,9 +112,13 @@ def _saving(
                 )
             time.sleep(0.05)
 
+    def hashed() -> dict[str, str]:
+        names = sorted(path.name for path in (target / name).iterdir())
+        return {each: sha256_of(target / name / each) for each in names[rank() :: ranks()]}
+
     def commit() -> None:
         if rank() == 0:
-            write(target / LATEST, {"generation": name, "amp": amp})
+            write(target / LATEST, {"generation": name, "amp": amp, "files": files})
             for old in target.iterdir():
                 if old.is_dir() and old.name.isdigit() and old.name != name:
                     shutil.rmtree(old, ignore_errors=True)
@@ -122,6 +128,8 @@ def _saving(
         on_all_ranks(look, _UNWRITTEN, group)
         with _torchs_own(_UNWRITTEN):  # which agrees on errors by itself
             save_parts(parts, checkpoint_id=target / name, process_group=group)
+        for some in on_all_ranks(hashed, _UNWRITTEN, group):
+            files.update(some)
         on_all_ranks(commit, _UNWRITTEN, group)
 
     return save
@@ -142,6 +150,8 @@ def load_sharded(
     )
     from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 
+    from ._parts import Planner, Reader
+
     source = Path(folder)
     writer().finish(folder)
 
@@ -157,18 +167,27 @@ def load_sharded(
         return latest
 
     latest = on_all_ranks(first, f"{source} was not loaded")[0]
-    with _in_float32(session):  # an optimizer that has no state yet makes it here, of its parameters' dtype
-        states, steps = get_state_dict(model, optimizer)
-        parts: dict[str, Any] = map_tensors(Tensor.clone, {"model": states, "optimizer": steps})
-    with _torchs_own(f"{source} cannot be loaded into this model and optimizer, and nothing was"):
-        load_parts(parts, checkpoint_id=source / str(latest["generation"]))
-    if session is not None:
-        session.load_state_dict({**latest["amp"], "masters": session.state_dict()["masters"]})
-    with _in_float32(session):
-        set_model_state_dict(model, parts["model"])
-    stepped_wide = session is not None and session.policy.masters  # else its state has the parameters' dtype
-    with _in_float32(session if stepped_wide else None):  # which an optimizer leaves as it ends to load
-        set_optimizer_state_dict(model, optimizer, parts["optimizer"])
+    on_all_ranks(lambda: _check_files(source, latest), f"{source} was not loaded")
+    refused = f"{source} cannot be loaded into this model and optimizer, and nothing was"
+    reader = Reader(source / str(latest["generation"]))
+    with _torchs_own(refused):
+        stated = on_all_ranks(reader.stated, refused)[0]
+    with states_for(model, optimizer, stated):
+        with _in_float32(session):  # an optimizer that has no state yet makes it here, of its parameters' dtype
+            states, steps = get_state_dict(model, optimizer)
+            made: Any = steps["state"]
+            of_steps = {name: state for name, state in made.items() if name in stated}
+            wanted = {"model": states, "optimizer": {**steps, "state": of_steps}}
+            parts: dict[str, Any] = map_tensors(Tensor.clone, wanted)
+        with _torchs_own(refused):
+            load_parts(parts, storage_reader=reader, planner=Planner())
+        if session is not None:
+            session.load_state_dict({**latest["amp"], "masters": session.state_dict()["masters"]})
+        with _in_float32(session):
+            set_model_state_dict(model, parts["model"])
+        stepped_wide = session is not None and session.policy.masters  # else its state has the parameters' dtype
+        with _in_float32(session if stepped_wide else None):  # which an optimizer leaves as it ends to load
+            set_optimizer_state_dict(model, optimizer, parts["optimizer"])
 
 
 def _added(session: Session | None) -> dict[str, Any] | None:
@@ -185,6 +204,17 @@ def _added(session: Session | None) -> dict[str, Any] | None:
 
 def _in_float32(session: Session | None) -> AbstractContextManager[None]:
     return nullcontext() if session is None else session.full_precision(values_only=True)
+
+
+def _check_files(folder: Path, latest: dict[str, Any]) -> None:
+    """`CheckpointError` where a byte has changed; each rank looks at some files, so that all are read once more."""
+    files: dict[str, str] = latest.get("files", {})  # of earlier versions there are none
+    for name in sorted(files)[rank() :: ranks()]:
+        path = folder / str(latest["generation"]) / name
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing: the checkpoint was copied in part, or cleared up after")
+        if sha256_of(path) != files[name]:
+            raise CheckpointError(f"{path} is damaged: its bytes do not match the digest they were saved with")
 
 
 def _latest(folder: Path) -> dict[str, Any] | None:

@@ -35,6 +35,9 @@ class Casting:
     through: Callable[[Tensor], Tensor] | None = None
     """What a linear or convolution layer computes with in place of a parameter, inside a region."""
 
+    widens: bool = False
+    """A batch norm computes with its weights in float32, as its statistics are: FSDP2 has given it 16-bit ones."""
+
     @property
     def mixes(self) -> bool:
         """Whether it is that of a norm whose kernel takes 16-bit activations with float32 weights."""
@@ -64,6 +67,8 @@ class CastingModule(nn.Module):
         with _region(casting.region, self, came_in, args, kwargs):
             if casting.through is not None and _in_low_region(self):
                 result = _computed_through(self, casting.through, *args, **kwargs)
+            elif casting.widens:
+                result = _normed_with_wide_weights(self, *args, **kwargs)
             else:
                 result = super().forward(*args, **kwargs)
         outputs = came_in.dtype if casting.outputs_as_inputs and came_in is not None else casting.outputs
@@ -100,6 +105,22 @@ def _computed_through(module: Any, through: Callable[[Tensor], Tensor], input: T
         return F.linear(input, weight, bias)
     result: Tensor = module._conv_forward(input, weight, bias)
     return result
+
+
+def _normed_with_wide_weights(module: Any, input: Tensor) -> Tensor:
+    """The forward pass of a batch norm with float32 weights; torch's documentation of BatchNorm2d says what it does."""
+    module._check_input_dim(input)
+    tracks = module.track_running_stats and module.running_mean is not None
+    learns = module.training and tracks
+    if learns and module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+    momentum = module.momentum
+    if momentum is None:  # a plain mean over all batches
+        momentum = 1 / float(module.num_batches_tracked) if learns else 0.0
+    weight, bias = (None if p is None else p.float() for p in (module.weight, module.bias))
+    of_batch = module.training or not tracks
+    mean, var = (module.running_mean, module.running_var) if tracks else (None, None)
+    return F.batch_norm(input, mean, var, weight, bias, of_batch, momentum, module.eps)
 
 
 SHADOWED: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -197,6 +197,8 @@ class Conversion:
             casting = Casting(inputs=precision or low)
         elif low and precision is not torch.float32 and policy.norms is torch.float32 and isinstance(module, NORMS):
             casting = self._norm_casting(module, precision or low)
+        if self._is_torn(module, precision):
+            casting = replace(casting, widens=True)
         if is_root:
             if low and precision is None and casting == NOTHING:
                 casting = replace(casting, inputs=low)
@@ -214,6 +216,19 @@ class Conversion:
         if weight is not None and _mixes(kind, weight.device.type, low):
             return Casting(region=torch.float32)  # no region, whose rule would cast what the kernel takes as it is
         return Casting(inputs=torch.float32, outputs_as_inputs=True, region=torch.float32)
+
+    def _is_torn(self, module: nn.Module, precision: torch.dtype | None) -> bool:
+        """Whether it is a batch norm that FSDP2 gives 16-bit weights, while its statistics are float32."""
+        weight = module._parameters.get("weight") if isinstance(module, _BatchNorm) else None
+        low = weight is not None and self._gathered.get(weight) in LOW_DTYPES
+        if not low or self._storage(module, precision) is not torch.float32:
+            return False
+        if type(module).forward is not _BatchNorm.forward:
+            raise SessionError(
+                f"FSDP2 gathers the weights of a {type(module).__name__} in 16 bits, and its statistics are float32: "
+                "shard it by itself before what is around it: fully_shard(module, mp_policy=policy.fsdp(full=True))"
+            )
+        return True
 
     def _region(self, precision: torch.dtype | None) -> torch.dtype | None:
         if not self._policy.has_regions:

@@ -1,0 +1,67 @@
+"""What `torch.distributed.checkpoint` wrote, read without running code that is in it.
+
+torch unpickles the table of contents, and numbers beside the tensors, with everything that pickles may call. Here the
+table may hold what torch puts there, and the numbers what `torch.load(weights_only=True)` takes.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+_CONTENTS = ".metadata"
+_TORCHS = {"torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"}
+_KINDS = {
+    "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties",
+    "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING", "_StorageInfo",
+}  # fmt: skip
+_OTHERS = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")}
+_PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
+
+
+class _Contents(pickle.Unpickler):
+    """Of the table of contents: its own kinds, dtypes, paths."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        its_own = (module in _TORCHS and name in _KINDS) or (module, name) in _OTHERS
+        path = module in ("pathlib", "pathlib._local") and name in _PATHS
+        if its_own or path or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"its table of contents asks for {module}.{name}, which has no place there")
+
+
+class Reader(FileSystemReader):
+    """Of a folder that a group of ranks wrote."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The table of contents."""
+        with open(Path(self.path) / _CONTENTS, "rb") as file:
+            contents = _Contents(file).load()
+        if not isinstance(contents, Metadata):
+            raise pickle.UnpicklingError(f"its table of contents is a {type(contents).__name__}")
+        if getattr(contents, "storage_meta", None) is None:
+            contents.storage_meta = StorageMeta()
+        contents.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
+        return contents
+
+    def stated(self) -> set[str]:
+        """The parameters of which it has an optimizer's states."""
+        paths = (self.read_metadata().planner_data or {}).values()
+        return {path[2] for path in paths if path[:2] == ("optimizer", "state") and len(path) > 2}
+
+
+class Planner(DefaultLoadPlanner):
+    """Reads numbers and strings as `torch.load(weights_only=True)` does."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        """Refuse what wants to run code, then have torch read it."""
+        torch.load(value, map_location="cpu", weights_only=True)
+        value.seek(0)
+        super().load_bytes(read_item, value)
