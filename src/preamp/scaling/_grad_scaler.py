@@ -109,20 +109,20 @@ class GradScaler(torch.amp.GradScaler):
         For the optimizers of `preamp.optim` the check and the unscaling of float32 gradients are one pass on a CPU;
         elsewhere unscaling happens inside their step.
         """
-        state = self._per_optimizer_states[id(optimizer)] if self._enabled else {}
-        if self._enabled and getattr(optimizer, "takes_masters", False) and state["stage"] is not OptState.STEPPED:
+        if not self._enabled or "closure" in kwargs:  # which is an error
+            return super().step(optimizer, *args, **kwargs)
+        self._check_scale_growth_tracker("step")  # before anything is noted of this optimizer
+        state = self._per_optimizer_states[id(optimizer)]
+        if getattr(optimizer, "takes_masters", False) and state["stage"] is not OptState.STEPPED:
             result = self._step_fused(optimizer, state, *args, **kwargs)
         else:
             result = super().step(optimizer, *args, **kwargs)
-        if self._enabled:
-            self._last_found = tuple(state["found_inf_per_device"].values())
-            self._seen.append(optimizer)
+        self._last_found = tuple(state["found_inf_per_device"].values())
+        self._seen.append(optimizer)
         return result
 
     def _step_fused(self, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> float | None:
         scale, _ = self._check_scale_growth_tracker("step")
-        if "closure" in kwargs:
-            raise RuntimeError("a closure cannot be used under a GradScaler: its gradients would not be unscaled")
         scaled = state["stage"] is OptState.READY
         try:
             if scaled:
@@ -283,17 +283,17 @@ class GradScaler(torch.amp.GradScaler):
 
     def set_growth_factor(self, new_factor: float) -> None:
         """As torch's, checked: above 1."""
-        check_factors(new_factor, self.get_backoff_factor(), self.get_growth_interval())
+        check_factors(new_factor, 0.5, 1)
         super().set_growth_factor(new_factor)
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """As torch's, checked: in (0, 1)."""
-        check_factors(self.get_growth_factor(), new_factor, self.get_growth_interval())
+        check_factors(2.0, new_factor, 1)
         super().set_backoff_factor(new_factor)
 
     def set_growth_interval(self, new_interval: int) -> None:
         """As torch's, checked: a whole number of at least 1."""
-        check_factors(self.get_growth_factor(), self.get_backoff_factor(), new_interval)
+        check_factors(2.0, 0.5, new_interval)
         super().set_growth_interval(new_interval)
 
     def __getstate__(self) -> dict[str, Any]:
