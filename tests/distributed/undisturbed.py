@@ -29,7 +29,8 @@ from ..combined.test_neutral import differences
 from ..combined.training import MAKERS, Net, Training
 from .together import tell
 
-KINDS = ("ddp", "late ddp", "fsdp", "tensor")
+KINDS = {2: ("ddp", "late ddp", "fsdp", "tensor"), 4: ("hybrid", "parts")}
+"""By ranks. With four: copies of shards, and shards of tensor-parallel parts."""
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 NOT_FOR: dict[str, tuple[str, ...]] = {
     # torch's own: hooks on shards are not called, a failed forward pass leaves a model gathered, what was gathered in
@@ -51,18 +52,17 @@ class Shared(Training):
         super().__init__(*how)
 
     def made(self) -> Net:
-        model = Net()
-        if self.kind == "fsdp":
-            level = self.how[0]
-            options: dict[str, Any] = {} if level == "O0" else {"mp_policy": preamp.policy(level).fsdp()}
-            for part in (model.first, model.second, model):
-                fully_shard(part, mesh=self.mesh, **options)
-        elif self.kind == "tensor":
+        model, level = Net(), self.how[0]
+        if self.kind in ("tensor", "parts"):
             plan: dict[str, Any] = {
                 "first": ColwiseParallel(output_layouts=Replicate()),
                 "second": RowwiseParallel(input_layouts=Replicate()),
             }
-            parallelize_module(model, self.mesh, plan)
+            parallelize_module(model, self.mesh["tensor"], plan)
+        if self.kind in ("fsdp", "hybrid", "parts"):
+            options: dict[str, Any] = {} if level == "O0" else {"mp_policy": preamp.policy(level).fsdp()}
+            for part in (model.first, model.second, model):
+                fully_shard(part, mesh=self.mesh["data"] if self.kind == "parts" else self.mesh, **options)
         return model
 
     def prepare(self) -> None:
@@ -104,7 +104,7 @@ EVENTS: dict[str, Any] = {**NEUTRAL, "read_from_a_file": sharded_file}
 
 def program(chance: random.Random, kind: str) -> list[tuple[str, list[str], list[str]]]:
     """Steps, each with what happens before it and what between its micro-batches."""
-    names = [name for name in EVENTS if name not in NOT_FOR[kind]]
+    names = [name for name in EVENTS if name not in NOT_FOR.get(kind, NOT_FOR["fsdp"])]
     between = [name for name in BETWEEN if name in names]
     return [
         (chance.choice(list(STEPS)), chance.sample(names, chance.choice((0, 1, 2))), chance.sample(between, 1))
@@ -131,22 +131,25 @@ def _held(value: Any) -> Any:
 
 def setup(chance: random.Random, kind: str) -> tuple[str, str, str, bool]:
     level, maker = chance.choice(LEVELS), chance.choice([name for name in MAKERS if name != "AdamW, by chance"])
-    if maker == "AdamW, split" and (level == "O2" or kind == "fsdp"):
+    sharded = kind in ("fsdp", "hybrid", "parts")
+    if maker == "AdamW, split" and (level == "O2" or sharded):
         maker = "AdamW"
-    if maker == "torch Adafactor" and kind == "fsdp":
+    if maker == "torch Adafactor" and sharded:
         maker = "torch AdamW"  # that one does not step shards
-    if "torch" in maker and "SGD" not in maker and kind == "tensor":
-        maker = "torch SGD"  # torch's own do not step DTensors and tensors together
+    if "torch" in maker and "SGD" not in maker and kind in ("tensor", "parts"):
+        maker = "torch SGD"  # torch's own do not step DTensors of several meshes, or beside tensors
     return level, maker, chance.choice(("dynamic", "hysteresis", "static")), False
 
 
 def act(folder: Path) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    ranks = dist.get_world_size()
+    crossed = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")) if ranks == 4 else None
+    mesh = crossed or init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
     told = {}
     first, last = int(sys.argv[2]), int(sys.argv[3])
     for seed in range(first, last):
         chance = random.Random(seed)
-        kind = KINDS[seed % len(KINDS)]
+        kind = KINDS[ranks][seed % len(KINDS[ranks])]
         how, steps = setup(chance, kind), program(chance, kind)
         ends: list[Any] = []
         for with_events in (False, True):
