@@ -71,12 +71,12 @@ class Agreement:
             found, flags = packed[0].clamp(max=1), packed[1 : 1 + self._count].clamp(max=1)
             over_it = self._placed([mesh in groups for groups in self._classes]).unsqueeze(1)
             sums = torch.where(over_it, packed[1 + self._count :].view_as(sums), sums)
-            top = None if top is None else _largest(top, mesh)
+            top = None if top is None else agreed_largest(top, mesh)
         total = sums.sum(0)
         if self._group is not None:
             packed = _added_up(torch.cat([found.reshape(1), total]), self._group)
             found, total = packed[0].clamp(max=1), packed[1:]
-            top = None if top is None else _largest(top, self._group)
+            top = None if top is None else agreed_largest(top, self._group)
         square, subnormals, zeros = total.unbind()
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
         return Reading(
@@ -106,11 +106,11 @@ class Agreement:
             part = global_norm(held, order).to(self._device).double()
             part = part if largest else part**order
             for mesh in meshes:
-                part = _largest(part, mesh) if largest else _added_up(part, mesh)
+                part = agreed_largest(part, mesh) if largest else _added_up(part, mesh)
             parts.append(part)
         total = torch.stack(parts).amax() if largest else torch.stack(parts).sum()
         if self._group is not None:
-            total = _largest(total, self._group) if largest else _added_up(total, self._group)
+            total = agreed_largest(total, self._group) if largest else _added_up(total, self._group)
         return (total if largest else total ** (1 / order)).float()
 
     def _placed(self, values: Sequence[int]) -> Tensor:
@@ -146,7 +146,7 @@ class ShardReduction:
         for group, over_it in self._over.items():
             if group not in self._masks:  # sent to the device once: whoever sends it in each step waits in each step
                 self._masks[group] = torch.tensor(over_it, device=numbers.device).unsqueeze(1)
-            together = (_largest if largest else _added_up)(numbers.clone(), group)
+            together = (agreed_largest if largest else _added_up)(numbers.clone(), group)
             numbers = torch.where(self._masks[group], together, numbers)
         return numbers
 
@@ -156,7 +156,8 @@ def _added_up(numbers: Tensor, group: Any) -> Tensor:
     return numbers
 
 
-def _largest(number: Tensor, group: Any) -> Tensor:
+def agreed_largest(number: Tensor, group: Any) -> Tensor:
+    """The largest of a group's numbers, in their place; all of its processes call it."""
     torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=group)
     return number
 

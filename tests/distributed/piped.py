@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import preamp
+from preamp.errors import SessionError
 
 from .together import tell
 
@@ -85,6 +86,33 @@ def piped(level: str, schedule: str) -> dict[str, Any]:
     return facts(session, norms, skips, model)
 
 
+def unscaled(level: str) -> dict[str, Any]:
+    """The loss function does not scale, and then it does."""
+    rank, whole = dist.get_rank(), build()
+    model = whole[:3] if rank == 0 else whole[3:]
+    session = prepared(model, level, group=dist.group.WORLD)
+    scales = False
+
+    def criterion(output: Tensor, wanted: Tensor) -> Tensor:
+        loss = F.cross_entropy(output.float(), wanted)
+        return session.scale(loss) if scales else loss
+
+    run = ScheduleGPipe(PipelineStage(model, rank, 2, torch.device("cpu")), n_microbatches=PIECES, loss_fn=criterion)
+    told = {"said": "", "steps": 0}
+    for step in range(3):
+        x, y = batch(step)
+        with session.autocast():
+            run.step(x) if rank == 0 else run.step(target=y)
+        try:
+            session.step()
+        except SessionError as error:
+            told["said"], scales = f"{error}", True
+        session.zero_grad()
+    told["steps"] = session.steps
+    session.close()
+    return told
+
+
 def spoil(model: nn.Module) -> None:
     gradient = next(model.parameters()).grad
     assert gradient is not None
@@ -93,6 +121,7 @@ def spoil(model: nn.Module) -> None:
 
 def act(folder: Path) -> dict[str, Any]:
     told = {f"{level} {name}": piped(level, name) for level in LEVELS for name in SCHEDULES}
+    told |= {f"{level} unscaled": unscaled(level) for level in LEVELS}
     return {**told, **{f"{level} alone": alone(level) for level in LEVELS}}
 
 

@@ -30,3 +30,12 @@ def test_stages_train_as_one_process(told: list[dict[str, Any]], level: str, sch
     assert (first["scale"], first["steps"]) == (second["scale"], second["steps"]) == (alone["scale"], STEPS)
     mine = [*chain(*first["weights"], *second["weights"])]
     assert mine == pytest.approx([*chain(*alone["weights"])], abs=1e-7, rel=0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_loss_that_no_stage_scaled_is_told_before_the_first_step(told: list[dict[str, Any]], level: str) -> None:
+    scales = level in ("O1", "O2")
+    for each in told:
+        seen = each[f"{level} unscaled"]
+        assert ("session.scale(loss)" in seen["said"]) is scales
+        assert seen["steps"] == (2 if scales else 3)

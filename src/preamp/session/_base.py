@@ -14,6 +14,7 @@ from ..errors import SessionError
 from ..masters import Masters
 from ..modules import Conversion
 from ..optim import FusedOptimizer
+from ..parallel import agreed_largest
 from ..policy import Policy
 from ..sharding import flat_group, is_sharded, reshard
 from ._casts import KeptCasts
@@ -50,6 +51,7 @@ class SessionBase:
         self._losses, self._masters, self._conversions = losses, masters, list(conversions)
         self.is_stage = group is not None and flat_group(models.values()) is None
         """Whether other processes have other parameters, in plain tensors: a stage of a pipeline, say."""
+        self._group = group
         self._book = GradientBook(masters, group)
         self._round = Round(losses, self._book, list(self._optimizers.values()))
         self._sharded = any(is_sharded(p) for model in models.values() for p in model.parameters())
@@ -167,6 +169,17 @@ class SessionBase:
         return f"Session({level or 'custom'} on {self.device_type}, {state}: {self.policy})"
 
     # -- inside
+
+    def _check_scaled_somewhere(self) -> None:
+        """Before the first step: the loss of some stage has to have been scaled. Waits for the device."""
+        device = self._device()
+        scales = any(self._losses[name].inverse(device) is not None for name in self._losses)
+        if scales and not bool(agreed_largest(torch.tensor(float(len(self._round.names)), device=device), self._group)):
+            raise SessionError(
+                "no stage of the group has scaled its loss, and gradients that are not scaled would vanish when they "
+                "are unscaled. Where the loss is computed, write session.backward(loss), or have the schedule's "
+                "loss_fn return session.scale(loss)"
+            )
 
     def _named(self) -> Iterable[tuple[str, nn.Parameter]]:
         """Parameters with their paths; of a sharded model its first ones, as it has others while it is gathered."""

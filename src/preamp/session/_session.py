@@ -185,8 +185,10 @@ class Session(SessionBase):
         """
         self._check_open()
         chosen = selected(self._optimizers, optimizer)
-        if not self._round.names and self.is_stage and not self._losses.apart:
-            for name in self._losses:
+        if self.is_stage and not self._losses.apart:
+            if not self._attempts:
+                self._check_scaled_somewhere()
+            for name in () if self._round.names else self._losses:
                 self._round.ran(name)  # and was scaled where it was computed
         if not self._round.names:
             raise SessionError(
