@@ -57,6 +57,8 @@ class SessionBase:
         self._sharded = any(is_sharded(p) for model in models.values() for p in model.parameters())
         self._shards = list(named_parameters(models)) if self._sharded else None
         self._casts = KeptCasts(self._weights, masters.refresh if masters.shadows else lambda: None)
+        self.handed_out: dict[Optimizer, Any] = {}
+        """What `prepare` was given in the place of optimizers: a framework's own (`counted`)."""
         self._skip, self._attempts = skip, 0
         self._skips = 0
         self._device_skips: Tensor | None = None

@@ -12,6 +12,7 @@ from ..errors import SessionError, StateError
 from ..formats import LOW_DTYPES, name_of
 from ..modules import unwrapped
 from ..sharding import gathered_as, is_sharded, sharded_parts
+from ._frameworks import behind
 
 STATE_VERSION = 1
 
@@ -65,12 +66,13 @@ def check_sharded_late(models: Iterable[nn.Module]) -> None:
         )
 
 
-def selected(optimizers: Mapping[str, Optimizer], optimizer: Optimizer | None) -> list[Optimizer]:
+def selected(optimizers: Mapping[str, Optimizer], optimizer: Any) -> list[Optimizer]:
     """All optimizers for None, else the one named, which must be the session's."""
     if optimizer is None:
         if not optimizers:
             raise SessionError("this session was prepared without an optimizer, so there is nothing to step")
         return list(optimizers.values())
+    optimizer = behind(optimizer)
     if all(optimizer is not each for each in optimizers.values()):
         raise SessionError(
             f"this {type(optimizer).__name__} is not one of the session's optimizers: give it to prepare()"

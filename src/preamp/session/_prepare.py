@@ -22,6 +22,7 @@ from ..policy import Policy, auto_level
 from ..policy import policy as make_policy
 from ..scaling import LossScale, loss_scale
 from ..sharding import flat_group, is_sharded, reshard
+from ._frameworks import behind
 from ._gradients import state_like_parameters
 from ._losses import Losses, named_values
 from ._session import Session
@@ -48,7 +49,8 @@ def prepare(
 ) -> Session:
     """Bring a model and its optimizer under a level or policy, in place, and return the session that trains them.
 
-    `model`: float32, on its device; one, or a list or mapping of several. `optimizer`: any `torch.optim.Optimizer` but
+    `model`: float32, on its device; one, or a list or mapping of several. What Lightning and Accelerate hand out in the
+    place of model and optimizer will do: the session takes what is behind. `optimizer`: any `torch.optim.Optimizer` but
     LBFGS, made from the model's parameters; one, several, or None for inference. `level`: "O0".."O5", an alias, or
     "auto" (the default; it suits the device, and the log and `repr(session)` say which); or `policy`: a policy or its
     string. `losses`: names of the losses, each with a scale of its own. `scale`: in place of the policy's, for all
@@ -66,8 +68,9 @@ def prepare(
 
     >>> session = preamp.prepare(model, optimizer, level="O4")
     """
-    models = named_values(model, "model")
-    optimizers = {} if optimizer is None else named_values(optimizer, "optimizer")
+    models = {name: behind(each) for name, each in named_values(model, "model").items()}
+    several = {} if optimizer is None else named_values(optimizer, "optimizer")
+    optimizers = {name: behind(each) for name, each in several.items()}
     _check_kinds(models, optimizers)
     reshard(models.values())
     if skip not in SKIPS:
@@ -91,6 +94,7 @@ def prepare(
             conversion.undo()
         masters.restore()
         raise
+    session.handed_out = {optimizers[name]: given for name, given in several.items()}
     for each_optimizer in optimizers.values():
         if not chosen.masters:
             state_like_parameters(each_optimizer)

@@ -19,6 +19,7 @@ from ._base import SessionBase
 from ._capture import CapturedStep
 from ._casts import KeepingRegion
 from ._checks import check_gathered_full, check_loss, check_no_sync, names_of, selected
+from ._frameworks import behind, counted
 from ._gradients import gradients_of
 from ._precision import in_float32
 from ._report import StepReport
@@ -123,7 +124,7 @@ class Session(SessionBase):
         `wrapped`: DistributedDataParallel models made after `prepare`, which the session does not know.
         """
         with ExitStack() as stack:
-            for model in (*self._models.values(), *wrapped):
+            for model in (*self._models.values(), *map(behind, wrapped)):
                 if isinstance(model, nn.parallel.DistributedDataParallel):
                     stack.enter_context(model.no_sync())
                 for part in sharded_parts(model):
@@ -296,4 +297,5 @@ class Session(SessionBase):
         return norm
 
     def _step_one(self, optimizer: Optimizer, found: Tensor) -> bool | None:
-        return step_unless(found, optimizer, self._book, self._losses.apart, self._skip)
+        with counted(self.handed_out.get(optimizer)):
+            return step_unless(found, optimizer, self._book, self._losses.apart, self._skip)

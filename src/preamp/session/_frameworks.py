@@ -1,0 +1,49 @@
+"""Models and optimizers behind what frameworks hand out in their place.
+
+Lightning and Accelerate give a training loop objects of their own, which look like a module and an optimizer and are
+neither: with attributes of the real ones, copied or passed on. A session needs the real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+_FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate")
+
+
+def behind(given: Any) -> Any:
+    """The optimizer that a framework's optimizer steps, the module (or parallel wrapper) that its module calls; else
+    `given` itself.
+    """
+    while any(kind.__module__.partition(".")[0] in _FRAMEWORKS for kind in type(given).__mro__):
+        held = vars(given)
+        if isinstance(given, nn.Module):
+            inner = held["_modules"].get("_forward_module")
+        else:
+            inner = held.get("_optimizer", held.get("optimizer"))
+        if inner is None:
+            return given  # a LightningModule, say, which is a model
+        given = inner
+    return given
+
+
+@contextmanager
+def counted(given: Any) -> Iterator[None]:
+    """Around a step of the optimizer behind `given`: has Lightning count it, and Fabric tell its callbacks.
+
+    A Trainer's `global_step`, and with it `max_steps` and the times of checkpoints, come from nothing else.
+    """
+    held = {} if given is None or behind(given) is given else vars(given)
+    if "_on_before_step" in held:
+        held["_on_before_step"]()
+    yield
+    if "_on_after_step" in held:
+        held["_on_after_step"]()
+    for callback in held.get("_callbacks", ()):
+        hook = getattr(callback, "on_after_optimizer_step", None)
+        if callable(hook):
+            hook(strategy=held["_strategy"], optimizer=behind(given))

@@ -1,0 +1,111 @@
+"""A session inside of Lightning's Trainer, with manual optimization, and with Fabric's callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import preamp
+
+from .toys import LEVELS
+
+L: Any = pytest.importorskip("lightning")
+
+MAKERS: dict[str, Callable[[Any], Any]] = {
+    "torch": lambda params: torch.optim.AdamW(params, 1e-3, eps=1e-4),
+    "preamp": lambda params: preamp.optim.AdamW(params, 1e-3, eps=1e-4),
+}
+BATCHES = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+quiet = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
+
+
+def step(session: preamp.Session, model: nn.Module, x: Tensor) -> Tensor:
+    with session.autocast():
+        loss = model(x).float().square().mean()
+    session.backward(loss)
+    session.clip_grad_norm_(0.5)
+    session.step()
+    session.zero_grad()
+    return loss.detach()
+
+
+def alone(level: str, maker: str, steps: int) -> list[Tensor]:
+    model = network()
+    with preamp.prepare(model, MAKERS[maker](model.parameters()), level=level) as session:
+        for index in range(steps):
+            step(session, model, BATCHES[index % len(BATCHES)])
+    return [p.detach() for p in model.parameters()]
+
+
+class Module(L.LightningModule):
+    def __init__(self, level: str, maker: str, whole: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.net, self.how = network(), (level, maker, whole)
+        self.validated: list[torch.dtype] = []
+
+    def configure_optimizers(self) -> Any:
+        return MAKERS[self.how[1]](self.net.parameters())
+
+    def on_fit_start(self) -> None:
+        level, _, whole = self.how
+        self.session = preamp.prepare(self if whole else self.net, self.optimizers(), level=level)
+
+    def on_fit_end(self) -> None:
+        self.session.close()
+
+    def training_step(self, x: Tensor, index: int) -> Tensor:
+        return step(self.session, self.net, x)
+
+    def validation_step(self, x: Tensor, index: int) -> None:
+        with self.session.full_precision():
+            self.validated.append(self.net(x).dtype)
+
+
+@quiet
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize(
+    ("level", "whole"),
+    [*[(level, False) for level in LEVELS], *[(level, True) for level in LEVELS if level != "O3"]],
+)  # at O3 there are no regions, and the module that is called has to be the one that casts
+def test_a_trainer_counts_the_steps_of_a_session(level: str, maker: str, whole: bool) -> None:
+    """By which it stops, too; and weights are those of a loop without it, bit for bit."""
+    module = Module(level, maker, whole)
+    quietly = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = L.Trainer(
+        max_epochs=9, max_steps=8, accelerator="cpu", devices=1, enable_model_summary=False, **quietly
+    )  # fmt: skip
+    loaders = [torch.utils.data.DataLoader(part, batch_size=None) for part in (BATCHES, BATCHES[:2])]  # type: ignore[arg-type,var-annotated]
+    trainer.fit(module, *loaders)
+    assert trainer.global_step == 8
+    assert module.validated and set(module.validated) == {torch.float32}
+    assert all(map(torch.equal, [p.detach() for p in module.net.parameters()], alone(level, maker, 8)))
+
+
+@quiet
+def test_fabric_tells_its_callbacks() -> None:
+    told = []
+
+    class Callback:
+        def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
+            told.append(type(optimizer))
+
+    fabric = L.Fabric(accelerator="cpu", devices=1, callbacks=[Callback()])
+    model = network()
+    called, stepped = fabric.setup(model, MAKERS["preamp"](model.parameters()))
+    with preamp.prepare(called, stepped, level="O5") as session:
+        for x in BATCHES[:3]:
+            step(session, called, x)
+        with pytest.raises(preamp.errors.SessionError, match="not one of the session's"):
+            session.step(fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 0.1)))
+    assert told == [preamp.optim.AdamW] * 3
+    assert all(map(torch.equal, [p.detach() for p in model.parameters()], alone("O5", "preamp", 3)))
