@@ -13,7 +13,7 @@ FLOOR = {
     "_version": 0, "errors": 0, "formats": 0, "tree": 0,
     "rules": 1, "report": 1,
     "policy": 1.5,  # made of rules, so half a floor above them
-    "sharding": 1, "multi_tensor": 1.8,  # launches that the kernels above share
+    "sharding": 1, "frameworks": 1, "multi_tensor": 1.8,  # launches that the kernels above share
     "fused": 2, "gradients": 2,
     "parallel": 2.5, "masters": 2.5,  # optimizers and sessions both keep them
     "optim": 3, "autocast": 3, "eps": 3, "modules": 3, "scaling": 3,

@@ -1,4 +1,4 @@
-"""A session inside of Lightning's Trainer, with manual optimization, and with Fabric's callbacks."""
+"""A session and a scaler with what Lightning and Accelerate make of models and optimizers."""
 
 from __future__ import annotations
 
@@ -109,3 +109,36 @@ def test_fabric_tells_its_callbacks() -> None:
             session.step(fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 0.1)))
     assert told == [preamp.optim.AdamW] * 3
     assert all(map(torch.equal, [p.detach() for p in model.parameters()], alone("O5", "preamp", 3)))
+
+
+@quiet
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("maker", [*MAKERS, "torch, fused"])
+@pytest.mark.parametrize("framework", ["Fabric", "Accelerate"])
+def test_a_scaler_skips_behind_a_framework(framework: str, maker: str, unscales: bool) -> None:
+    """torch's own steps by infinities there: its flag, an attribute, does not reach a fused optimizer behind Fabric."""
+    accelerate: Any = pytest.importorskip("accelerate")
+    setups: dict[str, Any] = {
+        "": lambda model, optimizer: (model, optimizer),
+        "Fabric": L.Fabric(accelerator="cpu", devices=1).setup,
+        "Accelerate": accelerate.Accelerator(cpu=True).prepare,
+    }
+    makers = {**MAKERS, "torch, fused": lambda params: torch.optim.AdamW(params, 1e-2, fused=True)}
+    ends = []
+    for setup in ("", framework):
+        model = network()
+        called, stepped = setups[setup](model, makers[maker](model.parameters()))
+        scaler = preamp.GradScaler("cpu", init_scale=64.0)
+        for index, x in enumerate(BATCHES):
+            scaler.scale(called(x).square().mean()).backward()
+            if index == 3:
+                next(model.parameters()).grad[0, 0] = torch.inf  # type: ignore[index]
+            if unscales:
+                scaler.unscale_(stepped)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(stepped)
+            scaler.update()
+            assert scaler.get_scale() == (64.0 if index < 3 else 32.0)
+            stepped.zero_grad()
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*ends) and bool(ends[0].isfinite().all())

@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from ..errors import SessionError, StateError
 from ..formats import LOW_DTYPES, name_of
+from ..frameworks import behind
 from ..modules import unwrapped
 from ..sharding import gathered_as, is_sharded, sharded_parts
-from ._frameworks import behind
 
 STATE_VERSION = 1
 

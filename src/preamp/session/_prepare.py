@@ -15,6 +15,7 @@ from torch.optim import LBFGS, Optimizer
 from ..eps import safe_eps
 from ..errors import PolicyError, PreampWarning, SessionError
 from ..formats import LOW_DTYPES, name_of
+from ..frameworks import behind
 from ..masters import Masters, NoMasters, Shadows, SplitMasters, rebuild_reducers, shadows_work
 from ..modules import Conversion, unwrapped
 from ..optim import FusedOptimizer
@@ -22,7 +23,6 @@ from ..policy import Policy, auto_level
 from ..policy import policy as make_policy
 from ..scaling import LossScale, loss_scale
 from ..sharding import flat_group, is_sharded, reshard
-from ._frameworks import behind
 from ._gradients import state_like_parameters
 from ._losses import Losses, named_values
 from ._session import Session

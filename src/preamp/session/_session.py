@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 
 from ..autocast import autocast
 from ..errors import SessionError
+from ..frameworks import behind, counted
 from ..gradients import Reading, clip_values_
 from ..sharding import reshard, sharded_parts
 from ._base import SessionBase
 from ._capture import CapturedStep
 from ._casts import KeepingRegion
 from ._checks import check_gathered_full, check_loss, check_no_sync, names_of, selected
-from ._frameworks import behind, counted
 from ._gradients import gradients_of
 from ._precision import in_float32
 from ._report import StepReport

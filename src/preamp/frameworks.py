@@ -1,7 +1,8 @@
 """Models and optimizers behind what frameworks hand out in their place.
 
 Lightning and Accelerate give a training loop objects of their own, which look like a module and an optimizer and are
-neither: with attributes of the real ones, copied or passed on. A session needs the real ones.
+neither: with attributes of the real ones, copied or passed on. A session needs the real ones, and so does a scaler that
+leaves an optimizer a flag as an attribute.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ def behind(given: Any) -> Any:
             return given  # a LightningModule, say, which is a model
         given = inner
     return given
+
+
+def imitated(given: Any) -> Any:
+    """The optimizer behind one that passes for it (Lightning's are of its class); any other as it is."""
+    inner = behind(given)
+    return inner if isinstance(given, type(inner)) else given
 
 
 @contextmanager
