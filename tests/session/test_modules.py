@@ -68,6 +68,24 @@ def test_norms_keep_float32_and_pass_16_bits_on(level: str, name: str) -> None:
     assert torch.allclose(out, expected, atol=0.05)
 
 
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize(("level", "norms"), [("O2", torch.float16), ("O5", torch.bfloat16), ("O3", torch.float16)])
+def test_norms_in_16_bits_take_what_is_float32(level: str, norms: torch.dtype, name: str) -> None:
+    """Some operators give float32 in a region, and torch's batch norm takes no such input beside 16-bit weights."""
+
+    class Squares(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.float().pow(2)
+
+    make, shape = NORMS[name]
+    model = nn.Sequential(Squares(), make(), nn.Identity())
+    x = torch.randn(*shape)
+    with preamp.prepare(model, None, level=level, norms=norms) as session, session.autocast():
+        out = model(x)
+    expected = make()(x.square())
+    assert torch.allclose(out.float(), expected, atol=0.1)
+
+
 @pytest.mark.parametrize("name", ["batch", "batch2d", "batch-plain", "instance"])
 @pytest.mark.parametrize("described", ["O3", "params=bf16,compute=bf16,norms=bf16"])
 def test_statistics_in_16_bits_are_those_of_training(described: str, name: str) -> None:

@@ -197,6 +197,9 @@ class Conversion:
             casting = Casting(inputs=precision or low)
         elif low and precision is not torch.float32 and policy.norms is torch.float32 and isinstance(module, NORMS):
             casting = self._norm_casting(module, precision or low)
+        elif isinstance(module, (_BatchNorm, _InstanceNorm) if policy.has_regions else NORMS):
+            stored = self._storage(module, precision)  # and no rule of a region casts what comes in
+            casting = Casting(inputs=stored) if stored in LOW_DTYPES else NOTHING
         if self._is_torn(module, precision):
             casting = replace(casting, widens=True)
         if is_root:
