@@ -93,4 +93,6 @@ def test_many_neutral_events(how: tuple[str, str, str, bool], program: Program) 
 @pytest.mark.parametrize("how", [("O2", "AdamW", "dynamic", False), ("O3", "NovoGrad", "static", False)], ids=str)
 def test_each_event(how: tuple[str, str, str, bool], event: str) -> None:
     between = [event] if event in BETWEEN else []
-    changes_nothing(how, [("plain", [], []), ("accumulated", [event], between), ("clipped", [event], [])])
+    changes_nothing(
+        how, [("edited", [], []), ("plain", [], []), ("accumulated", [event], between), ("clipped", [event], [])]
+    )

@@ -21,8 +21,9 @@ GROWS = {
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Two, each of which begins with a norm: what is float32 at every level stands for what is not."""
     params = [p for p in model.parameters() if p.requires_grad]
-    return [{"params": params[:5]}, {"params": params[5:], "lr": 2e-3, "weight_decay": 0.01}]
+    return [{"params": [params[3], *params[:3], params[4]]}, {"params": params[5:], "lr": 2e-3, "weight_decay": 0.01}]
 
 
 def _adamw(**options: Any) -> Callable[[nn.Module], Any]:

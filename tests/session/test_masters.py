@@ -305,3 +305,46 @@ def test_averages_of_weights_are_those_of_the_masters(level: str, when: str) -> 
             assert torch.allclose(mine, theirs, rtol=1e-6, atol=1e-7)
         x, _ = batch(99)
         assert average.eval()(x).dtype is torch.float32
+
+
+FUSED = {
+    "SGD": lambda p: preamp.optim.SGD(p, 0.05, momentum=0.5),
+    "AdamW": lambda p: preamp.optim.AdamW(p, 1e-2, eps=1e-4, flat=False),
+    "AdamW, side by side": lambda p: preamp.optim.AdamW(p, 1e-2, eps=1e-4),
+    "AdamW, flat": lambda p: preamp.optim.AdamW(p, 1e-2, eps=1e-4, flat=True),
+    "AdamW, split": lambda p: preamp.optim.AdamW(p, 1e-2, eps=1e-4, master="split"),
+    "AdamW, 8 bits": lambda p: preamp.optim.AdamW(p, 1e-2, eps=1e-4, states="8bit"),
+    "LAMB": lambda p: preamp.optim.LAMB(p, 1e-2, eps=1e-4),
+    "NovoGrad": lambda p: preamp.optim.NovoGrad(p, 1e-2, eps=1e-4),
+    "Adagrad": lambda p: preamp.optim.Adagrad(p, 1e-2, eps=1e-4),
+}
+
+
+@pytest.mark.parametrize(
+    ("level", "name"),
+    [(level, name) for level in ("O2", "O5") for name in FUSED if (level, name[-5:]) != ("O2", "split")],
+)
+@pytest.mark.parametrize("looked_at", [(0,), (1,), (0, 3), (2, 3), (0, 1, 2, 3, 4)], ids=str)
+def test_gradients_looked_at_now_and_then(level: str, name: str, looked_at: tuple[int, ...]) -> None:
+    """After unscale_() parameters hold their masters, in other steps not; some, here the first, are always float32."""
+    ends = []
+    for looks in ((), looked_at):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3))
+        optimizer = FUSED[name](model.parameters())
+        with preamp.prepare(model, optimizer, level=level, scale=64.0 if level == "O2" else None) as session:
+            for step in range(5):
+                with session.autocast():
+                    loss = loss_of(model, step)
+                session.backward(loss)
+                if step in looks:
+                    session.unscale_()
+                session.step()
+                session.zero_grad()
+                masters = session.state_dict()["masters"]
+                low = dict(model.named_parameters())
+                if name != "AdamW, split":
+                    assert all(torch.equal(low[n].detach(), masters[n].to(low[n].dtype)) for n in masters)
+            with session.full_precision():
+                ends.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-7) for a, b in zip(*ends, strict=True))

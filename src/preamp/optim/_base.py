@@ -201,6 +201,10 @@ class FusedOptimizer(Optimizer):
         """Whether a parameter is 16-bit and stepped by way of a float32 master."""
         return param.dtype in LOW_DTYPES and (param in self._masters if self._lent else self.master is not None)
 
+    def is_lent_for(self, param: Parameter) -> bool:
+        """Whether a session may swap a parameter's master in, so that it is 16-bit in some steps and not in others."""
+        return self._lent and not self._masters.shadows and param in self._masters
+
     def _check(self, param: Parameter) -> None:
         grad = param.grad
         if grad is not None and grad.layout is not torch.strided:

@@ -77,8 +77,10 @@ class Plan:
             alike: dict[tuple[object, ...], list[Parameter]] = defaultdict(list)
             for param in params:
                 names = optimizer.names_for(group, param)
-                kind = param.device, param.dtype, names, is_sharded(param), fits(param, optimizer.lays_flat)
-                alike[kind].append(param)
+                flat = fits(param, optimizer.lays_flat)
+                alike[param.device, param.dtype, names, is_sharded(param), flat, optimizer.is_lent_for(param)].append(
+                    param
+                )
             for own in alike.values():
                 for bucket in _buckets_of(optimizer, group, own):
                     bucket.places = [place[param] for param in bucket.params]
@@ -102,7 +104,8 @@ class Plan:
                 return False
             if bucket.flat is None and bucket.contiguous and not all(map(Tensor.is_contiguous, bucket.params)):
                 return False
-        for param, dtype, states in self._first:  # one speaks for all: states are changed by loading or clearing them
+        # One speaks for all: states are changed by loading or clearing them, dtypes as a session swaps masters in.
+        for param, dtype, states in self._first:
             now = self._state.get(param, {})
             if param.dtype is not dtype or any(now.get(name) is not tensor for name, tensor in states.items()):
                 return False
