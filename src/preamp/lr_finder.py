@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from .errors import PreampError, SessionError
 from .session import Session
+from .sharding import reshard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +195,7 @@ def _minimum_tenth(lrs: list[float], smoothed: list[float]) -> float | None:
 def _everything_restored(session: Session) -> Iterator[None]:
     """Models, optimizers, session and random generators as they were, whatever happens inside."""
     session.zero_grad()
+    reshard(session.models.values())
     tensors = [t for model in session.models.values() for t in (*model.parameters(), *model.buffers())]
     before = [(tensor, tensor.detach().clone()) for tensor in tensors]
     kept = copy.deepcopy(session.state_dict())
@@ -203,6 +205,7 @@ def _everything_restored(session: Session) -> Iterator[None]:
         yield
     finally:
         session.zero_grad()
+        reshard(session.models.values())
         with torch.no_grad():
             for tensor, value in before:
                 tensor.copy_(value)

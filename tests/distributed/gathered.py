@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import preamp
 from preamp.errors import SessionError
+from preamp.lr_finder import sweep
 from preamp.sharding import full_tensor
 
 from .together import tell
@@ -34,6 +35,7 @@ class Run:
 
     def __init__(self, level: str, maker: Any, evaluates: bool) -> None:
         self.model: Any = build(level)
+        self.sharded: list[Any] = list(self.model.parameters())
         self.evaluates = evaluates
         self.gathered: list[bool] = []
         optimizer = maker(self.model.parameters(), lr=0.1)
@@ -53,8 +55,9 @@ class Run:
             with self.session.autocast():
                 loss = self.model(torch.randn(4, 8)).float().square().mean()
             self.session.backward(loss)
+            self.evaluate()  # before the step: what it gathers must not be what the next forward pass computes with
             if step == 2:
-                self.model[2].weight.grad.to_local()[0, 0] = torch.inf
+                self.sharded[2].grad.to_local()[0, 0] = torch.inf
             report = self.session.step()
             self.session.zero_grad()
             self.evaluate()
@@ -63,6 +66,10 @@ class Run:
 
     def read(self) -> tuple[list[Tensor], bool]:
         """The weights, and whether the model may run in float32."""
+        self.evaluate()
+        if self.evaluates:  # a range test puts back the shards, too
+            batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(9))]
+            sweep(self.session, batches, lambda x: self.model(x).float().square().mean(), start_lr=0.1, steps=4)
         self.evaluate()
         try:
             with self.session.full_precision():

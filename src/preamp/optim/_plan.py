@@ -77,10 +77,8 @@ class Plan:
             alike: dict[tuple[object, ...], list[Parameter]] = defaultdict(list)
             for param in params:
                 names = optimizer.names_for(group, param)
-                flat = fits(param, optimizer.lays_flat)
-                alike[param.device, param.dtype, names, is_sharded(param), flat, optimizer.is_lent_for(param)].append(
-                    param
-                )
+                flat, lent = fits(param, optimizer.lays_flat), optimizer.is_lent_for(param)
+                alike[param.device, param.dtype, names, is_sharded(param), flat, lent].append(param)
             for own in alike.values():
                 for bucket in _buckets_of(optimizer, group, own):
                     bucket.places = [place[param] for param in bucket.params]
