@@ -16,7 +16,7 @@ from ..modules import Conversion
 from ..optim import FusedOptimizer
 from ..parallel import agreed_largest
 from ..policy import Policy
-from ..sharding import flat_group, is_sharded, reshard
+from ..sharding import flat_group, is_sharded, reshard, sharded_parts
 from ._casts import KeptCasts
 from ._checks import STATE_VERSION, check_sharded_late, first_nonfinite, named_parameters
 from ._gradients import GradientBook, parameters_of, state_like_parameters
@@ -55,6 +55,7 @@ class SessionBase:
         self._book = GradientBook(masters, group)
         self._round = Round(losses, self._book, list(self._optimizers.values()))
         self._sharded = any(is_sharded(p) for model in models.values() for p in model.parameters())
+        self._parts = [part for model in models.values() for part in sharded_parts(model)]
         self._shards = list(named_parameters(models)) if self._sharded else None
         self._casts = KeptCasts(self._weights, masters.refresh if masters.shadows else lambda: None)
         self.handed_out: dict[Optimizer, Any] = {}

@@ -209,8 +209,8 @@ class Session(SessionBase):
             self._casts.stepped()
             for each in chosen:
                 self._book.forget(each)
-            if self._sharded:  # what an evaluation since backward has gathered is out of date
-                reshard(self._models.values())
+            for part in self._parts:  # what an evaluation since backward has gathered is out of date
+                part.reshard()
         read = functools.reduce(Reading.merged, readings)
         names = functools.partial(names_of, parameters, self._named)
         report = StepReport(self._attempts, read.found, scales[0], norm, read.nonfinite, names)
