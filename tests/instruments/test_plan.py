@@ -79,7 +79,7 @@ def trained(model: nn.Module, name: str, level: str, *, shadow: bool = False, **
             gradients = held(p.grad for p in model.parameters())
             session.step()
         masters, parameters = session._masters, list(model.parameters())
-        wide_buffers = [full for conversion in session._conversions for _, _, full, _, _ in conversion._buffers]
+        wide_buffers = [full for conversion in session._conversions for _, _, full, _ in conversion._buffers]
         counts = sum(b.nbytes for b in model.buffers() if not b.dim())  # BatchNorm's, of batches
         return {
             "parameters": held(parameters),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import random
@@ -224,3 +225,27 @@ def test_a_checkpoint_without_digests_is_read(tmp_path: Path) -> None:
     load_sharded(tmp_path, **run.parts)
     assert alike(before, run.everything())
     run.session.close()
+
+
+class Attribute:
+    """Pickled as the members of enumerations are by Python 3.11.0 to 3.11.3."""
+
+    def __init__(self, *of: Any) -> None:
+        self.of = of
+
+    def __reduce__(self) -> Any:
+        return getattr, self.of
+
+
+def test_members_of_enumerations_are_read_as_every_python_writes_them() -> None:
+    from torch.distributed.checkpoint import metadata
+
+    from preamp.checkpoint._parts import _Contents
+
+    kind: Any = metadata._MEM_FORMAT_ENCODING  # type: ignore[attr-defined]
+    for member in kind:
+        for written in (member, Attribute(kind, member.name)):
+            assert _Contents(io.BytesIO(pickle.dumps(written))).load() is member
+    for evil in (Attribute(metadata.Metadata, "__init__"), Attribute(kind, "__class__"), Attribute(os, "mkdir")):
+        with pytest.raises((pickle.UnpicklingError, KeyError)):
+            _Contents(io.BytesIO(pickle.dumps(evil) if evil.of[0] is not os else b"cos\nmkdir\n.")).load()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,19 @@ _OTHERS = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("collecti
 _PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
 
 
+def _member(kind: Any, name: str) -> Any:
+    """As which `getattr` is called: some releases of Python pickle the members of an enumeration by it."""
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind[name]
+    raise pickle.UnpicklingError(f"its table of contents asks for {name!r} of {kind!r:.80}, which has no place there")
+
+
 class _Contents(pickle.Unpickler):
     """Of the table of contents: its own kinds, dtypes, paths."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         its_own = (module in _TORCHS and name in _KINDS) or (module, name) in _OTHERS
         path = module in ("pathlib", "pathlib._local") and name in _PATHS
         if its_own or path or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
