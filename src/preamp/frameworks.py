@@ -16,7 +16,7 @@ from torch import nn
 _FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate")
 
 
-def behind(given: Any) -> Any:
+def unwrap(given: Any) -> Any:
     """The optimizer that a framework's optimizer steps, the module (or parallel wrapper) that its module calls; else
     `given` itself.
     """
@@ -32,19 +32,19 @@ def behind(given: Any) -> Any:
     return given
 
 
-def imitated(given: Any) -> Any:
+def unwrap_imitation(given: Any) -> Any:
     """The optimizer behind one that passes for it (Lightning's are of its class); any other as it is."""
-    inner = behind(given)
+    inner = unwrap(given)
     return inner if isinstance(given, type(inner)) else given
 
 
 @contextmanager
-def counted(given: Any) -> Iterator[None]:
+def framework_hooks(given: Any) -> Iterator[None]:
     """Around a step of the optimizer behind `given`: has Lightning count it, and Fabric tell its callbacks.
 
     A Trainer's `global_step`, and with it `max_steps` and the times of checkpoints, come from nothing else.
     """
-    held = {} if given is None or behind(given) is given else vars(given)
+    held = {} if given is None or unwrap(given) is given else vars(given)
     if "_on_before_step" in held:
         held["_on_before_step"]()
     yield
@@ -53,4 +53,4 @@ def counted(given: Any) -> Iterator[None]:
     for callback in held.get("_callbacks", ()):
         hook = getattr(callback, "on_after_optimizer_step", None)
         if callable(hook):
-            hook(strategy=held["_strategy"], optimizer=behind(given))
+            hook(strategy=held["_strategy"], optimizer=unwrap(given))

@@ -19,7 +19,7 @@ from torch import Tensor
 from .errors import SessionError
 from .formats import LOW_DTYPES, name_of
 from .gradients import Reading, global_norm, read
-from .sharding import held_here, mesh_groups, shard_groups
+from .sharding import agreed_largest, held_here, mesh_groups, shard_groups
 
 Gradients = Sequence[Tensor | None]
 
@@ -154,12 +154,6 @@ class ShardReduction:
 def _added_up(numbers: Tensor, group: Any) -> Tensor:
     torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.SUM, group=group)
     return numbers
-
-
-def agreed_largest(number: Tensor, group: Any) -> Tensor:
-    """The largest of a group's numbers, in their place; all of its processes call it."""
-    torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=group)
-    return number
 
 
 def compress_hook(dtype: torch.dtype = torch.bfloat16) -> Any:

@@ -93,11 +93,17 @@ def placed_as(gradient: Any, parameter: Any) -> Tensor:
     return found
 
 
+def agreed_largest(number: Tensor, group: Any) -> Tensor:
+    """The largest of a group's numbers, in their place; all of its processes call it."""
+    torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=group)
+    return number
+
+
 def agreed_flag(flag: Tensor, tensors: Iterable[Tensor]) -> Tensor:
     """A 0-d flag, above 0 on every process that holds a part of the tensors where it is so on one; waits for none."""
     groups = dict.fromkeys(group for tensor in tensors for group in mesh_groups(tensor))
     for group in groups:
-        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=group)
+        agreed_largest(flag, group)
     return flag
 
 

@@ -11,7 +11,7 @@ import copy
 import functools
 import gc
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,21 @@ STEPS: dict[str, Callable[[Training], Iterator[None]]] = {}
 NEUTRAL: dict[str, Event] = {}
 BETWEEN: dict[str, Event] = {}
 """Those of `NEUTRAL` that may also happen between two micro-batches."""
+
+
+Program = list[tuple[str, list[str], list[str]]]
+"""Steps, each with the events before it, and those between its micro-batches."""
+
+
+def play(run: Training, program: Program, events: Mapping[str, Event] | None) -> dict[str, Any]:
+    """All that is left of a run; with no `events`, those that the program names do not happen."""
+    for step, before, between in program:
+        for name in before if events else ():
+            events[name](run)  # type: ignore[index]
+        for _ in STEPS[step](run):
+            for name in between if events else ():
+                events[name](run)  # type: ignore[index]
+    return run.end()
 
 
 def _step(function: Callable[[Training], Iterator[None]]) -> Callable[[Training], Iterator[None]]:

@@ -8,10 +8,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from .events import BETWEEN, NEUTRAL, STEPS
-from .training import GROWS, MAKERS, Training
+from .events import BETWEEN, NEUTRAL, STEPS, Program, play
+from .training import GROWS, MAKERS, Training, differences
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
@@ -34,38 +33,15 @@ steps = st.tuples(
     st.lists(st.sampled_from(list(BETWEEN)), max_size=1),
 )
 """A kind of step, what happens before it, and what between its micro-batches."""
-Program = list[tuple[str, list[str], list[str]]]
 
 
 def ran(how: tuple[str, str, str, bool], program: Program, *, with_events: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     run = Training(*how)
     try:
-        for step, before, between in program:
-            for name in before if with_events else ():
-                NEUTRAL[name](run)
-            for _ in STEPS[step](run):
-                for name in between if with_events else ():
-                    BETWEEN[name](run)
-        return run.end()
+        return play(run, program, NEUTRAL if with_events else None)
     finally:
         run.session.close()
-
-
-def differences(one: Any, other: Any, path: str = "") -> list[str]:
-    if isinstance(one, Tensor):
-        equal = one.dtype is other.dtype and torch.equal(one.nan_to_num(7.5), other.nan_to_num(7.5))
-        return [] if equal else [path]
-    if isinstance(one, dict):
-        missing = [f"{path}/{key}" for key in one.keys() ^ other.keys()]
-        return missing + [
-            d for key in one.keys() & other.keys() for d in differences(one[key], other[key], f"{path}/{key}")
-        ]
-    if isinstance(one, (list, tuple)):
-        if len(one) != len(other):
-            return [path]
-        return [d for i, (a, b) in enumerate(zip(one, other, strict=True)) for d in differences(a, b, f"{path}/{i}")]
-    return [] if one == other or (one != one and other != other) else [path]
 
 
 def changes_nothing(how: tuple[str, str, str, bool], program: Program) -> None:

@@ -147,3 +147,20 @@ class Training:
         self.session.close()
         closed = copy.deepcopy(self.model.state_dict())
         return {**left, "closed": closed, "optimizer": copy.deepcopy(self.optimizer.state_dict())}
+
+
+def differences(one: Any, other: Any, path: str = "") -> list[str]:
+    """Where two nested things differ, in any bit of a tensor that is a number, or in a dtype."""
+    if isinstance(one, Tensor):
+        equal = one.dtype is other.dtype and torch.equal(one.nan_to_num(7.5), other.nan_to_num(7.5))
+        return [] if equal else [path]
+    if isinstance(one, dict):
+        missing = [f"{path}/{key}" for key in one.keys() ^ other.keys()]
+        return missing + [
+            d for key in one.keys() & other.keys() for d in differences(one[key], other[key], f"{path}/{key}")
+        ]
+    if isinstance(one, (list, tuple)):
+        if len(one) != len(other):
+            return [path]
+        return [d for i, (a, b) in enumerate(zip(one, other, strict=True)) for d in differences(a, b, f"{path}/{i}")]
+    return [] if one == other or (one != one and other != other) else [path]

@@ -24,9 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import preamp
 
-from ..combined.events import BETWEEN, NEUTRAL, STEPS
-from ..combined.test_neutral import differences
-from ..combined.training import MAKERS, Net, Training
+from ..combined.events import BETWEEN, NEUTRAL, STEPS, Program, play
+from ..combined.training import MAKERS, Net, Training, differences
 from .together import tell
 
 KINDS = {2: ("ddp", "late ddp", "fsdp", "tensor"), 4: ("hybrid", "parts")}
@@ -102,7 +101,7 @@ def sharded_file(run: Shared) -> None:
 EVENTS: dict[str, Any] = {**NEUTRAL, "read_from_a_file": sharded_file}
 
 
-def program(chance: random.Random, kind: str) -> list[tuple[str, list[str], list[str]]]:
+def program(chance: random.Random, kind: str) -> Program:
     """Steps, each with what happens before it and what between its micro-batches."""
     names = [name for name in EVENTS if name not in NOT_FOR.get(kind, NOT_FOR["fsdp"])]
     between = [name for name in BETWEEN if name in names]
@@ -110,16 +109,6 @@ def program(chance: random.Random, kind: str) -> list[tuple[str, list[str], list
         (chance.choice(list(STEPS)), chance.sample(names, chance.choice((0, 1, 2))), chance.sample(between, 1))
         for _ in range(6)
     ]
-
-
-def ran(run: Shared, steps: list[tuple[str, list[str], list[str]]], *, with_events: bool) -> dict[str, Any]:
-    for step, before, between in steps:
-        for name in before if with_events else ():
-            EVENTS[name](run)
-        for _ in STEPS[step](run):
-            for name in between if with_events else ():
-                BETWEEN[name](run)
-    return {name: _held(value) for name, value in run.end().items()}
 
 
 def _held(value: Any) -> Any:
@@ -156,7 +145,7 @@ def act(folder: Path) -> dict[str, Any]:
             torch.manual_seed(0)
             run = Shared(kind, mesh, folder / "parts", *how)
             try:
-                ends.append(ran(run, steps, with_events=with_events))
+                ends.append(_held(play(run, steps, EVENTS if with_events else None)))
             except Exception as error:
                 ends.append([with_events, *traceback.format_exception(error)[-4:]])
             finally:

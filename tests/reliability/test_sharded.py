@@ -22,6 +22,8 @@ from preamp.checkpoint._file import read, sha256_of, write
 from preamp.checkpoint._sharded import LATEST
 from preamp.errors import CheckpointError
 
+from ..combined.training import differences
+
 MAKERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "AdamW": lambda p: preamp.optim.AdamW([{"params": p[:3]}, {"params": p[3:], "lr": 3e-3}], 1e-2, eps=1e-4),
     "AdamW in 8 bits": lambda p: preamp.optim.AdamW(p, 1e-2, eps=1e-4, states="8bit"),
@@ -88,13 +90,7 @@ class Run:
 
 
 def alike(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return one.dtype is other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(alike(one[k], other[k]) for k in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(alike, one, other))
-    return bool(one == other)
+    return differences(one, other) == []
 
 
 @pytest.mark.parametrize("maker", MAKERS)

@@ -61,7 +61,7 @@ class Reader(FileSystemReader):
         contents.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
         return contents
 
-    def stated(self) -> set[str]:
+    def params_with_states(self) -> set[str]:
         """The parameters of which it has an optimizer's states."""
         paths = (self.read_metadata().planner_data or {}).values()
         return {path[2] for path in paths if path[:2] == ("optimizer", "state") and len(path) > 2}

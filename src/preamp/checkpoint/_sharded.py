@@ -171,7 +171,7 @@ def load_sharded(
     refused = f"{source} cannot be loaded into this model and optimizer, and nothing was"
     reader = Reader(source / str(latest["generation"]))
     with _torchs_own(refused):
-        stated = on_all_ranks(reader.stated, refused)[0]
+        stated = on_all_ranks(reader.params_with_states, refused)[0]
     with states_for(model, optimizer, stated):
         with _in_float32(session):  # an optimizer that has no state yet makes it here, of its parameters' dtype
             states, steps = get_state_dict(model, optimizer)

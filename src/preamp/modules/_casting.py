@@ -35,7 +35,7 @@ class Casting:
     through: Callable[[Tensor], Tensor] | None = None
     """What a linear or convolution layer computes with in place of a parameter, inside a region."""
 
-    widens: bool = False
+    wide_weights: bool = False
     """A batch norm computes with its weights in float32, as its statistics are: FSDP2 has given it 16-bit ones."""
 
     @property
@@ -67,7 +67,7 @@ class CastingModule(nn.Module):
         with _region(casting.region, self, came_in, args, kwargs):
             if casting.through is not None and _in_low_region(self):
                 result = _computed_through(self, casting.through, *args, **kwargs)
-            elif casting.widens:
+            elif casting.wide_weights:
                 result = _normed_with_wide_weights(self, *args, **kwargs)
             else:
                 result = super().forward(*args, **kwargs)

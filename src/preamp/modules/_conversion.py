@@ -200,8 +200,8 @@ class Conversion:
         elif isinstance(module, (_BatchNorm, _InstanceNorm) if policy.has_regions else NORMS):
             stored = self._storage(module, precision)  # and no rule of a region casts what comes in
             casting = Casting(inputs=stored) if stored in LOW_DTYPES else NOTHING
-        if self._is_torn(module, precision):
-            casting = replace(casting, widens=True)
+        if self._needs_wide_weights(module, precision):
+            casting = replace(casting, wide_weights=True)
         if is_root:
             if low and precision is None and casting == NOTHING:
                 casting = replace(casting, inputs=low)
@@ -220,7 +220,7 @@ class Conversion:
             return Casting(region=torch.float32)  # no region, whose rule would cast what the kernel takes as it is
         return Casting(inputs=torch.float32, outputs_as_inputs=True, region=torch.float32)
 
-    def _is_torn(self, module: nn.Module, precision: torch.dtype | None) -> bool:
+    def _needs_wide_weights(self, module: nn.Module, precision: torch.dtype | None) -> bool:
         """Whether it is a batch norm that FSDP2 gives 16-bit weights, while its statistics are float32."""
         weight = module._parameters.get("weight") if isinstance(module, _BatchNorm) else None
         low = weight is not None and self._gathered.get(weight) in LOW_DTYPES

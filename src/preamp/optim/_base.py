@@ -148,9 +148,12 @@ class FusedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, which fills all gradients by one call: one by one where DTensors and tensors are mixed."""
+        if set_to_none:
+            super().zero_grad(True)
+            return
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if set_to_none or not any_sharded(gradients):
-            super().zero_grad(set_to_none)
+        if not any_sharded(gradients):
+            super().zero_grad(False)
             return
         for gradient in gradients:
             (gradient.detach_() if gradient.grad_fn is not None else gradient.requires_grad_(False)).zero_()
@@ -201,7 +204,7 @@ class FusedOptimizer(Optimizer):
         """Whether a parameter is 16-bit and stepped by way of a float32 master."""
         return param.dtype in LOW_DTYPES and (param in self._masters if self._lent else self.master is not None)
 
-    def is_lent_for(self, param: Parameter) -> bool:
+    def may_swap(self, param: Parameter) -> bool:
         """Whether a session may swap a parameter's master in, so that it is 16-bit in some steps and not in others."""
         return self._lent and not self._masters.shadows and param in self._masters
 

@@ -40,6 +40,8 @@ class Bucket:
     flat: Flat | None = None
     """Where parameters and states lie side by side, if they do; `states` are then one tensor each."""
 
+    number: int = 0
+    """Which of the optimizer's groups it is of."""
     places: list[int] = field(default_factory=list)
     """Where its parameters stand among those of their group that have gradients."""
 
@@ -71,19 +73,17 @@ class Plan:
         self._state = optimizer.state
         self._key = _key(present)
         self.buckets: list[Bucket] = []
-        self._groups: list[int] = []
         for number, (group, params) in enumerate(zip(optimizer.param_groups, present, strict=True)):
             place = {param: i for i, param in enumerate(params)}
             alike: dict[tuple[object, ...], list[Parameter]] = defaultdict(list)
             for param in params:
                 names = optimizer.names_for(group, param)
-                flat, lent = fits(param, optimizer.lays_flat), optimizer.is_lent_for(param)
+                flat, lent = fits(param, optimizer.lays_flat), optimizer.may_swap(param)
                 alike[param.device, param.dtype, names, is_sharded(param), flat, lent].append(param)
             for own in alike.values():
                 for bucket in _buckets_of(optimizer, group, own):
-                    bucket.places = [place[param] for param in bucket.params]
+                    bucket.number, bucket.places = number, [place[param] for param in bucket.params]
                     self.buckets.append(bucket)
-                    self._groups.append(number)
         self._first = [
             (b.params[0], b.params[0].dtype, {name: optimizer.state[b.params[0]][name] for name in b.states})
             for b in self.buckets
@@ -91,7 +91,7 @@ class Plan:
 
     def gathered(self, gradients: Sequence[list[Tensor]]) -> list[tuple[Bucket, list[Tensor]]]:
         """The buckets, each with its gradients. `gradients`: of each group, those that are there."""
-        return [(b, b.gathered(gradients[number])) for number, b in zip(self._groups, self.buckets, strict=True)]
+        return [(bucket, bucket.gathered(gradients[bucket.number])) for bucket in self.buckets]
 
     def fits(self, optimizer: Any, present: Sequence[list[Parameter]]) -> bool:
         """Whether the plan still holds: the same parameters with gradients, the same states."""

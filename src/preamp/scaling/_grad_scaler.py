@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ..errors import ScaleCollapse, ScaleError
-from ..frameworks import counted, imitated
+from ..frameworks import framework_hooks, unwrap_imitation
 from ..gradients import Reading, check_and_unscale_, read
 from ..parallel import Agreement
 from ..sharding import any_sharded
@@ -112,10 +112,10 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled or "closure" in kwargs:  # which is an error
             return super().step(optimizer, *args, **kwargs)
-        given, optimizer = optimizer, imitated(optimizer)
+        given, optimizer = optimizer, unwrap_imitation(optimizer)
         self._check_scale_growth_tracker("step")  # before anything is noted of this optimizer
         state = self._per_optimizer_states[id(optimizer)]
-        with counted(given if given is not optimizer else None):
+        with framework_hooks(given if given is not optimizer else None):
             if getattr(optimizer, "takes_masters", False) and state["stage"] is not OptState.STEPPED:
                 result = self._step_fused(optimizer, state, *args, **kwargs)
             else:
@@ -126,7 +126,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """As torch's."""
-        super().unscale_(imitated(optimizer))
+        super().unscale_(unwrap_imitation(optimizer))
 
     def _step_fused(self, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> float | None:
         scale, _ = self._check_scale_growth_tracker("step")

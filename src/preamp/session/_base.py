@@ -14,9 +14,8 @@ from ..errors import SessionError
 from ..masters import Masters
 from ..modules import Conversion
 from ..optim import FusedOptimizer
-from ..parallel import agreed_largest
 from ..policy import Policy
-from ..sharding import flat_group, is_sharded, reshard, sharded_parts
+from ..sharding import agreed_largest, flat_group, is_sharded, sharded_parts
 from ._casts import KeptCasts
 from ._checks import STATE_VERSION, check_sharded_late, first_nonfinite, named_parameters
 from ._gradients import GradientBook, parameters_of, state_like_parameters
@@ -43,6 +42,7 @@ class SessionBase:
         device_type: str,
         skip: str = "auto",
         group: Any = None,
+        given: Mapping[str, Any] | None = None,
     ) -> None:
         self.policy = policy
         """The policy in force."""
@@ -58,8 +58,8 @@ class SessionBase:
         self._parts = [part for model in models.values() for part in sharded_parts(model)]
         self._shards = list(named_parameters(models)) if self._sharded else None
         self._casts = KeptCasts(self._weights, masters.refresh if masters.shadows else lambda: None)
-        self.handed_out: dict[Optimizer, Any] = {}
-        """What `prepare` was given in the place of optimizers: a framework's own (`counted`)."""
+        self._given = {optimizers[name]: each for name, each in (given or {}).items()}
+        """What a framework handed out in the place of the optimizers."""
         self._skip, self._attempts = skip, 0
         self._skips = 0
         self._device_skips: Tensor | None = None
@@ -148,7 +148,7 @@ class SessionBase:
         self._forget_all()
         for handle in self._handles:
             handle.remove()
-        reshard(self._models.values())
+        self._reshard()
         for conversion in self._conversions:
             conversion.undo()
         self._masters.restore()
@@ -172,6 +172,11 @@ class SessionBase:
         return f"Session({level or 'custom'} on {self.device_type}, {state}: {self.policy})"
 
     # -- inside
+
+    def _reshard(self) -> None:
+        """Drop what FSDP2 has gathered (`sharding.reshard`)."""
+        for part in self._parts:
+            part.reshard()
 
     def _check_scaled_somewhere(self) -> None:
         """Before the first step: the loss of some stage has to have been scaled. Waits for the device."""

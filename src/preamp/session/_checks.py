@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ..errors import SessionError, StateError
 from ..formats import LOW_DTYPES, name_of
-from ..frameworks import behind
+from ..frameworks import unwrap
 from ..modules import unwrapped
 from ..sharding import gathered_as, is_sharded, sharded_parts
 
@@ -72,7 +72,7 @@ def selected(optimizers: Mapping[str, Optimizer], optimizer: Any) -> list[Optimi
         if not optimizers:
             raise SessionError("this session was prepared without an optimizer, so there is nothing to step")
         return list(optimizers.values())
-    optimizer = behind(optimizer)
+    optimizer = unwrap(optimizer)
     if all(optimizer is not each for each in optimizers.values()):
         raise SessionError(
             f"this {type(optimizer).__name__} is not one of the session's optimizers: give it to prepare()"

@@ -15,7 +15,7 @@ from torch.optim import LBFGS, Optimizer
 from ..eps import safe_eps
 from ..errors import PolicyError, PreampWarning, SessionError
 from ..formats import LOW_DTYPES, name_of
-from ..frameworks import behind
+from ..frameworks import unwrap
 from ..masters import Masters, NoMasters, Shadows, SplitMasters, rebuild_reducers, shadows_work
 from ..modules import Conversion, unwrapped
 from ..optim import FusedOptimizer
@@ -68,9 +68,9 @@ def prepare(
 
     >>> session = preamp.prepare(model, optimizer, level="O4")
     """
-    models = {name: behind(each) for name, each in named_values(model, "model").items()}
-    several = {} if optimizer is None else named_values(optimizer, "optimizer")
-    optimizers = {name: behind(each) for name, each in several.items()}
+    models = {name: unwrap(each) for name, each in named_values(model, "model").items()}
+    given = {} if optimizer is None else named_values(optimizer, "optimizer")
+    optimizers = {name: unwrap(each) for name, each in given.items()}
     _check_kinds(models, optimizers)
     reshard(models.values())
     if skip not in SKIPS:
@@ -88,13 +88,14 @@ def prepare(
             lowered = {p for each in models.values() for p in each.parameters() if p.dtype in LOW_DTYPES}
             rebuild_reducers(lowered, models=models.values(), strict=True)
         group = flat_group(models.values()) if group is None else group
-        session = Session(models, optimizers, chosen, Losses(scales), masters, conversions, device_type, skip, group)
+        session = Session(
+            models, optimizers, chosen, Losses(scales), masters, conversions, device_type, skip, group, given
+        )
     except BaseException:
         for conversion in conversions:
             conversion.undo()
         masters.restore()
         raise
-    session.handed_out = {optimizers[name]: given for name, given in several.items()}
     for each_optimizer in optimizers.values():
         if not chosen.masters:
             state_like_parameters(each_optimizer)

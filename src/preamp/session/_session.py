@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from ..autocast import autocast
 from ..errors import SessionError
-from ..frameworks import behind, counted
+from ..frameworks import framework_hooks, unwrap
 from ..gradients import Reading, clip_values_
-from ..sharding import reshard, sharded_parts
+from ..sharding import sharded_parts
 from ._base import SessionBase
 from ._capture import CapturedStep
 from ._casts import KeepingRegion
@@ -55,7 +55,7 @@ class Session(SessionBase):
         gathers in 16 bits can only be read: `SessionError` without it.
         """
         self._check_open()
-        reshard(self._models.values())
+        self._reshard()
         if self._sharded and not values_only and self.policy.compute is not torch.float32:
             check_gathered_full(self._models.values())
         if self._book.any_read():
@@ -124,7 +124,7 @@ class Session(SessionBase):
         `wrapped`: DistributedDataParallel models made after `prepare`, which the session does not know.
         """
         with ExitStack() as stack:
-            for model in (*self._models.values(), *map(behind, wrapped)):
+            for model in (*self._models.values(), *map(unwrap, wrapped)):
                 if isinstance(model, nn.parallel.DistributedDataParallel):
                     stack.enter_context(model.no_sync())
                 for part in sharded_parts(model):
@@ -209,8 +209,7 @@ class Session(SessionBase):
             self._casts.stepped()
             for each in chosen:
                 self._book.forget(each)
-            for part in self._parts:  # what an evaluation since backward has gathered is out of date
-                part.reshard()
+            self._reshard()  # what an evaluation since backward has gathered is out of date
         read = functools.reduce(Reading.merged, readings)
         names = functools.partial(names_of, parameters, self._named)
         report = StepReport(self._attempts, read.found, scales[0], norm, read.nonfinite, names)
@@ -299,5 +298,5 @@ class Session(SessionBase):
         return norm
 
     def _step_one(self, optimizer: Optimizer, found: Tensor) -> bool | None:
-        with counted(self.handed_out.get(optimizer)):
+        with framework_hooks(self._given.get(optimizer)):
             return step_unless(found, optimizer, self._book, self._losses.apart, self._skip)
