@@ -8,11 +8,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from .events import BETWEEN, NEUTRAL, STEPS, Program, play
 from .training import GROWS, MAKERS, Training, differences
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+AGAIN = ("built_again", "read_from_a_file", "prepared_again")
+"""Events after which model, optimizer or session are others."""
 
 
 @st.composite
@@ -72,3 +75,28 @@ def test_each_event(how: tuple[str, str, str, bool], event: str) -> None:
     changes_nothing(
         how, [("edited", [], []), ("plain", [], []), ("accumulated", [event], between), ("clipped", [event], [])]
     )
+
+
+def places(run: Training) -> dict[str, int]:
+    """Where everything lies that a step reads and writes."""
+    held = {**dict(run.model.state_dict(keep_vars=True)), **dict(run.session._masters.named())}
+    held |= {f"{i} {name}": v for i, state in enumerate(run.optimizer.state.values()) for name, v in state.items()}
+    for loss in run.session._losses:
+        held |= getattr(run.session._losses[loss], "_state", {})
+    return {name: value.data_ptr() for name, value in held.items() if isinstance(value, Tensor)}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
+@pytest.mark.parametrize("maker", ["AdamW", "torch AdamW, fused"])
+def test_a_graph_finds_everything_where_it_was(level: str, maker: str) -> None:
+    """What moves between two steps, a captured step would miss, unless it is told (`Session._loads`)."""
+    run = Training(level, maker, "window", False)
+    try:
+        list(STEPS["clipped"](run))
+        for event in (name for name in NEUTRAL if name not in AGAIN):
+            before, loads = places(run), run.session._loads
+            NEUTRAL[event](run)
+            assert run.session._loads > loads or places(run) == before, event
+            list(STEPS["clipped"](run))
+    finally:
+        run.session.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -208,6 +209,26 @@ def test_a_changed_hyperparameter_is_captured_anew() -> None:
     captured.is_that_of(written)
     largest = max(float((a - b).abs().max()) for a, b in zip(captured.parameters, plain.parameters, strict=True))
     assert largest > 1e-4
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("through", ["cpu", "cuda"])
+def test_states_loaded_between_captured_steps_are_trained_on(level: str, through: str) -> None:
+    """A graph knows tensors by where they lie, and loaded states lie elsewhere; a rate may come from the host."""
+
+    def load(session: preamp.Session, model: nn.Module, index: int) -> None:
+        if index in (5, 12):
+            optimizer, file = session.optimizers[""], io.BytesIO()
+            torch.save([each.state_dict() for each in (model, optimizer, session)], file)
+            file.seek(0)
+            states = torch.load(file, weights_only=True, map_location=through)
+            for each, state in zip((model, optimizer, session), states, strict=True):
+                each.load_state_dict(state)
+
+    maker = OPTIMIZERS["preamp.optim.AdamW"]
+    captured, written = (Run(level, maker, how, bad=(9, 14), schedule=True, between=load) for how in (True, False))
+    captured.is_that_of(written)
+    assert captured.skipped == 2
 
 
 def test_replays_do_not_wait() -> None:

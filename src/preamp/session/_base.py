@@ -63,6 +63,7 @@ class SessionBase:
         self._skip, self._attempts = skip, 0
         self._skips = 0
         self._device_skips: Tensor | None = None
+        self._loads = 0  # how often states were loaded, which lie in other tensors then
         self._closed = False
         self.last_step: StepReport | None = None
         """The report of the last `step`."""
@@ -137,6 +138,7 @@ class SessionBase:
         self._masters.load(state["masters"])
         self._losses.load_state_dict(state["losses"])
         self._attempts, self._skips, self._device_skips = int(state["steps"]), int(state["skipped"]), None
+        self._loads += 1
         self._round.clear()
 
     def close(self) -> None:
@@ -225,6 +227,7 @@ class SessionBase:
 
     def _after_optimizer_load(self, optimizer: Optimizer) -> None:
         self._masters.swap_out(parameters_of(optimizer))
+        self._loads += 1
 
 
 def _size(group: Mapping[str, Any]) -> int:

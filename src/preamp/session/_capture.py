@@ -42,6 +42,8 @@ class CapturedStep:
         self._outputs: Any = None
         self._steps = 0
         self._hyper: list[dict[str, Any]] = []
+        self._changes = 0
+        self._loads = session._loads
         self._eager = session.device_type != "cuda"
         if self._eager:
             warnings.warn(
@@ -58,14 +60,21 @@ class CapturedStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Train one step on these arguments; tensors must keep the shapes, dtypes and devices of the captured call."""
+        self._session._check_open()
         if self._eager:
             return self._function(*args, **kwargs)
+        if self._loads != self._session._loads:  # states and counts lie in other tensors now: make all of them first
+            self.reset()
+            self._loads, self._warmup = self._session._loads, max(self._warmup, 1)
         if self._graph is None and self._warmup > 0:
             self._warmup -= 1
             return self._on_side_stream(args, kwargs)
-        if self._graph is None or self._hyper != self._hyper_now():
+        if self._graph is None or self._hyper != (now := self._hyper_now()):
+            if self._graph is not None:
+                self._count_change(now)
             self._capture(args, kwargs)
         else:
+            self._changes = 0
             self._copy_in(args, kwargs)
             self._session._replayed(self._steps)
         self._graph.replay()
@@ -96,10 +105,11 @@ class CapturedStep:
             )
         session._casts.drop()
         torch.clear_autocast_cache()
+        device = session._device()
         for optimizer in session.optimizers.values():
-            for group in optimizer.param_groups:
-                if isinstance(group["lr"], (int, float)):  # a number would be frozen; schedulers write into a tensor
-                    group["lr"] = torch.tensor(float(group["lr"]), device=session._device())
+            for group in optimizer.param_groups:  # a number would be frozen; schedulers write into a tensor
+                if not isinstance(group["lr"], Tensor) or group["lr"].device != device:
+                    group["lr"] = torch.tensor(float(group["lr"]), device=device)
         self._hyper = self._hyper_now()
         self._inputs = map_tensors(Tensor.clone, (args, kwargs))
         before = session.steps
@@ -124,6 +134,22 @@ class CapturedStep:
                 )
         for mine, theirs in zip(kept, given, strict=True):
             mine.copy_(theirs, non_blocking=True)
+
+    def _count_change(self, now: list[dict[str, Any]]) -> None:
+        """Warn when a hyper-parameter changes call by call, so that every call is captured and none replayed."""
+        self._changes += 1
+        if self._changes == 3:
+            pairs = zip(self._hyper, now, strict=False)
+            names = sorted(
+                {key for old, new in pairs for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
+            )
+            warnings.warn(
+                f"session.capture(): {', '.join(names) or 'the list of groups'} changed before each of the last three "
+                "calls, and each was captured anew, which costs more than it saves. Only learning rates may change "
+                "freely; a OneCycleLR leaves the others alone with cycle_momentum=False",
+                PreampWarning,
+                stacklevel=3,
+            )
 
     def _hyper_now(self) -> list[dict[str, Any]]:
         return [
