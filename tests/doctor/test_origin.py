@@ -308,6 +308,37 @@ class Inverse(torch.autograd.Function):
         return grad / x
 
 
+class Decorated(Inverse):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+
+class WithSetup(Inverse):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return _doubled(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+
+def _doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@pytest.mark.parametrize("function", [Inverse, Decorated, WithSetup])
+def test_a_function_with_a_backward_of_its_own_is_found_where_it_is_applied(function: Any) -> None:
+    def act(x: Tensor) -> Tensor:
+        return function.apply(x)  # type: ignore[no-any-return]
+
+    found = check(origin_of(act, torch.zeros(2)), "div", "inf", "backward")
+    assert (found.file, found.line) == (__file__, line_of(act, "function.apply"))
+
+
 def test_a_backward_in_python_adds_its_line() -> None:
     found = check(origin_of(Inverse.apply, torch.zeros(2)), "div", "inf", "backward")
     assert found.own == (__file__, line_of(Inverse.backward, "grad / x"))

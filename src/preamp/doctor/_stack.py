@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 from torch import nn
@@ -63,14 +65,30 @@ def walk(stop: CodeType) -> Frames:
             break
         elif inner is not None and file == _FUNCTION:
             function = True
-        elif is_users(file) and (inner is None or (function and applied is nowhere)):
+        elif is_users(file) and (inner is None or applied is nowhere):
             here = (file, frame.f_lineno)
             if inner is None:
                 source = inner = here
-            else:
+            elif function:
                 applied = here
+            function = function or _is_function(frame.f_code)
         frame = frame.f_back
     return Frames(source, own, applied, recomputed)
+
+
+@cache
+def _is_function(code: CodeType) -> bool:
+    """Whether it is the forward of an autograd.Function, which torch 2.15 calls with no frame of its own between."""
+    classes = [torch.autograd.Function]
+    for each in classes:
+        forward: Any = each.__dict__.get("forward")
+        if (
+            forward is not None
+            and getattr(inspect.unwrap(getattr(forward, "__func__", forward)), "__code__", None) is code
+        ):
+            return True
+        classes.extend(each.__subclasses__())
+    return False
 
 
 def line_and_modules() -> tuple[Line, tuple[nn.Module, ...]]:

@@ -16,7 +16,7 @@ class Embedder(nn.Module):
 
 
 def angle(a, b):
-    cosine = F.cosine_similarity(a, b, dim=-1).clamp(-1, 1)
+    cosine = torch.minimum(F.cosine_similarity(a, b, dim=-1), torch.ones(()))
     return torch.acos(cosine)  # sick: PA201 module=-
 
 
