@@ -52,9 +52,10 @@ SHIM = """
     import torch
     names = "nms roi_align _roi_align_backward ps_roi_align _ps_roi_align_backward roi_pool _roi_pool_backward "
     names += "ps_roi_pool _ps_roi_pool_backward deform_conv2d _deform_conv2d_backward qnms"
-    missing = torch.library.Library("torchvision", "DEF")  # declared, so that torchvision can be imported; never called
-    for name in names.split():
-        missing.define(f"{name}(Tensor input) -> Tensor")
+    if not torch.backends.cuda.is_built():  # or torchvision loads its own
+        missing = torch.library.Library("torchvision", "DEF")  # for torchvision to be imported; never called
+        for name in names.split():
+            missing.define(f"{name}(Tensor input) -> Tensor")
 """
 
 
