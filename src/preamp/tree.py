@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+PLAIN = dict.fromkeys(
+    (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+)  # looked up in compiled code, and dynamo of torch 2.8 cannot look into a frozenset
 """Types that hold nothing: most arguments of an operator are of these, and asking what else they are takes long."""
 
 
@@ -135,4 +137,4 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     return map_tensors(cast, value)
 
 
-_CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32})
+_CASTABLE = (torch.float16, torch.bfloat16, torch.float32)

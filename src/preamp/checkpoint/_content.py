@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from ..tree import PLAIN, map_tensors, tensors
 
-_VALUES = PLAIN | {bytes, bytearray, complex}
+_VALUES = {*PLAIN, bytes, bytearray, complex}
 _LISTS = (list, tuple, torch.Size)
 _DICTS = (dict, OrderedDict, Counter)
 

@@ -162,7 +162,8 @@ def untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(random_kept())
         # A graph of the caller's that saved a buffer still finds the version it saved.
-        stack.enter_context(_unsafe_preserve_version_counter(tuple(distinct.values())))
+        for buffer in distinct.values():  # one by one: torch 2.6 takes no more
+            stack.enter_context(_unsafe_preserve_version_counter(buffer))
         try:
             for parameter, _ in grads:
                 parameter.grad = None
