@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.compiler.config
 
 from preamp.autocast import REGISTRY
 
@@ -37,6 +38,6 @@ def torch_stays_as_it_was() -> Iterator[None]:
     assert _cache_tag() == tag
 
 
-def _cache_tag() -> str | None:
-    """What torch's cache of compiled code is told apart by, since release 2.7."""
-    return getattr(getattr(torch.compiler, "config", None), "cache_key_tag", None)
+def _cache_tag() -> str:
+    """What torch's cache of compiled code is told apart by."""
+    return torch.compiler.config.cache_key_tag

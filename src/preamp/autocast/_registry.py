@@ -22,6 +22,7 @@ import warnings
 from typing import Any
 
 import torch
+import torch.compiler.config
 
 from ..errors import PolicyError
 from ..rules import OpRules, autocast_key, has_kernel, native_category
@@ -112,22 +113,17 @@ class Registry:
             for library in libraries:
                 library._destroy()
         self._libraries.clear()
-        if _HAS_TAG:
-            torch.compiler.config.cache_key_tag = self._users_tag
+        torch.compiler.config.cache_key_tag = self._users_tag
         self.rules = None
         self._lingering = False
         self.stamp = ""
 
     def _tag_compile_cache(self, rules: OpRules) -> None:
         """Make torch.compile's on-disk cache, which knows nothing of our kernels, depend on the rules."""
-        if not _HAS_TAG:
-            return
         self._users_tag = torch.compiler.config.cache_key_tag
         digest = hashlib.sha256(repr(tuple(rules.ruled())).encode()).hexdigest()[:16]
         torch.compiler.config.cache_key_tag = f"{self._users_tag}preamp-rules:{digest}"
 
-
-_HAS_TAG = hasattr(getattr(torch.compiler, "config", None), "cache_key_tag")  # torch 2.7 and newer
 
 REGISTRY = Registry()
 
