@@ -82,10 +82,7 @@ def _is_function(code: CodeType) -> bool:
     classes = [torch.autograd.Function]
     for each in classes:
         forward: Any = each.__dict__.get("forward")
-        if (
-            forward is not None
-            and getattr(inspect.unwrap(getattr(forward, "__func__", forward)), "__code__", None) is code
-        ):
+        if getattr(inspect.unwrap(getattr(forward, "__func__", forward)), "__code__", None) is code:
             return True
         classes.extend(each.__subclasses__())
     return False
