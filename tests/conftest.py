@@ -23,7 +23,7 @@ def torch_stays_as_it_was() -> Iterator[None]:
     REGISTRY.uninstall()  # a fixture of wider scope may have entered regions
     torch.set_num_threads(1)  # two workers on two cores
     torch.manual_seed(0)
-    tag = _cache_tag()
+    tag = torch.compiler.config.cache_key_tag
     yield
     assert not torch.is_autocast_enabled("cpu")
     assert not torch.is_autocast_enabled("ipu")
@@ -35,9 +35,4 @@ def torch_stays_as_it_was() -> Iterator[None]:
         REGISTRY.release()
     REGISTRY.uninstall()
     assert not left_open, f"{left_open} sessions were left open"
-    assert _cache_tag() == tag
-
-
-def _cache_tag() -> str:
-    """What torch's cache of compiled code is told apart by."""
-    return torch.compiler.config.cache_key_tag
+    assert torch.compiler.config.cache_key_tag == tag

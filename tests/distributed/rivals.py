@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import preamp
+from preamp.sharding import full_tensor
 
 from ..combined.training import GROWS, differences
 from .together import tell
@@ -90,14 +91,9 @@ class Rivals:
 
     def end(self) -> dict[str, Any]:
         with self.session.full_precision(values_only=True):
-            weights = {f"{m} {n}": _whole(v) for m in self.models for n, v in self.models[m].state_dict().items()}
+            weights = {f"{m} {n}": full_tensor(v) for m in self.models for n, v in self.models[m].state_dict().items()}
         scales = [self.session.loss_scale(name) for name in self.session._losses]
         return {"told": self.told, "weights": copy.deepcopy(weights), "scales": scales, "skips": self.session.skipped}
-
-
-def _whole(value: Any) -> Tensor:
-    whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return whole
 
 
 def critic(run: Rivals) -> None:

@@ -98,7 +98,7 @@ def test_loaded_states_lie_elsewhere_so_the_graph_is_made_anew(level: str, what:
         assert step(3) == (0, 3)
 
 
-def test_states_loaded_in_the_warm_up_leave_one_call_of_it() -> None:
+def test_states_loaded_between_warm_up_and_capture_take_one_more_call_as_written() -> None:
     with captured() as step:
         step(3)
         step.session.load_state_dict(step.session.state_dict())

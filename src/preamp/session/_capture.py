@@ -71,7 +71,7 @@ class CapturedStep:
             return self._on_side_stream(args, kwargs)
         if self._graph is None or self._hyper != (now := self._hyper_now()):
             if self._graph is not None:
-                self._count_change(now)
+                self._warn_of_changes(now)
             self._capture(args, kwargs)
         else:
             self._changes = 0
@@ -135,7 +135,7 @@ class CapturedStep:
         for mine, theirs in zip(kept, given, strict=True):
             mine.copy_(theirs, non_blocking=True)
 
-    def _count_change(self, now: list[dict[str, Any]]) -> None:
+    def _warn_of_changes(self, now: list[dict[str, Any]]) -> None:
         """Warn when a hyper-parameter changes call by call, so that every call is captured and none replayed."""
         self._changes += 1
         if self._changes == 3:
