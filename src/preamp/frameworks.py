@@ -8,7 +8,8 @@ leaves an optimizer a flag as an attribute.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -20,7 +21,7 @@ def unwrap(given: Any) -> Any:
     """The optimizer that a framework's optimizer steps, the module (or parallel wrapper) that its module calls; else
     `given` itself.
     """
-    while any(kind.__module__.partition(".")[0] in _FRAMEWORKS for kind in type(given).__mro__):
+    while _is_framework(type(given)):  # type: ignore[arg-type]
         held = vars(given)
         if isinstance(given, nn.Module):
             inner = held["_modules"].get("_forward_module")
@@ -32,19 +33,29 @@ def unwrap(given: Any) -> Any:
     return given
 
 
+@lru_cache
+def _is_framework(kind: type) -> bool:
+    """Whether a class is a framework's or made from one; asked at every step of a scaler."""
+    return any(each.__module__.partition(".")[0] in _FRAMEWORKS for each in kind.__mro__)
+
+
 def unwrap_imitation(given: Any) -> Any:
     """The optimizer behind one that passes for it (Lightning's are of its class); any other as it is."""
     inner = unwrap(given)
     return inner if isinstance(given, type(inner)) else given
 
 
-@contextmanager
-def framework_hooks(given: Any) -> Iterator[None]:
+def framework_hooks(given: Any) -> AbstractContextManager[None]:
     """Around a step of the optimizer behind `given`: has Lightning count it, and Fabric tell its callbacks.
 
     A Trainer's `global_step`, and with it `max_steps` and the times of checkpoints, come from nothing else.
     """
-    held = {} if given is None or unwrap(given) is given else vars(given)
+    return nullcontext() if given is None or unwrap(given) is given else _hooks(given)
+
+
+@contextmanager
+def _hooks(given: Any) -> Iterator[None]:
+    held = vars(given)
     if "_on_before_step" in held:
         held["_on_before_step"]()
     yield
