@@ -193,7 +193,7 @@ def test_reading(case: int) -> None:
     assert torch.equal(read(grads, tiny).norm, got.norm)
     if not grads[0].numel():
         grads = grads[1:]
-    grads[0].view(-1)[0] = torch.nan
+    grads[0][(0,) * grads[0].dim()] = torch.nan
     got = read(grads, tiny)
     assert float(got.found) == 1 and got.nonfinite.tolist() == [True] + [False] * (len(grads) - 1)
     assert not torch.isfinite(got.norm)

@@ -22,6 +22,8 @@ import preamp
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
+CUDA_BACKEND = "nccl" if dist.is_nccl_available() else "pretend"
+"""Beside a GPU the real one; else that of `tests/pretend`, on the device that is none."""
 
 
 @pytest.fixture(params=DEVICES)
@@ -29,7 +31,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     name: str = request.param
     if name == "cuda":
         torch.cuda.set_device(0)
-    dist.init_process_group("nccl" if name == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(CUDA_BACKEND if name == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield name
     finally:
@@ -167,7 +169,7 @@ def test_a_captured_step_under_ddp(level: str, monkeypatch: pytest.MonkeyPatch) 
     """As torch asks: the wrapper made on a side stream, 11 warm-up steps, and no watchdog that looks at events."""
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(CUDA_BACKEND, store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = network("cuda")
         session = preamp.prepare(model, preamp.optim.AdamW(model.parameters(), 1e-2), level=level)

@@ -22,14 +22,17 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 STEPS = 24
 
+EPS = 1e-3
+"""Of Adam: with the usual 1e-8 a gradient that is rounding and nothing else makes a whole step, up or down."""
+
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
-    "preamp.optim.AdamW": lambda p: preamp.optim.AdamW(p, 3e-3),
+    "preamp.optim.AdamW": lambda p: preamp.optim.AdamW(p, 3e-3, eps=EPS),
     "preamp.optim.SGD": lambda p: preamp.optim.SGD(p, 0.05, momentum=0.9),
-    "torch AdamW, fused": lambda p: torch.optim.AdamW(p, 3e-3, fused=True),
+    "torch AdamW, fused": lambda p: torch.optim.AdamW(p, 3e-3, eps=EPS, fused=True, capturable=True),
     "torch SGD, fused": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, fused=True),
 }
 SPLIT = "preamp.optim.AdamW, split"
-MAKERS = {**OPTIMIZERS, SPLIT: lambda p: preamp.optim.AdamW(p, 3e-3, master="split")}
+MAKERS = {**OPTIMIZERS, SPLIT: lambda p: preamp.optim.AdamW(p, 3e-3, eps=EPS, master="split")}
 CASES = [(level, name) for level in ("O1", "O2", "O4", "O5") for name in OPTIMIZERS] + [("O5", SPLIT)]
 
 
@@ -43,9 +46,11 @@ def no_waiting() -> Iterator[None]:
 
 
 def network() -> nn.Sequential:
-    """Without BatchNorm, whose running statistics a batch with an infinity would spoil for good."""
+    """Without BatchNorm, whose running statistics a batch with an infinity would spoil for good, and smooth: rounding
+    that puts a ReLU on the other side of zero tells two runs apart that are the same.
+    """
     torch.manual_seed(0)
-    layers = [nn.Linear(64, 256), nn.LayerNorm(256), nn.GELU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8)]
+    layers = [nn.Linear(64, 256), nn.LayerNorm(256), nn.GELU(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 8)]
     return nn.Sequential(*layers).to(DEVICE)
 
 
@@ -263,8 +268,8 @@ def test_a_replay_has_no_more_kernels_than_a_step() -> None:
             return found
 
     replayed, written = settled(True), settled(False)
-    # copies of the two arguments, of the result, and of what a report keeps
-    assert replayed <= written + 12, f"{replayed} kernels in a replay, {written} in a step as it is written"
+    # copies of the two arguments, of the result, and of what a report keeps, and a rate in a tensor
+    assert replayed <= written + 16, f"{replayed} kernels in a replay, {written} in a step as it is written"
 
 
 def test_other_shapes_are_refused_and_change_nothing() -> None:
@@ -299,7 +304,7 @@ def test_an_optimizer_that_needs_the_host_is_refused(level: str) -> None:
 
 def test_an_optimizer_that_is_put_back_on_the_device_may_be_captured() -> None:
     def maker(parameters: Any) -> Optimizer:
-        return torch.optim.NAdam(parameters, 3e-3, capturable=True)
+        return torch.optim.NAdam(parameters, 3e-3, eps=EPS, capturable=True)
 
     captured, written = (Run("O1", maker, how, bad=(9,)) for how in (True, False))
     captured.is_that_of(written)
@@ -349,7 +354,7 @@ def test_forward_and_loss_compile_in_one_graph(level: str, name: str) -> None:
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("kind", ["Adam", "SGD"])
 def test_our_scaler_with_our_optimizer_is_torchs_with_its_own(kind: str, clip: float | None) -> None:
-    arguments = {"lr": 1e-3} if kind == "Adam" else {"lr": 0.02, "momentum": 0.9}
+    arguments = {"lr": 1e-3, "eps": EPS} if kind == "Adam" else {"lr": 0.02, "momentum": 0.9}
 
     def run(ours: bool) -> tuple[list[float], list[Tensor]]:
         model = network()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from operator import attrgetter
 
 import torch
@@ -89,9 +90,14 @@ def read(gradients: Sequence[Tensor], *, statistics: bool = False, tiny: float =
             places[gradient.device].append(place)
         home = gradients[0].device
         parts = [_on_one_device([gradients[i] for i in own], statistics, tiny) for own in places.values()]
-        order = torch.tensor([i for own in places.values() for i in own], device=home).argsort()
         norms = torch.cat([part[0].to(home) for part in parts])
-        nonfinite = torch.cat([part[1].to(home) for part in parts])[order]
+        # in the order of the gradients, by slices: an index would be sent from the host, which waits until it is there
+        runs = [(place, len(list(run))) for place, run in groupby(map(attrgetter("device"), gradients))]
+        flags = {
+            place: iter(part[1].to(home).split([length for other, length in runs if other == place]))
+            for place, part in zip(places, parts, strict=True)
+        }
+        nonfinite = torch.cat([next(flags[place]) for place, _ in runs])
         rest = [torch.stack([part[k].to(home) for part in parts]) for k in range(2, len(parts[0]))]
         rest = [rest[0].amax(), rest[1].sum(), rest[2].sum()] if rest else []
     entries = sum(value.numel() for group in grouped(list(gradients)) for value in group)

@@ -1,0 +1,301 @@
+"""A CUDA device that is none, for a torch built without: the C++ beside this, and the Python of `torch.cuda` on it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.cpp_extension import include_paths, library_paths
+
+HERE = Path(__file__).parent
+SOURCES = ("cuda.cpp", "group.cpp")
+WRITTEN_FOR = "2.13"
+"""The release of torch whose C++ this is written against: much of what it stands on is not promised to anybody."""
+
+
+def missing() -> str | None:
+    """Why the device cannot be had here; None if it can."""
+    if torch.version.cuda is not None or torch.cuda.is_available():
+        return "torch is built with CUDA, or has a device already"
+    if not torch.__version__.startswith(WRITTEN_FOR + "."):
+        return f"written against the C++ of torch {WRITTEN_FOR}, and this is {torch.__version__}"
+    return None if shutil.which("c++") else "no C++ compiler"
+
+
+@functools.cache
+def pretend(devices: int = 1) -> Any:
+    """Put the device under `torch.cuda`, for the rest of this process. Builds the C++ at first, in about a minute."""
+    if (reason := missing()) is not None:
+        raise RuntimeError(f"no CUDA device that is none: {reason}")
+    file = built()
+    spec = importlib.util.spec_from_file_location(NAME, file)
+    assert spec is not None and spec.loader is not None
+    native = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(native)
+    native.set_devices(devices)
+    _as_torch_has_it(native)
+    _interpreted_kernels_are_recorded(native)
+    _replicas_are_copies()
+    _groups_speak_by_gloo(native)
+    return native
+
+
+NAME = "pretend_cuda"
+
+
+def built() -> Path:
+    """The compiled C++, kept among temporary files under a name of what it was made from."""
+    sources = [*(HERE / name for name in SOURCES), HERE / "pretend.h"]
+    made_from = hashlib.sha256(b"".join(source.read_bytes() for source in sources))
+    made_from.update(f"{torch.__version__} {torch.__path__[0]} {sys.version}".encode())
+    file = Path(tempfile.gettempdir()) / f"{NAME}-{made_from.hexdigest()[:16]}.so"
+    if file.exists():
+        return file
+    flags = ["-O1", "-std=c++20", "-fPIC", f"-DTORCH_EXTENSION_NAME={NAME}", "-DTORCH_API_INCLUDE_EXTENSION_H"]
+    flags += [f"-I{path}" for path in (*include_paths(), sysconfig.get_paths()["include"])]
+    libraries = [*(f"-L{path}" for path in library_paths()), "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
+    with tempfile.TemporaryDirectory() as folder:
+        objects = [Path(folder) / f"{name}.o" for name in SOURCES]
+        pairs = zip(SOURCES, objects, strict=True)
+        compiling = [subprocess.Popen(["c++", *flags, "-c", HERE / name, "-o", to]) for name, to in pairs]
+        if any([process.wait() for process in compiling]):  # all of them, before the folder goes
+            raise RuntimeError("the C++ in tests/pretend does not compile")
+        linked = Path(folder) / file.name
+        subprocess.run(["c++", "-shared", *objects, *libraries, "-o", linked], check=True)
+        shutil.copy(linked, partial := file.with_suffix(f".{os.getpid()}"))
+        partial.rename(file)  # at once, so that no other process loads half a file
+    return file
+
+
+def _as_torch_has_it(native: Any) -> None:
+    cuda: Any = torch.cuda
+
+    class OnDevice:
+        def __init__(self, device: Any) -> None:
+            self.idx, self.before = _index(device, native), 0
+
+        def __enter__(self) -> None:
+            self.before = native.device()
+            native.set_device(self.idx)
+
+        def __exit__(self, *_: Any) -> None:
+            native.set_device(self.before)
+
+    class Stream:
+        """Work is done when its call returns, so that streams are names only."""
+
+        def __init__(self, device: Any = None, **_: Any) -> None:
+            self.device = torch.device("cuda", _index(device, native))
+            self.cuda_stream = id(self)
+
+        def wait_stream(self, stream: Any) -> None: ...
+        def wait_event(self, event: Any) -> None: ...
+
+        def record_event(self, event: Any = None) -> Any:
+            return event or Event()
+
+        def synchronize(self) -> None:
+            native.wait("Stream.synchronize")
+
+        def query(self) -> bool:
+            return True
+
+    class Event:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+        def record(self, stream: Any = None) -> None: ...
+        def wait(self, stream: Any = None) -> None: ...
+
+        def query(self) -> bool:
+            return True
+
+        def synchronize(self) -> None:
+            native.wait("Event.synchronize")
+
+        def elapsed_time(self, other: Any) -> float:
+            return 1.0
+
+    default = Stream()
+    streams = [default]
+
+    @contextlib.contextmanager
+    def stream(given: Any) -> Iterator[None]:
+        streams.append(given or streams[-1])
+        try:
+            yield
+        finally:
+            streams.pop()
+
+    class CUDAGraph:
+        def __init__(self, keep_graph: bool = False) -> None:
+            self._graph = native.Graph()
+
+        def capture_begin(self, *_: Any, **__: Any) -> None:
+            self._graph.begin()
+
+        def capture_end(self) -> None:
+            self._graph.end()
+
+        def replay(self) -> None:
+            self._graph.replay()
+
+        def reset(self) -> None:
+            self._graph = native.Graph()
+
+        def pool(self) -> tuple[int, int]:
+            return (0, 0)
+
+    @contextlib.contextmanager
+    def graph(which: Any, pool: Any = None, stream: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
+        with cuda.stream(stream or Stream()):
+            which.capture_begin()
+            try:
+                yield
+            finally:
+                which.capture_end()
+
+    modes = {"default": 0, "warn": 1, "error": 2, 0: 0, 1: 1, 2: 2}
+    properties = SimpleNamespace(
+        name="pretended", major=9, minor=0, total_memory=8 << 30, multi_processor_count=2, warp_size=32
+    )
+    replaced: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_lazy_init": lambda: None,
+        "init": lambda: None,
+        "device_count": native.devices,
+        "current_device": native.device,
+        "set_device": lambda index: native.set_device(_index(index, native)),
+        "device": OnDevice,
+        "synchronize": lambda device=None: native.wait("torch.cuda.synchronize"),
+        "Stream": Stream,
+        "Event": Event,
+        "stream": stream,
+        "current_stream": lambda device=None: streams[-1],
+        "default_stream": lambda device=None: default,
+        "CUDAGraph": CUDAGraph,
+        "graph": graph,
+        "is_current_stream_capturing": native.is_capturing,
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_name": lambda device=None: "pretended",
+        "get_device_properties": lambda device=None: properties,
+        "is_bf16_supported": lambda *_, **__: True,
+        "memory_allocated": lambda device=None: native.held(),
+        "max_memory_allocated": lambda device=None: native.held_at_most(),
+        "memory_reserved": lambda device=None: native.held(),
+        "reset_peak_memory_stats": lambda device=None: native.forget_peak(),
+        "mem_get_info": lambda device=None: (8 << 30, 8 << 30),
+        "empty_cache": lambda: None,
+        "ipc_collect": lambda: None,
+        "set_sync_debug_mode": lambda mode: native.set_on_wait(modes[mode]),
+        "get_sync_debug_mode": native.on_wait,
+        "get_rng_state": lambda device="cuda": native.generator().get_state(),
+        "set_rng_state": lambda state, device="cuda": native.generator().set_state(state),
+        "get_rng_state_all": lambda: [native.generator().get_state() for _ in range(native.devices())],
+        "set_rng_state_all": lambda states: native.generator().set_state(states[0]),
+        "manual_seed": lambda seed: native.generator().manual_seed(seed),
+        "manual_seed_all": lambda seed: native.generator().manual_seed(seed),
+        "default_generators": [native.generator()] * native.devices(),
+        "_exchange_device": lambda index: _exchange(index, native),
+        "_maybe_exchange_device": lambda index: _exchange(index, native),
+    }
+    for name, value in replaced.items():
+        setattr(cuda, name, value)
+    plain = torch.UntypedStorage.__new__
+
+    def storage(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+        if device is None or torch.device(device).type != "cuda" or not (args and isinstance(args[0], int)):
+            return plain(cls, *args, **kwargs) if device is None else plain(cls, *args, device=device, **kwargs)
+        return torch.empty(args[0], dtype=torch.uint8, device=device).untyped_storage()
+
+    plain_resize = torch.UntypedStorage.resize_
+
+    def resize(self: Any, size: int) -> Any:
+        if self.device.type != "cuda":
+            return plain_resize(self, size)
+        native.resize_storage(torch.empty(0, dtype=torch.uint8, device=self.device).set_(self), size)
+        return self
+
+    torch.UntypedStorage.__new__ = storage  # type: ignore[assignment,method-assign]
+    torch.UntypedStorage.resize_ = resize  # type: ignore[assignment,method-assign]
+    torch._C._cuda_getDevice = native.device  # type: ignore[attr-defined]
+    torch._C._cuda_isCurrentStreamCapturing = native.is_capturing  # type: ignore[attr-defined]
+
+
+def _replicas_are_copies() -> None:
+    """What `nn.DataParallel` asks of C++ that is compiled with CUDA only."""
+
+    def scatter(tensor: Tensor, devices: list[int], sizes: Any, dim: int, streams: Any) -> list[Tensor]:
+        parts = tensor.split(sizes, dim) if sizes else tensor.chunk(len(devices), dim)
+        return [part.to(torch.device("cuda", i)) for part, i in zip(parts, devices, strict=False)]
+
+    def broadcast(tensors: list[Tensor], devices: list[int], size: int) -> list[list[Tensor]]:
+        return [[tensor.to(torch.device("cuda", i)) for tensor in tensors] for i in devices]
+
+    def gather(tensors: list[Tensor], dim: int, destination: int | None) -> Tensor:
+        home = torch.device("cuda", destination) if destination is not None and destination >= 0 else tensors[0].device
+        return torch.cat([tensor.to(home) for tensor in tensors], dim)
+
+    for name, function in (("_scatter", scatter), ("_broadcast_coalesced", broadcast), ("_gather", gather)):
+        setattr(torch._C, name, function)
+
+
+def _index(device: Any, native: Any) -> int:
+    if device is None:
+        return int(native.device())
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index
+    return int(native.device()) if index is None else int(index)
+
+
+def _exchange(index: int, native: Any) -> int:
+    before = int(native.device())
+    if index >= 0:
+        native.set_device(index)
+    return before
+
+
+def _interpreted_kernels_are_recorded(native: Any) -> None:
+    """Triton's interpreter copies tensors to the host and back, which is no waiting, and in a graph comes at replay."""
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    launch = interpreter.GridExecutor.__call__
+
+    def launched(self: Any, *args: Any, **kwargs: Any) -> None:
+        def run() -> None:
+            mode = native.on_wait()
+            native.set_on_wait(0)
+            try:
+                launch(self, *args, **kwargs)
+            finally:
+                native.set_on_wait(mode)
+
+        native.record(run) if native.is_capturing() else run()
+
+    interpreter.GridExecutor.__call__ = launched
+
+
+def _groups_speak_by_gloo(native: Any) -> None:
+    """A backend "pretend" in NCCL's place, for `dist.init_process_group("pretend")`."""
+
+    def made(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        return native.group(dist.ProcessGroupGloo(store, rank, size, timeout))
+
+    dist.Backend.register_backend("pretend", made, devices=["cuda"])
