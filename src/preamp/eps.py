@@ -80,7 +80,7 @@ def _arithmetic(group: dict[str, object], policy: Policy) -> torch.dtype:
 
 def _judge(index: int, eps: float, dtype: torch.dtype) -> EpsRow:
     facts: Format = format_of(dtype)
-    becomes = float(torch.tensor(eps, dtype=torch.float64).to(dtype))
+    becomes = float(torch.tensor(eps, dtype=torch.float64, device="cpu").to(dtype))
     if eps > 0 and becomes == 0:
         verdict = "zero"
     elif 0 < becomes < facts.smallest_normal:

@@ -13,7 +13,8 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
 
 #include <atomic>
 #include <mutex>
@@ -258,17 +259,35 @@ const std::set<std::string> MIXING = {
     "aten::copy_", "aten::_index_put_impl_", "aten::index", "aten::index_put_", "aten::index_put", "aten::_copy_from"};
 
 // On CUDA softmax takes 16 bits and gives float32 in one go, and its backward the reverse; on a CPU by two.
-std::optional<at::ScalarType> widen(const c10::OperatorHandle& op, Stack& stack) {
+bool softmax_in_one(const c10::OperatorHandle& op, Stack& stack) {
   const auto& name = op.operator_name().name;
   if ((name == "aten::_softmax" || name == "aten::_log_softmax") && stack[2].toBool()) {
     stack[0] = stack[0].toTensor().to(at::kFloat);
     stack[2] = false;
   } else if (name == "aten::_softmax_backward_data" || name == "aten::_log_softmax_backward_data") {
-    const auto wanted = stack[3].toScalarType();
-    stack[3] = stack[0].toTensor().scalar_type();
-    return wanted;
+    const auto given = stack[0].toTensor().scalar_type(), wanted = stack[3].toScalarType();
+    if (given == wanted) return false;
+    stack[3] = given;
+    Tensor out;
+    if (stack.size() > 4) {
+      out = stack[4].toTensor();
+      stack[4] = at::empty({0}, out.options().dtype(given));
+    }
+    op.callBoxed(stack);
+    stack[0] = out.defined() ? out.copy_(stack[0].toTensor()) : stack[0].toTensor().to(wanted);
+    return true;
   }
-  return std::nullopt;
+  return false;
+}
+
+// Norms of CUDA read weights in the dtype of the input; those of a CPU float32 weights too.
+void check_norm(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments) {
+  const auto& name = op.operator_name().name;
+  const size_t place = name == "aten::native_layer_norm" ? 2 : 1;
+  if (name != "aten::native_layer_norm" && name != "aten::native_group_norm") return;
+  if (!arguments[place].isTensor() || !arguments[place].toTensor().defined()) return;
+  const auto input = arguments[0].toTensor().scalar_type(), weight = arguments[place].toTensor().scalar_type();
+  TORCH_CHECK(input == weight, name, ": expected scalar type ", input, " but found ", weight);
 }
 
 // Products of float16 tensors are summed in float32 on CUDA; a CPU takes ten times as long for them as for float32.
@@ -310,11 +329,7 @@ void run(const c10::OperatorHandle& op, Stack& stack) {
   c10::impl::ExcludeDispatchKeyGuard below(
       c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset);
   if (in_float32(op, stack)) return;
-  if (const auto narrow = widen(op, stack)) {
-    op.callBoxed(stack);
-    stack[0] = stack[0].toTensor().to(*narrow);
-    return;
-  }
+  if (softmax_in_one(op, stack)) return;
   if (!op.hasTag(at::Tag::nondeterministic_seeded)) {
     op.callBoxed(stack);
     return;
@@ -378,6 +393,7 @@ void on_the_cpu(const c10::OperatorHandle& op, Stack* stack) {
       value = Device(c10::kCPU);
     }
   }
+  check_norm(op, arguments);
   if (from_host && MIXING.count(name) == 0)
     TORCH_CHECK(false, name, ": Expected all tensors to be on the same device, but found at least two devices");
   const bool copies = name == "aten::copy_";
@@ -532,7 +548,8 @@ TORCH_LIBRARY_IMPL(_, CUDA, m) {
 }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
-  m.impl("copy_", torch::CppFunction::makeFromBoxedFunction<&on_the_cpu>());
+  for (const auto* name : {"copy_", "native_layer_norm", "native_group_norm"})  // else made of other operators
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&on_the_cpu>());
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
   m.impl("as_strided", &as_strided);

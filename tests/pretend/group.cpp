@@ -7,7 +7,7 @@
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 namespace {
 

@@ -67,16 +67,16 @@ def _together_on_cpu(many: Sequence[Tensor]) -> Sequence[Tensor]:
     sampled = [flat[::step].float() for flat, step in zip(flats, steps, strict=True)]
     bits = torch.cat(sampled).view(torch.int32).bitwise_and_(_MAGNITUDE)
     sizes = [one.numel() for one in sampled]
-    first = torch.arange(0, BINS * len(many), BINS, dtype=torch.int32)
-    fields = (bits >> 23).add_(first.repeat_interleave(torch.tensor(sizes), output_size=bits.numel()))
-    out = torch.zeros(len(many), WIDTH, dtype=torch.int64)
+    first = bits.new_tensor(range(0, BINS * len(many), BINS))
+    fields = (bits >> 23).add_(first.repeat_interleave(torch.tensor(sizes, device="cpu"), output_size=bits.numel()))
+    out = torch.zeros(len(many), WIDTH, dtype=torch.int64, device="cpu")
     out[:, :BINS] = torch.bincount(fields, minlength=BINS * len(many)).view(-1, BINS)
-    out[:, :BINS] *= torch.tensor(steps).unsqueeze(1)
+    out[:, :BINS] *= torch.tensor(steps, device="cpu").unsqueeze(1)
     tails = []
     for flat, part, step, small in zip(flats, bits.split(sizes), steps, out[:, 0].tolist(), strict=True):
         largest, infinite = _extremes(flat)
         tails.append([infinite, step * (part.numel() - int(part.count_nonzero())) if small else 0, _bits_of(largest)])
-    out[:, BINS - 1 :] = torch.tensor(tails)
+    out[:, BINS - 1 :] = torch.tensor(tails, device="cpu")
     return out.unbind()
 
 
@@ -91,7 +91,7 @@ def _on_cpu(flat: Tensor, bits: Tensor, every: int) -> Tensor:
     zeros = bits.numel() - int(bits.count_nonzero()) if int(counts[0]) else 0
     largest, infinite = _extremes(flat)
     tail = [infinite, every * zeros, _bits_of(largest)]
-    return torch.cat([counts[:-1] * every if every > 1 else counts[:-1], torch.tensor(tail)])
+    return torch.cat([counts[:-1] * every if every > 1 else counts[:-1], counts.new_tensor(tail)])
 
 
 def _on_device(flat: Tensor, bits: Tensor, every: int) -> Tensor:

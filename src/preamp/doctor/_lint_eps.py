@@ -25,7 +25,7 @@ _ADDS = frozenset({"add", "clamp_min", "clamp", "maximum"})
 
 def in_fp16(value: float) -> float:
     """What a number becomes in float16."""
-    return float(torch.tensor(value, dtype=torch.float64).to(torch.float16))
+    return float(torch.tensor(value, dtype=torch.float64, device="cpu").to(torch.float16))
 
 
 def vanishes(value: float) -> str | None:

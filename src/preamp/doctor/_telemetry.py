@@ -158,7 +158,7 @@ def _sent(packed: Tensor) -> tuple[Tensor, Any]:
     """A copy on the host, and the event after which it is whole."""
     if packed.device.type != "cuda":
         return packed.cpu(), None
-    host = torch.empty((len(packed), WIDTH), dtype=packed.dtype, pin_memory=True)
+    host = torch.empty((len(packed), WIDTH), dtype=packed.dtype, device="cpu", pin_memory=True)
     host.copy_(packed, non_blocking=True)
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(packed.device))

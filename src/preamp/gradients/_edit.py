@@ -27,7 +27,7 @@ def check_and_unscale_(gradients: Iterable[Tensor], inverse: Tensor | None) -> T
     gradients = list(gradients)
     groups = grouped(gradients)
     if not groups:
-        return torch.zeros((), dtype=torch.float32)
+        return torch.zeros((), dtype=torch.float32, device="cpu")
     home = groups[0][0].device
     flags = []
     for group in groups:

@@ -71,9 +71,9 @@ def read(gradients: Sequence[Tensor], *, statistics: bool = False, tiny: float =
     what matters is the dtype of the backward pass that made them.
     """
     if not gradients:
-        zero, nothing = torch.zeros((), dtype=torch.float32), torch.zeros((), dtype=torch.int64)
+        zero, nothing = (torch.zeros((), dtype=dtype, device="cpu") for dtype in (torch.float32, torch.int64))
         statistics_of_none = (zero, nothing, nothing) if statistics else ()
-        return Reading(zero, zero, torch.zeros(0, dtype=torch.bool), 0, *statistics_of_none)
+        return Reading(zero, zero, zero.new_zeros(0, dtype=torch.bool), 0, *statistics_of_none)
     if triton_runs_on(gradients[0].device):
         from . import _triton
 
@@ -112,7 +112,7 @@ def _on_one_device(gradients: list[Tensor], statistics: bool, tiny: float) -> li
     if on_cpu and not statistics:
         norms = torch.cat([_part_norms(group) for group in grouped(gradients)])
         if bool(norms.isfinite().all()):  # a finite sum of squares proves all entries finite, in one pass
-            return [norms, torch.zeros(len(gradients), dtype=torch.bool)]
+            return [norms, norms.new_zeros(len(gradients), dtype=torch.bool)]
     floats = [in_float32(as_real(dense_values(gradient))) for gradient in gradients]
     largest = [value.abs().amax().float() if value.numel() else value.new_zeros(()) for value in floats]
     nonfinite = ~torch.stack(largest).isfinite()

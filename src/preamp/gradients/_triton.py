@@ -104,5 +104,5 @@ def read(gradients: Sequence[Tensor], tiny: float) -> Numbers:
 def _integer_of(tiny: float, dtype: torch.dtype) -> int:
     """The integer that stands for the smallest number of `dtype` above 0 that is not below `tiny`."""
     integer = torch.int32 if dtype is torch.float32 else torch.int16
-    nearest = torch.tensor(tiny, dtype=torch.float64).to(dtype)
+    nearest = torch.tensor(tiny, dtype=torch.float64, device="cpu").to(dtype)
     return max(1, int(nearest.view(integer)) + (float(nearest) < tiny))

@@ -79,7 +79,7 @@ def parts_of(lists: Sequence[Sequence[Tensor]], chunk: int, positions: Sequence[
     for aligned in (True, False):
         chosen = [i for i in range(len(sizes)) if (i not in odd) is aligned and sizes[i]]
         if chosen:
-            table = torch.tensor([[row[i] for i in chosen] for row in rows], dtype=torch.int64)
+            table = torch.tensor([[row[i] for i in chosen] for row in rows], dtype=torch.int64, device="cpu")
             plan = plan_of(tuple([sizes[i] for i in chosen]), chunk, device)
             parts.append(Part(plan, upload(table, device), aligned))
     made = tuple(parts)
@@ -111,19 +111,19 @@ def plan_of(sizes: tuple[int, ...], chunk: int, device: torch.device) -> Plan:
 
 
 def _make_plan(sizes: tuple[int, ...], chunk: int, device: torch.device) -> Plan:
-    counts = torch.tensor([-(-size // chunk) for size in sizes], dtype=torch.int64)
+    counts = torch.tensor([-(-size // chunk) for size in sizes], dtype=torch.int64, device="cpu")
     ends = counts.cumsum(0)
     chunks = int(ends[-1]) if sizes else 0
-    tensor_of = torch.repeat_interleave(torch.arange(len(sizes)), counts)
-    block_of = torch.arange(chunks) - (ends - counts)[tensor_of]
-    first = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
+    tensor_of = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), counts)
+    block_of = torch.arange(chunks, device="cpu") - (ends - counts)[tensor_of]
+    first = torch.cat([ends.new_zeros(1), ends])
     return Plan(
         chunk=chunk,
         tensors=len(sizes),
         chunks=chunks,
         tensor_of=upload(tensor_of.to(torch.int32), device),
         block_of=upload(block_of.to(torch.int32), device),
-        sizes=upload(torch.tensor(sizes, dtype=torch.int64), device),
+        sizes=upload(torch.tensor(sizes, dtype=torch.int64, device="cpu"), device),
         first=upload(first.to(torch.int32), device),
     )
 
@@ -131,6 +131,10 @@ def _make_plan(sizes: tuple[int, ...], chunk: int, device: torch.device) -> Plan
 def capturing(device: torch.device) -> bool:
     """Whether the current stream records a CUDA graph instead of running."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _pinned(like: Tensor) -> Tensor:
+    return torch.empty(like.numel(), dtype=like.dtype, device="cpu", pin_memory=True)
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
@@ -145,12 +149,12 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
     with _lock:
         spares = _spares.setdefault(kind, [])
         spare = spares.pop() if inside and spares else None
-    staging = torch.empty(values.numel(), dtype=values.dtype, pin_memory=True) if spare is None else spare
+    staging = _pinned(values) if spare is None else spare
     staging.copy_(values.reshape(-1))
     copied = staging.to(device, non_blocking=True).view(values.shape)
     with _lock:
         if inside:
             _captured.append((staging, copied))
         elif len(spares) < 8:
-            spares.append(torch.empty(values.numel(), dtype=values.dtype, pin_memory=True))
+            spares.append(_pinned(values))
     return copied

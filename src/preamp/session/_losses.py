@@ -66,7 +66,7 @@ class Losses:
         for name, scale in self._scales.items():
             run = self._runs[name].replayed(steps, scale.patience)
             if run is not None:
-                self._give_up(name, run, torch.tensor(float("nan")), offender)
+                self._give_up(name, run, torch.tensor(float("nan"), device="cpu"), offender)
 
     def _give_up(self, name: str, run: int | None, used: Tensor, offender: Callable[[], str | None]) -> None:
         scale = self._scales[name]

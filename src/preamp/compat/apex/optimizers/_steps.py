@@ -89,7 +89,7 @@ def _widened(
             continue
         flat = low[0].detach().view(-1)
         room = (
-            torch.empty(limit, dtype=torch.float32) if room is None else room
+            torch.empty(limit, dtype=torch.float32, device=device) if room is None else room
         )  # one place for all stretches, so that it stays cached
         for begin in range(0, flat.numel(), limit):
             stretch = slice(begin, begin + limit)

@@ -1,0 +1,99 @@
+"""What wants a GPU, run on the device that is none: the host's part of it is the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .device import missing
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no device that is none: {missing()}")
+
+WHOLE = "not full_size and not large_parameter"
+"""Without networks of full size, which a CPU takes minutes for."""
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ, "PREAMP_NO_TRITON": "1", "PRETEND_CUDA_DEVICES": "2", "PYTEST_ADDOPTS": "",
+        "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
+    }  # fmt: skip
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500
+    )
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "file", ["test_step_engine", "test_one_rank", "test_cuda", "test_schedules_cuda", "test_threads"]
+)
+def test_what_wants_a_gpu(file: str) -> None:
+    plugin = ["-m", "pytest", "-p", "tests.pretend.plugin", "-p", "no:cacheprovider", "-p", "no:xdist", "-q"]
+    settings = ["-c", os.devnull, "--rootdir", str(ROOT)]  # as `./dev gpu`
+    done = run(*plugin, *settings, "-m", "gpu", "-k", WHOLE, f"tests/gpu/{file}.py")
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout.splitlines()[-1]
+
+
+WAITS = """
+import torch
+from tests.pretend.device import pretend
+
+pretend()
+x = torch.arange(6.0, device="cuda").view(2, 3)
+torch.cuda.set_sync_debug_mode("error")
+{line}
+"""
+
+
+@pytest.mark.parametrize(("line", "why"), [
+    ("(x @ x.t()).softmax(-1).add_(1).cpu", None),
+    ("x.sum().item()", "synchronizing"),
+    ("x[x > 2]", "synchronizing"),
+    ("x.cpu()", "synchronizing"),
+    ("torch.tensor([1], device='cuda')", "synchronizing"),
+    ("x.to('cpu', non_blocking=True)", None),
+    ("x + torch.ones(2, 3)", "same device"),
+    ("x.numpy()", "Use Tensor.cpu"),
+    ("torch.nn.functional.layer_norm(x.half(), (3,), torch.ones(3, device='cuda'))", "expected scalar type"),
+    ("assert x.new_empty(3).isnan", None),
+])  # fmt: skip
+def test_it_refuses_what_a_gpu_does(line: str, why: str | None) -> None:
+    done = run("-c", WAITS.format(line=line))
+    assert (done.returncode == 0) is (why is None), done.stderr[-2000:]
+    assert why is None or why in done.stderr
+
+
+def test_a_graph_does_nothing_until_it_is_replayed() -> None:
+    done = run(
+        "-c",
+        """
+import torch
+from tests.pretend.device import pretend
+
+pretend()
+total, x = torch.zeros(3, device="cuda"), torch.ones(3, device="cuda")
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    twice = x * 2
+    total.add_(twice)
+assert total.tolist() == [0, 0, 0]
+for value in (1, 5):
+    x.fill_(value)
+    graph.replay()
+assert total.tolist() == [12, 12, 12] and twice.tolist() == [10, 10, 10]
+with torch.cuda.graph(torch.cuda.CUDAGraph()):
+    try:
+        x.sum().item()
+    except RuntimeError as error:
+        print(error)
+""",
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "not permitted when stream is capturing" in done.stdout
