@@ -12,6 +12,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.utils.cpp_extension import include_paths, library_paths
 
 HERE = Path(__file__).parent
-SOURCES = ("cuda.cpp", "group.cpp")
+SOURCES = ("device.cpp", "kernels.cpp", "group.cpp", "module.cpp")
 WRITTEN_FOR = "2.13"
 """The release of torch whose C++ this is written against: much of what it stands on is not promised to anybody."""
 
@@ -117,8 +118,12 @@ def _as_torch_has_it(native: Any) -> None:
             return True
 
     class Event:
-        def __init__(self, *_: Any, **__: Any) -> None: ...
-        def record(self, stream: Any = None) -> None: ...
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self.at = 0.0
+
+        def record(self, stream: Any = None) -> None:
+            self.at = time.perf_counter()
+
         def wait(self, stream: Any = None) -> None: ...
 
         def query(self) -> bool:
@@ -128,7 +133,7 @@ def _as_torch_has_it(native: Any) -> None:
             native.wait("Event.synchronize")
 
         def elapsed_time(self, other: Any) -> float:
-            return 1.0
+            return float(1e3 * (other.at - self.at))
 
     default = Stream()
     streams = [default]
@@ -201,6 +206,7 @@ def _as_torch_has_it(native: Any) -> None:
         "reset_peak_memory_stats": lambda device=None: native.forget_peak(),
         "mem_get_info": lambda device=None: (8 << 30, 8 << 30),
         "empty_cache": lambda: None,
+        "set_per_process_memory_fraction": lambda share, device=None: None,
         "ipc_collect": lambda: None,
         "set_sync_debug_mode": lambda mode: native.set_on_wait(modes[mode]),
         "get_sync_debug_mode": native.on_wait,

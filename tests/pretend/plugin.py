@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,5 +24,8 @@ def launches(work: Callable[[], Any]) -> int:
     return int(NATIVE.kernels() - before)
 
 
+for module in [module for name, module in sys.modules.items() if name.startswith("preamp.bench")]:
+    if getattr(module, "launches", None) is _counting.launches and module is not _counting:
+        module.launches = launches  # type: ignore[attr-defined]
 _counting.launches = launches
 torch.compile = functools.partial(torch.compile, backend="aot_eager")  # Inductor would write kernels for a GPU

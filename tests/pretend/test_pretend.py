@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -39,6 +40,29 @@ def test_what_wants_a_gpu(file: str) -> None:
     done = run(*plugin, *settings, "-m", "gpu", "-k", WHOLE, f"tests/gpu/{file}.py")
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_training_suite_of_the_bench(tmp_path: Path) -> None:
+    """What `./dev gpu` does with its minutes beside a GPU gets through: no contender fails, and none of ours waits."""
+    done = run(
+        "-c",
+        f"""
+import runpy, sys
+import tests.pretend.plugin
+asked = "bench --suite training --size tiny --rounds 3 --budget 300 --device cuda --out"
+sys.argv = ["preamp", *asked.split(), {str(tmp_path)!r}]
+runpy.run_module("preamp", run_name="__main__")
+""",
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rows = json.loads((tmp_path / "results.json").read_text())["suites"]["training"]
+    told = {f"{row['name']}, {each['name']}": each for row in rows for each in row.get("contenders", ())}
+    assert len(told) > 60
+    assert {name: each["error"] for name, each in told.items() if each.get("error")} == {}
+    waiting = {name: each["waits"] for name, each in told.items() if each.get("waits")}
+    assert waiting and all(name.endswith("torch.amp fp16, foreach") for name in waiting), waiting
 
 
 WAITS = """

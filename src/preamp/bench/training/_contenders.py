@@ -38,6 +38,8 @@ class Contender:
     captured: bool = False
     split: bool = False
     """Split masters, where the optimizer has them."""
+    eight_bit: bool = False
+    """States in 8 bits, where the optimizer has them."""
     channels_last: bool = True
     """Layout of images and convolutions."""
 
@@ -54,6 +56,7 @@ REFERENCE = Contender(name="torch.amp fp16", dtype=FP16)
 
 O2 = Contender(name="preamp O2", level="O2")
 O5_SPLIT = Contender(name="preamp O5, split masters", level="O5", split=True)
+O5_EIGHT = replace(O5_SPLIT, name="preamp O5, split masters, 8-bit states", eight_bit=True)
 CAPTURED = replace(O2, name="preamp O2, captured", captured=True)
 UNSCALED = replace(O2, name="preamp O2, scale 1", scale=1)
 """What scaling adds to a step is the difference between O2 and this."""
@@ -69,6 +72,7 @@ EAGER: tuple[Contender, ...] = (
     O2,
     Contender(name="preamp O1", level="O1"),
     O5_SPLIT,
+    O5_EIGHT,
     Contender(name="preamp O3", level="O3"),
     UNSCALED,
     CAPTURED,
@@ -99,9 +103,12 @@ SHORT = ("feed-forward", "BERT-base b4", "BERT-base b32", "UNet")
 
 
 def fitting(contenders: Iterable[Contender], work: Work) -> list[Contender]:
-    """Those that say something about a work: layouts are for images, and what scaling adds is asked once."""
+    """Those that say something about a work: layouts are for images, 8 bits for states that SGD has not, and what
+    scaling adds is asked once.
+    """
     wanted = [c for c in contenders if work.images or c is not FIRST_LAYOUT]
     wanted = [c for c in wanted if work.name in SHORT or not c.captured]
+    wanted = [c for c in wanted if work.optimizer != "SGD" or not c.eight_bit]
     return [c for c in wanted if c is not UNSCALED or work.name == "BERT-base b4"]
 
 
@@ -152,6 +159,8 @@ class Trainer:
             maker, how = getattr(optim, kind), {}
             if contender.split and kind != "SGD":
                 arguments["master"] = "split"
+            if contender.eight_bit and kind != "SGD":
+                arguments["states"] = "8bit"
         made: torch.optim.Optimizer = maker(self._model.parameters(), **arguments, **how)
         return made
 

@@ -27,9 +27,9 @@ LISTS_BY_SIZE: dict[str, tuple[str, ...]] = {
 SHAPES: dict[str, list[tuple[int, ...]]] = {"8 x 60": [(6, 10)] * 8, **{name: LISTS[name][0] for name in LISTS}}
 
 REFERENCE, FOREACH, BF16 = "torch.amp fp16", "torch.amp fp16, foreach", "torch.amp bf16"
-O2, SPLIT = "preamp O2", "preamp O5, split masters"
+O2, SPLIT, EIGHT = "preamp O2", "preamp O5, split masters", "preamp O5, split masters, 8-bit states"
 
-LEAST_BYTES = {REFERENCE: 52, FOREACH: 92, BF16: 40, O2: 30, SPLIT: 26}
+LEAST_BYTES = {REFERENCE: 52, FOREACH: 92, BF16: 40, O2: 30, SPLIT: 26, EIGHT: 14}
 """Bytes a parameter that each has to move without clipping: see `facts` of the design; Adam keeps two moments."""
 
 
@@ -61,9 +61,9 @@ def optimizer_row(
     steps: dict[str, Step] = {}
     failed: dict[str, str] = {}
     sessions: list[Session] = []
-    for contender in (REFERENCE, O2, FOREACH, BF16, SPLIT):
+    for contender in (REFERENCE, O2, FOREACH, BF16, SPLIT, EIGHT):
         try:
-            made = _ours(contender, shapes, device, clip, sessions) if contender in (O2, SPLIT) else None
+            made = _ours(contender, shapes, device, clip, sessions) if contender in (O2, SPLIT, EIGHT) else None
             step = made or _torchs(contender, shapes, device, clip)
             for _ in range(6):  # states are made, masters are no longer compared with their parameters
                 step()
@@ -120,10 +120,13 @@ def _ours(
     contender: str, shapes: Sequence[tuple[int, ...]], device: torch.device, clip: float | None,
     sessions: list[Session],
 ) -> Step:  # fmt: skip
-    split = contender == SPLIT
+    split = contender in (SPLIT, EIGHT)
     params, _, grads = _tensors(shapes, device, torch.bfloat16 if split else torch.float16)
     holder = nn.ParameterList(params)
-    optimizer = optim.Adam(holder.parameters(), lr=1e-9, master="split" if split else "float32")
+    options: dict[str, Any] = {"master": "split"} if split else {}
+    if contender == EIGHT:
+        options["states"] = "8bit"
+    optimizer = optim.Adam(holder.parameters(), lr=1e-9, **options)
     session = prepare(holder, optimizer, level="O5" if split else "O2", scale=None if split else 2.0)
     sessions.append(session)
     for param, grad in zip(holder.parameters(), grads, strict=True):

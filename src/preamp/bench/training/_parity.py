@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._contenders import EAGER, O2, O5_SPLIT, PARITY, REFERENCE, Contender, Trainer
+from ._contenders import EAGER, O2, O5_EIGHT, O5_SPLIT, PARITY, REFERENCE, Contender, Trainer
 from ._measure import Clock, described, free
 from ._rows import TrainingRow
 from ._works import Work
@@ -79,7 +79,7 @@ def _train(contender: Contender, work: Work, device: torch.device, steps: int, s
 BATCHES: Sequence[int] = range(8, 64, 8)
 """Seven sizes, so that three probes decide."""
 
-SEARCHED: tuple[Contender, ...] = (REFERENCE, O2, O5_SPLIT)
+SEARCHED: tuple[Contender, ...] = (REFERENCE, O2, O5_SPLIT, O5_EIGHT)
 
 
 def largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:

@@ -41,7 +41,7 @@ SIZES = {
         reserve=12.0, reserve_compiled=45.0,
     ),
     "tiny": Size(
-        pace=Pace(rounds=2, steps=2, seconds=0.05, warm_up=2, backend="eager"), budget=60.0, parity_steps=6,
+        pace=Pace(rounds=2, steps=2, seconds=0.05, warm_up=5, backend="eager"), budget=60.0, parity_steps=6,
         reserve=0.0, reserve_compiled=0.0,
     ),
 }  # fmt: skip

@@ -1,9 +1,4 @@
-// A device of type "cuda" that is none: its memory is the host's, its kernels are those of the CPU.
-//
-// For torch built without CUDA, whose registries of devices, hooks and allocators have an empty place under this type.
-// What the host does is then what it does beside a GPU: autocast's rules for CUDA, backward in a thread of the device's,
-// tensors that must lie on one device, steps that must not wait for it, graphs that run nothing while they are captured.
-// What kernels compute is the CPU's: this shows nothing of speed, of Triton's compiler, of cuDNN or of streams.
+// Operators on the device: those of the CPU, on the same memory.
 
 #include "pretend.h"
 
@@ -11,202 +6,16 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/NativeFunctions.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/detail/CUDAHooksInterface.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
-#include <atomic>
 #include <mutex>
 #include <set>
 
-namespace {
+namespace pretend {
 
-using at::Tensor;
-using c10::Device;
-using c10::DeviceIndex;
-using c10::DispatchKey;
-using c10::Stack;
-
-constexpr auto CUDA = c10::DeviceType::CUDA;
-
-DeviceIndex devices = 1;
-thread_local DeviceIndex current = 0;
-thread_local c10::StreamId streams[16] = {};
-std::atomic<int64_t> held{0}, held_at_most{0}, waits{0}, kernels{0};
-std::atomic<int> on_wait{0};  // 0: count, 1: warn, 2: throw
-
-// ---- memory
-
-struct Block {
-  c10::DataPtr memory;
-  int64_t bytes;
-};
-
-struct Allocator final : c10::Allocator {
-  c10::DataPtr allocate(size_t bytes) override {
-    auto* block = new Block{c10::GetAllocator(c10::kCPU)->allocate(bytes), static_cast<int64_t>(bytes)};
-    int64_t now = held += block->bytes, most = held_at_most;
-    while (now > most && !held_at_most.compare_exchange_weak(most, now)) {
-    }
-    std::memset(block->memory.get(), 0xff, bytes);  // NaN in every floating format: what is read unwritten shows
-    return {block->memory.get(), block, &drop, Device(CUDA, current)};
-  }
-  static void drop(void* block) {
-    held -= static_cast<Block*>(block)->bytes;
-    delete static_cast<Block*>(block);
-  }
-  c10::DeleterFnPtr raw_deleter() const override {
-    return &drop;
-  }
-  void copy_data(void* to, const void* from, size_t bytes) const override {
-    std::memcpy(to, from, bytes);
-  }
-};
-
-Allocator allocator;
-REGISTER_ALLOCATOR(CUDA, &allocator);
-
-// ---- device, streams, events
-
-struct Guard final : c10::impl::DeviceGuardImplInterface {
-  c10::DeviceType type() const override {
-    return CUDA;
-  }
-  Device exchangeDevice(Device device) const override {
-    Device before(CUDA, current);
-    setDevice(device);
-    return before;
-  }
-  Device getDevice() const override {
-    return {CUDA, current};
-  }
-  void setDevice(Device device) const override {
-    TORCH_CHECK(device.index() < devices, "CUDA error: invalid device ordinal");
-    uncheckedSetDevice(device);
-  }
-  void uncheckedSetDevice(Device device) const noexcept override {
-    if (device.index() >= 0) current = device.index();
-  }
-  c10::Stream getStream(Device device) const override {
-    auto index = device.index() < 0 ? current : device.index();
-    return c10::Stream(c10::Stream::UNSAFE, Device(CUDA, index), streams[index]);
-  }
-  c10::Stream getDefaultStream(Device device) const override {
-    return c10::Stream(c10::Stream::DEFAULT, device);
-  }
-  c10::Stream getNewStream(Device device, int) const override {
-    static std::atomic<c10::StreamId> last{0};
-    return c10::Stream(c10::Stream::UNSAFE, Device(CUDA, device.index() < 0 ? current : device.index()), ++last);
-  }
-  c10::Stream getStreamFromGlobalPool(Device device, bool) const override {
-    return getNewStream(device, 0);
-  }
-  c10::Stream exchangeStream(c10::Stream stream) const override {
-    auto before = getStream(stream.device());
-    streams[stream.device_index()] = stream.id();
-    return before;
-  }
-  DeviceIndex deviceCount() const noexcept override {
-    return devices;
-  }
-  // all work is done when its call returns, in whatever stream
-  void record(void** event, const c10::Stream&, const DeviceIndex, const c10::EventFlag) const override {
-    *event = this_event();
-  }
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override {
-    return true;
-  }
-  void synchronizeEvent(void*) const override {}
-  bool queryStream(const c10::Stream&) const override {
-    return true;
-  }
-  void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeDevice(const DeviceIndex) const override {}
-  double elapsedTime(void*, void*, const DeviceIndex) const override {
-    return 1.0;
-  }
-
- private:
-  static void* this_event() {
-    static char event;
-    return &event;
-  }
-};
-
-C10_REGISTER_GUARD_IMPL(CUDA, Guard);
-
-at::Generator& generator() {
-  static auto one = at::make_generator<at::CPUGeneratorImpl>(0);
-  return one;
-}
-
-struct CUDAHooks final : at::CUDAHooksInterface {
-  explicit CUDAHooks(at::CUDAHooksArgs) {}
-  void init() const override {}
-  const at::Generator& getDefaultGenerator(DeviceIndex) const override {
-    return generator();
-  }
-  at::Generator getNewGenerator(DeviceIndex) const override {
-    return at::make_generator<at::CPUGeneratorImpl>(0);
-  }
-  Device getDeviceFromPtr(void*) const override {
-    return {CUDA, current};
-  }
-  bool hasCUDA() const override {
-    return true;
-  }
-  bool isBuilt() const override {
-    return true;
-  }
-  bool isAvailable() const override {
-    return true;
-  }
-  bool hasPrimaryContext(DeviceIndex) const override {
-    return true;
-  }
-  DeviceIndex current_device() const override {
-    return current;
-  }
-  DeviceIndex deviceCount() const override {
-    return devices;
-  }
-  DeviceIndex getCurrentDevice() const override {
-    return current;
-  }
-  void setCurrentDevice(DeviceIndex device) const override {
-    Guard().setDevice({CUDA, device});
-  }
-  int getNumGPUs() const override {
-    return devices;
-  }
-  c10::Allocator* getPinnedMemoryAllocator() const override {
-    return c10::GetAllocator(c10::kCPU);
-  }
-  c10::Allocator* getCUDADeviceAllocator() const override {
-    return &allocator;
-  }
-  void deviceSynchronize(DeviceIndex) const override {}
-};
-
-// torch has made its own by now, which say that there is no CUDA, and keeps them: they have no members, so that
-// changing what they are changes what they say.
-void be_the_hooks() {
-  static CUDAHooks own{at::CUDAHooksArgs{}};
-  static_assert(sizeof(CUDAHooks) == sizeof(at::CUDAHooksInterface));
-  auto* theirs = const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks());
-  std::memcpy(static_cast<void*>(theirs), static_cast<void*>(&own), sizeof(void*));
-}
-
-// ---- graphs: what is called while one is captured does nothing, and is called again at each replay
-
-struct Graph {
-  std::vector<std::function<void()>> calls;
-};
-
-std::mutex capturing;
-std::shared_ptr<Graph> captured;  // the one that is being captured, if one is
+std::atomic<int64_t> waits{0}, kernels{0};
+std::atomic<int> on_wait{0};
+std::shared_ptr<Graph> captured;
 
 void wait_for_device(const std::string& who) {
   TORCH_CHECK(!captured, "CUDA error: operation not permitted when stream is capturing (", who, ")");
@@ -214,6 +23,24 @@ void wait_for_device(const std::string& who) {
   TORCH_CHECK(on_wait != 2, "called a synchronizing CUDA operation: ", who);
   if (on_wait == 1) TORCH_WARN("called a synchronizing CUDA operation: ", who);
 }
+
+void now_or_in_graph(std::function<void()> work) {
+  static std::mutex capturing;
+  const auto graph = captured;
+  if (!graph) {
+    work();
+    return;
+  }
+  std::lock_guard<std::mutex> lock(capturing);
+  graph->calls.push_back(std::move(work));
+}
+
+namespace {
+
+using at::Tensor;
+using c10::Device;
+using c10::DispatchKey;
+using c10::Stack;
 
 // ---- tensors: the same memory, seen from either side
 
@@ -226,20 +53,18 @@ Tensor placed(c10::Storage storage, DispatchKey key, const Tensor& like) {
 
 Tensor seen_by_host(const Tensor& tensor) {
   auto* kept = new c10::Storage(tensor.storage());
-  c10::DataPtr memory(
+  c10::DataPtr same(
       const_cast<void*>(kept->data()), kept, [](void* s) { delete static_cast<c10::Storage*>(s); },
       Device(c10::kCPU));
   c10::Storage storage(
-      c10::Storage::use_byte_size_t{}, kept->nbytes(), std::move(memory), c10::GetAllocator(c10::kCPU), true);
+      c10::Storage::use_byte_size_t{}, kept->nbytes(), std::move(same), c10::GetAllocator(c10::kCPU), true);
   return placed(std::move(storage), DispatchKey::CPU, tensor);
 }
-
-using pretend::on_host;
 
 // A copy in memory of the device's.
 Tensor on_device(const Tensor& tensor) {
   Tensor copy = at::detail::empty_strided_generic(
-      tensor.sizes(), tensor.strides(), &allocator, c10::DispatchKeySet(DispatchKey::CUDA), tensor.scalar_type());
+      tensor.sizes(), tensor.strides(), &memory(), c10::DispatchKeySet(DispatchKey::CUDA), tensor.scalar_type());
   if (tensor.numel() > 0) on_host(copy).copy_(tensor);
   return copy;
 }
@@ -293,7 +118,7 @@ void check_norm(const c10::OperatorHandle& op, const std::vector<c10::IValue>& a
 // Products of float16 tensors are summed in float32 on CUDA; a CPU takes ten times as long for them as for float32.
 const std::set<std::string> PRODUCTS = {
     "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addmv", "aten::mv", "aten::dot", "aten::addbmm",
-    "aten::_slow_conv2d_forward", "aten::_slow_conv2d_backward", "aten::slow_conv3d_forward"};
+    "aten::convolution", "aten::convolution_backward"};
 
 bool in_float32(const c10::OperatorHandle& op, Stack& stack) {
   if (PRODUCTS.count(op.operator_name().name) == 0) return false;
@@ -336,14 +161,15 @@ void run(const c10::OperatorHandle& op, Stack& stack) {
   }
   at::Generator own = at::detail::getDefaultCPUGenerator();
   auto host_state = own.get_state();
-  own.set_state(generator().get_state());
+  auto device = drawn_by(generator());
+  own.set_state(device.get_state());
   try {
     op.callBoxed(stack);
   } catch (...) {
     own.set_state(host_state);
     throw;
   }
-  generator().set_state(own.get_state());
+  device.set_state(own.get_state());
   own.set_state(host_state);
 }
 
@@ -388,6 +214,8 @@ void on_the_cpu(const c10::OperatorHandle& op, Stack* stack) {
       for (const std::optional<Tensor>& tensor : value.toOptionalTensorList())
         taken.push_back(tensor ? std::optional<Tensor>(take(*tensor, written)) : std::nullopt);
       value = taken;
+    } else if (value.isGenerator()) {
+      value = drawn_by(value.toGenerator());
     } else if (value.isDevice() && value.toDevice().type() == CUDA) {
       home = value.toDevice();
       value = Device(c10::kCPU);
@@ -452,7 +280,7 @@ void on_the_cpu(const c10::OperatorHandle& op, Stack* stack) {
   if (!graph) return;
   for (auto& one : seen)
     if (one.before.defined()) one.host.copy_(one.before);
-  pretend::now_or_in_graph([op, before, made]() {
+  now_or_in_graph([op, before, made]() {
     Stack again(before.begin(), before.end());
     run(op, again);
     for (const auto& [to, place] : made) {
@@ -469,7 +297,7 @@ Tensor empty(
     std::optional<Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
   c10::DeviceGuard guard(device.value_or(Device(CUDA, current)));
   return at::detail::empty_generic(
-      C10_AS_INTARRAYREF_SLOW(size), &allocator, c10::DispatchKeySet(DispatchKey::CUDA),
+      C10_AS_INTARRAYREF_SLOW(size), &memory(), c10::DispatchKeySet(DispatchKey::CUDA),
       c10::dtype_or_default(dtype), format);
 }
 
@@ -478,7 +306,7 @@ Tensor empty_strided(
     std::optional<at::Layout>, std::optional<Device> device, std::optional<bool>) {
   c10::DeviceGuard guard(device.value_or(Device(CUDA, current)));
   return at::detail::empty_strided_generic(
-      C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &allocator,
+      C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &memory(),
       c10::DispatchKeySet(DispatchKey::CUDA), c10::dtype_or_default(dtype));
 }
 
@@ -532,7 +360,7 @@ const Tensor& resize(const Tensor& self, c10::SymIntArrayRef size, std::optional
   if (self.sizes() == sizes) return self;
   const auto bytes = (c10::multiply_integers(sizes) + self.storage_offset()) * self.dtype().itemsize();
   if (self.storage().nbytes() < bytes) {
-    auto larger = allocator.allocate(bytes);
+    auto larger = memory().allocate(bytes);
     if (self.storage().nbytes() > 0) std::memcpy(larger.get(), self.storage().data(), self.storage().nbytes());
     self.storage().set_data_ptr_noswap(std::move(larger));
     self.storage().set_nbytes(bytes);
@@ -541,14 +369,13 @@ const Tensor& resize(const Tensor& self, c10::SymIntArrayRef size, std::optional
   return self;
 }
 
-}  // namespace
-
 TORCH_LIBRARY_IMPL(_, CUDA, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_the_cpu>());
 }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
-  for (const auto* name : {"copy_", "native_layer_norm", "native_group_norm"})  // else made of other operators
+  // which torch would make of other operators, or else by kernels that only CUDA has
+  for (const auto* name : {"copy_", "native_layer_norm", "native_group_norm", "convolution", "convolution_backward"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&on_the_cpu>());
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
@@ -562,65 +389,10 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("resize_", &resize);
 }
 
-at::Tensor pretend::on_host(const at::Tensor& tensor) {
+}  // namespace
+
+at::Tensor on_host(const at::Tensor& tensor) {
   return tensor.is_cuda() ? seen_by_host(tensor) : tensor;
 }
 
-void pretend::now_or_in_graph(std::function<void()> work) {
-  const auto graph = captured;
-  if (!graph) {
-    work();
-    return;
-  }
-  std::lock_guard<std::mutex> lock(capturing);
-  graph->calls.push_back(std::move(work));
-}
-
-void bind_group(py::module& m);  // group.cpp
-
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  be_the_hooks();
-  bind_group(m);
-  m.def("set_devices", [](int count) { devices = static_cast<DeviceIndex>(count); });
-  m.def("devices", [] { return static_cast<int>(devices); });
-  m.def("device", [] { return static_cast<int>(current); });
-  m.def("set_device", [](int index) { Guard().setDevice({CUDA, static_cast<DeviceIndex>(index)}); });
-  m.def("held", [] { return held.load(); });
-  m.def("held_at_most", [] { return held_at_most.load(); });
-  m.def("forget_peak", [] { held_at_most = held.load(); });
-  m.def("waits", [] { return waits.load(); });
-  m.def("kernels", [] { return kernels.load(); });
-  m.def("wait", &wait_for_device);
-  m.def("on_wait", [] { return on_wait.load(); });
-  m.def("set_on_wait", [](int mode) { on_wait = mode; });
-  m.def("resize_storage", [](const Tensor& of, int64_t bytes) {  // torch's own is compiled with CUDA only
-    auto storage = of.storage();
-    auto memory = allocator.allocate(bytes);
-    const auto both = std::min<size_t>(bytes, storage.nbytes());
-    if (both > 0) std::memcpy(memory.get(), storage.data(), both);
-    storage.set_data_ptr_noswap(std::move(memory));
-    storage.set_nbytes(bytes);
-  });
-  m.def("generator", &generator);
-  m.def("is_capturing", [] { return captured != nullptr; });
-  m.def("record", [](const py::function& function) {
-    // kept for good: a graph may die in a thread without the interpreter's lock
-    auto* kept = new py::function(function);
-    pretend::now_or_in_graph([kept] {
-      py::gil_scoped_acquire gil;
-      (*kept)();
-    });
-  });
-  py::class_<Graph, std::shared_ptr<Graph>>(m, "Graph")
-      .def(py::init<>())
-      .def("begin", [](std::shared_ptr<Graph> graph) {
-        TORCH_CHECK(!captured, "a graph is being captured already");
-        captured = std::move(graph);
-      })
-      .def("end", [](Graph&) { captured = nullptr; })
-      .def("size", [](Graph& graph) { return graph.calls.size(); })
-      .def("replay", [](Graph& graph) {
-        py::gil_scoped_release release;
-        for (auto& call : graph.calls) ++kernels, call();
-      });
-}
+}  // namespace pretend
