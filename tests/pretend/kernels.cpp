@@ -294,7 +294,8 @@ void on_the_cpu(const c10::OperatorHandle& op, Stack* stack) {
 
 Tensor empty(
     c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-    std::optional<Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+    std::optional<Device> device, std::optional<bool> pinned, std::optional<at::MemoryFormat> format) {
+  TORCH_CHECK(!pinned.value_or(false), "Only dense CPU tensors can be pinned");
   c10::DeviceGuard guard(device.value_or(Device(CUDA, current)));
   return at::detail::empty_generic(
       C10_AS_INTARRAYREF_SLOW(size), &memory(), c10::DispatchKeySet(DispatchKey::CUDA),

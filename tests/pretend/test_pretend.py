@@ -20,10 +20,10 @@ WHOLE = "not full_size and not large_parameter"
 """Without networks of full size, which a CPU takes minutes for."""
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ, "PREAMP_NO_TRITON": "1", "PRETEND_CUDA_DEVICES": "2", "PYTEST_ADDOPTS": "",
-        "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
+        "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), **more,
     }  # fmt: skip
     return subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500
@@ -63,6 +63,43 @@ runpy.run_module("preamp", run_name="__main__")
     assert {name: each["error"] for name, each in told.items() if each.get("error")} == {}
     waiting = {name: each["waits"] for name, each in told.items() if each.get("waits")}
     assert waiting and all(name.endswith("torch.amp fp16, foreach") for name in waiting), waiting
+
+
+@pytest.mark.parametrize("triton", [False, True])
+def test_a_default_device(triton: bool) -> None:
+    """With Triton, whose kernels are told where tensors lie by tables that come from the host."""
+    how = {"TRITON_INTERPRET": "1", "PREAMP_NO_TRITON": ""} if triton else {}
+    done = run(
+        "-c",
+        """
+import torch
+from tests.pretend.device import pretend
+
+pretend()
+torch.set_default_device("cuda")
+import preamp
+from preamp.multi_tensor import triton_runs_on
+
+print("triton", triton_runs_on(torch.device("cuda")))
+model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3))
+with preamp.prepare(model, preamp.optim.AdamW(model.parameters(), 0.1), level="O2") as session:
+    for step in range(8):
+        if step == 6:
+            torch.cuda.set_sync_debug_mode("error")
+        with session.autocast():
+            loss = model(torch.ones(4, 6)).square().mean()
+        session.backward(loss)
+        session.clip_grad_norm_(1.0)
+        session.step()
+        session.zero_grad()
+        first = loss.detach() if step == 0 else first
+    torch.cuda.set_sync_debug_mode("default")
+    assert loss < first / 2, (loss, first)
+""",
+        **how,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert f"triton {triton}" in done.stdout
 
 
 WAITS = """

@@ -46,7 +46,7 @@ class _Verdict:
 
     def __init__(self, name: str, flag: Tensor) -> None:
         self.name = name
-        self._here = torch.empty((), dtype=torch.bool, pin_memory=flag.device.type == "cuda")
+        self._here = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=flag.device.type == "cuda")
         self._here.copy_(flag, non_blocking=True) if flag.device.type != "meta" else self._here.zero_()
         self._event = torch.Event(flag.device) if flag.device.type != "meta" else None
         if self._event is not None:
