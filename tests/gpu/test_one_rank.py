@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import preamp
+from preamp.gradients import read
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
@@ -247,3 +248,18 @@ def test_stages_on_several_gpus_in_one_process(level: str) -> None:
         train(session, model, "cuda:0")
         assert session.skipped == 1
     check_alike([p.to("cuda:0") for p in weights(model)], alone(level, "cuda:0", preamp.optim.AdamW), exact=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", ["001110", "0101", "1", "0110100"])
+def test_gradients_of_several_gpus_are_read_in_their_order(order: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for bad in range(len(order)):
+        gradients = [torch.full((3,), float(i + 1), device=f"cuda:{place}") for i, place in enumerate(order)]
+        gradients[bad][1] = torch.nan
+        with no_waiting():
+            reading = read(gradients, statistics=True)
+        assert reading.nonfinite.tolist() == [i == bad for i in range(len(order))]
+        assert reading.nonfinite.device == gradients[0].device
+        assert int(reading.zeros) == 0 and float(reading.found) == 1

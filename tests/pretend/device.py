@@ -60,13 +60,15 @@ NAME = "pretend_cuda"
 
 
 def built() -> Path:
-    """The compiled C++, kept among temporary files under a name of what it was made from."""
+    """The compiled C++, kept in the user's cache under a name of what it was made from."""
     sources = [*(HERE / name for name in SOURCES), HERE / "pretend.h"]
     made_from = hashlib.sha256(b"".join(source.read_bytes() for source in sources))
     made_from.update(f"{torch.__version__} {torch.__path__[0]} {sys.version}".encode())
-    file = Path(tempfile.gettempdir()) / f"{NAME}-{made_from.hexdigest()[:16]}.so"
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "preamp-tests"
+    file = home / f"{NAME}-{made_from.hexdigest()[:16]}.so"
     if file.exists():
         return file
+    home.mkdir(parents=True, exist_ok=True)
     flags = ["-O0", "-std=c++20", "-fPIC", f"-DTORCH_EXTENSION_NAME={NAME}", "-DTORCH_API_INCLUDE_EXTENSION_H"]
     flags += [f"-I{path}" for path in (*include_paths(), sysconfig.get_paths()["include"])]
     libraries = [*(f"-L{path}" for path in library_paths()), "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
