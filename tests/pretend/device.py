@@ -50,6 +50,7 @@ def pretend(devices: int = 1) -> Any:
     spec.loader.exec_module(native)
     native.set_devices(devices)
     _as_torch_has_it(native)
+    _storages_lie_there(native)
     _interpreted_kernels_are_recorded(native)
     _replicas_are_copies()
     _groups_speak_by_gloo(native)
@@ -224,6 +225,12 @@ def _as_torch_has_it(native: Any) -> None:
     }
     for name, value in replaced.items():
         setattr(cuda, name, value)
+    torch._C._cuda_getDevice = native.device  # type: ignore[attr-defined]
+    torch._C._cuda_isCurrentStreamCapturing = native.is_capturing  # type: ignore[attr-defined]
+
+
+def _storages_lie_there(native: Any) -> None:
+    """What making and resizing a storage asks of C++ that is compiled with CUDA only."""
     plain = torch.UntypedStorage.__new__
 
     def storage(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
@@ -241,8 +248,6 @@ def _as_torch_has_it(native: Any) -> None:
 
     torch.UntypedStorage.__new__ = storage  # type: ignore[assignment,method-assign]
     torch.UntypedStorage.resize_ = resize  # type: ignore[assignment,method-assign]
-    torch._C._cuda_getDevice = native.device  # type: ignore[attr-defined]
-    torch._C._cuda_isCurrentStreamCapturing = native.is_capturing  # type: ignore[attr-defined]
 
 
 def _replicas_are_copies() -> None:

@@ -74,6 +74,12 @@ struct Seen {
   bool written;
 };
 
+// What a replay computes anew: a result, or an entry of one that is a list, as the host sees it.
+struct Made {
+  Tensor to;
+  size_t place, entry;
+};
+
 // Ops whose work depends on values that only the host can tell apart by waiting.
 const std::set<std::string> WAITING = {
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal",
@@ -153,8 +159,7 @@ bool in_float32(const c10::OperatorHandle& op, Stack& stack) {
 void run(const c10::OperatorHandle& op, Stack& stack) {
   c10::impl::ExcludeDispatchKeyGuard below(
       c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset);
-  if (in_float32(op, stack)) return;
-  if (softmax_in_one(op, stack)) return;
+  if (in_float32(op, stack) || softmax_in_one(op, stack)) return;
   if (!op.hasTag(at::Tag::nondeterministic_seeded)) {
     op.callBoxed(stack);
     return;
@@ -178,15 +183,16 @@ void on_the_cpu(const c10::OperatorHandle& op, Stack* stack) {
   const auto name = toString(op.operator_name());
   const auto many = schema.arguments().size();
   std::vector<Seen> seen;
-  bool from_host = false;
+  bool mixed = false;
   Device home(CUDA, current);
 
   const auto take = [&](const Tensor& tensor, bool written) {
     if (!tensor.defined()) return tensor;
     if (tensor.device().type() != CUDA) {
-      from_host = from_host || tensor.dim() > 0 || tensor.is_sparse();
+      mixed = mixed || tensor.dim() > 0 || tensor.is_sparse();
       return tensor;
     }
+    mixed = mixed || (!seen.empty() && seen[0].device.device() != tensor.device());
     home = tensor.device();
     for (auto& one : seen)
       if (one.device.is_same(tensor)) {
@@ -222,10 +228,10 @@ void on_the_cpu(const c10::OperatorHandle& op, Stack* stack) {
     }
   }
   check_norm(op, arguments);
-  if (from_host && MIXING.count(name) == 0)
+  if (mixed && MIXING.count(name) == 0)
     TORCH_CHECK(false, name, ": Expected all tensors to be on the same device, but found at least two devices");
-  const bool copies = name == "aten::copy_";
-  if (WAITING.count(name) > 0 || (copies && crosses && !arguments[2].toBool())) wait_for_device(name);
+  const bool sent = name == "aten::copy_" && crosses && !arguments[2].toBool();
+  if (WAITING.count(name) > 0 || sent) wait_for_device(name);
   if ((name == "aten::index" || name == "aten::_index_put_impl_" || name == "aten::index_put_"))
     for (const std::optional<Tensor>& index : arguments[1].toOptionalTensorList())
       if (index && index->defined() && index->scalar_type() == at::kBool) wait_for_device(name);
@@ -241,17 +247,16 @@ void on_the_cpu(const c10::OperatorHandle& op, Stack* stack) {
 
   const auto outside = current;
   current = home.index() < 0 ? current : home.index();
-  std::vector<std::pair<Tensor, size_t>> made;  // what a replay computes anew, as the host sees it
-  const auto give = [&](const Tensor& result, size_t place) {
+  std::vector<Made> made;
+  const auto give = [&](const Tensor& result, size_t place, size_t entry) {
     if (!result.defined()) return result;
     for (auto& one : seen) {
       if (one.host.is_same(result)) return one.device;
-      if (one.host.storage().data() == result.storage().data() && result.storage().data() != nullptr) {
+      if (one.host.storage().data() == result.storage().data() && result.storage().data() != nullptr)
         return placed(one.device.storage(), DispatchKey::CUDA, result);
-      }
     }
     auto out = on_device(result);
-    made.emplace_back(on_host(out), place);
+    made.push_back({on_host(out), place, entry});
     return out;
   };
   for (auto& one : seen)  // written with another size: outputs that were given empty
@@ -266,11 +271,10 @@ void on_the_cpu(const c10::OperatorHandle& op, Stack* stack) {
   for (size_t i = 0; i < working.size(); ++i) {
     auto& value = working[i];
     if (value.isTensor()) {
-      torch::jit::push(*stack, name == "aten::_local_scalar_dense" ? value.toTensor() : give(value.toTensor(), i));
+      torch::jit::push(*stack, name == "aten::_local_scalar_dense" ? value.toTensor() : give(value.toTensor(), i, 0));
     } else if (value.isTensorList()) {
       c10::List<Tensor> given;
-      size_t n = 0;
-      for (const Tensor& tensor : value.toTensorList()) given.push_back(give(tensor, i + 1000 * ++n));
+      for (const Tensor& tensor : value.toTensorList()) given.push_back(give(tensor, i, given.size()));
       torch::jit::push(*stack, given);
     } else {
       torch::jit::push(*stack, value);
@@ -283,10 +287,8 @@ void on_the_cpu(const c10::OperatorHandle& op, Stack* stack) {
   now_or_in_graph([op, before, made]() {
     Stack again(before.begin(), before.end());
     run(op, again);
-    for (const auto& [to, place] : made) {
-      const auto& value = again[place % 1000];
-      to.copy_(value.isTensor() ? value.toTensor() : value.toTensorList().get(place / 1000 - 1));
-    }
+    for (const auto& [to, place, entry] : made)
+      to.copy_(again[place].isTensor() ? again[place].toTensor() : again[place].toTensorList().get(entry));
   });
 }
 

@@ -106,7 +106,7 @@ WAITS = """
 import torch
 from tests.pretend.device import pretend
 
-pretend()
+pretend(2)
 x = torch.arange(6.0, device="cuda").view(2, 3)
 torch.cuda.set_sync_debug_mode("error")
 {line}
@@ -121,6 +121,10 @@ torch.cuda.set_sync_debug_mode("error")
     ("torch.tensor([1], device='cuda')", "synchronizing"),
     ("x.to('cpu', non_blocking=True)", None),
     ("x + torch.ones(2, 3)", "same device"),
+    ("x + torch.ones(2, 3, device='cuda:1')", "same device"),
+    ("x @ torch.empty(3, 2, device='cuda:1')", "same device"),
+    ("torch.cat([x, torch.empty(2, 3, device='cuda:1')])", "same device"),
+    ("x.to('cuda:1') + torch.ones(2, 3, device='cuda:1')", None),
     ("x.numpy()", "Use Tensor.cpu"),
     ("torch.nn.functional.layer_norm(x.half(), (3,), torch.ones(3, device='cuda'))", "expected scalar type"),
     ("assert x.new_empty(3).isnan", None),

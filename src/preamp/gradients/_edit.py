@@ -50,7 +50,7 @@ def global_norm(gradients: Iterable[Tensor], order: float = 2.0) -> Tensor:
         if filled:
             norms += torch._foreach_norm([in_float32(value) for value in filled], order)
     if not norms:
-        return torch.zeros((), dtype=torch.float32, device=gradients[0].device if gradients else None)
+        return torch.zeros((), dtype=torch.float32, device=gradients[0].device if gradients else "cpu")
     home = norms[0].device
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(home, torch.float32) for norm in norms]), order)
     return total

@@ -162,7 +162,8 @@ class Masters:
         if self._audits_left < 0:  # known already
             return
         names = ", ".join(self._entries[p].name for p in parameters[:3])
-        self._verdicts.append(_Verdict(f"one of {names}, ...", torch.stack(differ).any()))
+        found = torch.stack([one.to(differ[0].device) for one in differ]).any()  # stages may lie on several devices
+        self._verdicts.append(_Verdict(f"one of {names}, ...", found))
         self._audits_left -= 1
 
     def _agrees(self, parameter: Parameter) -> bool:
