@@ -55,7 +55,11 @@ class Agreement:
         `nonfinite` is of the gradients that are there. With a `group` it tells of this process and its mesh only.
         """
         own = [
-            read([held_here(g) for i in indices if (g := gradients[i]) is not None], statistics=statistics)
+            read(
+                [held_here(g) for i in indices if (g := gradients[i]) is not None],
+                statistics=statistics,
+                device=self._device,
+            )
             for indices in self._classes.values()
         ]
         found = self._together([reading.found for reading in own]).amax()
@@ -103,7 +107,7 @@ class Agreement:
         parts: list[Tensor] = []
         for meshes, indices in self._classes.items():
             held = [held_here(g) for i in indices if (g := gradients[i]) is not None]
-            part = global_norm(held, order).to(self._device).double()
+            part = global_norm(held, order, device=self._device).double()
             part = part if largest else part**order
             for mesh in meshes:
                 part = agreed_largest(part, mesh) if largest else _added_up(part, mesh)

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import preamp
-from preamp.gradients import read
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
@@ -225,41 +224,3 @@ def test_data_parallel(level: str) -> None:
             session.zero_grad()
             losses.append(float(loss))
     assert losses[-1] < losses[0]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("level", LEVELS)
-def test_stages_on_several_gpus_in_one_process(level: str) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    first, second = network("cuda:0")[:2], network("cuda:1")[2:]
-
-    class Stages(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = first, second
-
-        def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = self.second(self.first(x).to("cuda:1"))
-            return result
-
-    model = Stages()
-    with preamp.prepare(model, preamp.optim.AdamW(model.parameters(), 1e-2), level=level) as session:
-        train(session, model, "cuda:0")
-        assert session.skipped == 1
-    check_alike([p.to("cuda:0") for p in weights(model)], alone(level, "cuda:0", preamp.optim.AdamW), exact=False)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("order", ["001110", "0101", "1", "0110100"])
-def test_gradients_of_several_gpus_are_read_in_their_order(order: str) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    for bad in range(len(order)):
-        gradients = [torch.full((3,), float(i + 1), device=f"cuda:{place}") for i, place in enumerate(order)]
-        gradients[bad][1] = torch.nan
-        with no_waiting():
-            reading = read(gradients, statistics=True)
-        assert reading.nonfinite.tolist() == [i == bad for i in range(len(order))]
-        assert reading.nonfinite.device == gradients[0].device
-        assert int(reading.zeros) == 0 and float(reading.found) == 1

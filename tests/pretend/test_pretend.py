@@ -32,7 +32,7 @@ def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "file", ["test_step_engine", "test_one_rank", "test_cuda", "test_schedules_cuda", "test_threads"]
+    "file", ["test_step_engine", "test_one_rank", "test_several", "test_cuda", "test_schedules_cuda", "test_threads"]
 )
 def test_what_wants_a_gpu(file: str) -> None:
     plugin = ["-m", "pytest", "-p", "tests.pretend.plugin", "-p", "no:cacheprovider", "-p", "no:xdist", "-q"]

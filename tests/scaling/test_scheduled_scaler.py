@@ -20,11 +20,12 @@ MADE = {
 
 
 def train(scaler: preamp.GradScaler, optimizer: torch.optim.Optimizer, losses: list[float]) -> list[tuple[float, bool]]:
-    (param,) = optimizer.param_groups[0]["params"]
+    params = optimizer.param_groups[0]["params"]
     seen = []
     for value in losses:
         optimizer.zero_grad()
-        scaler.scale((param * value).sum()).backward()
+        total = torch.stack([(param.float() * value).sum() for param in params]).sum()
+        scaler.scale(total).backward()
         scaler.step(optimizer)
         skipped = scaler.skipped
         scaler.update()
@@ -40,13 +41,15 @@ def test_hysteresis_backs_off_after_k_bad_steps(made: str) -> None:
     assert [skipped for _, skipped in seen] == [False, True, True, False]
 
 
+@pytest.mark.parametrize("others", [(), (torch.bfloat16,), (torch.float64, torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("made", MADE)
-def test_window_follows_the_largest_gradient(made: str) -> None:
-    """Whoever unscales in place, the schedule has to see gradients as they were: scaled."""
+def test_window_follows_the_largest_gradient(made: str, others: tuple[torch.dtype, ...]) -> None:
+    """Whoever unscales in place, the schedule has to see gradients as they were: scaled, and of every dtype."""
     runs = []
     for factor in (1e-6, 1e6):
         scaler = preamp.GradScaler("cpu", schedule="window")
-        seen = train(scaler, MADE[made]([Parameter(torch.ones(3))]), [factor] * 30)
+        params = [Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float32, *others)]
+        seen = train(scaler, MADE[made](params), [factor] * 30)
         assert not any(skipped for _, skipped in seen)
         assert factor * seen[-1][0] < 65504
         runs.append(seen[-1][0])

@@ -38,10 +38,11 @@ def check_and_unscale_(gradients: Iterable[Tensor], inverse: Tensor | None) -> T
     return agreed_flag(flags[0] if len(flags) == 1 else torch.stack(flags).amax(), gradients)
 
 
-def global_norm(gradients: Iterable[Tensor], order: float = 2.0) -> Tensor:
+def global_norm(gradients: Iterable[Tensor], order: float = 2.0, *, device: torch.device | None = None) -> Tensor:
     """The norm of all gradients taken as one vector: 0-d float32, computed in float32 whatever their dtype.
 
-    `order`: any positive number, or inf. No gradients: 0.
+    `order`: any positive number, or inf. `device`: of the answer, by default that of the first gradient, and the CPU
+    where there is none. No gradients: 0.
     """
     gradients = list(gradients)
     norms: list[Tensor] = []
@@ -50,8 +51,8 @@ def global_norm(gradients: Iterable[Tensor], order: float = 2.0) -> Tensor:
         if filled:
             norms += torch._foreach_norm([in_float32(value) for value in filled], order)
     if not norms:
-        return torch.zeros((), dtype=torch.float32, device=gradients[0].device if gradients else "cpu")
-    home = norms[0].device
+        return torch.zeros((), dtype=torch.float32, device=device or (gradients[0].device if gradients else "cpu"))
+    home = device or norms[0].device
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(home, torch.float32) for norm in norms]), order)
     return total
 

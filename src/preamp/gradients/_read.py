@@ -26,7 +26,7 @@ from ._edit import as_real, dense_values, grouped, in_float32
 class Reading:
     """What `read` found, of the gradients as they were: scaled, if a loss scale was on them.
 
-    All fields are tensors on the device of the first gradient; reading their values is what waits for it.
+    All fields are tensors on one device; reading their values is what waits for it.
     """
 
     found: Tensor
@@ -44,18 +44,27 @@ class Reading:
     zeros: Tensor | None = None
     """0-d int64: how many entries are 0."""
 
+    def on(self, device: torch.device) -> Reading:
+        """The same numbers on a device."""
+        if self.found.device == device:
+            return self
+        statistics = [None if each is None else each.to(device) for each in (self.amax, self.subnormals, self.zeros)]
+        found, norm, nonfinite = self.found.to(device), self.norm.to(device), self.nonfinite.to(device)
+        return Reading(found, norm, nonfinite, self.entries, *statistics)
+
     def merged(self, other: Reading) -> Reading:
         """Both readings as one, on the device of this one."""
+        other = other.on(self.found.device)
 
         def both(mine: Tensor | None, theirs: Tensor | None) -> list[Tensor] | None:
-            return None if mine is None or theirs is None else [mine, theirs.to(mine.device)]
+            return None if mine is None or theirs is None else [mine, theirs]
 
         amaxes, below = both(self.amax, other.amax), both(self.subnormals, other.subnormals)
         zeros = both(self.zeros, other.zeros)
         return Reading(
-            torch.maximum(self.found, other.found.to(self.found.device)),
-            torch.hypot(self.norm, other.norm.to(self.norm.device)),
-            torch.cat([self.nonfinite, other.nonfinite.to(self.nonfinite.device)]),
+            torch.maximum(self.found, other.found),
+            torch.hypot(self.norm, other.norm),
+            torch.cat([self.nonfinite, other.nonfinite]),
             self.entries + other.entries,
             None if amaxes is None else torch.maximum(*amaxes),
             None if below is None else below[0] + below[1],
@@ -63,15 +72,20 @@ class Reading:
         )
 
 
-def read(gradients: Sequence[Tensor], *, statistics: bool = False, tiny: float = FP16.smallest_normal) -> Reading:
+def read(
+    gradients: Sequence[Tensor], *, statistics: bool = False, tiny: float = FP16.smallest_normal,
+    device: torch.device | None = None,
+) -> Reading:  # fmt: skip
     """Read gradients once: dense or coalesced sparse, of any floating or complex dtype, on one or several devices.
 
     `statistics`: also the largest magnitude and the counts. `tiny`: below it a non-zero entry counts as subnormal;
     by default float16's smallest normal number, 2**-14, whatever the dtype in which the gradients are stored, since
-    what matters is the dtype of the backward pass that made them.
+    what matters is the dtype of the backward pass that made them. `device`: of the answers, by default that of the
+    first gradient, and the CPU where there is none.
     """
-    if not gradients:
-        zero, nothing = (torch.zeros((), dtype=dtype, device="cpu") for dtype in (torch.float32, torch.int64))
+    if not gradients:  # zeros made where they are wanted: sent there from the host, they would have to be waited for
+        where = device or torch.device("cpu")
+        zero, nothing = (torch.zeros((), dtype=dtype, device=where) for dtype in (torch.float32, torch.int64))
         statistics_of_none = (zero, nothing, nothing) if statistics else ()
         return Reading(zero, zero, zero.new_zeros(0, dtype=torch.bool), 0, *statistics_of_none)
     if triton_runs_on(gradients[0].device):
@@ -80,7 +94,8 @@ def read(gradients: Sequence[Tensor], *, statistics: bool = False, tiny: float =
         if _triton.readable(gradients):
             seen = _triton.read(gradients, tiny)
             entries = sum(map(Tensor.numel, gradients))
-            return Reading(seen.found, seen.norm, seen.nonfinite, entries, seen.amax, *seen.counts.unbind())
+            told = Reading(seen.found, seen.norm, seen.nonfinite, entries, seen.amax, *seen.counts.unbind())
+            return told.on(device or told.found.device)
     if len(set(map(attrgetter("device"), gradients))) == 1:
         parts = [_on_one_device(list(gradients), statistics, tiny)]
         norms, nonfinite, *rest = parts[0]
@@ -103,7 +118,7 @@ def read(gradients: Sequence[Tensor], *, statistics: bool = False, tiny: float =
     entries = sum(value.numel() for group in grouped(list(gradients)) for value in group)
     wide = torch.float32 if norms.device.type == "mps" else torch.float64  # for squares of large norms
     norm = torch.linalg.vector_norm(norms, dtype=wide).float()
-    return Reading(nonfinite.any().float(), norm, nonfinite, entries, *rest)
+    return Reading(nonfinite.any().float(), norm, nonfinite, entries, *rest).on(device or norm.device)
 
 
 def _on_one_device(gradients: list[Tensor], statistics: bool, tiny: float) -> list[Tensor]:

@@ -70,7 +70,7 @@ class LAMB(FusedOptimizer):
             norm = self._agreed[1].norm(gradients)
         else:
             norm = global_norm(gradients)
-        self._grad_norm = norm if factor is None else norm * factor
+        self._grad_norm = norm if factor is None else norm * factor.to(norm.device)
 
     def _advance(
         self, bucket: Bucket, targets: list[Tensor], lows: Lows, grads: list[Tensor],

@@ -167,7 +167,7 @@ class GradScaler(torch.amp.GradScaler):
             for gradients in lists:
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
         elif lists:
-            found = self._read([gradient for gradients in lists for gradient in gradients]).found
+            found = self._read([gradient for gradients in lists for gradient in gradients], scale.device).found
         state["found_inf_per_device"] = {scale.device: found} if lists else {}
         return unscaled
 
@@ -176,15 +176,15 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         """Torch's bookkeeping for every parameter takes longer than the work on small ones: ask once for all."""
         gradients = _gradients(optimizer)
-        dtypes = set(map(_DTYPE, gradients))
-        alike = len(dtypes) == 1 and set(map(_LAYOUT, gradients)) == {torch.strided}
-        sharded = any_sharded(gradients)
-        if not sharded and (not alike or set(map(_DEVICE, gradients)) != {found_inf.device}):
-            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        dtypes, dense = set(map(_DTYPE, gradients)), set(map(_LAYOUT, gradients)) == {torch.strided}
         if not allow_fp16 and torch.float16 in dtypes:
             raise ValueError("Attempting to unscale FP16 gradients.")
-        if self._needs_reading:
-            self._read(gradients)
+        sharded = any_sharded(gradients)
+        if self._needs_reading and dense:
+            self._read(gradients, found_inf.device)
+        alike = dense and len(dtypes) == 1 and set(map(_DEVICE, gradients)) == {found_inf.device}
+        if not sharded and not alike:
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if sharded:  # torch agrees as the first gradient is placed, which may be whole on all ranks
             return {found_inf.device: check_and_unscale_(gradients, inv_scale).to(found_inf.device)}
         with torch.no_grad():
@@ -195,10 +195,10 @@ class GradScaler(torch.amp.GradScaler):
     def _needs_reading(self) -> bool:
         return self._schedule is not None and self._schedule.needs_statistics
 
-    def _read(self, gradients: list[Tensor]) -> Reading:
+    def _read(self, gradients: list[Tensor], device: torch.device) -> Reading:
         """Read scaled gradients, and keep what the schedule has to learn of all optimizers."""
         asked = Agreement(gradients).read if any_sharded(gradients) else read
-        reading = asked(gradients, statistics=self._needs_reading)
+        reading = asked(gradients, statistics=self._needs_reading).on(device)
         if self._needs_reading:
             self._reading = reading if self._reading is None else self._reading.merged(reading)
         return reading
@@ -241,10 +241,11 @@ class GradScaler(torch.amp.GradScaler):
         found = [
             flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
         ]
-        if len(found) < 2:
-            return found[0] if found else None
-        home = self._scale.device  # type: ignore[union-attr]
-        return torch.stack([flag.to(home, non_blocking=True).reshape(()) for flag in found]).amax()
+        if not found:
+            return None
+        home = self._scale.device  # type: ignore[union-attr]  # optimizers of other devices may follow
+        flags = [flag.to(home, non_blocking=True).reshape(()) for flag in found]
+        return flags[0] if len(flags) == 1 else torch.stack(flags).amax()
 
     def _watch_for_collapse(self, found: Tensor, used: Tensor) -> None:
         if self._patience is None:

@@ -52,7 +52,7 @@ class SessionBase:
         self.is_stage = group is not None and flat_group(models.values()) is None
         """Whether other processes have other parameters, in plain tensors: a stage of a pipeline, say."""
         self._group = group
-        self._book = GradientBook(masters, group)
+        self._book = GradientBook(masters, self._device, group)
         self._round = Round(losses, self._book, list(self._optimizers.values()))
         self._sharded = any(is_sharded(p) for model in models.values() for p in model.parameters())
         self._parts = [part for model in models.values() for part in sharded_parts(model)]

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from ..errors import PreampWarning, SessionError
 from ..optim import FusedOptimizer
 from ..tree import map_tensors, tensors
+from ._gradients import parameters_of
 from ._step import needs_host
 
 if TYPE_CHECKING:
@@ -45,6 +46,12 @@ class CapturedStep:
         self._changes = 0
         self._loads = session._loads
         self._eager = session.device_type != "cuda"
+        places = sorted({str(p.device) for o in session.optimizers.values() for p in parameters_of(o)})
+        if not self._eager and len(places) > 1:
+            raise SessionError(
+                f"parameters lie on {' and '.join(places)}, and a CUDA graph holds the kernels of one GPU: capture "
+                "nothing here, or train each GPU's part in a process (DistributedDataParallel, fully_shard)"
+            )
         if self._eager:
             warnings.warn(
                 f"session.capture() makes CUDA graphs, and this session is on {session.device_type}: the step runs as "

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,11 +54,12 @@ class GradientBook:
 
     One loss: gradients accumulate and rest scaled; unscaling and clipping are a factor, applied by the step.
     `make_true` applies it earlier. Several losses with scales of their own: `backward_apart` unscales each loss's
-    gradients at once and adds them up, in float32 for low parameters.
+    gradients at once and adds them up, in float32 for low parameters. What was read, factors and norms lie on the
+    device that `home` tells, wherever the gradients are: optimizers of several devices have to be compared.
     """
 
-    def __init__(self, masters: Masters, group: Any = None) -> None:
-        self._masters, self._group = masters, group
+    def __init__(self, masters: Masters, home: Callable[[], torch.device], group: Any = None) -> None:
+        self._masters, self._home, self._group = masters, home, group
         self._agreements: dict[Optimizer, tuple[int, Agreement | None]] = {}
         self._kept: dict[Parameter, _True] = {}
         self._looks: dict[Optimizer, _Look] = {}
@@ -109,17 +110,17 @@ class GradientBook:
         return known[1]
 
     def _read(self, optimizer: Optimizer, gradients: Mapping[Parameter, Tensor], statistics: bool) -> Reading:
-        agreement = self._agreement(optimizer)
+        agreement, home = self._agreement(optimizer), self._home()
         if agreement is None:
-            return read(list(gradients.values()), statistics=statistics)
-        return agreement.read([gradients.get(p) for p in parameters_of(optimizer)], statistics=statistics)
+            return read(list(gradients.values()), statistics=statistics, device=home)
+        return agreement.read([gradients.get(p) for p in parameters_of(optimizer)], statistics=statistics).on(home)
 
     def _norm_of(self, optimizer: Optimizer, order: float = 2.0) -> Tensor:
         """Of the gradients as they lie there."""
         agreement = self._agreement(optimizer)
         if agreement is None:
-            return global_norm(gradients_of(optimizer), order)
-        return agreement.norm([p.grad for p in parameters_of(optimizer)], order)
+            return global_norm(gradients_of(optimizer), order, device=self._home())
+        return agreement.norm([p.grad for p in parameters_of(optimizer)], order).to(self._home())
 
     def make_true(self, optimizer: Optimizer) -> None:
         """Unscale and clip an optimizer's gradients, once; low parameters get float32 ones, and their masters in."""
@@ -136,13 +137,20 @@ class GradientBook:
         self._masters.swap_in(wide, wide)
         look.norm, look.true = self.norm(optimizer) if look.clip is not None else None, True
 
-    def clip(self, optimizer: Optimizer, coefficient: Tensor) -> None:
-        """Shrink an optimizer's gradients: at once if they are true, else as a part of their factor."""
-        look = self._looks[optimizer]
-        if look.true:
-            multiply_(gradients_of(optimizer), coefficient)
-        else:
-            look.clip = coefficient if look.clip is None else look.clip * coefficient
+    def clip(self, optimizers: Sequence[Optimizer], coefficient: Tensor) -> None:
+        """Shrink optimizers' gradients by what their common norm asks: at once if they are true, else by their factor.
+
+        One that is not finite makes that norm so, and shrinking by it would spoil the others': they skip together.
+        """
+        looks = [self._looks[each] for each in optimizers]
+        found = torch.stack([look.reading.found for look in looks]).amax() if len(looks) > 1 else None
+        for each, look in zip(optimizers, looks, strict=True):
+            if look.true:
+                multiply_(gradients_of(each), coefficient)
+            else:
+                look.clip = coefficient if look.clip is None else look.clip * coefficient
+            if found is not None:
+                look.reading = replace(look.reading, found=found)
 
     def hand_over(self, optimizer: Optimizer) -> Tensor | None:
         """What an optimizer that steps 16-bit gradients and masters itself has to multiply its gradients by."""

@@ -115,7 +115,7 @@ class Session(SessionBase):
         scaled = scale.scale(outputs)
         raw = torch.autograd.grad(scaled, wanted, torch.ones_like(scaled), create_graph=create_graph)
         inverse = scale.inverse(outputs.device)
-        return tuple(g.float() if inverse is None else g.float() * inverse for g in raw)
+        return tuple(g.float() if inverse is None else g.float() * inverse.to(g.device) for g in raw)
 
     @contextmanager
     def no_sync(self, *wrapped: nn.Module) -> Iterator[None]:
@@ -149,20 +149,19 @@ class Session(SessionBase):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, optimizer: Optimizer | None = None) -> Tensor:
         """Shrink the true gradients so that their common norm is at most `max_norm`.
 
-        Over the parameters of all optimizers, or of one. Returns the norm before, 0-d float32, not finite when the
-        step will be skipped. Nothing waits for the device. Gradients that `unscale_` has not made true stay as they
-        are until `step`, which shrinks them as it unscales them.
+        Over the parameters of all optimizers, which then step or skip together; or of one. Returns the norm before,
+        0-d float32, not finite when the step will be skipped. Nothing waits for the device. Gradients that `unscale_`
+        has not made true stay as they are until `step`, which shrinks them as it unscales them.
         """
         self._check_open()
         chosen = selected(self._optimizers, optimizer)
         for each in chosen:
             self._look(each)
             self._book.norm(each)  # what the report tells is the norm before clipping
-        norms = [self._book.norm_now(each, norm_type).to(self._device()) for each in chosen]
+        norms = [self._book.norm_now(each, norm_type) for each in chosen]
         norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
         coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for each in chosen:
-            self._book.clip(each, coefficient)
+        self._book.clip(chosen, coefficient)
         return norm
 
     @uncompiled
@@ -180,6 +179,7 @@ class Session(SessionBase):
     def step(self, optimizer: Optimizer | None = None) -> StepReport:
         """Step all optimizers, or one, each unless its gradients are not finite; then let the scales learn.
 
+        Those that were clipped by a common norm skip together, since it is not finite if one of them is not.
         With several optimizers stepped one by one, a scale learns once, at the next backward of its loss. Raises
         `SessionError` when no `session.backward` came before (but not with `prepare(..., group=...)`, where gradients
         may come from the loss of another stage), and `ScaleCollapse` when a scale skips without end.
@@ -204,7 +204,7 @@ class Session(SessionBase):
         known: list[bool | None] = []
         try:
             for each, reading in zip(chosen, readings, strict=True):
-                known.append(self._step_one(each, reading.found.to(device)))
+                known.append(self._step_one(each, reading.found))
         finally:
             self._casts.stepped()
             for each in chosen:
@@ -293,8 +293,7 @@ class Session(SessionBase):
     def _norm(self, chosen: Sequence[Optimizer]) -> Tensor:
         if len(chosen) == 1:
             return self._book.norm(chosen[0])
-        device = self._device()
-        norm: Tensor = torch.linalg.vector_norm(torch.stack([self._book.norm(each).to(device) for each in chosen]))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack([self._book.norm(each) for each in chosen]))
         return norm
 
     def _step_one(self, optimizer: Optimizer, found: Tensor) -> bool | None:

@@ -1,0 +1,95 @@
+"""Clipping by norm and by value: of true gradients, of one optimizer or of all, finite or not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import preamp
+
+from .toys import loss_of, mlp, same, weights
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("kind", ["norm", "norm, unscaled", "inf-norm", "inf-norm, unscaled", "value", "torch"])
+def test_clipping_is_of_true_gradients(level: str, kind: str) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    reference = mlp()
+    loss_of(reference, 0).backward()
+    true = torch.nn.utils.get_total_norm([p.grad for p in reference.parameters()])
+    with preamp.prepare(model, optimizer, level=level, scale=1024.0) as session:
+        with session.autocast():
+            loss = loss_of(model, 0)
+        session.backward(loss)
+        seen: list[torch.Tensor] = []  # what a hook on the optimizer's step sees: true and clipped, always
+        optimizer.register_step_pre_hook(
+            lambda *_: seen.append(torch.cat([p.grad.detach().clone().flatten() for p in model.parameters()]))
+        )
+        if "norm" in kind and "unscaled" in kind:
+            session.unscale_()
+        if kind.startswith("norm"):
+            norm = session.clip_grad_norm_(0.02)
+            assert torch.allclose(norm, true, rtol=2e-2)
+            assert float(session.clip_grad_norm_(0.01)) == pytest.approx(0.02, rel=1e-3)  # a second one sees the first
+        elif kind.startswith("inf-norm"):
+            session.clip_grad_norm_(0.001, norm_type=float("inf"))
+        elif kind == "value":
+            session.clip_grad_value_(0.001)
+            assert max(float(p.grad.abs().max()) for p in model.parameters()) <= 0.001 + 1e-9
+        else:
+            session.unscale_()
+            session.unscale_()  # idempotent
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            assert torch.allclose(norm, true, rtol=2e-2)
+        before = torch.cat([p.detach().float().flatten() for p in model.parameters()])
+        report = session.step()
+        assert report.grad_norm == pytest.approx(float(true), rel=2e-2) or kind == "torch"
+        assert len(seen) == 1 and seen[0].dtype is torch.float32
+        if kind.startswith("norm") or kind == "torch":
+            assert float(seen[0].norm()) == pytest.approx(0.01, abs=1e-5)
+        else:
+            assert float(seen[0].abs().max()) == pytest.approx(0.001, abs=1e-5)
+        after = torch.cat([p.detach().float().flatten() for p in model.parameters()])
+        if (kind.startswith("norm") or kind == "torch") and level in ("O0", "O1"):
+            assert float((after - before).norm()) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_a_norm_that_is_not_finite_skips_the_step() -> None:
+    model = mlp()
+    with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level="O1") as session:
+        with session.autocast():
+            loss = loss_of(model, 0) * float("nan")
+        session.backward(loss)
+        assert not torch.isfinite(session.clip_grad_norm_(1.0))
+        before = weights(model)
+        session.step()
+        assert same(before, weights(model))
+
+
+@pytest.mark.parametrize("true", [False, True])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_optimizers_that_were_clipped_together_skip_together(level: str, bad: float, true: bool) -> None:
+    """Their common norm is not finite when one gradient is not; the others, shrunk by it, would be zeros or NaN."""
+    for together in (True, False):
+        models = {"a": mlp(), "b": mlp()}
+        optimizers = {name: preamp.optim.Adam(each.parameters(), 1e-2) for name, each in models.items()}
+        with preamp.prepare(models, optimizers, level=level) as session:
+            with session.autocast():
+                loss = torch.stack([loss_of(each, 0) for each in models.values()]).sum()
+            session.backward(loss)
+            spoiled = next(models["b"].parameters())
+            assert spoiled.grad is not None
+            spoiled.grad[0, 0] = bad
+            before = {name: weights(each) for name, each in models.items()}
+            if true:
+                session.unscale_()
+            norm = torch.stack([session.clip_grad_norm_(0.1, optimizer=o) for o in optimizers.values()]).sum()
+            norm = session.clip_grad_norm_(0.1) if together else norm
+            report = session.step()
+            session.zero_grad()
+            assert not bool(norm.isfinite()) and report.skipped and len(report.nonfinite) == 1
+            assert same(weights(models["b"]), before["b"])
+            assert same(weights(models["a"]), before["a"]) is together
+            assert all(bool(weight.isfinite().all()) for weight in weights(models["a"]))
