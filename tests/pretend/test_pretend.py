@@ -16,6 +16,8 @@ ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no device that is none: {missing()}")
 
+NAMES = ["captured", "cuda", "one_rank", "schedules_cuda", "several", "step_engine", "threads"]
+
 WHOLE = "not full_size and not large_parameter"
 """Without networks of full size, which a CPU takes minutes for."""
 
@@ -31,13 +33,11 @@ def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "file", ["test_step_engine", "test_one_rank", "test_several", "test_cuda", "test_schedules_cuda", "test_threads"]
-)
-def test_what_wants_a_gpu(file: str) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_what_wants_a_gpu(name: str) -> None:
     plugin = ["-m", "pytest", "-p", "tests.pretend.plugin", "-p", "no:cacheprovider", "-p", "no:xdist", "-q"]
     settings = ["-c", os.devnull, "--rootdir", str(ROOT)]  # as `./dev gpu`
-    done = run(*plugin, *settings, "-m", "gpu", "-k", WHOLE, f"tests/gpu/{file}.py")
+    done = run(*plugin, *settings, "-m", "gpu", "-k", WHOLE, f"tests/gpu/test_{name}.py")
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout.splitlines()[-1]
 
