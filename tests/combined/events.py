@@ -71,17 +71,33 @@ def _between(function: Event) -> Event:
     return _neutral(function)
 
 
+def _generator() -> Any:
+    """What has the random numbers of tensors that are made where tensors are made."""
+    return torch.cuda if torch.get_default_device().type == "cuda" else torch
+
+
+def random_state() -> torch.Tensor:
+    """`torch.get_rng_state` of the default device."""
+    state: torch.Tensor = _generator().get_rng_state()
+    return state
+
+
+def set_random_state(state: torch.Tensor) -> None:
+    """Go on where `random_state` was asked."""
+    _generator().set_rng_state(state)
+
+
 def _without_trace(function: Event) -> Event:
     """Batches, random numbers and what batch norm has seen are given back, as a script does that evaluates."""
 
     @functools.wraps(function)
     def event(run: Training) -> None:
         seen = {name: value.clone() for name, value in run.model.named_buffers()}
-        random, drawn = torch.get_rng_state(), run.drawn
+        random, drawn = random_state(), run.drawn
         try:
             function(run)
         finally:
-            torch.set_rng_state(random)
+            set_random_state(random)
             run.drawn = drawn
             run.model.train()
             with torch.no_grad():
@@ -221,7 +237,7 @@ def frozen_and_not(run: Training) -> None:
 
 @_between
 def nothing_moved(run: Training) -> None:
-    run.model.to("cpu")
+    run.model.to(next(run.model.parameters()).device)
     gc.collect()
 
 
@@ -239,7 +255,7 @@ def another_session(run: Training) -> None:
 
 @_between
 def plain_region(run: Training) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         assert (torch.ones(3, 3) @ torch.ones(3, 3)).dtype is torch.bfloat16
 
 
@@ -256,16 +272,16 @@ def loaded_again(run: Training) -> None:
 
 @_neutral
 def built_again(run: Training) -> None:
-    states, random = run.saved(), torch.get_rng_state()
+    states, random = run.saved(), random_state()
     run.session.close()
     run.build()
     run.load(states)
-    torch.set_rng_state(random)
+    set_random_state(random)
 
 
 @_neutral
 def read_from_a_file(run: Training) -> None:
-    random = torch.get_rng_state()
+    random = random_state()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.pt"
         preamp.checkpoint.save(
@@ -275,7 +291,7 @@ def read_from_a_file(run: Training) -> None:
         run.build()
         content = preamp.checkpoint.load(file, model=run.model, optimizer=run.optimizer, session=run.session)
         run.schedule.load_state_dict(content["schedule"])
-    torch.set_rng_state(random)
+    set_random_state(random)
 
 
 @_neutral

@@ -31,6 +31,8 @@ def _adamw(**options: Any) -> Callable[[nn.Module], Any]:
 
 
 def _torch(name: str, lr: float, **options: Any) -> Callable[[nn.Module], Any]:
+    """One by one: on a GPU torch would step tensors and DTensors together, which it cannot."""
+    options = {"foreach": False, **options}
     return lambda model: getattr(torch.optim, name)(_groups(model), lr, **options)
 
 

@@ -14,6 +14,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import preamp
 from preamp.errors import SessionError
 
+from .together import begin
+
 
 def zero(kind: type[torch.optim.Optimizer]) -> Any:
     """The same optimizer, of whose states every rank keeps a part."""
@@ -96,7 +98,7 @@ def refused() -> str:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    begin()
     for level in sys.argv[1:]:
         told = {"torch": train(level, torch.optim.AdamW), "preamp": train(level, preamp.optim.AdamW)}
         told["zero-torch"] = train(level, zero(torch.optim.AdamW))

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 import preamp
 
+from .together import begin
+
 WRAPPER = sys.argv[1].split(",")
 SAME = "same" in WRAPPER
 STEPS, MICRO, ROWS = 50, 1 if SAME else 2, 4
@@ -133,7 +135,7 @@ def apart(mine: list[Tensor], theirs: list[Tensor]) -> float:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    begin()
     out = Path(sys.argv[2])
     told = {}
     for level in sys.argv[3:]:

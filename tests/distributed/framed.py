@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import preamp
 
-from .together import tell
+from .together import DEVICE, tell
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 ORDERS = ("before", "after", "wrapped")
@@ -64,9 +64,10 @@ def train(level: str, maker: str, order: str, setup: Callable[[Any, Any], Any]) 
 
 
 def act(folder: Path) -> dict[str, Any]:
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric = Fabric(accelerator=DEVICE, devices=2, strategy="ddp")
     fabric.launch()
-    setups: dict[str, Callable[[Any, Any], Any]] = {"Fabric": fabric.setup, "Accelerate": Accelerator(cpu=True).prepare}
+    accelerate = Accelerator(cpu=DEVICE == "cpu")
+    setups: dict[str, Callable[[Any, Any], Any]] = {"Fabric": fabric.setup, "Accelerate": accelerate.prepare}
     told: dict[str, Any] = {}
     for level in LEVELS:
         for maker in MAKERS:

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import preamp
 
-from .together import tell
+from .together import DEVICE, tell
 
 MAKERS: dict[str, Callable[..., Any]] = {
     "SGD": preamp.optim.SGD,
@@ -80,8 +80,8 @@ def shard(model: nn.Sequential, mesh: Any, level: str) -> None:
 
 
 def act(folder: Path) -> dict[str, Any]:
-    flat = init_device_mesh("cpu", (4,))
-    crossed = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    flat = init_device_mesh(DEVICE, (4,))
+    crossed = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("data", "tensor"))
     told: dict[str, Any] = {}
     for level, maker in CASES:
         told[f"alone {level} {maker}"] = train(build(), level, maker)

@@ -22,12 +22,13 @@ import preamp
 from preamp.errors import PreampError
 from preamp.sharding import full_tensor
 
-from .together import tell
+from .together import DEVICE, tell
 
+# torch's own without foreach, its choice on a GPU, which cannot step tensors and DTensors together
 MAKERS: dict[str, Callable[..., Any]] = {
-    "torch SGD": lambda params: torch.optim.SGD(params, 0.1, momentum=0.5),
+    "torch SGD": lambda params: torch.optim.SGD(params, 0.1, momentum=0.5, foreach=False),
     "SGD": lambda params: preamp.optim.SGD(params, 0.1, momentum=0.5),
-    "torch AdamW": lambda params: torch.optim.AdamW(params, 1e-3, eps=1e-5),
+    "torch AdamW": lambda params: torch.optim.AdamW(params, 1e-3, eps=1e-5, foreach=False),
     "AdamW, split": lambda params: preamp.optim.AdamW(params, 1e-3, eps=1e-5, master="split"),
     "AdamW, split, 8 bits": lambda params: preamp.optim.AdamW(params, 1e-3, eps=1e-5, master="split", states="8bit"),
     "LAMB": lambda params: preamp.optim.LAMB(params, 1e-2),
@@ -178,7 +179,7 @@ def whole_masters(mesh: Any) -> str:
 def stage(folder: Path) -> str:
     """A pipeline's: other ranks have other parameters of the same names."""
     model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     with preamp.prepare(model, optimizer, level="O4", group=dist.group.WORLD) as session:
         try:
             preamp.checkpoint.save_sharded(folder / "stage", model=model, optimizer=optimizer, session=session)
@@ -188,7 +189,7 @@ def stage(folder: Path) -> str:
 
 
 def act(folder: Path) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(DEVICE, (2,))
     told: dict[str, Any] = {f"{level} {maker}": told_of(level, maker, mesh, folder) for level, maker in CASES}
     for level, maker in SEQUENCE_CASES:
         told[f"words {level} {maker}"] = told_of(level, maker, mesh, folder, words=True)

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 import preamp
 from preamp.errors import SessionError
 
-from .together import tell
+from .together import DEVICE, tell
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 SCHEDULES: dict[str, Any] = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
@@ -71,7 +71,7 @@ def piped(level: str, schedule: str) -> dict[str, Any]:
     def criterion(output: Tensor, wanted: Tensor) -> Tensor:
         return session.scale(F.cross_entropy(output.float(), wanted))
 
-    stage = PipelineStage(model, rank, 2, torch.device("cpu"))
+    stage = PipelineStage(model, rank, 2, torch.device(DEVICE))
     run = SCHEDULES[schedule](stage, n_microbatches=PIECES, loss_fn=criterion)
     norms, skips = [], []
     for step in range(STEPS):
@@ -97,7 +97,7 @@ def unscaled(level: str) -> dict[str, Any]:
         loss = F.cross_entropy(output.float(), wanted)
         return session.scale(loss) if scales else loss
 
-    run = ScheduleGPipe(PipelineStage(model, rank, 2, torch.device("cpu")), n_microbatches=PIECES, loss_fn=criterion)
+    run = ScheduleGPipe(PipelineStage(model, rank, 2, torch.device(DEVICE)), n_microbatches=PIECES, loss_fn=criterion)
     told = {"said": "", "steps": 0}
     for step in range(3):
         x, y = batch(step)

@@ -20,6 +20,8 @@ from torch.distributed.fsdp import fully_shard
 
 import preamp
 
+from .together import begin
+
 WHOLE = StateDictOptions(full_state_dict=True)
 
 
@@ -75,23 +77,23 @@ class Made:
 
 def main() -> None:
     folder, level, kind, out = Path(sys.argv[1]), *sys.argv[2:4], Path(sys.argv[4])
-    dist.init_process_group("gloo")
+    begin()
     made = Made(level, kind)
     told: dict[str, Any] = {"loaded": None, "as from the whole": None}
-    begin = 0
+    first = 0
     if (folder / "latest").exists():
         preamp.checkpoint.load_sharded(folder, model=made.model, optimizer=made.optimizer, session=made.session)
         told["loaded"] = made.digest()
-        begin = made.session.steps
-    made.train(begin, begin + 5)
-    if begin:  # the same steps of a run that got the whole state, by torch's own means
+        first = made.session.steps
+    made.train(first, first + 5)
+    if first:  # the same steps of a run that got the whole state, by torch's own means
         other, kept = Made(level, kind), torch.load(folder / "whole.pt", weights_only=False)
         set_state_dict(
             other.model, other.optimizer, model_state_dict=kept["model"], optim_state_dict=kept["optimizer"],
             options=WHOLE,
         )  # fmt: skip
         other.session.load_state_dict(kept["amp"])
-        other.train(begin, begin + 5)
+        other.train(first, first + 5)
         told["as from the whole"] = other.digest() == made.digest()
     preamp.checkpoint.save_sharded(folder, model=made.model, optimizer=made.optimizer, session=made.session)
     told["saved"] = made.digest()

@@ -20,7 +20,7 @@ import preamp
 from preamp.sharding import full_tensor
 
 from ..combined.training import GROWS, differences
-from .together import tell
+from .together import DEVICE, tell
 
 KINDS = ("ddp", "late ddp", "fsdp")
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
@@ -180,7 +180,7 @@ def apart(level: str, one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 
 def act(_: Path) -> dict[str, Any]:
-    mesh, found = init_device_mesh("cpu", (2,)), {}
+    mesh, found = init_device_mesh(DEVICE, (2,)), {}
     for seed in range(30):
         chance, kind = random.Random(seed), KINDS[seed % len(KINDS)]
         level = chance.choice(LEVELS)

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import preamp
 from preamp.checkpoint import _sharded
 
-from .together import tell
+from .together import DEVICE, tell
 
 LEVEL = "O5"
 
@@ -71,7 +71,7 @@ class Run:
 
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
+    return left.keys() == right.keys() and all(torch.equal(left[n].cpu(), right[n].cpu()) for n in left)
 
 
 def error_of(act: Callable[[], Any]) -> tuple[str, float]:
@@ -155,7 +155,7 @@ def exported(folder: Path) -> dict[str, Any]:
         run.session.close()
     nowhere = folder / "no folder" / "model.safetensors"
     told["nowhere"], _ = error_of(lambda: preamp.checkpoint.export(nowhere, run.model))
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(DEVICE, (2,))
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh())
     want = {name: value.clone() for name, value in plain.state_dict().items()}

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import preamp
 
 from .parted import Words, cut
-from .together import tell
+from .together import DEVICE, tell
 
 MAKERS: dict[str, Callable[..., Any]] = {
     "torch": lambda params: torch.optim.SGD(params, 0.1, momentum=0.5, foreach=False),
@@ -41,11 +41,11 @@ def train(shared: str | None, maker: str, clips: bool, schedule: str, mesh: Any)
         fully_shard(model.block, mesh=mesh)
         fully_shard(model, mesh=mesh)
     optimizer = MAKERS[maker](model.parameters())
-    scaler = preamp.GradScaler("cpu", init_scale=2.0**10, schedule=schedule)
+    scaler = preamp.GradScaler(DEVICE, init_scale=2.0**10, schedule=schedule)
     skips, scales = [], []
     for step in range(5):
         torch.manual_seed(step)
-        with preamp.autocast("cpu", torch.bfloat16):
+        with preamp.autocast(DEVICE, torch.bfloat16):
             loss = model(torch.randn(4, 8)).float().square().mean()
         scaler.scale(loss).backward()
         if step == 2:
@@ -67,7 +67,7 @@ def train(shared: str | None, maker: str, clips: bool, schedule: str, mesh: Any)
 
 
 def act(folder: Path) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(DEVICE, (2,))
     told = {}
     for case in CASES:
         told[str(case)] = train(*case, mesh)

@@ -63,7 +63,7 @@ def one_shard_spoilt(scale: str) -> dict[str, Any]:
 
 def flat_parameters(level: str) -> dict[str, Any]:
     """FSDP1: plain tensors that differ from rank to rank."""
-    model = FullyShardedDataParallel(build(), device_id=torch.device("cpu"))
+    model = FullyShardedDataParallel(build(), device_id=torch.zeros(()).device)
 
     def spoil(step: int) -> None:
         if step == 2 and dist.get_rank() == 1:
@@ -271,7 +271,7 @@ def orders() -> dict[str, str]:
             return None
 
     def wrapped() -> object:
-        model = FullyShardedDataParallel(build(), device_id=torch.device("cpu"))
+        model = FullyShardedDataParallel(build(), device_id=torch.zeros(()).device)
         return preamp.prepare(model, None, level="O2")
 
     def unsynced() -> object:

@@ -7,14 +7,13 @@ ranks is what each has. Else sums over rows are made in another order, in the dt
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("equal.py")
+from .together import launch
+
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 TOLERANCE = {"O0": 1e-5, "O1": 5e-3, "O2": 5e-3, "O4": 3e-2, "O5": 3e-2}
 """Distance of the ends, over the way from the start: a few units in the last place of float32, float16, bfloat16."""
@@ -22,8 +21,7 @@ TOLERANCE = {"O0": 1e-5, "O1": 5e-3, "O2": 5e-3, "O4": 3e-2, "O5": 3e-2}
 
 def run(tmp_path: Path, ranks: int, wrapper: str, *levels: str) -> dict[str, dict[str, Any]]:
     out = tmp_path / "told.json"
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(SCRIPT)]
-    ran = subprocess.run([*line, wrapper, str(out), *levels], capture_output=True, text=True, timeout=400)
+    ran = launch("equal", ranks, wrapper, str(out), *levels)
     assert ran.returncode == 0, ran.stderr[-3000:]
     told: dict[str, dict[str, Any]] = json.loads(out.read_text())
     assert len(told) == 2 * len(levels)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +13,12 @@ from torch import nn
 import preamp
 from preamp.errors import CheckpointError, StateError
 
-SCRIPT = Path(__file__).with_name("reshard.py")
+from .together import launch
 
 
 def run(folder: Path, ranks: int, level: str, kind: str) -> dict[str, Any]:
     out = folder.parent / "told.json"
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(SCRIPT)]
-    ran = subprocess.run([*line, str(folder), level, kind, str(out)], capture_output=True, text=True, timeout=200)
+    ran = launch("reshard", ranks, str(folder), level, kind, str(out), timeout=200)
     assert ran.returncode == 0, ran.stderr[-3000:]
     told: dict[str, Any] = json.loads(out.read_text())
     return told

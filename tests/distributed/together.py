@@ -1,4 +1,8 @@
-"""Scripts that several processes run together, and what their tests read of them."""
+"""Scripts that several processes run together, and what their tests read of them.
+
+On CPUs over gloo. With PREAMP_TESTS_DEVICE=cuda each rank has a GPU, and the group is NCCL's; where torch is built
+without CUDA it is the device that is none, and its group (`tests/pretend`).
+"""
 
 from __future__ import annotations
 
@@ -10,25 +14,48 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
+DEVICE = os.environ.get("PREAMP_TESTS_DEVICE", "cpu")
 
 
 def told_by(script: str, ranks: int, folder: Path, *arguments: str) -> list[dict[str, Any]]:
     """Run a module of this package on so many ranks; what each of them told (`tell`). `folder`: for its files."""
     out = folder / "told.json"
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    line += ["-m", f"tests.distributed.{script}", str(out), *arguments]
-    ran = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=400)
+    ran = launch(script, ranks, str(out), *arguments)
     assert ran.returncode == 0, ran.stderr[-3000:]
     every: list[dict[str, Any]] = json.loads(out.read_text())
     return every
 
 
+def launch(script: str, ranks: int, *arguments: str, timeout: int = 400) -> subprocess.CompletedProcess[str]:
+    """Run a module of this package on so many ranks."""
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    line += ["-m", f"tests.distributed.{script}", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=timeout)
+
+
+def begin() -> torch.device:
+    """Join the group; this rank's device, on which tensors are made from now on."""
+    here = torch.device("cpu")
+    if DEVICE == "cuda":
+        if torch.version.cuda is None:
+            from ..pretend.device import pretend
+
+            pretend(int(os.environ["LOCAL_WORLD_SIZE"]))
+        here = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(here)
+        torch.set_default_device(here)
+    backend = "gloo" if DEVICE == "cpu" else "nccl" if dist.is_nccl_available() else "pretend"
+    dist.init_process_group(backend)
+    return here
+
+
 def tell(act: Callable[[Path], dict[str, Any]]) -> None:
     """The whole of such a script: `act` gets the folder, and what it returns on each rank goes to the test."""
-    dist.init_process_group("gloo")
+    begin()
     out = Path(sys.argv[1])
     told = act(out.parent)
     every: list[Any] = [None] * dist.get_world_size()

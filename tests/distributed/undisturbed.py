@@ -24,9 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import preamp
 
-from ..combined.events import BETWEEN, NEUTRAL, STEPS, Program, play
+from ..combined.events import BETWEEN, NEUTRAL, STEPS, Program, play, random_state, set_random_state
 from ..combined.training import MAKERS, Net, Training, differences
-from .together import tell
+from .together import DEVICE, tell
 
 KINDS = {2: ("ddp", "late ddp", "fsdp", "tensor"), 4: ("hybrid", "parts")}
 """By ranks. With four: copies of shards, and shards of tensor-parallel parts."""
@@ -87,7 +87,7 @@ class Shared(Training):
 
 def sharded_file(run: Shared) -> None:
     """Written by all ranks and read into objects that are made anew."""
-    state, drawn = torch.get_rng_state(), copy.deepcopy(run.schedule.state_dict())
+    state, drawn = random_state(), copy.deepcopy(run.schedule.state_dict())
     parts = {name: getattr(run, name) for name in ("model", "optimizer", "session")}
     preamp.checkpoint.save_sharded(run.folder, **parts)
     run.session.close()
@@ -95,7 +95,7 @@ def sharded_file(run: Shared) -> None:
     parts = {name: getattr(run, name) for name in ("model", "optimizer", "session")}
     preamp.checkpoint.load_sharded(run.folder, **parts)
     run.schedule.load_state_dict(drawn)
-    torch.set_rng_state(state)
+    set_random_state(state)
 
 
 EVENTS: dict[str, Any] = {**NEUTRAL, "read_from_a_file": sharded_file}
@@ -132,8 +132,8 @@ def setup(chance: random.Random, kind: str) -> tuple[str, str, str, bool]:
 
 def act(folder: Path) -> dict[str, Any]:
     ranks = dist.get_world_size()
-    crossed = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")) if ranks == 4 else None
-    mesh = crossed or init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+    crossed = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("data", "tensor")) if ranks == 4 else None
+    mesh = crossed or init_device_mesh(DEVICE, (2,), mesh_dim_names=("tensor",))
     told = {}
     first, last = int(sys.argv[2]), int(sys.argv[3])
     for seed in range(first, last):

@@ -6,6 +6,9 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <mutex>
+#include <set>
+
 namespace pretend {
 
 c10::DeviceIndex devices = 1;
@@ -49,6 +52,38 @@ struct Allocator final : c10::Allocator {
 
 Allocator allocator;
 REGISTER_ALLOCATOR(CUDA, &allocator);
+
+// Memory of the host that is said to be pinned.
+struct Pinned final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    auto* held = new c10::DataPtr(c10::GetAllocator(c10::kCPU)->allocate(bytes));
+    std::lock_guard<std::mutex> lock(mutex);
+    begins.insert(held->get());
+    return {held->get(), held, &drop, c10::Device(c10::kCPU)};
+  }
+  static void drop(void* context) {
+    auto* held = static_cast<c10::DataPtr*>(context);
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      begins.erase(held->get());
+    }
+    delete held;
+  }
+  static bool has(const void* begin) {
+    std::lock_guard<std::mutex> lock(mutex);
+    return begins.count(begin) > 0;
+  }
+  c10::DeleterFnPtr raw_deleter() const override {
+    return &drop;
+  }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    std::memcpy(to, from, bytes);
+  }
+  static inline std::mutex mutex;
+  static inline std::set<const void*> begins;
+};
+
+Pinned pinned;
 
 // ---- device, streams, events
 
@@ -200,7 +235,10 @@ struct CUDAHooks final : at::CUDAHooksInterface {
     return devices;
   }
   c10::Allocator* getPinnedMemoryAllocator() const override {
-    return c10::GetAllocator(c10::kCPU);
+    return &pinned;
+  }
+  bool isPinnedPtr(const void* begin) const override {
+    return Pinned::has(begin);
   }
   c10::Allocator* getCUDADeviceAllocator() const override {
     return &allocator;

@@ -140,6 +140,7 @@ def _as_torch_has_it(native: Any) -> None:
 
     default = Stream()
     streams = [default]
+    torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign]
 
     @contextlib.contextmanager
     def stream(given: Any) -> Iterator[None]:

@@ -42,6 +42,21 @@ def test_what_wants_a_gpu(name: str) -> None:
     assert " passed" in done.stdout and "skipped" not in done.stdout.splitlines()[-1]
 
 
+SEVERAL = ["sharded", "piped", *(pytest.param(name, marks=pytest.mark.slow) for name in (
+    "equal", "framed", "gathered", "meshes", "parted", "reshard", "rivals", "saving", "scaled", "undisturbed", "wrapped"
+))]  # fmt: skip
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", SEVERAL)
+def test_ranks_with_a_gpu_each(name: str) -> None:
+    settings = ["-c", os.devnull, "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-p", "no:xdist", "-q"]
+    several = ["-m", "pytest", *settings, "-m", "not slow", f"tests/distributed/test_{name}.py"]
+    done = run(*several, PREAMP_TESTS_DEVICE="cuda")
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout.splitlines()[-1]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_training_suite_of_the_bench(tmp_path: Path) -> None:
