@@ -175,9 +175,13 @@ NATIVE_CPU: Mapping[str, Category] = {
 
 
 RULED_BY_PARTS = frozenset({
-    "conv1d.padding", "conv2d.padding", "conv3d.padding", "cross_entropy_loss", "cat", "stack", "_addmm_activation",
+    "conv1d.padding", "conv2d.padding", "conv3d.padding", "cat", "stack", "_addmm_activation",
 })  # fmt: skip
-"""Operators that need no kernel of ours where torch has none either: their parts are ruled, or they promote anyway."""
+"""Operators that need no kernel of ours where torch has none either: their parts are ruled, or they promote anyway.
+
+Not cross_entropy_loss, which CUDA's autocast has no kernel for: it asks log_softmax for the dtype of its input, and the
+rule there leaves a dtype that is asked for. So torch.amp on CUDA keeps log-probabilities in 16 bits.
+"""
 
 
 def native_category(op: str, device_type: str) -> Category | Literal["refused", "float16 fails"] | None:

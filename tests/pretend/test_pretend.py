@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no device that is none: {missing()}")
 
-NAMES = ["captured", "cuda", "one_rank", "schedules_cuda", "several", "step_engine", "threads"]
+NAMES = ["captured", "cuda", "one_rank", "rules", "schedules_cuda", "several", "step_engine", "threads"]
 
 WHOLE = "not full_size and not large_parameter"
 """Without networks of full size, which a CPU takes minutes for."""
@@ -78,6 +78,23 @@ runpy.run_module("preamp", run_name="__main__")
     assert {name: each["error"] for name, each in told.items() if each.get("error")} == {}
     waiting = {name: each["waits"] for name, each in told.items() if each.get("waits")}
     assert waiting and all(name.endswith("torch.amp fp16, foreach") for name in waiting), waiting
+
+
+UNLIKE = {
+    "sparse.sampled_addmm", "sparse.mm", "to_sparse", "nn.functional.ctc_loss", "as_strided", "tensor_split",
+    "nn.functional.dropout", "nn.functional.scaled_dot_product_attention", "nn.functional.multi_head_attention_forward",
+}  # fmt: skip
+"""Operators that the device lacks, or that CUDA composes of other parts: dropout, and what has it inside."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_rules_are_those_of_the_cpu() -> None:
+    done = run("-m", "tests.pretend.operators")
+    *names, compared = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert set(names) == UNLIKE
+    assert int(compared.split()[0]) > 4000
 
 
 @pytest.mark.parametrize("triton", [False, True])

@@ -67,6 +67,17 @@ def _full(op: Any, device_type: str) -> Kernel:
         with exclude(keys):
             return run(*args)
 
+    def full_cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Of classes, without smoothing: log_softmax on CUDA reads float16 and writes float32, with no copy between."""
+        of_classes = not kwargs and len(args) <= 3 and input.shape != target.shape
+        if input.dtype is not torch.float16 or not of_classes:
+            return full(input, target, *args, **kwargs)
+        with exclude(keys):
+            logs = torch.log_softmax(input, min(input.dim() - 1, 1), torch.float32)
+            return torch.ops.aten.nll_loss_nd.default(logs, target, *map(to_float, args))
+
+    if op is torch.ops.aten.cross_entropy_loss.default and device_type == "cuda":
+        return full_cross_entropy
     if dtype_argument is None:
         return full if run is op else full_of_tensors
     position, keyword_only = dtype_argument

@@ -88,20 +88,23 @@ class RangeWatcher(Watcher):
 
     def _left_low(self, call: Call, dtype: torch.dtype) -> None:
         file, line = call.place()
-        name = call.base.removeprefix("native_").lstrip("_")
+        name, kind = call.base.removeprefix("native_").lstrip("_"), call.inputs[0].device.type
         self.findings.append(
             Finding(
                 "PA104",
                 "info",
                 f"torch's own CPU autocast leaves {name} in {name_of(dtype)}; on CUDA, and in preamp's regions, it is "
-                "float32",
+                "float32"
+                if kind == "cpu"
+                else f"torch's own autocast leaves {name} in {name_of(dtype)} where that dtype is asked for, as "
+                "cross_entropy does; in preamp's regions cross_entropy is float32",
                 module=call.module,
                 op=name,
                 direction="forward",
                 file=file,
                 line=line,
                 evidence={"dtype": name_of(dtype)},
-                fix=f"with preamp.autocast('cpu', dtype={dtype}): ...  # in place of torch.autocast",
+                fix=f"with preamp.autocast({kind!r}, dtype={dtype}): ...  # in place of torch.autocast",
             )
         )
 
