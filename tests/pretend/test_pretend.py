@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no device that is none: {missing()}")
 
-NAMES = ["captured", "cuda", "one_rank", "rules", "schedules_cuda", "several", "step_engine", "threads"]
+NAMES = ["captured", "cuda", "doctor", "one_rank", "rules", "schedules_cuda", "several", "step_engine", "threads"]
 
 WHOLE = "not full_size and not large_parameter"
 """Without networks of full size, which a CPU takes minutes for."""

@@ -73,6 +73,8 @@ def walk(stop: CodeType) -> Frames:
                 applied = here
             function = function or _is_function(frame.f_code)
         frame = frame.f_back
+    if frame is None and torch._C._current_graph_task_id() != -1:
+        own = inner  # in the engine's own thread for a GPU, below which Python has no frames
     return Frames(source, own, applied, recomputed)
 
 
