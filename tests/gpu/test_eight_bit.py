@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,17 +13,10 @@ from preamp.optim import AdamW
 from tests.fused.eight_bits import KINDS, OPTIONS, SETTINGS, Run
 from tests.fused.steps import awkward, by_operators, far, gradients
 
+from .training import no_waiting
+
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def number(value: float) -> Tensor:

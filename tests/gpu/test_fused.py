@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,19 +14,12 @@ from preamp import fused
 from tests.fused import test_parts as parts
 from tests.fused.steps import ADAM, NAMES, SETTINGS, Run, awkward, awkward_for, by_operators, far, gradients
 
+from .training import no_waiting
+
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
 
 LOWS = [None, torch.float16, torch.bfloat16]
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def number(value: float) -> Tensor:

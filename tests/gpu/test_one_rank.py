@@ -20,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import preamp
 
+from .training import no_waiting
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 CUDA_BACKEND = "nccl" if dist.is_nccl_available() else "pretend"
@@ -36,19 +38,6 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
         yield name
     finally:
         dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def no_waiting() -> Iterator[None]:
-    """Waits of the host for a CUDA device are errors inside."""
-    if not torch.cuda.is_available():
-        yield
-        return
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def network(device: str) -> nn.Sequential:

@@ -14,7 +14,8 @@ import preamp
 from preamp.gradients import global_norm, read
 from preamp.scaling import LossScale
 
-from .test_one_rank import alone, check_alike, network, no_waiting, train, weights
+from .test_one_rank import alone, check_alike, network, train, weights
+from .training import no_waiting
 
 pytestmark = [
     pytest.mark.gpu,

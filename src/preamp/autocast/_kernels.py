@@ -70,7 +70,7 @@ def _full(op: Any, device_type: str) -> Kernel:
     def full_cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Of classes, without smoothing: log_softmax on CUDA reads float16 and writes float32, with no copy between."""
         of_classes = not kwargs and len(args) <= 3 and input.shape != target.shape
-        if input.dtype is not torch.float16 or not of_classes:
+        if not of_classes or input.dtype is not torch.float16 or input.device.type != device_type:
             return full(input, target, *args, **kwargs)
         with exclude(keys):
             logs = torch.log_softmax(input, min(input.dim() - 1, 1), torch.float32)
