@@ -42,8 +42,9 @@ def test_what_wants_a_gpu(name: str) -> None:
     assert " passed" in done.stdout and "skipped" not in done.stdout.splitlines()[-1]
 
 
-SEVERAL = ["sharded", "piped", *(pytest.param(name, marks=pytest.mark.slow) for name in (
-    "equal", "framed", "gathered", "meshes", "parted", "reshard", "rivals", "saving", "scaled", "undisturbed", "wrapped"
+SEVERAL = ["sharded", *(pytest.param(name, marks=pytest.mark.slow) for name in (
+    "equal", "framed", "gathered", "meshes", "parted", "piped", "reshard", "rivals", "saving", "scaled",
+    "undisturbed", "wrapped",
 ))]  # fmt: skip
 
 
