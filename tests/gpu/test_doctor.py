@@ -46,7 +46,7 @@ def test_a_hook_that_bounds_scaled_gradients_is_found() -> None:
     assert finding.line == line_of(clamped, "g.clamp") and finding.file == __file__
 
 
-class Squared(torch.autograd.Function):
+class LargeGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -58,18 +58,18 @@ class Squared(torch.autograd.Function):
         return gradient * torch.full_like(x, 6e4) * 100  # beyond float16
 
 
-class Through(nn.Module):
+class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.last(Squared.apply(self.first(x)))
+        result: Tensor = self.last(LargeGradient.apply(self.first(x)))
         return result
 
 
 def test_an_infinity_of_a_backward_in_python_has_its_line() -> None:
     torch.manual_seed(0)
-    found = [f for f in watched(Through().to("cuda")) if f.code == "PA201"]
+    found = [f for f in watched(Network().to("cuda")) if f.code == "PA201"]
     assert found and found[0].direction == "backward"
-    assert found[0].line == line_of(Through, "Squared.apply")  # where the script asks for it
+    assert found[0].line == line_of(Network, "LargeGradient.apply")  # where the script asks for it

@@ -54,7 +54,8 @@ def test_cross_entropy_is_float32(name: str, low: str) -> None:
     result.sum().backward()
     wanted.sum().backward()
     assert given.grad is not None and wide.grad is not None
-    torch.testing.assert_close(given.grad, wide.grad.to(LOW[low]), rtol=0, atol=0)
+    close = 2 * torch.finfo(LOW[low]).eps  # a unit in the last place, since kernels may add in another order
+    torch.testing.assert_close(given.grad.float(), wide.grad, rtol=close, atol=1e-6)
 
 
 def test_torchs_own_region_stays_as_it_is() -> None:

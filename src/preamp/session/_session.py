@@ -233,7 +233,7 @@ class Session(SessionBase):
         The first `warmup` calls run as written, the next is captured, later ones replay it. Arguments keep their
         shapes; learning rates become tensors, which schedulers write into; results are copies. Any optimizer that
         does not need the host will do: fused, capturable, of preamp.optim, or `skip="device"`. Warns and changes
-        nothing elsewhere than on CUDA.
+        nothing elsewhere than on CUDA. Raises `SessionError` when the parameters lie on several GPUs.
 
         >>> step = session.capture(train_step)
         >>> for x, y in loader:
