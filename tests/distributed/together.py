@@ -37,9 +37,8 @@ def launch(script: str, ranks: int, *arguments: str, timeout: int = 400) -> subp
     return subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=timeout)
 
 
-def begin() -> torch.device:
-    """Join the group; this rank's device, on which tensors are made from now on."""
-    here = torch.device("cpu")
+def begin() -> None:
+    """Join the group; tensors are made on this rank's device from now on."""
     if DEVICE == "cuda":
         if torch.version.cuda is None:
             from ..pretend.device import pretend
@@ -50,7 +49,6 @@ def begin() -> torch.device:
         torch.set_default_device(here)
     backend = "gloo" if DEVICE == "cpu" else "nccl" if dist.is_nccl_available() else "pretend"
     dist.init_process_group(backend)
-    return here
 
 
 def tell(act: Callable[[Path], dict[str, Any]]) -> None:
