@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 
 import pytest
@@ -71,12 +72,14 @@ def test_in_pieces_through_one_scratch(kind: str, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr("preamp.optim._plan.PIECE", piece)
         torch.manual_seed(4)
         params = [Parameter(torch.randn(s)) for s in [(4, 3), (7,), (1,), (), (2, 3), (5,), (9,)] * 3]
+        held = [p.data for p in params]  # so that they are not moved
         optimizer = KINDS[kind](params)
         for step in range(6):
             give(params, step, skip=2 if step == 3 else -1)
             params[1].grad = (params[1] * 2).requires_grad_()
             optimizer.step()
-        counts = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
+        counts = [float(optimizer.state[p]["step"]) for p in params if "step" in optimizer.state[p]]
+        assert all(p.data_ptr() == data.data_ptr() for p, data in zip(params, held, strict=True))
         results.append((detached(params), counts))
         if piece == 16 and optimizer.counts_steps:
             assert counts == [5.0 if i == 2 else 6.0 for i in range(len(params))]
@@ -87,12 +90,16 @@ def test_in_pieces_through_one_scratch(kind: str, monkeypatch: pytest.MonkeyPatc
 
 def test_small_ones_lie_side_by_side_and_others_do_not() -> None:
     params = made()
+    params += [Parameter(torch.randn(4, 3)), Parameter(torch.randn(4, 4)), Parameter(torch.randn(5, 5))]
     before = [p.data_ptr() for p in params]
     optimizer = optim.AdamW(params, flat=True)
     give(params, 0)
     optimizer.step()
-    storages = [p.untyped_storage().data_ptr() for p in params]
-    assert len({storages[i] for i in (0, 1, 2, 4, 6)}) == 1
+    for one, following in itertools.pairwise(sorted((params[i] for i in (1, 2, 10)), key=Tensor.data_ptr)):
+        assert one.data_ptr() + one.nbytes == following.data_ptr()
+    for i, k, apart in ((0, 9, 64), (6, 11, 128)):  # matrices that fill no whole cache lines
+        assert abs(params[i].data_ptr() - params[k].data_ptr()) == apart
+    assert all(params[i].data_ptr() % 64 == 0 for i in (0, 4, 6, 9, 10, 11))
     assert [params[i].data_ptr() for i in (3, 5, 7, 8)] == [before[i] for i in (3, 5, 7, 8)]
     assert all(p.is_leaf and isinstance(p, Parameter) for p in params)
 

@@ -86,8 +86,9 @@ class Soundness:
         watch = self._watch
         if self.bad_gradients and not skipped and self._versions is not None:
             parameters = watch.parameters()
-            skipped = self._versions == [p._version for p in parameters]
-            self._damaged = not skipped and not all_finite(p.detach() for p in parameters if p.is_floating_point())
+            self._damaged = not all_finite(p.detach() for p in parameters if p.is_floating_point())
+            # torch's fused optimizers write without counting: no count says "skipped" only of weights that are whole
+            skipped = not self._damaged and self._versions == [p._version for p in parameters]
         found, self._held_back = self._held_back, None
         if found is not None and skipped:
             watch.recorder.write("overflow", step=watch.step, scale=1.0, **found.place())

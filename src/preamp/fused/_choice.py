@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..multi_tensor import laid_out_like, split_by_walk, triton_runs_on
+from ..multi_tensor import count_writes, laid_out_like, split_by_walk, triton_runs_on
 from ._options import Lists, Lows
 from ._stock import has_stock
 
@@ -65,6 +65,8 @@ def carry_out(
     if not (o.contiguous and all(map(Tensor.is_contiguous, grads))):
         grads = laid_out_like(params, grads)
     way([params, grads, *states], lows, step, o)
+    if way is stock[1]:  # torch's fused operators count no write
+        count_writes(params)
 
 
 def pick(lists: Lists, places: Sequence[int]) -> Lists:

@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ..multi_tensor import Part, parts_of
+from ..multi_tensor import Part, count_writes, parts_of
 from . import _kernels
 from ._options import AdagradOptions, AdamOptions, Lists, Lows, Options, SGDOptions
 
@@ -112,12 +112,7 @@ def launch(kernel: Callable[..., object], part: Part, before: Sequence[object], 
 
 def wrote(params: Sequence[Tensor], lows: Lows) -> None:
     """Tell autograd, and whoever watches `_version`, that parameters and twins were changed in place."""
-    changed = [*params, *(low for low in lows or () if low is not None)]
-    try:
-        torch.autograd.graph.increment_version(changed)
-    except TypeError:  # older releases take one tensor
-        for tensor in changed:
-            torch.autograd.graph.increment_version(tensor)
+    count_writes([*params, *(low for low in lows or () if low is not None)])
 
 
 def type_of(dtype: torch.dtype | None) -> object:

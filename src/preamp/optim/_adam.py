@@ -24,10 +24,10 @@ class Adam(FusedOptimizer):
     down by chance, so that small updates are not lost (reproducible by `seed`; states are float32). `states`: "8bit"
     keeps both moments of a parameter of 4096 elements or more in 8 bits (`preamp.fused.adam_8bit_`), not with
     `amsgrad`; of DTensors those whose rows are whole blocks of 256, so that any number of ranks can go on with them.
-    States of either kind load into an optimizer of the other. `flat=True` lays small float32 parameters on
-    a CPU side by side in one tensor, of which they are views. On a CPU float32 parameters with float32 states come out
-    bit for bit as with `torch.optim.Adam(fused=True)`. Raises `OptimizerError`, a ValueError, for hyper-parameters out
-    of range.
+    States of either kind load into an optimizer of the other. `flat`: on a CPU, small float32 parameters are stepped
+    side by side in one tensor, where they are moved for good, or only where nobody else refers to their memory (None);
+    with False each is stepped by itself, and comes out bit for bit as with `torch.optim.Adam(fused=True)`. Raises
+    `OptimizerError`, a ValueError, for hyper-parameters out of range.
     """
 
     master_kinds: tuple[str | None, ...] = ("float32", "split", None)

@@ -23,6 +23,8 @@ from ._plan import Bucket, Plan, share_steps
 
 Lows = Sequence[Tensor | None] | None
 
+MOVES = 8
+"""How many plans may lay parameters somewhere else where nobody has asked for it."""
 
 _GRAD = attrgetter("grad")
 
@@ -39,7 +41,8 @@ class FusedOptimizer(Optimizer):
 
     _step_supports_amp_scaling = True
     flat: bool | None = False
-    """Whether small float32 parameters on a CPU are laid side by side (`Flat`); None: only for the length of a step."""
+    """Whether small float32 parameters on a CPU are laid side by side (`Flat`); None: where nobody can tell, else only
+    for the length of a step."""
     takes_masters = True
     """Tells a session and `preamp.GradScaler` that 16-bit gradients, masters and a factor may be handed over."""
 
@@ -58,6 +61,7 @@ class FusedOptimizer(Optimizer):
 
     def _prepare(self) -> None:
         self._plan: Plan | None = None
+        self._plans = 0
         self._masters = self._own_masters()
         self._lent = False
         self.unstarted: set[Parameter] = set()
@@ -189,6 +193,7 @@ class FusedOptimizer(Optimizer):
                     kept = self.state[param].get(self._master_key)
                     self._masters.adopt(f"{len(self._masters)}", param, kept)
         plan = Plan(self, present)
+        self._plans += 1
         if not self._lent:
             for bucket in plan.buckets:
                 for param in bucket.params if bucket.mastered else ():
@@ -199,6 +204,15 @@ class FusedOptimizer(Optimizer):
     def lays_flat(self) -> bool | None:
         """`flat`, but never where each parameter has a copy that is written too."""
         return False if self._masters.shadows else self.flat
+
+    @property
+    def may_move(self) -> bool:
+        """Whether parameters may still be laid somewhere else unasked.
+
+        Not for ever: each time they are, those that have no gradient just then stay where they were, and all of that
+        memory with them; two optimizers of the same parameters would take these from each other at every step.
+        """
+        return self._plans < MOVES
 
     def is_mastered(self, param: Parameter) -> bool:
         """Whether a parameter is 16-bit and stepped by way of a float32 master."""

@@ -7,8 +7,9 @@ than stepping them. Here the lists stay, as long as the same parameters have gra
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn import Parameter
 
 from ..parallel import ShardReduction
 from ..sharding import held_here, is_sharded, placed_as
-from ._flat import PIECE, Flat, fits, row
+from ._flat import PIECE, Flat, Lying, lying_of, order, padded
 
 
 @dataclass(slots=True)
@@ -42,15 +43,15 @@ class Bucket:
 
     number: int = 0
     """Which of the optimizer's groups it is of."""
-    places: list[int] = field(default_factory=list)
-    """Where its parameters stand among those of their group that have gradients."""
+    pick: Callable[[list[Tensor]], Sequence[Tensor]] = list
+    """Takes the gradients of its parameters out of those of their group."""
 
     def gathered(self, gradients: list[Tensor]) -> list[Tensor]:
         """The gradients of its parameters as a step takes them; one tensor if they lie side by side.
 
         `gradients`: those of the group's parameters that have any.
         """
-        gradients = [gradients[place] for place in self.places]
+        gradients = list(self.pick(gradients))
         if self.sharded:
             gradients = [held_here(placed_as(g, p)) for g, p in zip(gradients, self.params, strict=True)]
         return gradients if self.flat is None else [self.flat.gathered(gradients)]
@@ -71,18 +72,21 @@ class Plan:
 
     def __init__(self, optimizer: Any, present: Sequence[list[Parameter]]) -> None:
         self._state = optimizer.state
-        self._key = _key(present)
+        self._present = list(map(list, present))
         self.buckets: list[Bucket] = []
         for number, (group, params) in enumerate(zip(optimizer.param_groups, present, strict=True)):
             place = {param: i for i, param in enumerate(params)}
-            alike: dict[tuple[object, ...], list[Parameter]] = defaultdict(list)
+            alike: dict[tuple[Any, ...], list[Parameter]] = defaultdict(list)
+            flat, movable = optimizer.lays_flat, optimizer.may_move
             for param in params:
-                names = optimizer.names_for(group, param)
-                flat, lent = fits(param, optimizer.lays_flat), optimizer.may_swap(param)
-                alike[param.device, param.dtype, names, is_sharded(param), flat, lent].append(param)
-            for own in alike.values():
-                for bucket in _buckets_of(optimizer, group, own):
-                    bucket.number, bucket.places = number, [place[param] for param in bucket.params]
+                names, lent = optimizer.names_for(group, param), optimizer.may_swap(param)
+                lying = lying_of(param, flat, movable=movable, lent=lent)
+                alike[lying, param.device, param.dtype, names, is_sharded(param), lent].append(param)
+            if sum(len(own) for (lying, *_), own in alike.items() if lying != "apart") == 1:
+                alike = {("apart", *key[1:]): own for key, own in alike.items()}
+            for (lying, *_), own in alike.items():
+                for bucket in _buckets_of(optimizer, group, own, lying):
+                    bucket.number, bucket.pick = number, _picker([place[param] for param in bucket.params])
                     self.buckets.append(bucket)
         self._first = [
             (b.params[0], b.params[0].dtype, {name: optimizer.state[b.params[0]][name] for name in b.states})
@@ -95,7 +99,9 @@ class Plan:
 
     def fits(self, optimizer: Any, present: Sequence[list[Parameter]]) -> bool:
         """Whether the plan still holds: the same parameters with gradients, the same states."""
-        if self._state is not optimizer.state or self._key != _key(present):
+        if self._state is not optimizer.state or len(self._present) != len(present):
+            return False
+        if not all(map(_same, self._present, present)):
             return False
         for bucket in self.buckets:
             if bucket.flat is not None and not bucket.flat.holds():
@@ -110,11 +116,17 @@ class Plan:
         return True
 
 
-def _key(present: Sequence[list[Parameter]]) -> list[list[int]]:
-    return [list(map(id, params)) for params in present]
+def _picker(places: list[int]) -> Callable[[list[Tensor]], Sequence[Tensor]]:
+    """What takes the items at `places` out of a list."""
+    begin, end = places[0], places[0] + len(places)
+    return itemgetter(slice(begin, end)) if places == list(range(begin, end)) else itemgetter(*places)
 
 
-def _buckets_of(optimizer: Any, group: dict[str, Any], params: list[Parameter]) -> list[Bucket]:
+def _same(those: Sequence[Parameter], these: Sequence[Parameter]) -> bool:
+    return len(those) == len(these) and all(map(is_, those, these))
+
+
+def _buckets_of(optimizer: Any, group: dict[str, Any], params: list[Parameter], lying: Lying) -> list[Bucket]:
     """Buckets of like parameters, split by how many steps they have seen; states are made where there are none."""
     state: dict[Parameter, dict[str, Any]] = optimizer.state
     mastered, names = optimizer.is_mastered(params[0]), optimizer.names_for(group, params[0])
@@ -128,10 +140,10 @@ def _buckets_of(optimizer: Any, group: dict[str, Any], params: list[Parameter]) 
             if own.get(name) is None:
                 own[name] = optimizer.new_state(name, group, param, torch.float32 if mastered else param.dtype)
         by_age[(id(own.get("step")), param in optimizer.unstarted)].append(param)
-    chunks = [chunk for alike in by_age.values() for chunk in _chunks(optimizer, group, alike)]
+    chunks = [chunk for alike in by_age.values() for chunk in _chunks(optimizer, group, alike, lying)]
     sharing = Counter(id(own.get("step")) for own in state.values())
-    largest = max((sum(p.numel() for p in chunk) for chunk, side_by_side in chunks if side_by_side), default=0)
-    scratch = held_here(params[0]).detach().new_empty(0 if optimizer.lays_flat else largest)
+    largest = max((padded(sum(p.numel() for p in chunk)) for chunk, beside in chunks if beside), default=0)
+    scratch = held_here(params[0]).detach().new_zeros(0 if lying == "laid" else largest)
     buckets = []
     for alike, side_by_side in chunks:
         step = state[alike[0]]["step"] if optimizer.counts_steps else None
@@ -146,24 +158,25 @@ def _buckets_of(optimizer: Any, group: dict[str, Any], params: list[Parameter]) 
         bucket = Bucket(group, alike, mastered, states, step, dense, sharded)
         if side_by_side:
             own_states = [state.get(param, {}) for param in alike]
-            bucket.flat = Flat(alike, own_states, names, for_good=bool(optimizer.lays_flat), scratch=scratch)
+            bucket.flat = Flat(alike, own_states, names, lying, scratch=scratch)
             bucket.states, bucket.contiguous = bucket.flat.states, True
         buckets.append(bucket)
     return buckets
 
 
-def _chunks(optimizer: Any, group: dict[str, Any], alike: list[Parameter]) -> Iterator[tuple[list[Parameter], bool]]:
+def _chunks(
+    optimizer: Any, group: dict[str, Any], alike: list[Parameter], lying: Lying
+) -> Iterator[tuple[list[Parameter], bool]]:
     """The parameters of each bucket, and whether they are laid side by side there.
 
     Those that are copied in and out are so in pieces that stay in the cache from one copy to the other.
     """
-    flat = optimizer.lays_flat
     plain = optimizer.names_for(group, alike[0]) == optimizer.state_names(group)
-    if not plain or len(alike) < 2 or not all(fits(param, flat) for param in alike):
+    if not plain or lying == "apart":
         yield alike, False
         return
-    alike = sorted(alike, key=row)
-    if flat:
+    alike = sorted(alike, key=order)
+    if lying == "laid":
         yield alike, True
         return
     begin = total = 0

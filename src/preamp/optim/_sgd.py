@@ -19,9 +19,9 @@ class SGD(FusedOptimizer):
     """Gradient descent with the arguments, groups and state_dict of `torch.optim.SGD`: momentum, dampening, Nesterov.
 
     `foreach` and `fused` are taken for compatibility. `master`: "float32" keeps masters of 16-bit parameters, None
-    steps them in their own dtype. `flat`: on a CPU, small float32 parameters are stepped side by side in one tensor
-    (None), lie there for good, as views (True), or are stepped one by one (False). Raises `OptimizerError`, a
-    ValueError, for hyper-parameters out of range.
+    steps them in their own dtype. `flat`: on a CPU, small float32 parameters are stepped side by side in one tensor,
+    where they are moved for good (True), or only where nobody else refers to their memory (None), or are stepped one
+    by one (False). Raises `OptimizerError`, a ValueError, for hyper-parameters out of range.
     """
 
     counts_steps = False
@@ -91,28 +91,29 @@ class SGD(FusedOptimizer):
     def _advance_flat(
         self, bucket: Bucket, flat: Flat, grads: list[Tensor], factor: Tensor | None, found: Tensor | None
     ) -> None:
-        """Without weight decay nothing has to be known of the parameters: the update is made, and added to them."""
-        group = bucket.group
-        if group["weight_decay"] or found is not None:
-            super()._advance_flat(bucket, flat, grads, factor, found)
-            return
-        (update,) = grads
+        """The update is made apart from the parameters, which are read only for weight decay, and added to them."""
+        group, (update,) = bucket.group, grads
         if factor is not None:
             update.mul_(factor)
+        if group["maximize"]:
+            update.neg_()
+        if group["weight_decay"]:
+            flat.take_in()
+            update.add_(flat.param, alpha=group["weight_decay"])
         if group["momentum"]:
             (momentum,) = bucket.states["momentum_buffer"]
             if bucket.params[0] in self.unstarted:
                 self.unstarted.difference_update(bucket.params)
-                momentum.copy_(-update if group["maximize"] else update)
+                momentum.copy_(update)
+            elif group["dampening"] == 0:
+                torch.add(update, momentum, alpha=group["momentum"], out=momentum)
             else:
-                part = 1 - group["dampening"]
-                momentum.mul_(group["momentum"]).add_(update, alpha=-part if group["maximize"] else part)
+                momentum.mul_(group["momentum"]).add_(update, alpha=1 - group["dampening"])
             if group["nesterov"]:
-                update.mul_(-1 if group["maximize"] else 1).add_(momentum, alpha=group["momentum"])
+                update.add_(momentum, alpha=group["momentum"])
             else:
                 update = momentum
-        ascends = group["maximize"] and not group["momentum"]
-        flat.add(update, float(group["lr"]) * (1 if ascends else -1))
+        flat.add(update, -float(group["lr"]))
 
 
 class Adagrad(FusedOptimizer):
