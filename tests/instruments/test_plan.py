@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import preamp
 from preamp.errors import PreampError, PreampWarning
 from preamp.masters import shadows_work
-from preamp.optim._base import FusedOptimizer
 from preamp.plan import MemoryPlan, plan
 
 SHADOWS = shadows_work("cpu", torch.bfloat16)
@@ -63,8 +62,6 @@ def trained(model: nn.Module, name: str, level: str, *, shadow: bool = False, **
     if name.endswith("-momentum"):
         options["momentum"] = 0.9
     optimizer = OPTIMIZERS[name]([p for p in model.parameters() if p.requires_grad], lr=1e-3, **options)
-    if isinstance(optimizer, FusedOptimizer):
-        optimizer.flat = False  # side by side, rows end in up to 60 bytes of zeros, of which no plan knows
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PreampWarning)  # of epsilons
         session = preamp.prepare(model, optimizer, policy=level, shadow=shadow, scale=1.0)

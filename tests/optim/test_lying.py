@@ -227,14 +227,18 @@ def test_matrices_multiply_to_the_same_bits() -> None:
 def test_file_formats_take_them(flat: bool | None, tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    step(optim.Adam(model.parameters(), flat=flat))
-    safetensors.save_file(model.state_dict(), tmp_path / "model.safetensors")
-    loaded = safetensors.load_file(tmp_path / "model.safetensors")
-    assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
-    one, whole = io.BytesIO(), io.BytesIO()
-    torch.save(model[0].bias, one)
-    torch.save(Parameter(model[0].bias.detach().clone()), whole)
-    assert len(one.getvalue()) == len(whole.getvalue())  # not all the others with it
+    optimizer = optim.Adam(model.parameters(), flat=flat)
+    step(optimizer)
+    states = {str(i): optimizer.state[p]["exp_avg"] for i, p in enumerate(model.parameters())}
+    for tensors in (model.state_dict(), states):
+        safetensors.save_file(tensors, tmp_path / "some.safetensors")
+        loaded = safetensors.load_file(tmp_path / "some.safetensors")
+        assert all(torch.equal(loaded[name], value) for name, value in tensors.items())
+        for value in tensors.values():
+            one, whole = io.BytesIO(), io.BytesIO()
+            torch.save(value, one)
+            torch.save(value.detach().clone(), whole)
+            assert len(one.getvalue()) == len(whole.getvalue())  # not all the others with it
 
 
 @pytest.mark.parametrize("kind", ["Adam", "SGD", "Adagrad"])

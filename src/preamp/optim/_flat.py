@@ -2,8 +2,8 @@
 
 A step of a thousand small tensors is mostly calls, each of which wakes the threads. Laid side by side they are one.
 States lie there for good; gradients are copied together at each step, and so are parameters, in and out, unless they
-are laid there for good as well. These stay the objects they were, each with a storage of its own that ends where it
-ends: a file format or a shared-memory check sees nothing of the others.
+are laid there for good as well. These stay the objects they were. What lies there has a storage of its own that ends
+where it ends: a file format or a shared-memory check sees nothing of the others.
 
 To lay a parameter somewhere takes it away from whatever else refers to its memory: views made before, arrays of NumPy,
 other processes. So that is done unasked only where there is nothing of the kind, which storages count. Whether it is
@@ -126,9 +126,9 @@ class Flat:
         self._parts: dict[int, list[Tensor]] = {}
         for name in names:
             own = self._together([state[name] for state in states])
-            self._parts[id(own)] = list(_views(own, params))
-            for state, view in zip(states, self._parts[id(own)], strict=True):
-                state[name] = view
+            self._parts[id(own)] = list(_pieces(own, params, [param.nbytes for param in params]))
+            for state, piece in zip(states, self._parts[id(own)], strict=True):
+                state[name] = piece
             self.states[name] = [own]
         self._gradient = torch.zeros_like(self.param)
         self._rest = self._gradient[self._entries :]
@@ -228,14 +228,20 @@ def _spaced(params: Sequence[Parameter]) -> Iterator[Tensor]:
 
 
 def _move(params: Sequence[Parameter], together: Tensor, distances: Sequence[int]) -> None:
-    """Let parameters be parts of a tensor that holds their values, each as a storage that begins and ends there.
+    """Let parameters be parts of a tensor that holds their values. `distances`: as in `_pieces`."""
+    for param, piece in zip(params, _pieces(together, params, distances), strict=True):
+        param.data = piece
+        _moved[param] = piece.data_ptr()
+
+
+def _pieces(together: Tensor, like: Sequence[Tensor], distances: Sequence[int]) -> Iterator[Tensor]:
+    """Parts of a tensor with the shapes of others, each with a storage that begins and ends where it does.
 
     `distances`: from the beginning of each to that of the next, in bytes.
     """
     memory, begin = together.untyped_storage(), 0
-    for param, distance in zip(params, distances, strict=True):
-        param.data = together.new_empty(0).set_(memory[begin : begin + param.nbytes], 0, param.shape, param.stride())
-        _moved[param] = param.data_ptr()
+    for other, distance in zip(like, distances, strict=True):
+        yield together.new_empty(0).set_(memory[begin : begin + other.nbytes], 0, other.shape, other.stride())
         begin += distance
 
 
