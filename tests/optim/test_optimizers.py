@@ -94,7 +94,9 @@ def test_states_have_torchs_names_and_go_both_ways(name: str) -> None:
             optimizer.step()
         made[who] = (params, optimizer)
     states = {who: optimizer.state_dict() for who, (_, optimizer) in made.items()}
-    assert states["ours"]["param_groups"] == states["torchs"]["param_groups"]
+    for mine, theirs in zip(states["ours"]["param_groups"], states["torchs"]["param_groups"], strict=True):
+        assert mine.keys() - theirs.keys() <= {"decoupled_weight_decay"}  # torch before 2.7 has none
+        assert theirs == {field: mine[field] for field in theirs}
     assert states["ours"]["state"].keys() == states["torchs"]["state"].keys()
     for key, theirs in states["torchs"]["state"].items():
         mine = states["ours"]["state"][key]
