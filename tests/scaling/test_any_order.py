@@ -106,5 +106,8 @@ def test_any_order_of_calls(
         unbounded = expected == "inf" or "inf" in expected.split(": ")[-1][:8]
         if unbounded or theirs.scaler.get_scale() == float("inf"):
             return  # ours has a bound there
+        if expected.startswith("AttributeError: 'int'"):  # a flag that torch has not; what it has set stays there then
+            assert got.startswith("AssertionError: No inf checks")
+            return
         assert got == expected, call
     assert all(map(torch.equal, theirs.weights(), ours.weights()))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -73,7 +75,7 @@ class GradScaler(torch.amp.GradScaler):
         self._reading: Reading | None = None
         self._last_found: tuple[Tensor, ...] = ()
         self._in_a_row: Tensor | int = 0
-        self._history: deque[tuple[Tensor, Tensor]] = deque(maxlen=HISTORY)
+        self._history: deque[tuple[Tensor | float, Tensor]] = deque(maxlen=HISTORY)
         self._seen: list[Optimizer] = []
         self._updates = 0
 
@@ -116,7 +118,7 @@ class GradScaler(torch.amp.GradScaler):
         self._check_scale_growth_tracker("step")  # before anything is noted of this optimizer
         state = self._per_optimizer_states[id(optimizer)]
         with framework_hooks(given if given is not optimizer else None):
-            if getattr(optimizer, "takes_masters", False) and state["stage"] is not OptState.STEPPED:
+            if state["stage"] is not OptState.STEPPED and _takes_attributes(optimizer):
                 result = self._step_fused(optimizer, state, *args, **kwargs)
             else:
                 result = super().step(optimizer, *args, **kwargs)
@@ -129,16 +131,23 @@ class GradScaler(torch.amp.GradScaler):
         super().unscale_(unwrap_imitation(optimizer))
 
     def _step_fused(self, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> float | None:
+        """A step that is told scale and flag by attributes; a `grad_scale` that is there multiplies the scale."""
         scale, _ = self._check_scale_growth_tracker("step")
+        ours, given = getattr(optimizer, "takes_masters", False), getattr(optimizer, "grad_scale", None)
         scaled = state["stage"] is OptState.READY
         try:
-            if scaled:
+            if scaled and ours:
                 scaled = not self._check_and_unscale(optimizer, state, scale)
-            every = list(state["found_inf_per_device"].values())
-            if not every:
-                raise AssertionError("No inf checks were recorded for this optimizer: no parameter has a gradient.")
-            found = every[0] if len(every) == 1 else torch.stack([f.to(scale.device) for f in every]).amax()
-            optimizer.grad_scale, optimizer.found_inf = (scale if scaled else None), found
+            elif scaled:
+                self._check_inf_per_device(optimizer)
+            flags = [flag.to(scale.device, non_blocking=True) for flag in state["found_inf_per_device"].values()]
+            if not flags and (ours or any(p.grad is not None for g in optimizer.param_groups for p in g["params"])):
+                raise AssertionError(
+                    "No inf checks were recorded for this optimizer: it had no gradients when it was checked."
+                )
+            found = flags[0] if len(flags) == 1 else torch.stack([*flags, torch.zeros_like(scale)]).amax()
+            optimizer.found_inf = found
+            optimizer.grad_scale = given if not scaled else scale if given is None else scale * given
             result: float | None = optimizer.step(*args, **kwargs)
         finally:
             for name in ("grad_scale", "found_inf", "gradients_at_hand"):
@@ -209,8 +218,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         if isinstance(new_scale, (int, float)):
             new_scale = check_scale(new_scale, "new_scale")
-        used, found = self._scale, self._found_in_any_optimizer()
-        used = used.clone() if used is not None else None
+        found, used = self._found_in_any_optimizer(), None if self._scale is None else _kept(self._scale)
         scale: Tensor
         if self._schedule is None:
             super().update(new_scale)
@@ -219,7 +227,8 @@ class GradScaler(torch.amp.GradScaler):
             scale = self._update_by_schedule(self._schedule, new_scale, found)
         if isinstance(new_scale, Tensor):
             scale.nan_to_num_(nan=self._floor)
-        scale.clamp_(self._floor, self._ceiling)
+        if scale.device.type != "cpu" or not self._floor <= scale.item() <= self._ceiling:
+            scale.clamp_(self._floor, self._ceiling)
         if used is not None and found is not None:
             self._history.append((used, found))
             self._watch_for_collapse(found, used)
@@ -244,10 +253,11 @@ class GradScaler(torch.amp.GradScaler):
         if not found:
             return None
         home = self._scale.device  # type: ignore[union-attr]  # optimizers of other devices may follow
-        flags = [flag.to(home, non_blocking=True).reshape(()) for flag in found]
+        flags = [flag.to(home, non_blocking=True) for flag in found]
+        flags = [flag.reshape(()) if flag.dim() else flag for flag in flags]
         return flags[0] if len(flags) == 1 else torch.stack(flags).amax()
 
-    def _watch_for_collapse(self, found: Tensor, used: Tensor) -> None:
+    def _watch_for_collapse(self, found: Tensor, used: Tensor | float) -> None:
         if self._patience is None:
             return
         self._updates += 1
@@ -311,6 +321,22 @@ class GradScaler(torch.amp.GradScaler):
 
 
 _DTYPE, _LAYOUT, _DEVICE = attrgetter("dtype"), attrgetter("layout"), attrgetter("device")
+
+
+def _takes_attributes(optimizer: Optimizer) -> bool:
+    """Whether a step heeds `grad_scale` and `found_inf`, as torch's fused ones do, and not the older protocol."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and not _takes_scaler(type(optimizer).step)
+
+
+@cache
+def _takes_scaler(step: Callable[..., Any]) -> bool:
+    """Whether a step has a parameter for the scaler. torch looks at every step, for longer than a small step takes."""
+    return "grad_scaler" in inspect.signature(step).parameters
+
+
+def _kept(scale: Tensor) -> Tensor | float:
+    """The value of a tensor that is about to be changed in place; of one on a device, without waiting for it."""
+    return float(scale) if scale.device.type == "cpu" else scale.clone()
 
 
 def _gradients(optimizer: Optimizer) -> list[Tensor]:
