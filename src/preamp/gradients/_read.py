@@ -96,15 +96,16 @@ def read(
             entries = sum(map(Tensor.numel, gradients))
             told = Reading(seen.found, seen.norm, seen.nonfinite, entries, seen.amax, *seen.counts.unbind())
             return told.on(device or told.found.device)
-    if len(set(map(attrgetter("device"), gradients))) == 1:
-        parts = [_on_one_device(list(gradients), statistics, tiny)]
-        norms, nonfinite, *rest = parts[0]
+    groups = grouped(list(gradients))
+    if len({group[0].device for group in groups}) == 1:
+        norms, nonfinite, *rest = _on_one_device(list(gradients), groups, statistics, tiny)
     else:
         places: dict[torch.device, list[int]] = defaultdict(list)
         for place, gradient in enumerate(gradients):
             places[gradient.device].append(place)
         home = gradients[0].device
-        parts = [_on_one_device([gradients[i] for i in own], statistics, tiny) for own in places.values()]
+        own_lists = [[gradients[i] for i in own] for own in places.values()]
+        parts = [_on_one_device(own, grouped(own), statistics, tiny) for own in own_lists]
         norms = torch.cat([part[0].to(home) for part in parts])
         # in the order of the gradients, by slices: an index would be sent from the host, which waits until it is there
         runs = [(place, len(list(run))) for place, run in groupby(map(attrgetter("device"), gradients))]
@@ -115,17 +116,17 @@ def read(
         nonfinite = torch.cat([next(flags[place]) for place, _ in runs])
         rest = [torch.stack([part[k].to(home) for part in parts]) for k in range(2, len(parts[0]))]
         rest = [rest[0].amax(), rest[1].sum(), rest[2].sum()] if rest else []
-    entries = sum(value.numel() for group in grouped(list(gradients)) for value in group)
+    entries = sum(sum(map(Tensor.numel, group)) for group in groups)
     wide = torch.float32 if norms.device.type == "mps" else torch.float64  # for squares of large norms
     norm = torch.linalg.vector_norm(norms, dtype=wide).float()
     return Reading(nonfinite.any().float(), norm, nonfinite, entries, *rest).on(device or norm.device)
 
 
-def _on_one_device(gradients: list[Tensor], statistics: bool, tiny: float) -> list[Tensor]:
+def _on_one_device(gradients: list[Tensor], groups: list[list[Tensor]], statistics: bool, tiny: float) -> list[Tensor]:
     """[norms of parts, whether each gradient is not finite], and with statistics [amax, subnormals, zeros] of all."""
     on_cpu = gradients[0].device.type == "cpu"
     if on_cpu and not statistics:
-        norms = torch.cat([_part_norms(group) for group in grouped(gradients)])
+        norms = torch.cat([_part_norms(group) for group in groups])
         if bool(norms.isfinite().all()):  # a finite sum of squares proves all entries finite, in one pass
             return [norms, norms.new_zeros(len(gradients), dtype=torch.bool)]
     floats = [in_float32(as_real(dense_values(gradient))) for gradient in gradients]
@@ -147,8 +148,9 @@ SMALL = 4096
 
 def _part_norms(group: list[Tensor]) -> Tensor:
     """Norms whose norm is that of the group: of each large gradient, and of all small ones together."""
-    small = [value for value in group if value.numel() <= SMALL]
-    large = [value for value in group if value.numel() > SMALL] if len(small) < len(group) else []
+    sizes = list(map(Tensor.numel, group))
+    small = group if max(sizes) <= SMALL else [v for v, size in zip(group, sizes, strict=True) if size <= SMALL]
+    large = [v for v, size in zip(group, sizes, strict=True) if size > SMALL] if len(small) < len(group) else []
     norms = list(torch._foreach_norm([in_float32(value) for value in large])) if large else []
     if small:
         flat = in_float32(torch._C._nn.flatten_dense_tensors(small))

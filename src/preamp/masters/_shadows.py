@@ -45,6 +45,10 @@ class Shadows(NoMasters):
     def __contains__(self, parameter: Parameter) -> bool:
         return parameter in self._shadow
 
+    @property
+    def _any(self) -> bool:
+        return bool(self._shadow)
+
     def shadow(self, parameter: Parameter) -> None:
         """Keep a copy of a float32 parameter, and have autograd leave its gradient in 16 bits."""
         self._shadow[parameter] = parameter.detach().to(self._low)

@@ -83,6 +83,14 @@ class Masters:
     def __contains__(self, parameter: Parameter) -> bool:
         return parameter in self._entries
 
+    def among(self, parameters: Iterable[Parameter]) -> list[Parameter]:
+        """Those of the parameters that have one."""
+        return [parameter for parameter in parameters if parameter in self] if self._any else []
+
+    @property
+    def _any(self) -> bool:
+        return bool(self._entries)
+
     @property
     def swapped_in(self) -> bool:
         """Whether some parameters hold their masters now."""
@@ -101,6 +109,8 @@ class Masters:
 
     def refresh(self, parameters: Iterable[Parameter] | None = None) -> None:
         """Let the masters follow parameters that were written from outside since the last step."""
+        if not self._entries:  # asking that of a thousand parameters takes as long as stepping them
+            return
         for parameter in self._entries if parameters is None else parameters:
             entry = self._entries.get(parameter)
             if entry is None or parameter in self._inside:
@@ -120,6 +130,8 @@ class Masters:
         A write through `parameter.data` leaves no trace but its values. Comparing those costs a pass over the
         parameters, so it is done at the start of training only, unless it finds something: then always.
         """
+        if not self._entries:
+            return
         self.refresh(parameters)
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return  # a graph would repeat the comparison for ever, and must not ask for what is on its way
@@ -186,6 +198,8 @@ class Masters:
 
     def swap_out(self, parameters: Iterable[Parameter] | None = None) -> None:
         """Put the 16-bit tensors back, with the gradients that they had, and round the masters into them."""
+        if not self._inside:
+            return
         leaving = list(self._inside if parameters is None else (p for p in parameters if p in self._inside))
         entries = [self._inside.pop(parameter) for parameter in leaving]
         for parameter, entry in zip(leaving, entries, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from operator import attrgetter, is_not
 from typing import Any
 
@@ -176,6 +177,18 @@ class FusedOptimizer(Optimizer):
         if self._plan is None or not self._plan.fits(self, present):
             self._plan = self._planned(present)
         return self._plan.gathered(gradients)
+
+    def side_by_side(self) -> tuple[list[tuple[Bucket, list[Tensor]]], list[Parameter]] | None:
+        """What `gathered` gives, and the parameters that have gradients, in the order of their groups.
+
+        None unless some gradients are copied side by side on the CPU, where all are, and nothing has to be made for it.
+        """
+        if self._plan is None or not self._plan.side_by_side:
+            return None
+        present, gradients = zip(*(_present(group["params"]) for group in self.param_groups), strict=True)
+        if not self._plan.fits(self, present):
+            return None
+        return self._plan.gathered(gradients), list(chain.from_iterable(present))
 
     def _factor(self) -> Tensor | None:
         factor: Tensor | None = getattr(self, "grad_factor", None)

@@ -88,6 +88,9 @@ class Plan:
                 for bucket in _buckets_of(optimizer, group, own, lying):
                     bucket.number, bucket.pick = number, _picker([place[param] for param in bucket.params])
                     self.buckets.append(bucket)
+        every = [param for params in present for param in params]
+        self.side_by_side = any(b.flat for b in self.buckets) and {param.device.type for param in every} == {"cpu"}
+        """Whether some gradients are copied beside others, and none is on an accelerator."""
         self._first = [
             (b.params[0], b.params[0].dtype, {name: optimizer.state[b.params[0]][name] for name in b.states})
             for b in self.buckets

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -13,8 +15,12 @@ from torch.optim import Optimizer
 
 from ..gradients import Reading, global_norm, multiply_, read
 from ..masters import Masters
+from ..optim import FusedOptimizer
 from ..parallel import Agreement
 from ..sharding import placed_as
+
+_GRAD, _LAYOUT = attrgetter("grad"), attrgetter("layout")
+_IS_THERE = partial(is_not, None)
 
 
 @dataclass(slots=True)
@@ -40,6 +46,8 @@ class _Look:
     """Whether `inverse` and `clip` have been applied, so that anybody may read and change them."""
     norm: Tensor | None = None
     """L2 norm of the true gradients before clipping, once asked for."""
+    gathered: Any = None
+    """What an optimizer of `preamp.optim` would step, where that was read in the gradients' place."""
 
     @property
     def factor(self) -> Tensor | None:
@@ -85,20 +93,57 @@ class GradientBook:
         if optimizer not in self._looks:
             for index, parameter in enumerate(low_strangers(optimizer, self._masters)):
                 self._masters.adopt(f"(added later):{index}:{len(self._masters)}", parameter)
-            agreement = self._agreement(optimizer)
-            parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
-            gradients = []
-            for parameter in parameters:
-                grad = parameter.grad
-                assert grad is not None
-                if grad.layout is torch.sparse_coo:
-                    grad = parameter.grad = grad.coalesce()
-                elif agreement is not None:
-                    grad = parameter.grad = placed_as(grad, parameter)
-                gradients.append(self._float_gradient(parameter) if parameter in self._kept else grad)
-            reading = self._read(optimizer, dict(zip(parameters, gradients, strict=True)), statistics)
-            self._looks[optimizer] = _Look(reading, parameters, inverse)
+            if self._agreement(optimizer) is None and not self._kept and not statistics:
+                self._looks[optimizer] = self._quick_look(optimizer, inverse)
+            else:
+                self._looks[optimizer] = self._long_look(optimizer, inverse, statistics)
         return self._looks[optimizer].reading
+
+    def _long_look(self, optimizer: Optimizer, inverse: Tensor | None, statistics: bool) -> _Look:
+        agreement = self._agreement(optimizer)
+        parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
+        gradients = {}
+        for parameter in parameters:
+            grad = parameter.grad
+            assert grad is not None
+            if grad.layout is torch.sparse_coo:
+                grad = parameter.grad = grad.coalesce()
+            elif agreement is not None:
+                grad = parameter.grad = placed_as(grad, parameter)
+            gradients[parameter] = self._float_gradient(parameter) if parameter in self._kept else grad
+        return _Look(self._read(optimizer, gradients, statistics), parameters, inverse)
+
+    def _quick_look(self, optimizer: Optimizer, inverse: Tensor | None) -> _Look:
+        """Without asking each of a thousand parameters more than its gradient.
+
+        Gradients that an optimizer of `preamp.optim` copies side by side for its step are read where they then lie.
+        """
+        known = optimizer.side_by_side() if isinstance(optimizer, FusedOptimizer) else None
+        if known is not None and self._home().type == "cpu":
+            gathered, parameters = known
+            reading = read([gradient for _, own in gathered for gradient in own])
+            if not bool(reading.found):
+                none = reading.nonfinite.new_zeros(len(parameters))
+                reading = replace(reading, nonfinite=none, entries=sum(map(Tensor.numel, parameters)))
+                return _Look(reading, parameters, inverse, gathered=gathered)
+        parameters = list(parameters_of(optimizer))
+        gradients = list(map(_GRAD, parameters))
+        if not all(map(_IS_THERE, gradients)):
+            parameters = [p for p, g in zip(parameters, gradients, strict=True) if g is not None]
+            gradients = list(filter(_IS_THERE, gradients))
+        if set(map(_LAYOUT, gradients)) - {torch.strided}:
+            return self._long_look(optimizer, inverse, False)
+        return _Look(read(gradients, device=self._home()), parameters, inverse)
+
+    def gathered(self, optimizer: Optimizer) -> Any:
+        """What the optimizer has copied side by side to be read, if it was; to be stepped at once or not at all."""
+        return self._looks[optimizer].gathered
+
+    def let_go(self, optimizers: Iterable[Optimizer]) -> None:
+        """What was copied may have been changed since in the gradients: steps are to look for themselves."""
+        for optimizer in optimizers:
+            if optimizer in self._looks:
+                self._looks[optimizer].gathered = None
 
     def _agreement(self, optimizer: Optimizer) -> Agreement | None:
         """With whom what is read of an optimizer's gradients has to be agreed, if with anybody."""
@@ -128,12 +173,13 @@ class GradientBook:
         if look.true:
             return
         self._masters.refresh_before_step(look.parameters)
-        wide = {p: self._float_gradient(p) for p in look.parameters if p in self._masters}
+        wide = {p: self._float_gradient(p) for p in self._masters.among(look.parameters)}
         for parameter in wide:
             self._kept.pop(parameter, None)
         factor = look.factor
         if factor is not None:
-            multiply_([wide.get(p, p.grad) for p in look.parameters if p.grad is not None], factor)
+            others = [p for p in look.parameters if p not in wide] if wide else look.parameters
+            multiply_([*wide.values(), *filter(_IS_THERE, map(_GRAD, others))], factor)
         self._masters.swap_in(wide, wide)
         look.norm, look.true = self.norm(optimizer) if look.clip is not None else None, True
 

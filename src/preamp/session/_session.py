@@ -198,7 +198,10 @@ class Session(SessionBase):
             )
         device = self._device()
         scales = [self._losses[name].current(device) for name in self._round.names]
+        self._book.let_go(chosen)
         readings = [self._look(each) for each in chosen]
+        if len(chosen) > 1:  # a hook around the step of one may change the gradients of another
+            self._book.let_go(chosen)
         norm = self._norm(chosen)
         parameters = [parameter for each in chosen for parameter in self._book.parameters(each)]
         known: list[bool | None] = []

@@ -35,6 +35,7 @@ def step_unless(found: Tensor, optimizer: Optimizer, book: GradientBook, apart: 
     given: dict[str, Any] = {}
     if isinstance(optimizer, FusedOptimizer) and not book.is_true(optimizer) and not apart:
         given = {"found_inf": None if on_cpu else found, "grad_factor": book.hand_over(optimizer)}
+        given["gradients_at_hand"] = book.gathered(optimizer)
     else:
         book.make_true(optimizer)
         if fused:
