@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Parameter, ParameterList
 
 from .. import optim
-from ..scaling import GradScaler
+from ..scaling import DynamicScale, GradScaler
+from ..session import prepare
 from ._counting import count, launches
 from ._race import Row, race
 
@@ -87,7 +88,8 @@ def _float32(
     kind: str, arguments: dict[str, Any], shapes: list[tuple[int, ...]], device: torch.device
 ) -> dict[str, Step]:
     leaves = _leaves(shapes, device, torch.float32)
-    lone = _leaves(shapes, device, torch.float32)  # moved together on a CPU, which the others must not profit from
+    # moved together on a CPU, which the others must not profit from
+    lone, own = _leaves(shapes, device, torch.float32), _leaves(shapes, device, torch.float32)
     of_torch, ours = getattr(torch.optim, kind), getattr(optim, kind)
     return {
         "GradScaler + fused": _scaled(torch.amp.GradScaler, of_torch(leaves, fused=True, **arguments), device),
@@ -95,7 +97,20 @@ def _float32(
         "preamp.GradScaler + fused": _scaled(GradScaler, of_torch(leaves, fused=True, **arguments), device),
         "preamp.GradScaler + preamp.optim": _scaled(GradScaler, ours(lone, **arguments), device),
         "the same, parameters not moved": _not_moved(_scaled(GradScaler, ours(leaves, **arguments), device), leaves),
+        "Session + preamp.optim": _in_session(ours(own, **arguments), own, device),
     }
+
+
+def _in_session(optimizer: torch.optim.Optimizer, leaves: list[Parameter], device: torch.device) -> Step:
+    """The same by a session, which tells the norm of the gradients too. Its backward pass is that of one number."""
+    session = prepare(ParameterList(leaves), optimizer, policy="O0", scale=DynamicScale(1.0))
+    loss = torch.zeros((), device=device, requires_grad=True)
+
+    def go() -> None:
+        session.backward(loss * 1.0)
+        session.step()
+
+    return go
 
 
 def _not_moved(work: Step, leaves: list[Parameter]) -> Step:
