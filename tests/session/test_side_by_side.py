@@ -30,9 +30,10 @@ class Concatenations(TorchDispatchMode):
 
 
 def trained(
-    level: str, flat: bool | None, between: Callable[[Any, nn.Module], None] = lambda *_: None
+    level: str, flat: bool | None, between: Callable[[Any, nn.Module], None] = lambda *_: None, hold: int = 0
 ) -> tuple[list[Tensor], list[float], int]:
     model = mlp()
+    held = [p.data for p in model.parameters()][:hold]
     optimizer = optim.AdamW(model.parameters(), 1e-2, flat=flat)
     norms, copied = [], 0
     with preamp.prepare(model, optimizer, policy=level, scale=8.0) as session:
@@ -46,7 +47,7 @@ def trained(
             copied = seen.entries
             norms.append(float(report.grad_norm))
             session.zero_grad()
-        assert session.skipped == 2
+        assert session.skipped == 2 and len(held) == hold
         return weights(model), norms, copied
 
 
@@ -71,6 +72,18 @@ def test_the_same_as_one_by_one(level: str, between: Callable[[Any, nn.Module], 
     for one, other in zip(side_by_side, apart, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     assert norms == pytest.approx(expected, rel=1e-5, nan_ok=True)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("between", [lambda *_: None, clip], ids=["plain", "clip"])
+def test_no_bit_depends_on_where_parameters_lie(level: str, between: Callable[[Any, nn.Module], None]) -> None:
+    """Not even by way of the norm that clips gradients, a sum whose last bit depends on its order."""
+    first, norms, _ = trained(level, None, between)
+    for hold in (1, 3, 100):
+        others, told, _ = trained(level, None, between, min(hold, len(first)))
+        assert all(map(torch.equal, first, others))
+        assert told == pytest.approx(norms, rel=1e-6, nan_ok=True)
+        assert between is not clip or str(told) == str(norms)
 
 
 def test_gradients_are_copied_once_a_step() -> None:

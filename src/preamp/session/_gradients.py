@@ -88,13 +88,19 @@ class GradientBook:
         """Whether an optimizer's gradients were made true."""
         return optimizer in self._looks and self._looks[optimizer].true
 
-    def look(self, optimizer: Optimizer, inverse: Tensor | None, statistics: bool) -> Reading:
-        """Read an optimizer's gradients, once; `inverse` makes them true (None: they are)."""
+    def look(
+        self, optimizer: Optimizer, inverse: Tensor | None, statistics: bool, beside: bool = False
+    ) -> Reading:  # fmt: skip
+        """Read an optimizer's gradients, once; `inverse` makes them true (None: they are).
+
+        `beside`: they may be read where the optimizer copies them for its step, which follows at once. Then the last
+        bit of the norm depends on how they lie there, so not if it is to clip them by.
+        """
         if optimizer not in self._looks:
             for index, parameter in enumerate(low_strangers(optimizer, self._masters)):
                 self._masters.adopt(f"(added later):{index}:{len(self._masters)}", parameter)
             if self._agreement(optimizer) is None and not self._kept and not statistics:
-                self._looks[optimizer] = self._quick_look(optimizer, inverse)
+                self._looks[optimizer] = self._quick_look(optimizer, inverse, beside)
             else:
                 self._looks[optimizer] = self._long_look(optimizer, inverse, statistics)
         return self._looks[optimizer].reading
@@ -113,12 +119,9 @@ class GradientBook:
             gradients[parameter] = self._float_gradient(parameter) if parameter in self._kept else grad
         return _Look(self._read(optimizer, gradients, statistics), parameters, inverse)
 
-    def _quick_look(self, optimizer: Optimizer, inverse: Tensor | None) -> _Look:
-        """Without asking each of a thousand parameters more than its gradient.
-
-        Gradients that an optimizer of `preamp.optim` copies side by side for its step are read where they then lie.
-        """
-        known = optimizer.side_by_side() if isinstance(optimizer, FusedOptimizer) else None
+    def _quick_look(self, optimizer: Optimizer, inverse: Tensor | None, beside: bool) -> _Look:
+        """Without asking each of a thousand parameters more than its gradient."""
+        known = optimizer.side_by_side() if beside and isinstance(optimizer, FusedOptimizer) else None
         if known is not None and self._home().type == "cpu":
             gathered, parameters = known
             reading = read([gradient for _, own in gathered for gradient in own])
@@ -136,14 +139,8 @@ class GradientBook:
         return _Look(read(gradients, device=self._home()), parameters, inverse)
 
     def gathered(self, optimizer: Optimizer) -> Any:
-        """What the optimizer has copied side by side to be read, if it was; to be stepped at once or not at all."""
+        """What the optimizer has copied side by side to be read, if it was."""
         return self._looks[optimizer].gathered
-
-    def let_go(self, optimizers: Iterable[Optimizer]) -> None:
-        """What was copied may have been changed since in the gradients: steps are to look for themselves."""
-        for optimizer in optimizers:
-            if optimizer in self._looks:
-                self._looks[optimizer].gathered = None
 
     def _agreement(self, optimizer: Optimizer) -> Agreement | None:
         """With whom what is read of an optimizer's gradients has to be agreed, if with anybody."""

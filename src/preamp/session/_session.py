@@ -198,10 +198,8 @@ class Session(SessionBase):
             )
         device = self._device()
         scales = [self._losses[name].current(device) for name in self._round.names]
-        self._book.let_go(chosen)
-        readings = [self._look(each) for each in chosen]
-        if len(chosen) > 1:  # a hook around the step of one may change the gradients of another
-            self._book.let_go(chosen)
+        # of several not: a hook around the step of one may change the gradients of another after they were copied
+        readings = [self._look(each, beside=len(chosen) == 1) for each in chosen]
         norm = self._norm(chosen)
         parameters = [parameter for each in chosen for parameter in self._book.parameters(each)]
         known: list[bool | None] = []
@@ -286,12 +284,13 @@ class Session(SessionBase):
         self._casts.before_backward(more_follow)
         return name
 
-    def _look(self, optimizer: Optimizer) -> Reading:
+    def _look(self, optimizer: Optimizer, beside: bool = False) -> Reading:
         inverse = None
         if not self._losses.apart and not self._book.has_read(optimizer):
             names = self._round.names or list(self._losses)
             inverse = self._losses[names[0]].inverse(self._device())
-        return self._book.look(optimizer, inverse, self._losses.need_statistics and not self._losses.apart)
+        statistics = self._losses.need_statistics and not self._losses.apart
+        return self._book.look(optimizer, inverse, statistics, beside)
 
     def _norm(self, chosen: Sequence[Optimizer]) -> Tensor:
         if len(chosen) == 1:
