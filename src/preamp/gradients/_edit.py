@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from operator import attrgetter
+from functools import partial
+from operator import attrgetter, is_not
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ..formats import LOW_DTYPES
 from ..sharding import agreed_flag, any_sharded, held_here
@@ -55,6 +57,17 @@ def global_norm(gradients: Iterable[Tensor], order: float = 2.0, *, device: torc
     home = device or norms[0].device
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(home, torch.float32) for norm in norms]), order)
     return total
+
+
+_GRAD, _IS_THERE = attrgetter("grad"), partial(is_not, None)
+
+
+def present_in(params: list[Parameter]) -> tuple[list[Parameter], list[Tensor]]:
+    """Those that have gradients, with these; most often all, which is quicker to see than to collect."""
+    gradients = list(map(_GRAD, params))
+    if all(map(_IS_THERE, gradients)):
+        return params, gradients
+    return [p for p, g in zip(params, gradients, strict=True) if g is not None], list(filter(_IS_THERE, gradients))
 
 
 def multiply_(gradients: Iterable[Tensor], factor: Tensor) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import chain
-from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from ..errors import OptimizerError
 from ..formats import LOW_DTYPES
+from ..gradients import present_in
 from ..masters import Masters, SplitMasters
 from ..sharding import any_sharded
 from ._flat import Flat
@@ -26,8 +25,6 @@ Lows = Sequence[Tensor | None] | None
 
 MOVES = 8
 """How many plans may lay parameters somewhere else where nobody has asked for it."""
-
-_GRAD = attrgetter("grad")
 
 
 class FusedOptimizer(Optimizer):
@@ -173,7 +170,7 @@ class FusedOptimizer(Optimizer):
 
         Who has asked already may set it as `gradients_at_hand` for the length of a step.
         """
-        present, gradients = zip(*(_present(group["params"]) for group in self.param_groups), strict=True)
+        present, gradients = zip(*(present_in(group["params"]) for group in self.param_groups), strict=True)
         if self._plan is None or not self._plan.fits(self, present):
             self._plan = self._planned(present)
         return self._plan.gathered(gradients)
@@ -185,7 +182,7 @@ class FusedOptimizer(Optimizer):
         """
         if self._plan is None or not self._plan.side_by_side:
             return None
-        present, gradients = zip(*(_present(group["params"]) for group in self.param_groups), strict=True)
+        present, gradients = zip(*(present_in(group["params"]) for group in self.param_groups), strict=True)
         if not self._plan.fits(self, present):
             return None
         return self._plan.gathered(gradients), list(chain.from_iterable(present))
@@ -336,17 +333,6 @@ class _Kept:
     def on(self, device: torch.device) -> Tensor:
         """The state on a device; 16 bits, of a checkpoint of torch's, as float32."""
         return self._value.to(device, torch.float32 if self._value.dtype in LOW_DTYPES else None)
-
-
-_IS_THERE = partial(is_not, None)
-
-
-def _present(params: list[Parameter]) -> tuple[list[Parameter], list[Tensor]]:
-    """Those that have gradients, with these; most often all, which is quicker to see than to collect."""
-    gradients = list(map(_GRAD, params))
-    if all(map(_IS_THERE, gradients)):
-        return params, gradients
-    return [p for p, g in zip(params, gradients, strict=True) if g is not None], list(filter(_IS_THERE, gradients))
 
 
 def check_hyper(name: str, value: Any, *, low: float = 0.0, high: float = float("inf")) -> None:

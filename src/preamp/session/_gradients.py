@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from operator import attrgetter, is_not
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,14 +12,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ..gradients import Reading, global_norm, multiply_, read
+from ..gradients import Reading, global_norm, multiply_, present_in, read
 from ..masters import Masters
 from ..optim import FusedOptimizer
 from ..parallel import Agreement
 from ..sharding import placed_as
 
-_GRAD, _LAYOUT = attrgetter("grad"), attrgetter("layout")
-_IS_THERE = partial(is_not, None)
+_LAYOUT = attrgetter("layout")
 
 
 @dataclass(slots=True)
@@ -129,11 +127,7 @@ class GradientBook:
                 none = reading.nonfinite.new_zeros(len(parameters))
                 reading = replace(reading, nonfinite=none, entries=sum(map(Tensor.numel, parameters)))
                 return _Look(reading, parameters, inverse, gathered=gathered)
-        parameters = list(parameters_of(optimizer))
-        gradients = list(map(_GRAD, parameters))
-        if not all(map(_IS_THERE, gradients)):
-            parameters = [p for p, g in zip(parameters, gradients, strict=True) if g is not None]
-            gradients = list(filter(_IS_THERE, gradients))
+        parameters, gradients = present_in(list(parameters_of(optimizer)))
         if set(map(_LAYOUT, gradients)) - {torch.strided}:
             return self._long_look(optimizer, inverse, False)
         return _Look(read(gradients, device=self._home()), parameters, inverse)
@@ -176,7 +170,7 @@ class GradientBook:
         factor = look.factor
         if factor is not None:
             others = [p for p in look.parameters if p not in wide] if wide else look.parameters
-            multiply_([*wide.values(), *filter(_IS_THERE, map(_GRAD, others))], factor)
+            multiply_([*wide.values(), *present_in(others)[1]], factor)
         self._masters.swap_in(wide, wide)
         look.norm, look.true = self.norm(optimizer) if look.clip is not None else None, True
 
