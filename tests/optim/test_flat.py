@@ -6,15 +6,20 @@ import copy
 import io
 import itertools
 import pickle
+from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.profiler import profile
 
 import preamp
 from preamp import optim
+from preamp.optim import _flat
 from preamp.optim._flat import SMALL
 
 from ..session.toys import loss_of, mlp, same, weights
@@ -86,6 +91,35 @@ def test_in_pieces_through_one_scratch(kind: str, monkeypatch: pytest.MonkeyPatc
     for one, other in zip(results[0][0], results[1][0], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
     assert results[0][1] == results[1][1]
+
+
+@given(
+    shapes=st.lists(st.sampled_from([(3,), (8,), (20,), (2, 4), (5, 4), (9, 4), (3, 5), (2, 3, 2)]), min_size=2),
+    grain=st.sampled_from([1, 16, 30, 100]),
+    flat=st.sampled_from([None, True]),
+)
+@settings(max_examples=60, deadline=None)
+def test_in_however_many_calls_they_are_laid(shapes: list[tuple[int, ...]], grain: int, flat: bool | None) -> None:
+    """Every gradient gets to its own parameter; few entries a call, but where equal ones are larger than tiny."""
+    torch.manual_seed(5)
+    params = [Parameter(torch.randn(shape)) for shape in shapes]
+    held = [p.data for p in params] if flat is None and len(shapes) % 2 else []  # these are copied in too
+    expected = detached(params)
+    with patch.multiple("preamp.optim._flat", GRAIN=grain, TINY=8):
+        optimizer = optim.SGD(params, 0.5, weight_decay=0.5, flat=flat)
+        for step in range(2):
+            give(params, step)
+            optimizer.step()
+            for value, p in zip(expected, params, strict=True):
+                assert p.grad is not None
+                value -= 0.5 * (p.grad + 0.5 * value)
+        for begin, end in _flat._runs(sorted(params, key=_flat.order)):
+            run = sorted(params, key=_flat.order)[begin:end]
+            assert len({p.shape[1:] for p in run}) == 1
+            assert len(run) == 1 or sum(map(Tensor.numel, run)) < grain or len({p.shape for p in run}) == 1
+    for value, p in zip(expected, params, strict=True):
+        torch.testing.assert_close(p.detach(), value, rtol=1e-6, atol=1e-6)
+    assert len(held) in (0, len(params))
 
 
 def test_small_ones_lie_side_by_side_and_others_do_not() -> None:
@@ -231,6 +265,36 @@ def test_hooks_see_and_replace_true_gradients(flat: bool | None, hook: str) -> N
     expected = 1 - 2 * (0.5 if hook == "none" else 0.25)
     assert params[0].tolist() == [expected] * 3 and params[1].tolist() == [-1.0, -1.0]
     assert seen == ([] if hook == "none" else [0.5, 0.5])
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_what_watches_a_step_is_told(flat: bool, wrapped: bool) -> None:
+    """Hooks after it, an optimizer's own and those of all; and profilers, of every step."""
+    params = [Parameter(torch.ones(3)), Parameter(torch.ones(2))]
+    optimizer = optim.SGD(params, 1.0, flat=flat)
+    if wrapped:
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    told: list[str] = []
+    handles = [
+        optimizer.register_step_post_hook(lambda *_: told.append("own")),
+        register_optimizer_step_post_hook(lambda *_: told.append("all")),
+    ]
+    try:
+        for step in range(5):
+            if step in (3, 4):
+                handles.pop().remove()
+            give(params, step)
+            optimizer.step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert told == ["own", "all"] * 3 + ["own"]
+    with profile() as seen:
+        for step in range(3):
+            give(params, step)
+            optimizer.step()
+    assert [event.count for event in seen.key_averages() if event.key == "Optimizer.step#SGD.step"] == [3]
 
 
 def test_a_failed_step_leaves_nothing_behind() -> None:

@@ -15,7 +15,7 @@ distances, and are copied in and out, or added to, as rows of one matrix.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import groupby
 from operator import attrgetter
@@ -34,11 +34,20 @@ SMALL = 16384
 TINY = 2048
 """Entries up to which that pays even if every parameter has to be copied in and out."""
 
-PIECE = 2**18
+PIECE = 2**20
 """Entries that are copied in, stepped and copied out at a time."""
+
+CACHED = 2**18
+"""Entries that are laid before they are looked at: a processor's own cache holds them, and threads are woken once."""
+
+GRAIN = 32768
+"""Entries from which on torch, if it has several threads, no longer concatenates in one loop, but by a copying operator
+for each tensor, made anew where sizes differ."""
 
 LINE = 16
 """float32 entries of 64 bytes: the largest vector register, a cache line, and to what torch aligns its memory."""
+
+Look = Callable[[list[Tensor]], None]
 
 Lying = Literal["laid", "spaced", "copied", "apart"]
 """Side by side for good, the same with gaps between, side by side for the length of a step, each by itself."""
@@ -178,10 +187,16 @@ class Flat:
     def _now(self) -> list[int]:
         return list(map(Tensor.data_ptr, self._params))
 
-    def gathered(self, gradients: list[Tensor]) -> Tensor:
-        """Gradients in one tensor, in the order of the parameters: always the same one, written anew."""
-        self._lay(gradients, self._gradient_rows)
+    def gathered(self, gradients: list[Tensor], look: Look | None) -> Tensor:
+        """Gradients in one tensor, in the order of the parameters: always the same one, written anew.
+
+        `look`: gets all of it, in one or more parts, each while the cache still holds it.
+        """
+        at_once = self._entries <= CACHED or look is None
+        self._lay(gradients, self._gradient_rows, None if at_once else look)
         self._rest.zero_()  # a factor that is not finite makes NaN of zeros too
+        if at_once and look is not None:
+            look([self._gradient])
         return self._gradient
 
     def _by_rows(self, together: Tensor) -> list[Tensor]:
@@ -198,21 +213,31 @@ class Flat:
         torch._foreach_copy_(list(_views(together, values)), list(values))
         return together
 
-    def _lay(self, tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+    def _lay(self, tensors: Sequence[Tensor], rows: Sequence[Tensor], look: Look | None = None) -> None:
         """Copy tensors one behind the other: concatenating takes half the time of as many copies."""
         with torch.no_grad():
             for (begin, end), part in zip(self._runs, rows, strict=True):
                 torch.cat(tensors[begin:end], out=part)  # type: ignore[arg-type]
+                if look is not None:
+                    look([part])
 
 
-def _runs(params: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Where stretches of parameters with like rows begin and end."""
-    runs, begin = [], 0
-    for _, run in groupby(params, lambda param: param.shape[1:]):
-        end = begin + len(list(run))
-        runs.append((begin, end))
+def _runs(params: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+    """Where stretches of parameters that are laid by one call begin and end.
+
+    They have like rows, and fewer than `GRAIN` entries; or they are larger than `TINY`, and alike.
+    """
+    begin = end = 0
+    for _, stretch in groupby(params, lambda param: (param.shape[1:], param.numel() > TINY and param.shape[0])):
+        entries = 0
+        for param in stretch:
+            if entries and param.numel() <= TINY and entries + param.numel() >= GRAIN:
+                yield begin, end
+                begin, entries = end, 0
+            entries += param.numel()
+            end += 1
+        yield begin, end
         begin = end
-    return runs
 
 
 def _spaced(params: Sequence[Parameter]) -> Iterator[Tensor]:

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from ..parallel import ShardReduction
 from ..sharding import held_here, is_sharded, placed_as
-from ._flat import PIECE, Flat, Lying, lying_of, order, padded
+from ._flat import PIECE, Flat, Look, Lying, lying_of, order, padded
 
 
 @dataclass(slots=True)
@@ -46,15 +46,23 @@ class Bucket:
     pick: Callable[[list[Tensor]], Sequence[Tensor]] = list
     """Takes the gradients of its parameters out of those of their group."""
 
-    def gathered(self, gradients: list[Tensor]) -> list[Tensor]:
-        """The gradients of its parameters as a step takes them; one tensor if they lie side by side.
-
-        `gradients`: those of the group's parameters that have any.
-        """
+    def picked(self, gradients: list[Tensor]) -> list[Tensor]:
+        """The gradients of its parameters, of those of the group's parameters that have any."""
         gradients = list(self.pick(gradients))
         if self.sharded:
             gradients = [held_here(placed_as(g, p)) for g, p in zip(gradients, self.params, strict=True)]
-        return gradients if self.flat is None else [self.flat.gathered(gradients)]
+        return gradients
+
+    def laid(self, gradients: list[Tensor], look: Look | None = None) -> list[Tensor]:
+        """Gradients as a step takes them: one tensor if they are to lie side by side. `gradients`: as `picked`.
+
+        `look`: gets them as they come, every entry once.
+        """
+        if self.flat is not None:
+            return [self.flat.gathered(gradients, look)]
+        if look is not None:
+            look(gradients)
+        return gradients
 
     def parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What of tensors like the parameters lies here."""
@@ -96,9 +104,9 @@ class Plan:
             for b in self.buckets
         ]
 
-    def gathered(self, gradients: Sequence[list[Tensor]]) -> list[tuple[Bucket, list[Tensor]]]:
+    def picked(self, gradients: Sequence[list[Tensor]]) -> list[tuple[Bucket, list[Tensor]]]:
         """The buckets, each with its gradients. `gradients`: of each group, those that are there."""
-        return [(bucket, bucket.gathered(gradients[bucket.number])) for bucket in self.buckets]
+        return [(bucket, bucket.picked(gradients[bucket.number])) for bucket in self.buckets]
 
     def fits(self, optimizer: Any, present: Sequence[list[Parameter]]) -> bool:
         """Whether the plan still holds: the same parameters with gradients, the same states."""

@@ -6,7 +6,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any
 
@@ -73,6 +73,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, start, float(growth_factor), float(backoff_factor), growth_interval, enabled)
         self._schedule = self._scheduled(schedule, start, min_scale, max_scale)
         self._reading: Reading | None = None
+        self._inverse: tuple[float, Tensor] | None = None
         self._last_found: tuple[Tensor, ...] = ()
         self._in_a_row: Tensor | int = 0
         self._history: deque[tuple[Tensor | float, Tensor]] = deque(maxlen=HISTORY)
@@ -160,25 +161,28 @@ class GradScaler(torch.amp.GradScaler):
 
         float16 gradients stay scaled, since float16 would not hold what comes out.
         """
-        gathered = optimizer.gathered()
-        lists = [gradients for _, gradients in gathered]
-        here = all(gradients[0].device == scale.device for gradients in lists)
-        sharded = any(bucket.sharded for bucket, _ in gathered)
-        if optimizer.is_hooked or not here or sharded or (self._needs_reading and scale.device.type == "cpu"):
-            low = any(gradients[0].dtype is torch.float16 for gradients in lists)
+        picked = optimizer.picked()
+        here = all(gradients[0].device == scale.device for _, gradients in picked)
+        low = any(gradients[0].dtype is torch.float16 for _, gradients in picked)
+        sharded, on_cpu = any(bucket.sharded for bucket, _ in picked), scale.device.type == "cpu"
+        if optimizer.is_hooked or not here or sharded or (self._needs_reading and on_cpu):
             self._check_inf_per_device(optimizer) if low else self.unscale_(optimizer)
             return not low
-        optimizer.gradients_at_hand = gathered
-        found = torch.zeros((), dtype=torch.float32, device=scale.device)
-        unscaled = scale.device.type == "cpu" and all(gradients[0].dtype is not torch.float16 for gradients in lists)
-        if unscaled:
-            inverse = scale.double().reciprocal().float()
-            for gradients in lists:
-                torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
-        elif lists:
-            found = self._read([gradient for gradients in lists for gradient in gradients], scale.device).found
-        state["found_inf_per_device"] = {scale.device: found} if lists else {}
+        found, unscaled = torch.zeros_like(scale), on_cpu and not low
+        look = partial(_check_and_unscale, found, self._inverse_of(scale)) if unscaled else None
+        laid = [(bucket, bucket.laid(gradients, look)) for bucket, gradients in picked]
+        if laid and not unscaled:
+            found = self._read([gradient for _, gradients in laid for gradient in gradients], scale.device).found
+        optimizer.gradients_at_hand = laid
+        state["found_inf_per_device"] = {scale.device: found} if laid else {}
         return unscaled
+
+    def _inverse_of(self, scale: Tensor) -> Tensor:
+        """1/scale, rounded once as torch does; of a scale on a CPU, made anew only when it has changed."""
+        value = scale.item()
+        if self._inverse is None or self._inverse[0] != value:
+            self._inverse = value, scale.double().reciprocal().float()
+        return self._inverse[1]
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -220,11 +224,16 @@ class GradScaler(torch.amp.GradScaler):
             new_scale = check_scale(new_scale, "new_scale")
         found, used = self._found_in_any_optimizer(), None if self._scale is None else _kept(self._scale)
         scale: Tensor
-        if self._schedule is None:
+        if self._schedule is not None:
+            scale = self._update_by_schedule(self._schedule, new_scale, found)
+        elif new_scale is not None or found is None:
             super().update(new_scale)
             scale = self._scale  # type: ignore[assignment]
-        else:
-            scale = self._update_by_schedule(self._schedule, new_scale, found)
+        else:  # the same, without gathering the flags once more
+            scale, good_steps = self._check_scale_growth_tracker("update")
+            factors = (self._growth_factor, self._backoff_factor, self._growth_interval)
+            torch._amp_update_scale_(scale, good_steps, found, *factors)
+            self._per_optimizer_states.clear()
         if isinstance(new_scale, Tensor):
             scale.nan_to_num_(nan=self._floor)
         if scale.device.type != "cpu" or not self._floor <= scale.item() <= self._ceiling:
@@ -321,6 +330,10 @@ class GradScaler(torch.amp.GradScaler):
 
 
 _DTYPE, _LAYOUT, _DEVICE = attrgetter("dtype"), attrgetter("layout"), attrgetter("device")
+
+
+def _check_and_unscale(found: Tensor, inverse: Tensor, gradients: list[Tensor]) -> None:
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
 
 
 def _takes_attributes(optimizer: Optimizer) -> bool:
