@@ -1,17 +1,17 @@
-"""Readings of gradients that a test makes up, and a count of what waits for the device."""
+"""Readings of gradients that a test makes up."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from preamp.gradients import Reading
 from preamp.scaling import LossScale
 
 CPU = torch.device("cpu")
+META = torch.device("meta")
+"""An accelerator that refuses every wait."""
 
 
 def reading(amax: float, subnormals: float = 0.0, zeros: float = 0.0, entries: int = 1000) -> Reading:
@@ -32,16 +32,3 @@ def feed(scale: LossScale, amax: float, *, hidden: float = 0.0, subnormals: floa
 
 def exponent(scale: LossScale) -> float:
     return math.log2(float(scale.current(CPU)))
-
-
-class Waits(TorchDispatchMode):
-    """Counts what would wait for a device: values read on the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__.startswith(("_local_scalar_dense", "nonzero", "is_nonzero", "equal")):
-            self.seen.append(func.__name__)
-        return func(*args, **(kwargs or {}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -115,3 +116,19 @@ def test_descriptions() -> None:
     for bad in ("static", 0, -1.0, math.nan):
         with pytest.raises(ScaleError):
             loss_scale(bad)
+
+
+@given(scales=st.lists(st.floats(2.0**-126, 2.0**127, width=32), min_size=1, max_size=20))
+def test_the_inverse_follows_the_scale(scales: list[float]) -> None:
+    """However the scale was changed; and it can be used wherever, if it was first asked for in inference mode."""
+    scale = DynamicScale(scales[0])
+    with torch.inference_mode():
+        scale.inverse(CPU)
+    for value in scales:
+        scale._on(CPU)["scale"].fill_(value)
+        for _ in range(2):
+            inverse = scale.inverse(CPU)
+            assert float(inverse) == float(np.float32(1 / np.float64(np.float32(value))))
+    weight = torch.ones((), requires_grad=True)
+    (weight * inverse).backward()
+    assert weight.grad is not None and torch.equal(weight.grad, inverse)

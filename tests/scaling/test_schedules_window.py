@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from preamp.errors import ScaleError, StateError
 from preamp.scaling import DynamicScale, WindowScale, loss_scale
 
-from .readings import CPU, Waits, exponent, feed, reading
+from .readings import CPU, META, exponent, feed, reading
 
 AMAX = st.one_of(
     st.sampled_from([0.0, math.inf, math.nan, 65504.0, 2.0**-24]),
@@ -73,16 +73,16 @@ def test_every_field_of_the_state_is_restored() -> None:
 
 
 def test_no_step_waits_and_state_changes_in_place() -> None:
-    scale = WindowScale()
-    tensors = dict(scale._state)
     told = [reading(amax, 5) for amax in (1.0, math.inf, math.inf, 0.0, 60000.0, 2.0**-20)]
-    with Waits() as waits:
+    for device in (CPU, META):
+        scale = WindowScale()
+        scale.current(device)
+        tensors = dict(scale._state)
         for each in [*told, None, None]:
-            scale.after_step(each.found if each else torch.ones(()), each)
-            scale.scale(torch.ones(()))
-            scale.inverse(CPU)
-    assert not waits.seen
-    assert all(scale._state[name] is tensor for name, tensor in tensors.items())
+            scale.after_step(torch.ones((), device=device), each and each.on(device))
+            scale.scale(torch.ones((), device=device))
+            scale.inverse(device)
+        assert all(scale._state[name] is tensor for name, tensor in tensors.items())
     assert scale.needs_statistics and not DynamicScale().needs_statistics
 
 

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import isfinite
 from operator import attrgetter
 
 import torch
@@ -97,15 +98,22 @@ def read(
             told = Reading(seen.found, seen.norm, seen.nonfinite, entries, seen.amax, *seen.counts.unbind())
             return told.on(device or told.found.device)
     groups = grouped(list(gradients))
-    if len({group[0].device for group in groups}) == 1:
-        norms, nonfinite, *rest = _on_one_device(list(gradients), groups, statistics, tiny)
+    entries = sum(sum(map(Tensor.numel, group)) for group in groups)
+    devices = {group[0].device for group in groups}
+    if len(devices) == 1:
+        own = next(iter(devices))
+        norm = None if statistics or own.type != "cpu" else _norm_if_finite(groups)
+        if norm is not None:
+            none = torch.zeros(len(gradients), dtype=torch.bool, device=own)
+            return Reading(torch.zeros_like(norm), norm, none, entries).on(device or own)
+        norms, nonfinite, *rest = _on_one_device(list(gradients), statistics, tiny)
     else:
         places: dict[torch.device, list[int]] = defaultdict(list)
         for place, gradient in enumerate(gradients):
             places[gradient.device].append(place)
         home = gradients[0].device
         own_lists = [[gradients[i] for i in own] for own in places.values()]
-        parts = [_on_one_device(own, grouped(own), statistics, tiny) for own in own_lists]
+        parts = [_on_one_device(own, statistics, tiny) for own in own_lists]
         norms = torch.cat([part[0].to(home) for part in parts])
         # in the order of the gradients, by slices: an index would be sent from the host, which waits until it is there
         runs = [(place, len(list(run))) for place, run in groupby(map(attrgetter("device"), gradients))]
@@ -116,19 +124,29 @@ def read(
         nonfinite = torch.cat([next(flags[place]) for place, _ in runs])
         rest = [torch.stack([part[k].to(home) for part in parts]) for k in range(2, len(parts[0]))]
         rest = [rest[0].amax(), rest[1].sum(), rest[2].sum()] if rest else []
-    entries = sum(sum(map(Tensor.numel, group)) for group in groups)
-    wide = torch.float32 if norms.device.type == "mps" else torch.float64  # for squares of large norms
-    norm = torch.linalg.vector_norm(norms, dtype=wide).float()
+    norm = _norm_of_norms(norms)
     return Reading(nonfinite.any().float(), norm, nonfinite, entries, *rest).on(device or norm.device)
 
 
-def _on_one_device(gradients: list[Tensor], groups: list[list[Tensor]], statistics: bool, tiny: float) -> list[Tensor]:
-    """[norms of parts, whether each gradient is not finite], and with statistics [amax, subnormals, zeros] of all."""
+def _norm_of_norms(norms: Tensor) -> Tensor:
+    wide = torch.float32 if norms.device.type == "mps" else torch.float64  # for squares of large norms
+    norm: Tensor = torch.linalg.vector_norm(norms, dtype=wide).float()
+    return norm
+
+
+def _norm_if_finite(groups: list[list[Tensor]]) -> Tensor | None:
+    """The L2 norm of gradients on a CPU, 0-d float32, if that is finite, which proves that all entries are: one pass.
+
+    None where it is not, which may be for an entry, or for too many large ones.
+    """
+    norms = [norm for group in groups for norm in _part_norms(group)]
+    norm = norms[0] if len(norms) == 1 else _norm_of_norms(torch.stack(norms))
+    return norm if isfinite(norm.item()) else None
+
+
+def _on_one_device(gradients: list[Tensor], statistics: bool, tiny: float) -> list[Tensor]:
+    """[norm of each, whether each gradient is not finite], and with statistics [amax, subnormals, zeros] of all."""
     on_cpu = gradients[0].device.type == "cpu"
-    if on_cpu and not statistics:
-        norms = torch.cat([_part_norms(group) for group in groups])
-        if bool(norms.isfinite().all()):  # a finite sum of squares proves all entries finite, in one pass
-            return [norms, norms.new_zeros(len(gradients), dtype=torch.bool)]
     floats = [in_float32(as_real(dense_values(gradient))) for gradient in gradients]
     largest = [value.abs().amax().float() if value.numel() else value.new_zeros(()) for value in floats]
     nonfinite = ~torch.stack(largest).isfinite()
@@ -146,8 +164,8 @@ SMALL = 4096
 """Entries up to which gradients on a CPU are copied side by side: the calls saved are worth more than the copy."""
 
 
-def _part_norms(group: list[Tensor]) -> Tensor:
-    """Norms whose norm is that of the group: of each large gradient, and of all small ones together."""
+def _part_norms(group: list[Tensor]) -> list[Tensor]:
+    """Norms, float32, whose norm is that of the group: of each large gradient, and of all small ones together."""
     sizes = list(map(Tensor.numel, group))
     small = group if max(sizes) <= SMALL else [v for v, size in zip(group, sizes, strict=True) if size <= SMALL]
     large = [v for v, size in zip(group, sizes, strict=True) if size > SMALL] if len(small) < len(group) else []
@@ -155,4 +173,4 @@ def _part_norms(group: list[Tensor]) -> Tensor:
     if small:
         flat = in_float32(torch._C._nn.flatten_dense_tensors(small))
         norms.append(torch.linalg.vector_norm(flat))
-    return torch.stack([norm.float() for norm in norms])
+    return [norm.float() for norm in norms]

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..errors import StateError
 from ._checks import PATIENCE, check_bounds, check_count, check_factors, check_scale
 from ._fixed import LossScale, at_least_float32
+from ._reciprocal import Reciprocal
 
 if TYPE_CHECKING:
     from ..gradients import Reading
@@ -35,6 +36,7 @@ class Moving(LossScale):
         self._floor, self._ceiling = check_bounds(self._start, min_scale, max_scale)
         self.min_scale, self.max_scale = min_scale, max_scale
         self.patience = None if patience is None else check_count(patience, "patience", "it counts skipped steps")
+        self._reciprocal = Reciprocal()
         self._state = {"scale": torch.tensor(self._start, dtype=torch.float32, device="cpu")}
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -43,7 +45,7 @@ class Moving(LossScale):
 
     def inverse(self, device: torch.device) -> Tensor:
         """1/scale, 0-d float32, rounded once from float64 as torch does."""
-        return self._on(device)["scale"].double().reciprocal().float()
+        return self._reciprocal(self._on(device)["scale"])
 
     def current(self, device: torch.device) -> Tensor:
         """The scale, 0-d float32; a copy."""
@@ -124,7 +126,8 @@ class DynamicScale(Moving):
             self.backoff_factor,
             self.growth_interval,
         )
-        state["scale"].clamp_(self._floor, self._ceiling)
+        if state["scale"].device.type != "cpu" or not self._floor <= state["scale"].item() <= self._ceiling:
+            state["scale"].clamp_(self._floor, self._ceiling)
 
     def state_dict(self) -> dict[str, Any]:
         """Every field as plain numbers; reads the scale from the device."""

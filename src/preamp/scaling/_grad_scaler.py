@@ -22,6 +22,7 @@ from ..parallel import Agreement
 from ..sharding import any_sharded
 from ._checks import PATIENCE, check_bounds, check_count, check_factors, check_scale
 from ._dynamic import HysteresisScale, Moving
+from ._reciprocal import Reciprocal
 from ._window import WindowScale
 
 HISTORY = 1000
@@ -73,7 +74,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, start, float(growth_factor), float(backoff_factor), growth_interval, enabled)
         self._schedule = self._scheduled(schedule, start, min_scale, max_scale)
         self._reading: Reading | None = None
-        self._inverse: tuple[float, Tensor] | None = None
+        self._reciprocal = Reciprocal()
         self._last_found: tuple[Tensor, ...] = ()
         self._in_a_row: Tensor | int = 0
         self._history: deque[tuple[Tensor | float, Tensor]] = deque(maxlen=HISTORY)
@@ -169,20 +170,13 @@ class GradScaler(torch.amp.GradScaler):
             self._check_inf_per_device(optimizer) if low else self.unscale_(optimizer)
             return not low
         found, unscaled = torch.zeros_like(scale), on_cpu and not low
-        look = partial(_check_and_unscale, found, self._inverse_of(scale)) if unscaled else None
+        look = partial(_check_and_unscale, found, self._reciprocal(scale)) if unscaled else None
         laid = [(bucket, bucket.laid(gradients, look)) for bucket, gradients in picked]
         if laid and not unscaled:
             found = self._read([gradient for _, gradients in laid for gradient in gradients], scale.device).found
         optimizer.gradients_at_hand = laid
         state["found_inf_per_device"] = {scale.device: found} if laid else {}
         return unscaled
-
-    def _inverse_of(self, scale: Tensor) -> Tensor:
-        """1/scale, rounded once as torch does; of a scale on a CPU, made anew only when it has changed."""
-        value = scale.item()
-        if self._inverse is None or self._inverse[0] != value:
-            self._inverse = value, scale.double().reciprocal().float()
-        return self._inverse[1]
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

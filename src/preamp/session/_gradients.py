@@ -122,10 +122,10 @@ class GradientBook:
         known = optimizer.side_by_side() if beside and isinstance(optimizer, FusedOptimizer) else None
         if known is not None and self._home().type == "cpu":
             gathered, parameters = known
-            reading = read([gradient for _, own in gathered for gradient in own])
-            if not bool(reading.found):
-                none = reading.nonfinite.new_zeros(len(parameters))
-                reading = replace(reading, nonfinite=none, entries=sum(map(Tensor.numel, parameters)))
+            laid = read([gradient for _, own in gathered for gradient in own])
+            if not laid.found.item():
+                none = laid.nonfinite.new_zeros(len(parameters))
+                reading = Reading(laid.found, laid.norm, none, sum(map(Tensor.numel, parameters)))
                 return _Look(reading, parameters, inverse, gathered=gathered)
         parameters, gradients = present_in(list(parameters_of(optimizer)))
         if set(map(_LAYOUT, gradients)) - {torch.strided}:
