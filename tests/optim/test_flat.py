@@ -105,7 +105,7 @@ def test_in_however_many_calls_they_are_laid(shapes: list[tuple[int, ...]], grai
     params = [Parameter(torch.randn(shape)) for shape in shapes]
     held = [p.data for p in params] if flat is None and len(shapes) % 2 else []  # these are copied in too
     expected = detached(params)
-    with patch.multiple("preamp.optim._flat", GRAIN=grain, TINY=8):
+    with patch("preamp.optim._flat.TINY", 8), patch("preamp.multi_tensor._stretches.GRAIN", grain):
         optimizer = optim.SGD(params, 0.5, weight_decay=0.5, flat=flat)
         for step in range(2):
             give(params, step)

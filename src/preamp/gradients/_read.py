@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..formats import FP16
-from ..multi_tensor import triton_runs_on
+from ..multi_tensor import stretches, triton_runs_on
 from ._edit import as_real, dense_values, grouped, in_float32
 
 
@@ -166,11 +166,11 @@ SMALL = 4096
 
 def _part_norms(group: list[Tensor]) -> list[Tensor]:
     """Norms, float32, whose norm is that of the group: of each large gradient, and of all small ones together."""
-    sizes = list(map(Tensor.numel, group))
-    small = group if max(sizes) <= SMALL else [v for v, size in zip(group, sizes, strict=True) if size <= SMALL]
-    large = [v for v, size in zip(group, sizes, strict=True) if size > SMALL] if len(small) < len(group) else []
+    small, large = group, []
+    if max(map(Tensor.numel, group)) > SMALL:
+        small, large = [[v for v in group if (v.numel() > SMALL) is wanted] for wanted in (False, True)]
     norms = list(torch._foreach_norm([in_float32(value) for value in large])) if large else []
-    if small:
-        flat = in_float32(torch._C._nn.flatten_dense_tensors(small))
+    for part in stretches(list(map(Tensor.numel, small))):
+        flat = in_float32(torch._C._nn.flatten_dense_tensors(small[part]))
         norms.append(torch.linalg.vector_norm(flat))
     return [norm.float() for norm in norms]

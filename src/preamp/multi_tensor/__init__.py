@@ -8,9 +8,10 @@ uploads nothing. Nothing here needs Triton; the kernels that use it do.
 from ._layout import laid_out_like, same_walk, split_by_walk, walkable
 from ._parts import Part, Plan, parts_of, plan_of
 from ._runs import triton_runs_on
+from ._stretches import stretches
 from ._writes import count_writes
 
 __all__ = [
     "Part", "Plan", "count_writes", "laid_out_like", "parts_of", "plan_of", "same_walk", "split_by_walk",
-    "triton_runs_on", "walkable",
+    "stretches", "triton_runs_on", "walkable",
 ]  # fmt: skip

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..multi_tensor import count_writes
+from ..multi_tensor import count_writes, stretches
 from ..sharding import is_sharded
 
 SMALL = 16384
@@ -39,10 +39,6 @@ PIECE = 2**20
 
 CACHED = 2**18
 """Entries that are laid before they are looked at: a processor's own cache holds them, and threads are woken once."""
-
-GRAIN = 32768
-"""Entries from which on torch, if it has several threads, no longer concatenates in one loop, but by a copying operator
-for each tensor, made anew where sizes differ."""
 
 LINE = 16
 """float32 entries of 64 bytes: the largest vector register, a cache line, and to what torch aligns its memory."""
@@ -223,21 +219,15 @@ class Flat:
 
 
 def _runs(params: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
-    """Where stretches of parameters that are laid by one call begin and end.
-
-    They have like rows, and fewer than `GRAIN` entries; or they are larger than `TINY`, and alike.
+    """Where stretches of parameters that are laid by one call begin and end: with like rows, and of like sizes or few
+    entries.
     """
-    begin = end = 0
-    for _, stretch in groupby(params, lambda param: (param.shape[1:], param.numel() > TINY and param.shape[0])):
-        entries = 0
-        for param in stretch:
-            if entries and param.numel() <= TINY and entries + param.numel() >= GRAIN:
-                yield begin, end
-                begin, entries = end, 0
-            entries += param.numel()
-            end += 1
-        yield begin, end
-        begin = end
+    begin = 0
+    for _, run in groupby(params, lambda param: (param.shape[1:], param.numel() > TINY and param.shape[0])):
+        sizes = list(map(Tensor.numel, run))
+        for part in stretches(sizes):
+            yield begin + part.start, begin + part.stop
+        begin += len(sizes)
 
 
 def _spaced(params: Sequence[Parameter]) -> Iterator[Tensor]:
