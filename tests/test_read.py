@@ -84,10 +84,11 @@ def test_wherever_something_is_not_finite(bad: list[tuple[int, int, float]], dty
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from([0, 1, 7, 100, SMALL - 1, SMALL, SMALL + 1]), min_size=1, max_size=60), st.data())
+@given(st.lists(st.sampled_from([0, 1, 7, 100, SMALL - 1, SMALL, SMALL + 1]), min_size=1), st.data())
 def test_many_of_any_sizes(sizes: list[int], data: st.DataObject) -> None:
     """However many are laid side by side to be read, each is read once."""
     torch.manual_seed(4)
+    sizes = sizes * 5
     gradients = [normal(n) for n in sizes]
     if data.draw(st.booleans()) and sum(sizes):
         which = data.draw(st.sampled_from([i for i, n in enumerate(sizes) if n]))
