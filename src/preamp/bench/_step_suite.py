@@ -55,7 +55,7 @@ def step(device: torch.device, rounds: int, tell: Callable[[str], None]) -> list
                 tell(f"{kind}, {name}: left out on a CPU")
                 continue
             tell(f"{kind}, {name}")
-            few = max(rounds // 5, 3) if entries > 50_000_000 else rounds
+            few = max(rounds // 2, 3) if entries > 50_000_000 else rounds
             rows.append(_row(f"{kind}, {name}", _float32(kind, arguments, shapes, device), few, number, device))
             if (kind == "Adam" and entries <= 20_000_000) or device.type == "cuda":
                 contenders = _low(kind, arguments, shapes, device)
