@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..multi_tensor import l2_norms
 from ._lists import gate_of, publish
 from ._maths import Drafts, commit, descend, draft, gradients_of, number_of, root, single
 from ._options import LambOptions, Lists, Lows, NovoGradOptions, Whole
@@ -95,7 +96,7 @@ def novograd(lists: Lists, running: Tensor, lows: Lows, step: Tensor, o: NovoGra
 def norms(tensors: Drafts, order: int = 2) -> Drafts:
     """The norm of each tensor, 0-d; of order 2, or of any other number the largest magnitude. Of no numbers: 0."""
     if order == 2:
-        return list(torch._foreach_norm(tensors, 2))
+        return l2_norms(tensors)
     return [tensor.abs().amax() if tensor.numel() else tensor.new_zeros(()) for tensor in tensors]
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..formats import LOW_DTYPES
+from ..multi_tensor import l2_norms
 from ..sharding import agreed_flag, any_sharded, held_here
 
 
@@ -51,7 +52,8 @@ def global_norm(gradients: Iterable[Tensor], order: float = 2.0, *, device: torc
     for group in grouped(gradients, complex_as_real=False):
         filled = [value for value in group if value.numel()]  # the largest of no numbers is an error in torch
         if filled:
-            norms += torch._foreach_norm([in_float32(value) for value in filled], order)
+            values = [in_float32(value) for value in filled]
+            norms += l2_norms(values) if order == 2 else torch._foreach_norm(values, order)
     if not norms:
         return torch.zeros((), dtype=torch.float32, device=device or (gradients[0].device if gradients else "cpu"))
     home = device or norms[0].device

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..formats import FP16
-from ..multi_tensor import stretches, triton_runs_on
+from ..multi_tensor import l2_norms, norm_of_norms, stretches, triton_runs_on
 from ._edit import as_real, dense_values, grouped, in_float32
 
 
@@ -124,14 +124,8 @@ def read(
         nonfinite = torch.cat([next(flags[place]) for place, _ in runs])
         rest = [torch.stack([part[k].to(home) for part in parts]) for k in range(2, len(parts[0]))]
         rest = [rest[0].amax(), rest[1].sum(), rest[2].sum()] if rest else []
-    norm = _norm_of_norms(norms)
+    norm = norm_of_norms(norms)
     return Reading(nonfinite.any().float(), norm, nonfinite, entries, *rest).on(device or norm.device)
-
-
-def _norm_of_norms(norms: Tensor) -> Tensor:
-    wide = torch.float32 if norms.device.type == "mps" else torch.float64  # for squares of large norms
-    norm: Tensor = torch.linalg.vector_norm(norms, dtype=wide).float()
-    return norm
 
 
 def _norm_if_finite(groups: list[list[Tensor]]) -> Tensor | None:
@@ -140,7 +134,7 @@ def _norm_if_finite(groups: list[list[Tensor]]) -> Tensor | None:
     None where it is not, which may be for an entry, or for too many large ones.
     """
     norms = [norm for group in groups for norm in _part_norms(group)]
-    norm = norms[0] if len(norms) == 1 else _norm_of_norms(torch.stack(norms))
+    norm = norms[0] if len(norms) == 1 else norm_of_norms(torch.stack(norms))
     return norm if isfinite(norm.item()) else None
 
 
@@ -150,7 +144,7 @@ def _on_one_device(gradients: list[Tensor], statistics: bool, tiny: float) -> li
     floats = [in_float32(as_real(dense_values(gradient))) for gradient in gradients]
     largest = [value.abs().amax().float() if value.numel() else value.new_zeros(()) for value in floats]
     nonfinite = ~torch.stack(largest).isfinite()
-    norms = torch.stack([norm.float() for norm in torch._foreach_norm(floats)])
+    norms = torch.stack([norm.float() for norm in l2_norms(floats)])
     if on_cpu and not bool((norms.isfinite() | nonfinite).all()):  # finite entries whose squares float32 cannot hold
         norms = torch.stack([torch.linalg.vector_norm(value, dtype=torch.float64).float() for value in floats])
     if not statistics:
@@ -169,8 +163,8 @@ def _part_norms(group: list[Tensor]) -> list[Tensor]:
     small, large = group, []
     if max(map(Tensor.numel, group)) > SMALL:
         small, large = [[v for v in group if (v.numel() > SMALL) is wanted] for wanted in (False, True)]
-    norms = list(torch._foreach_norm([in_float32(value) for value in large])) if large else []
+    norms = l2_norms([in_float32(value) for value in large])
     for part in stretches(list(map(Tensor.numel, small))):
         flat = in_float32(torch._C._nn.flatten_dense_tensors(small[part]))
-        norms.append(torch.linalg.vector_norm(flat))
+        norms += l2_norms([flat])
     return [norm.float() for norm in norms]

@@ -6,12 +6,13 @@ uploads nothing. Nothing here needs Triton; the kernels that use it do.
 """
 
 from ._layout import laid_out_like, same_walk, split_by_walk, walkable
+from ._norms import l2_norms, norm_of_norms
 from ._parts import Part, Plan, parts_of, plan_of
 from ._runs import triton_runs_on
 from ._stretches import stretches
 from ._writes import count_writes
 
 __all__ = [
-    "Part", "Plan", "count_writes", "laid_out_like", "parts_of", "plan_of", "same_walk", "split_by_walk",
-    "stretches", "triton_runs_on", "walkable",
+    "Part", "Plan", "count_writes", "l2_norms", "laid_out_like", "norm_of_norms", "parts_of", "plan_of", "same_walk",
+    "split_by_walk", "stretches", "triton_runs_on", "walkable",
 ]  # fmt: skip

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...formats import LOW_DTYPES
 from ...gradients import check_and_unscale_
+from ...multi_tensor import l2_norms
 from .optimizers import _steps
 
 Lists = Sequence[Sequence[Tensor]]
@@ -52,7 +53,7 @@ def multi_tensor_l2norm(
     The second is empty unless `per_tensor`. Flags a norm that is not finite.
     """
     (tensors,) = _checked("multi_tensor_l2norm", tensor_lists, 1)
-    norms = [norm.float() for norm in torch._foreach_norm(_wide(tensors))] if tensors else []
+    norms = [norm.float() for norm in l2_norms(_wide(tensors))]
     each = torch.stack([n.to(norms[0].device) for n in norms]) if norms else noop_flag.new_zeros(0, dtype=torch.float32)
     total = torch.linalg.vector_norm(each).reshape(1)
     _flag(noop_flag, ~total.isfinite())
