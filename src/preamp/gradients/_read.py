@@ -133,8 +133,8 @@ def _norm_if_finite(groups: list[list[Tensor]]) -> Tensor | None:
 
     None where it is not, which may be for an entry, or for too many large ones.
     """
-    norms = [norm for group in groups for norm in _part_norms(group)]
-    norm = norms[0] if len(norms) == 1 else norm_of_norms(torch.stack(norms))
+    norms = [_part_norms(group) for group in groups]
+    norm = norms[0] if len(norms) == 1 and norms[0].dim() == 0 else norm_of_norms(torch.hstack(norms))
     return norm if isfinite(norm.item()) else None
 
 
@@ -158,8 +158,11 @@ SMALL = 4096
 """Entries up to which gradients on a CPU are copied side by side: the calls saved are worth more than the copy."""
 
 
-def _part_norms(group: list[Tensor]) -> list[Tensor]:
-    """Norms, float32, whose norm is that of the group: of each large gradient, and of all small ones together."""
+def _part_norms(group: list[Tensor]) -> Tensor:
+    """Norms, float32, whose norm is that of the group: of each large gradient, and of all small ones together.
+
+    0-d if there is only one.
+    """
     small, large = group, []
     if max(map(Tensor.numel, group)) > SMALL:
         small, large = [[v for v in group if (v.numel() > SMALL) is wanted] for wanted in (False, True)]
@@ -167,4 +170,4 @@ def _part_norms(group: list[Tensor]) -> list[Tensor]:
     for part in stretches(list(map(Tensor.numel, small))):
         flat = in_float32(torch._C._nn.flatten_dense_tensors(small[part]))
         norms += l2_norms([flat])
-    return [norm.float() for norm in norms]
+    return norms[0].float() if len(norms) == 1 else torch.stack(norms).float()
