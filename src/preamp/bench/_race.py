@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -76,17 +77,18 @@ def race(
 ) -> list[Outcome]:
     """Time contenders interleaved, `number` calls each a round; the first one is the reference.
 
-    Every other round runs in reverse order, so that what one contender leaves in the caches favours nobody.
+    Rounds go through `orders`, so that what one contender leaves in the caches favours nobody.
     """
     names = list(contenders)
     for name in names:  # warm up
         contenders[name]()
+    turns = cycle([names[place] for place in order] for order in orders(len(names)))
     times: dict[str, list[float]] = {name: [] for name in names}
     collecting = gc.isenabled()
     gc.disable()
     try:
         for index in range(rounds):
-            for name in names if index % 2 == 0 else reversed(names):
+            for name in next(turns):
                 call = contenders[name]
                 started = _now(device)
                 for _ in range(number):
@@ -101,6 +103,25 @@ def race(
         Outcome(name, tuple(times[name]), tuple(r / t for r, t in zip(reference, times[name], strict=True)))
         for name in names
     ]
+
+
+def orders(number: int) -> list[list[int]]:
+    """Orders of `number` things, one a round, in which each follows every other equally often, and none itself.
+
+    Williams (1949), "Experimental designs balanced for the estimation of residual effects of treatments".
+    """
+    if number < 3:
+        return [list(range(number))]
+    zigzag = [0]
+    for step in range(1, number):
+        zigzag.append((zigzag[-1] + (step if step % 2 else -step)) % number)
+    left = [[(place + shift) % number for place in zigzag] for shift in range(number)]
+    if number % 2:
+        left += [order[::-1] for order in left]
+    chosen = [left.pop(0)]
+    while left:  # from one round to the next, too
+        chosen.append(left.pop(next(i for i, order in enumerate(left) if order[0] != chosen[-1][-1])))
+    return chosen
 
 
 def _now(device: torch.device | None) -> float:
