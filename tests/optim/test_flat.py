@@ -290,7 +290,7 @@ def test_what_watches_a_step_is_told(flat: bool, wrapped: bool) -> None:
         for handle in handles:
             handle.remove()
     assert told == ["own", "all"] * 3 + ["own"]
-    with profile() as seen:
+    with profile(acc_events=True) as seen:
         for step in range(3):
             give(params, step)
             optimizer.step()
