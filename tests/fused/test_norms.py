@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +74,22 @@ def test_threads_change_no_bit() -> None:
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(norms[0], norms[1]) and torch.equal(norms[0], norms[2])
+
+
+class Wrapped(Tensor):
+    """A kind of tensor that says itself how it is computed with, and cannot be looked at by strides."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not Tensor.as_strided
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_other_kinds_of_tensors_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_norms, "LONG", 50)
+    values = torch.randn(100)
+    norms = l2_norms([values.as_subclass(Wrapped), torch.nn.Parameter(values, requires_grad=False)])
+    assert [float(norm) for norm in norms] == pytest.approx([exact(values)] * 2)
 
 
 def test_of_nothing() -> None:

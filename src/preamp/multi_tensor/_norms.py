@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ._layout import walkable
 
@@ -17,10 +18,13 @@ LONG = 2**19
 
 ROW = 2**14
 
+PLAIN = (Tensor, Parameter)
+"""Others, DTensors for one, may not be laid out as they look."""
+
 
 def l2_norms(tensors: list[Tensor]) -> list[Tensor]:
     """The norm of each tensor, 0-d. They are strided, and at least float32 or complex64."""
-    by_rows = [t.numel() >= LONG and t.device.type == "cpu" and walkable(t) for t in tensors]
+    by_rows = [t.numel() >= LONG and t.device.type == "cpu" and type(t) in PLAIN and walkable(t) for t in tensors]
     if not any(by_rows):
         return list(torch._foreach_norm(tensors)) if tensors else []
     others = [tensor for tensor, long in zip(tensors, by_rows, strict=True) if not long]

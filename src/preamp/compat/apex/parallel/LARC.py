@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from preamp.errors import OptimizerError
+from preamp.multi_tensor import l2_norms
 
 
 class LARC:
@@ -131,8 +132,7 @@ class LARC:
     def _rescale_alike(self, parameters: list[Tensor], lr: Any, decay: Any, wide: torch.dtype) -> None:
         weights = [p.detach() for p in parameters]
         grads = [p.grad.detach() for p in parameters if p.grad is not None]
-        weight_norm = torch.stack(torch._foreach_norm(weights, 2, dtype=wide))
-        grad_norm = torch.stack(torch._foreach_norm(grads, 2, dtype=wide))
+        weight_norm, grad_norm = _norms(weights, wide), _norms(grads, wide)
         rate = self.trust_coefficient * weight_norm / (grad_norm + decay * weight_norm + self.eps)
         if self.clip:
             rate = (rate / lr).clamp(max=1.0)
@@ -141,3 +141,10 @@ class LARC:
         shares = torch.where(alive, decay, torch.zeros_like(rate))
         for grad, weight, one_rate, share in zip(grads, weights, rate.unbind(), shares.unbind(), strict=True):
             grad.addcmul_(weight, share.to(weight.dtype)).mul_(one_rate)
+
+
+def _norms(tensors: list[Tensor], wide: torch.dtype) -> Tensor:
+    """The norm of each tensor in the dtype `wide`, (tensors,); of 16-bit ones without copying them."""
+    if all(tensor.dtype is wide for tensor in tensors):
+        return torch.stack(l2_norms(tensors))
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=wide))
