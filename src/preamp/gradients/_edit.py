@@ -72,6 +72,11 @@ def present_in(params: list[Parameter]) -> tuple[list[Parameter], list[Tensor]]:
     return [p for p, g in zip(params, gradients, strict=True) if g is not None], list(filter(_IS_THERE, gradients))
 
 
+def reciprocal(scale: Tensor) -> Tensor:
+    """1/scale, 0-d float32, by which gradients are unscaled: rounded once from float64, as torch does."""
+    return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
+
+
 def multiply_(gradients: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply gradients in place by a 0-d float32 tensor."""
     for group in grouped(list(gradients), complex_as_real=False):

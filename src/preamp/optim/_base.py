@@ -17,7 +17,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from ..errors import OptimizerError
 from ..formats import LOW_DTYPES
-from ..gradients import present_in
+from ..gradients import present_in, reciprocal
 from ..masters import Masters, SplitMasters
 from ..sharding import any_sharded
 from ._flat import Flat
@@ -213,8 +213,7 @@ class FusedOptimizer(Optimizer):
         scale: Tensor | None = getattr(self, "grad_scale", None)
         if scale is None:
             return factor
-        inverse = scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
-        return inverse if factor is None else inverse * factor
+        return reciprocal(scale) if factor is None else reciprocal(scale) * factor
 
     def _planned(self, present: Sequence[list[Parameter]]) -> Plan:
         for params in present:
