@@ -1,8 +1,10 @@
-"""How often weights are cast, counted under a dispatch mode; and that kept casts are never old ones."""
+"""How often weights are cast, counted under a dispatch mode; and that a cast never serves a weight that has changed."""
 
 from __future__ import annotations
 
-import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import preamp
-from preamp.session._casts import CacheProbe
 
 from .toys import batch, loss_of, mlp, same, weights
 
@@ -43,147 +44,122 @@ def micro(session: preamp.Session, model: nn.Module, step: int, **how: bool) -> 
 
 @pytest.mark.parametrize(("level", "casts"), [("O1", 1), ("O4", 1), ("O2", 0), ("O5", 0), ("O3", 0), ("O0", 0)])
 @pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("told", [True, False])
-def test_casts_per_weight_and_step(level: str, casts: int, micro_batches: int, told: bool) -> None:
+def test_casts_per_weight_and_region(level: str, casts: int, micro_batches: int) -> None:
     model = mlp()
-    optimizer = preamp.optim.SGD(model.parameters(), 1e-3)
-    with preamp.prepare(model, optimizer, level=level) as session:
+    with preamp.prepare(model, preamp.optim.SGD(model.parameters(), 1e-3), level=level) as session:
         for step in range(3):
             with Casts(model) as counted:
                 for i in range(micro_batches):
-                    micro(session, model, step, **({"sync": i == micro_batches - 1} if told else {}))
+                    micro(session, model, step, sync=i == micro_batches - 1)
                 session.step()
             session.zero_grad()
-            if step:  # the first step looks on: whether anything is recomputed, and whether gradients are accumulated
-                assert counted.most == casts, (step, counted.of)
-
-
-def first_step(session: preamp.Session, model: nn.Module) -> None:
-    """After it, a session keeps casts."""
-    micro(session, model, 0)
-    session.step()
-    session.zero_grad()
+            assert counted.most == casts * micro_batches, (step, counted.of)
 
 
 def test_accumulation_comes_to_the_same() -> None:
-    results = []
-    for told in (True, False):
-        model = mlp()
-        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-        with preamp.prepare(model, optimizer, level="O4") as session:
-            for step in range(4):
-                for i in range(3):
-                    micro(session, model, 3 * step + i, sync=not told or i == 2)
-                session.step()
-                session.zero_grad()
-        results.append(weights(model))
     model = mlp()
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    with preamp.prepare(model, optimizer, level="O4") as session:
+        for step in range(4):
+            for i in range(3):
+                micro(session, model, 3 * step + i, sync=i == 2)
+            session.step()
+            session.zero_grad()
+    twin = mlp()
+    other = torch.optim.Adam(twin.parameters(), 1e-2)
     for step in range(4):
         for i in range(3):
             with preamp.autocast("cpu", dtype=torch.bfloat16):
-                loss = loss_of(model, 3 * step + i)
+                loss = loss_of(twin, 3 * step + i)
             loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert same(results[0], weights(model)) and same(results[1], weights(model))
+        other.step()
+        other.zero_grad()
+    assert same(weights(model), weights(twin))
 
 
-def output(session: preamp.Session, model: nn.Module) -> Tensor:
-    with session.autocast():
-        return model(batch(0)[0]).detach()
+def output(region: Any, model: nn.Module) -> Tensor:
+    with region:
+        result: Tensor = model(batch(0)[0])
+    return result.detach()
 
 
-@pytest.mark.parametrize("change", ["write", "load", "optimizer", "scheduled step", "grad off"])
-def test_kept_casts_are_not_used_once_a_weight_has_changed(change: str) -> None:
-    model = mlp(norm=False)
-    optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    with preamp.prepare(model, optimizer, level="O4") as session:
-        first_step(session, model)
-        micro(session, model, 0, sync=False)
-        before = output(session, model)
-        if change == "write":
-            with torch.no_grad():
-                model[0].weight.mul_(2)
-        elif change == "load":
-            model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
-        elif change == "optimizer":
-            optimizer.step()
-        elif change == "scheduled step":
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "write": lambda model: [p.mul_(2) for p in model.parameters()],
+    "write through .data": lambda model: [p.data.mul_(2) for p in model.parameters()],
+    "other data": lambda model: [setattr(p, "data", p.data * 2) for p in model.parameters()],
+    "load": lambda model: model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}),
+    "fused step": lambda model: fused_step(model),
+}
+
+
+def fused_step(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 1.0, maximize=True, fused=True)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("whose", ["the session's", "a stranger's"])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_no_region_serves_a_cast_of_what_was(level: str, change: str, whose: str) -> None:
+    """Between micro-batches of the session: the model, another one, in a session's region, preamp's or torch's."""
+    model, stranger = mlp(norm=False), mlp(1, norm=False)
+    dtype = torch.float16 if level == "O1" else torch.bfloat16
+    with preamp.prepare(model, torch.optim.SGD(model.parameters(), 1e-3), level=level, scale=2.0) as session:
+        for step in range(2):
+            micro(session, model, step)
             session.step()
-        else:
-            with torch.no_grad():
-                model[0].weight.mul_(2)
-                assert not torch.equal(output(session, model), before)
-        after = output(session, model)
-        assert not torch.equal(after, before)
-        with preamp.autocast("cpu", dtype=torch.bfloat16):
-            assert torch.equal(model(batch(0)[0]), after)
-
-
-def test_other_regions_and_sessions_are_as_they_were() -> None:
-    """A plain region that ends clears the cache as always, and a closed session leaves nothing in it."""
-    model, other = mlp(), mlp()
-    session = preamp.prepare(model, torch.optim.SGD(model.parameters(), 1e-3), level="O4")
-    first_step(session, model)
-    micro(session, model, 0, sync=False)
-    with Casts(other) as counted:
+            session.zero_grad()
         for _ in range(2):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss_of(other, 0)
-    assert counted.most == 2
-    micro(session, model, 1, sync=False)
-    session.close()
-    with Casts(model) as counted, torch.autocast("cpu", dtype=torch.bfloat16):
-        loss_of(model, 0)
-    assert counted.most == 1
-    assert torch.autocast_increment_nesting() == 1 and torch.autocast_decrement_nesting() == 0
-
-
-def test_an_exception_in_a_region_leaves_no_casts() -> None:
-    model = mlp()
-    with preamp.prepare(model, torch.optim.SGD(model.parameters(), 1e-3), level="O4") as session:
-        first_step(session, model)
-        micro(session, model, 0, sync=False)
-        with pytest.raises(ZeroDivisionError), session.autocast():
-            loss_of(model, 1)
-            raise ZeroDivisionError
-        model[0].weight.data.mul_(2)  # no trace of this write but in the values
-        first = output(session, model)
-        with preamp.autocast("cpu", dtype=torch.bfloat16):
-            assert torch.equal(model(batch(0)[0]), first)
+            looked_at = model if whose == "the session's" else stranger
+            micro(session, model, 0, sync=False)
+            output(session.autocast(), looked_at)
+            with torch.no_grad():
+                CHANGES[change](looked_at)
+            with torch.autocast("cpu", dtype):
+                expected = copy.deepcopy(looked_at)(batch(0)[0])
+            for region in (session.autocast(), preamp.autocast("cpu", dtype), torch.autocast("cpu", dtype)):
+                assert torch.equal(output(region, looked_at), expected)
 
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
-def test_inference_mode_between_micro_batches(level: str) -> None:
-    """Whether the cache was cleared is looked up there too, and inference tensors do not stay in it."""
-    results = []
-    for asks in (True, False):
-        model = mlp()
-        with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level=level) as session:
-            for step in range(3):
-                for i in range(2):
-                    micro(session, model, 2 * step + i)
-                    with torch.inference_mode() if asks else contextlib.nullcontext():
-                        output(session, model)
-                session.step()
-                session.zero_grad()
-        results.append(weights(model))
-    assert same(*results)
+def test_a_region_left_open_over_several_steps(level: str) -> None:
+    def run(left_open: bool) -> list[Tensor]:
+        model = mlp(norm=False)
+        with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.5), level=level, scale=2.0) as session:
+            with session.autocast(enabled=left_open):
+                for step in range(4):
+                    with session.autocast():
+                        loss = loss_of(model, step)
+                    session.backward(loss)
+                    session.step()
+                    session.zero_grad()
+            return weights(model)
+
+    assert same(run(True), run(False))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_blocks_recompute_right(reentrant: bool) -> None:
-    def run(kept: bool) -> list[Tensor]:
-        model = mlp(norm=False)
-        with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level="O4") as session:
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_a_region_opened_inside_of_the_checkpointed_function(level: str, reentrant: bool) -> None:
+    def run(checkpointed: bool) -> list[Tensor]:
+        model = mlp()
+        with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level=level, scale=2.0) as session:
+
+            def block(x: Tensor) -> Tensor:
+                with session.autocast():
+                    return model[:3](x).float()  # type: ignore[no-any-return, index]
+
             for step in range(3):
                 for i in range(2):
                     x, y = batch(step + i)
+                    x.requires_grad_()
+                    hidden = checkpoint(block, x, use_reentrant=reentrant) if checkpointed else block(x)
                     with session.autocast():
-                        hidden = checkpoint(model[:2], x.requires_grad_(), use_reentrant=reentrant)
-                        loss = nn.functional.cross_entropy(model[2:](hidden).float(), y)
-                    session.backward(loss, sync=not kept or i == 1)
+                        loss = nn.functional.cross_entropy(model[3](hidden).float(), y)
+                    session.backward(loss, sync=i == 1)
                 session.step()
                 session.zero_grad()
             return weights(model)
@@ -192,8 +168,7 @@ def test_checkpointed_blocks_recompute_right(reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_session_that_saw_a_recomputation_keeps_nothing(reentrant: bool) -> None:
-    """So that a forward pass makes the casts that its recomputation makes."""
+def test_checkpointed_blocks_cast_as_often_as_they_run(reentrant: bool) -> None:
     model = mlp(norm=False)
     with preamp.prepare(model, torch.optim.SGD(model.parameters(), 1e-3), level="O4") as session:
         for step in range(3):
@@ -206,43 +181,3 @@ def test_a_session_that_saw_a_recomputation_keeps_nothing(reentrant: bool) -> No
                 session.backward(loss, sync=i == 1)
             session.step()
             session.zero_grad()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_probe_tells_a_cleared_cache(dtype: torch.dtype) -> None:
-    torch.set_default_dtype(dtype)
-    try:
-        probe = CacheProbe()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert not probe.cleared()
-    probe.plant()
-    assert not probe.cleared() and not probe.cleared()
-    probe.plant()
-    with torch.autocast("cpu", torch.bfloat16):
-        pass
-    assert probe.cleared() and not probe.cleared()
-    torch.clear_autocast_cache()
-
-
-def test_a_decorated_function_and_threads() -> None:
-    import threading
-
-    model = mlp()
-    with preamp.prepare(model, torch.optim.SGD(model.parameters(), 1e-3), level="O4") as session:
-        first_step(session, model)
-        compute = session.autocast()(lambda step: loss_of(model, step))
-        with Casts(model) as counted:
-            session.backward(compute(0), sync=False)
-            session.backward(compute(1))
-            session.step()
-        assert counted.most <= 2  # a decorator enters a region of its own at each call
-        results: list[bool] = []
-
-        def work() -> None:
-            results.append(torch.isfinite(output(session, model)).all().item())  # type: ignore[arg-type]
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        assert results == [True]

@@ -12,6 +12,7 @@ from torch import nn
 
 import preamp
 from preamp.errors import SessionError
+from preamp.masters._exchange import exchanged
 
 MAKERS = {"torch": torch.optim.AdamW, "preamp": preamp.optim.AdamW}
 
@@ -123,11 +124,16 @@ def test_a_step_that_raises_gives_the_parameters_back() -> None:
 
 def test_a_weak_reference_to_the_tensor_itself_is_told_and_changes_nothing() -> None:
     wide = nn.Parameter(torch.randn(3, 3))
-    from preamp.masters._exchange import exchanged
+    reference = torch._C._WeakTensorRef(wide)
+    kept = wide.detach().clone()
+    with pytest.raises(SessionError, match="weak reference"):
+        exchanged(wide, torch.zeros(3, 3))
+    assert torch.equal(wide, kept) and not reference.expired()
 
+
+def test_casts_that_a_region_keeps_are_no_hindrance() -> None:
+    wide = nn.Parameter(torch.randn(3, 3))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         torch.mm(wide, wide)  # whose cast autocast keeps, by a weak reference
-        kept = wide.detach().clone()
-        with pytest.raises(SessionError, match="weak reference"):
-            exchanged(wide, torch.zeros(3, 3))
-    assert torch.equal(wide, kept)
+        exchanged(wide, torch.zeros(3, 3))
+        assert not torch.mm(wide, wide).any()

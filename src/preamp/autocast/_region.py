@@ -9,7 +9,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..compiling import traced_by_callers, uncompiled
+from ..errors import PolicyError
 from ..rules import OpRules
+from ._nodes import NODES
 from ._registry import MARKER, MARKER_DTYPES, REGISTRY
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -24,14 +27,20 @@ class autocast(torch.autocast):
     `OpRules` with changes of yours (None: those of the open session, else the default table).
 
     Rules are installed for the process when the first region is entered and stay, because a checkpointed block is
-    recomputed during backward. They apply inside preamp's regions only; plain `torch.autocast` keeps its own lists.
-    `preamp.autocast.uninstall()` takes them out. Entering is safe to nest, also for one and the same object.
+    recomputed during backward. They apply inside preamp's regions and in the backward of what was computed there; plain
+    `torch.autocast` keeps its own lists. `preamp.autocast.uninstall()` takes them out; a session's go with its
+    `close()`. Entering is safe to nest, also for one and the same object. Not to be exported: `torch.export` would keep
+    torch's lists, so entering raises `PolicyError` there.
 
     >>> with preamp.autocast("cpu", dtype=torch.bfloat16):
     ...     torch.randn(4, 4).mm(torch.randn(4, 4)).softmax(-1).dtype
     torch.float32
     """
 
+    _lingers = True
+    """Whether the rules are to stay when no session holds them."""
+
+    @traced_by_callers
     def __init__(
         self,
         device_type: str,
@@ -49,31 +58,36 @@ class autocast(torch.autocast):
         self._rules = rules
         self._outer: list[tuple[Any, ...]] = []
 
+    @traced_by_callers
     def __enter__(self) -> autocast:
-        number = _ensure_rules(self._rules, self.device)
-        if not REGISTRY.stamp:  # never so; reading it makes dynamo guard compiled code on the rules it was traced under
+        number = _ensure_rules(self._rules, self.device, self._lingers) if self._enabled else 0
+        if self._enabled and not REGISTRY.stamp:  # never so; reading it has dynamo guard compiled code on the rules
             raise AssertionError("no rules are installed")
         if torch.compiler.is_compiling():
+            if self._enabled and _is_exporting():
+                raise PolicyError(_NOT_EXPORTED)
             traced = _traced(self.device, self.fast_dtype, self._enabled, self._cache_enabled)
             traced.__enter__()
             self._outer.append((traced,))
             return self
         if self._outer:  # torch keeps what it has to restore on the object: save it from this second entry
             self._outer[-1] = (*self._outer[-1], self.prev_cache_enabled, self.prev, self.prev_fastdtype)
-        self._outer.append((torch.is_autocast_enabled(MARKER), torch.get_autocast_dtype(MARKER)))
+        self._outer.append((torch.is_autocast_enabled(MARKER), torch.get_autocast_dtype(MARKER), NODES.now()))
         super().__enter__()
         torch.set_autocast_enabled(MARKER, True)
         torch.set_autocast_dtype(MARKER, MARKER_DTYPES[number % len(MARKER_DTYPES)])
         return self
 
+    @traced_by_callers
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         if torch.compiler.is_compiling():
             (traced,) = self._outer.pop()
             traced.__exit__(exc_type, exc_val, exc_tb)
             return
-        marked, marker_dtype = self._outer.pop()
+        marked, marker_dtype, first_node = self._outer.pop()
         torch.set_autocast_enabled(MARKER, marked)
         torch.set_autocast_dtype(MARKER, marker_dtype)
+        NODES.add(first_node)
         super().__exit__(exc_type, exc_val, exc_tb)
         if self._outer:
             *kept, self.prev_cache_enabled, self.prev, self.prev_fastdtype = self._outer[-1]
@@ -81,22 +95,35 @@ class autocast(torch.autocast):
 
     def __call__(self, func: F) -> F:
         """`func` run inside such a region; each call enters a region of its own, so recursion and threads are safe."""
-        if not callable(func):
-            raise TypeError(f"autocast decorates a function, and this is a {type(func).__name__}: {func!r}")
         settings = (self.device, self.fast_dtype, self._enabled, self._cache_enabled)
-        rules = self._rules
-
-        @functools.wraps(func)
-        def decorated(*args: Any, **kwargs: Any) -> Any:
-            with autocast(*settings, rules=rules):
-                return func(*args, **kwargs)
-
-        return decorated  # type: ignore[return-value]
+        return decorated(func, functools.partial(autocast, *settings, rules=self._rules))
 
     @staticmethod
     def uninstall() -> None:
         """Take preamp's rules out of torch's dispatcher now; `PolicyError` while a session is open."""
         REGISTRY.uninstall()
+
+
+def decorated(func: F, region: Callable[[], Any]) -> F:
+    """`func`, each call of which runs in a new `region()`."""
+    if not callable(func):
+        raise TypeError(f"autocast decorates a function, and this is a {type(func).__name__}: {func!r}")
+
+    @functools.wraps(func)
+    def in_region(*args: Any, **kwargs: Any) -> Any:
+        with region():
+            return func(*args, **kwargs)
+
+    return in_region  # type: ignore[return-value]
+
+
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+
+_NOT_EXPORTED = (
+    "torch.export keeps the dtype of a region and not preamp's rules for operators, so that the exported program would "
+    "compute otherwise than the model: export the model without a region (inside session.full_precision()), or enter "
+    "torch.autocast in it, whose own lists an exported program follows"
+)
 
 
 @contextmanager
@@ -109,9 +136,10 @@ def _traced(device_type: str, dtype: torch.dtype | None, enabled: bool, cache_en
         yield
 
 
-def _ensure_rules(rules: OpRules | None, device_type: str) -> int:
+@uncompiled
+def _ensure_rules(rules: OpRules | None, device_type: str, lingering: bool) -> int:
     """Rules in the dispatcher, and their number; run for real while dynamo traces, which then sees a constant."""
-    return REGISTRY.enter(rules, device_type)
+    return REGISTRY.enter(rules, device_type, lingering)
 
 
 # What torch.compiler.assume_constant_result does, without importing the compiler for those who do not compile.

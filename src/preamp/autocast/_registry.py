@@ -11,7 +11,7 @@ and otherwise does what torch's own autocast would have done:
   there, and not in a variable of our own, is what makes torch.compile right: dynamo runs changes of autocast state
   while it traces, and guards compiled code on them.
 * a checkpointed block is recomputed during backward, under the plain `torch.autocast` that torch's checkpoint sets up;
-  so the rules hold during backward too.
+  so the rules hold while nodes of the graph are run that were made in such a region (`_nodes`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from typing import Any
 import torch
 import torch.compiler.config
 
+from ..compiling import traced_by_callers
 from ..errors import PolicyError
 from ..rules import OpRules, autocast_key, has_kernel, native_category
 from . import _kernels
+from ._nodes import NODES
 
 MARKER = "ipu"
 
@@ -48,14 +50,16 @@ class Registry:
         self._holders = 0
         self._lingering = False
         self._libraries: dict[str, list[torch.library.Library]] = {}
-        self._users_tag = ""
+        self._tag = ""
         self._lock = threading.RLock()
 
-    def enter(self, rules: OpRules | None, device_type: str) -> int:
-        """Rules for a region; they stay after it, since its backward may recompute. Returns the rules' number."""
+    def enter(self, rules: OpRules | None, device_type: str, lingering: bool) -> int:
+        """Rules for a region. They stay after it, since its backward may recompute: `lingering` until `uninstall()`,
+        else as long as the session that holds them. Returns the rules' number.
+        """
         with self._lock:
             self._ensure(rules, device_type)
-            self._lingering = True
+            self._lingering |= lingering
             return self._numbers[self.rules]  # type: ignore[index]
 
     def hold(self, rules: OpRules, device_type: str) -> None:
@@ -113,16 +117,15 @@ class Registry:
             for library in libraries:
                 library._destroy()
         self._libraries.clear()
-        torch.compiler.config.cache_key_tag = self._users_tag
+        torch.compiler.config.cache_key_tag = torch.compiler.config.cache_key_tag.replace(self._tag, "")
         self.rules = None
         self._lingering = False
         self.stamp = ""
 
     def _tag_compile_cache(self, rules: OpRules) -> None:
         """Make torch.compile's on-disk cache, which knows nothing of our kernels, depend on the rules."""
-        self._users_tag = torch.compiler.config.cache_key_tag
-        digest = hashlib.sha256(repr(tuple(rules.ruled())).encode()).hexdigest()[:16]
-        torch.compiler.config.cache_key_tag = f"{self._users_tag}preamp-rules:{digest}"
+        self._tag = f"preamp-rules:{hashlib.sha256(repr(tuple(rules.ruled())).encode()).hexdigest()[:16]}"
+        torch.compiler.config.cache_key_tag += self._tag
 
 
 REGISTRY = Registry()
@@ -160,15 +163,16 @@ def _install(rules: OpRules, device_type: str) -> list[torch.library.Library]:
 
 
 def _gate(op: Any, ours: _kernels.Kernel, torchs: _kernels.Kernel | None, device_type: str) -> _kernels.Kernel:
-    """A kernel that asks whose rules hold: preamp's in a region of this thread, and in backward. Without a rule of
+    """A kernel that asks whose rules hold: preamp's in a region of this thread, and in its backward. Without a rule of
     torch's (None), the operator goes on to the next dispatch key with autocast still on, so that torch's rules for its
     parts apply: exactly as if no kernel were here.
     """
     below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, autocast_key(device_type)))
     enabled, graph_task = torch.is_autocast_enabled, torch._C._current_graph_task_id
 
+    @traced_by_callers
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if enabled(MARKER) or graph_task() != -1:
+        if enabled(MARKER) or (graph_task() != -1 and NODES.is_running()):
             return ours(*args, **kwargs)
         if torchs is None:
             return op.redispatch(keyset & below, *args, **kwargs)

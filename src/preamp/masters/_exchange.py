@@ -46,12 +46,16 @@ def exchanged(parameter: Parameter, wide: Tensor, gradient: Tensor | None = None
 def give_back(parameter: Parameter, other: Parameter) -> None:
     """The two change places."""
     try:
-        torch._C._swap_tensor_impl(parameter, other)
+        try:
+            torch._C._swap_tensor_impl(parameter, other)
+        except RuntimeError:  # inside a region autocast refers to what it has cast
+            torch.clear_autocast_cache()
+            torch._C._swap_tensor_impl(parameter, other)
     except RuntimeError as error:
         raise SessionError(
             f"a master cannot take the place of a parameter of shape {tuple(parameter.shape)}, since something holds a "
-            f"weak reference to its tensor ({str(error).splitlines()[0]}): a cast that autocast still keeps, most "
-            "often. Leave the autocast region first, or use an optimizer of preamp.optim, which needs no such exchange"
+            f"weak reference to its tensor ({str(error).splitlines()[0]}). Drop it, or use an optimizer of "
+            "preamp.optim, which needs no such exchange"
         ) from error
     if is_sharded(parameter):  # what a DTensor holds, and how it is placed, belongs to its Python object
         one, two = cast(Any, parameter), cast(Any, other)

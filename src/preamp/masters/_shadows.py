@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ._whole import NoMasters
+from ._none import NoMasters
 
 
 class _Through(torch.autograd.Function):
@@ -90,11 +90,17 @@ class Shadows(NoMasters):
                 parameter.grad = None if gradients is None else gradients.get(parameter)
                 self._wide.add(parameter)
 
-    def swap_out(self, parameters: Iterable[Parameter] | None = None) -> None:
-        """Gradients in 16 bits again, from the next backward pass on."""
+    def swap_out(
+        self, parameters: Iterable[Parameter] | None = None, scale: Tensor | None = None, changed: bool = False
+    ) -> list[tuple[Parameter, Parameter]]:
+        """Gradients in 16 bits again: those that are there, times `scale`, and what comes from now on."""
         for parameter in list(self._wide if parameters is None else (p for p in parameters if p in self._wide)):
+            wide = parameter.grad
             self._grad_dtype(parameter, self._low)
+            if wide is not None:
+                parameter.grad = (wide if scale is None else wide * scale.to(wide.device)).to(self._low)
             self._wide.discard(parameter)
+        return []
 
     def restore(self) -> None:
         """Parameters without copies, with gradients of their own dtype."""

@@ -66,15 +66,18 @@ class SplitMasters(Masters):
         """Made for the purpose."""
         return _join(parameter.data, self._bits[parameter])
 
-    def swap_out(self, parameters: Iterable[Parameter] | None = None) -> None:
+    def swap_out(
+        self, parameters: Iterable[Parameter] | None = None, scale: Tensor | None = None, changed: bool = False
+    ) -> list[tuple[Parameter, Parameter]]:
         """Split the float32 data again, and give the bfloat16 parameters back."""
         leaving = list(self._inside if parameters is None else (p for p in parameters if p in self._inside))
-        super().swap_out(leaving)
+        others = super().swap_out(leaving, scale, changed)
         for parameter in leaving:
             entry = self._entries[parameter]
             weight, bits = _split(entry.master)
             entry.low.copy_(weight)
             entry.master = self._bits[parameter].copy_(bits)
+        return others
 
     def restore(self) -> None:
         """Give every parameter float32 data for good."""

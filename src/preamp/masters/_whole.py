@@ -39,6 +39,25 @@ class Entry:
     """The parameter's version counter when master and low last agreed."""
     other: Parameter | None = None
     """What the parameter is else, with its 16-bit gradient and its hooks, while the master is in its place."""
+    shown: Tensor | None = None
+    """The float32 gradient that stands for the 16-bit one meanwhile; None where that is only put aside."""
+    shown_version: int = 0
+
+    def take_back(self, parameter: Parameter, scale: Tensor | None, changed: bool) -> None:
+        """Let the 16-bit gradient be what became of the float32 one, times `scale`: of one that is gone nothing."""
+        assert self.other is not None
+        shown, now, low = self.shown, parameter.grad, self.other.grad
+        self.shown = None
+        if shown is None or (now is shown and now._version == self.shown_version and not changed):
+            return
+        if now is None:
+            self.other.grad = None
+            return
+        wide = now if scale is None else now * scale.to(now.device)
+        if low is None or low.layout is not torch.strided:
+            self.other.grad = wide.to(self.low.dtype)
+        else:
+            low.copy_(wide)  # in place: a communication bucket may hold it
 
 
 class _Verdict:
@@ -190,28 +209,44 @@ class Masters:
                 continue
             gradient = None if gradients is None else gradients.get(parameter)
             entry.other = exchanged(parameter, self._in_float32(parameter, entry), gradient)
+            if gradient is not None:
+                entry.shown, entry.shown_version = gradient, gradient._version
             self._inside[parameter] = entry
 
     def _in_float32(self, parameter: Parameter, entry: Entry) -> Tensor:
         """The master that takes a parameter's place."""
         return entry.master
 
-    def swap_out(self, parameters: Iterable[Parameter] | None = None) -> None:
-        """Put the 16-bit tensors back, with the gradients that they had, and round the masters into them."""
+    def swap_out(
+        self, parameters: Iterable[Parameter] | None = None, scale: Tensor | None = None, changed: bool = False
+    ) -> list[tuple[Parameter, Parameter]]:
+        """Put the 16-bit tensors back, and round the masters into them.
+
+        They get their gradients back. Of gradients that were shown in float32 those that were changed since come back
+        changed, times `scale` (all of them if `changed`), and those that are gone do not. Returns pairs of a parameter
+        and what it was just now.
+        """
         if not self._inside:
-            return
+            return []
         leaving = list(self._inside if parameters is None else (p for p in parameters if p in self._inside))
         entries = [self._inside.pop(parameter) for parameter in leaving]
+        others = []
         for parameter, entry in zip(leaving, entries, strict=True):
             entry.master = parameter.data  # an optimizer may have put another tensor there
             assert entry.other is not None
+            with torch.no_grad():
+                entry.take_back(parameter, scale, changed)
+            entry.other.requires_grad_(parameter.requires_grad)  # who freezes it meanwhile means it for good
             give_back(parameter, entry.other)
+            entry.other.grad = None
+            others.append((parameter, entry.other))
             entry.other = None
         with torch.no_grad():
             if entries:
                 torch._foreach_copy_(list(map(held_here, leaving)), [held_here(entry.master) for entry in entries])
         for parameter, entry in zip(leaving, entries, strict=True):
             entry.low, entry.version = parameter.data, parameter._version
+        return others
 
     def followed(self, parameters: Sequence[Parameter]) -> list[Tensor]:
         """Masters, up to date, for a step that writes them and their parameters itself; `published` comes after it."""
@@ -292,46 +327,3 @@ class Masters:
                     f"the master {entry.name!r} is whole in the state and sharded here: load what save_sharded wrote, "
                     "or give it as a DTensor"
                 )
-
-
-class NoMasters(Masters):
-    """Parameters that nobody keeps a float32 copy of; the optimizer steps them as they are."""
-
-    wanted = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._lowered: dict[Parameter, torch.dtype] = {}
-        self._others: dict[Parameter, Parameter] = {}
-        """What lowered parameters are else, while they are float32."""
-
-    def lower(self, name: str, parameter: Parameter, dtype: torch.dtype) -> None:
-        """Round a float32 parameter into a low one."""
-        become(parameter, parameter.data.to(dtype))
-        self._lowered[parameter] = dtype
-
-    def adopt(self, name: str, parameter: Parameter, master: Tensor | None = None) -> None:
-        """A low parameter stays as it is."""
-
-    def full(self) -> None:
-        """Every lowered parameter in float32, without a gradient."""
-        for parameter in self._lowered:
-            if parameter not in self._others:
-                self._others[parameter] = exchanged(parameter, parameter.data.float())
-
-    def low(self) -> None:
-        """Undo `full`."""
-        for parameter, other in self._others.items():
-            wide = parameter.data
-            give_back(parameter, other)
-            with torch.no_grad():
-                parameter.copy_(wide)
-        self._others.clear()
-
-    def restore(self) -> None:
-        """Every lowered parameter in float32 for good."""
-        self.low()
-        for parameter in self._lowered:
-            become(parameter, parameter.data.float())
-        rebuild_reducers(self._lowered)
-        self._lowered.clear()

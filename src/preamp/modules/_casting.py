@@ -8,15 +8,21 @@ forward on a copy.
 from __future__ import annotations
 
 import copy
+import inspect
+import warnings
+import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..errors import PreampWarning
+from ..formats import name_of
 from ..tree import cast_floating, tensors
 
 
@@ -35,6 +41,9 @@ class Casting:
     through: Callable[[Tensor], Tensor] | None = None
     """What a linear or convolution layer computes with in place of a parameter, inside a region."""
 
+    computes: torch.dtype | None = None
+    """The dtype in which a whole model computes, whatever region a framework enters around it."""
+
     wide_weights: bool = False
     """A batch norm computes with its weights in float32, as its statistics are: FSDP2 has given it 16-bit ones."""
 
@@ -51,47 +60,54 @@ _APART = Casting(inputs=torch.float32, outputs_as_inputs=True, region=torch.floa
 
 
 class CastingModule(nn.Module):
-    """The mixin that a casting module's class gets in front. `_preamp_casting` is the only thing it adds."""
+    """The mixin that a casting module's class gets. `_preamp_casting` is the only thing it adds."""
 
     _preamp_casting: Casting = NOTHING  # of a module that the class makes itself, as a slice of a Sequential is
     _preamp_original: type[nn.Module]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The original forward, between the casts."""
-        casting = self._preamp_casting
-        came_in = _first_floating(args, kwargs) if casting.outputs_as_inputs or casting.region is not None else None
-        if casting.mixes and came_in is not None and _is_transformed(came_in):
-            casting = _APART
-        if casting.inputs is not None:
-            args, kwargs = cast_floating(args, casting.inputs), cast_floating(kwargs, casting.inputs)
-        with _region(casting.region, self, came_in, args, kwargs):
-            if casting.through is not None and _in_low_region(self):
-                result = _computed_through(self, casting.through, *args, **kwargs)
-            elif casting.wide_weights:
-                result = _normed_with_wide_weights(self, *args, **kwargs)
-            else:
-                result = super().forward(*args, **kwargs)
-        outputs = came_in.dtype if casting.outputs_as_inputs and came_in is not None else casting.outputs
-        return result if outputs is None else cast_floating(result, outputs)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as the original class: a saved model does not need preamp to be read."""
-        state = {key: value for key, value in self.__dict__.items() if key != "_preamp_casting"}
-        plain = object.__new__(self._preamp_original)
-        plain.__dict__.update(state)
-        return plain.__reduce_ex__(min(protocol, 1))  # the newer forms insist on the pickled object's own class
+def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The original forward, between the casts."""
+    if not isinstance(self, CastingModule):  # it is over, and somebody has kept this method
+        return type(self).forward(self, *args, **kwargs)
+    casting, original = self._preamp_casting, self._preamp_original.forward
+    came_in = _first_floating(args, kwargs) if casting.outputs_as_inputs or casting.region is not None else None
+    if casting.mixes and came_in is not None and _is_transformed(came_in):
+        casting = _APART
+    if casting.computes is not None:
+        _tell_foreign_region(casting.computes, self)
+    if casting.inputs is not None:
+        args, kwargs = cast_floating(args, casting.inputs), cast_floating(kwargs, casting.inputs)
+    with _region(casting.region, self, came_in, args, kwargs):
+        if casting.through is not None and _in_low_region(self):
+            result = _computed_through(self, casting.through, *args, **kwargs)
+        elif casting.wide_weights:
+            result = _normed_with_wide_weights(self, *args, **kwargs)
+        else:
+            result = original(self, *args, **kwargs)
+    outputs = came_in.dtype if casting.outputs_as_inputs and came_in is not None else casting.outputs
+    return result if outputs is None else cast_floating(result, outputs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy that casts like this module, and belongs to no session."""
-        own = getattr(self._preamp_original, "__deepcopy__", None)
-        if own is not None:
-            clone = own(self, memo)
-            clone.__class__, clone._preamp_casting = type(self), self._preamp_casting
-            return clone
-        clone = object.__new__(type(self))
-        memo[id(self)] = clone
-        clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
+
+def _reduce_ex(self: Any, protocol: Any) -> Any:
+    """Pickle as the original class: a saved model does not need preamp to be read."""
+    state = {key: value for key, value in self.__dict__.items() if key != "_preamp_casting"}
+    plain = object.__new__(self._preamp_original)
+    plain.__dict__.update(state)
+    return plain.__reduce_ex__(min(protocol, 1))  # the newer forms insist on the pickled object's own class
+
+
+def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+    """A copy that casts like this module, and belongs to no session."""
+    own = getattr(self._preamp_original, "__deepcopy__", None)
+    if own is not None:
+        clone = own(self, memo)
+        clone.__class__, clone._preamp_casting = type(self), self._preamp_casting
         return clone
+    clone = object.__new__(type(self))
+    memo[id(self)] = clone
+    clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
+    return clone
 
 
 def _in_low_region(module: Any) -> bool:
@@ -158,11 +174,68 @@ def _region(dtype: torch.dtype | None, module: nn.Module, like: Tensor | None, a
     return torch.autocast(device_type, dtype=dtype)
 
 
-_SUBCLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+def _tell_foreign_region(wanted: torch.dtype, module: nn.Module) -> None:
+    """Warn when a region around a model's call, not a session's, has it compute in another dtype than its policy's."""
+    if torch.compiler.is_compiling():
+        return
+    device_type = next((p.device.type for p in module.parameters()), "cpu")
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return
+    seen = torch.get_autocast_dtype(device_type)
+    if seen is wanted:
+        return
+    warnings.warn(
+        f"{type(module).__name__} was prepared to compute in {name_of(wanted)}, and it is called in an autocast region "
+        f"of {name_of(seen)}, which decides: it computes in {name_of(seen)}. Frameworks enter such a region themselves "
+        f"(mixed_precision={name_of(seen)!r}, bf16=True, precision='bf16-mixed'): switch that off there, or prepare() "
+        f"with a level that computes in {name_of(seen)}",
+        PreampWarning,
+        stacklevel=4,
+    )
+
+
+_SUBCLASSES: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]] = weakref.WeakValueDictionary()
+"""Casting classes by what they are made from, while modules of them are there."""
 
 
 def casting_class(original: type[nn.Module]) -> type[nn.Module]:
-    if original not in _SUBCLASSES:
-        body = {"_preamp_original": original, "__module__": original.__module__, "__doc__": original.__doc__}
-        _SUBCLASSES[original] = type(original.__name__, (CastingModule, original), body)
-    return _SUBCLASSES[original]
+    """The class of `original`s that cast."""
+    if _is_parametrized(original):  # it was made for one module
+        return _made_from(original)
+    made = _SUBCLASSES.get(original)
+    if made is None:
+        made = _SUBCLASSES[original] = _made_from(original)
+    return made
+
+
+def _made_from(original: type[nn.Module]) -> type[nn.Module]:
+    """A subclass; of a class that torch.nn.utils.parametrize has made for one module, one like it over a casting class,
+    since to remove the parametrization is to go back to its base.
+    """
+    body: dict[str, Any] = {"_preamp_original": original}
+    if _is_parametrized(original):
+        own = {name: value for name, value in vars(original).items() if name not in ("__dict__", "__weakref__")}
+        return type(original.__name__, (casting_class(original.__bases__[0]),), {**own, **body})
+    forward = FunctionType(_forward.__code__, _forward.__globals__, "forward", None, _forward.__closure__)
+    forward.__doc__, forward.__module__ = original.forward.__doc__, original.__module__
+    forward.__qualname__ = getattr(original.forward, "__qualname__", "forward")
+    with suppress(TypeError, ValueError):  # of a forward that is no Python function
+        forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
+    body |= {"forward": forward, "__reduce_ex__": _reduce_ex, "__deepcopy__": _deepcopy}
+    body |= {"__module__": original.__module__, "__doc__": original.__doc__}
+    return type(original.__name__, (original, CastingModule), body)
+
+
+def _is_parametrized(kind: type[nn.Module]) -> bool:
+    base = kind.__bases__[0]
+    return kind.__module__ == "torch.nn.utils.parametrize" and kind.__name__ == f"Parametrized{base.__name__}"
+
+
+def uncast(module: nn.Module) -> None:
+    """Give a casting module the class that it would have else, whatever was made of its class meanwhile."""
+    kind: Any = type(module)
+    if "_preamp_original" in vars(kind):
+        module.__class__ = kind._preamp_original
+    else:  # somebody has made a subclass for it: torch.nn.utils.parametrize
+        kind.__bases__ = tuple(vars(base).get("_preamp_original", base) for base in kind.__bases__)
+    module.__dict__.pop("_preamp_casting", None)

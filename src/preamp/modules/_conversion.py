@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -18,11 +19,14 @@ from ..formats import LOW_DTYPES, name_of
 from ..masters import Masters
 from ..policy import Policy
 from ..sharding import gathered_as
-from ._casting import NOTHING, SHADOWED, Casting, CastingModule, casting_class
+from ._casting import NOTHING, SHADOWED, Casting, CastingModule, casting_class, uncast
 from ._precisions import precisions_of, unwrapped
 
 NORMS: tuple[type[nn.Module], ...] = (_BatchNorm, _InstanceNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 """What a policy's `norms` field is about."""
+
+_OWNED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Conversion]] = weakref.WeakKeyDictionary()
+"""The modules of open sessions."""
 
 _RNNS: tuple[type[nn.Module], ...] = (nn.RNNBase, nn.RNNCellBase)
 
@@ -64,13 +68,12 @@ class Conversion:
     def __init__(self, model: nn.Module, policy: Policy, keeper: Masters, prefix: str = "") -> None:
         self._policy, self._keeper, self._prefix = policy, keeper, prefix
         root = unwrapped(model)
-        if any(isinstance(module, CastingModule) for module in root.modules()):
-            raise SessionError(
-                "this model is already prepared by an open session; close that session first (session.close())"
-            )
+        for path, module in root.named_modules():
+            _take_over(path, module)
         self._gathered = gathered_as(root)
-        self._changed: list[CastingModule] = []
+        self._changed: dict[CastingModule, Casting] = {}
         self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+        self._owned: list[nn.Module] = []
         precisions = self._precisions = dict(precisions_of(root, policy))
         plan = list(self._plan_parameters(root, precisions))  # raises before anything is changed
         for name, parameter, dtype in plan:
@@ -89,6 +92,8 @@ class Conversion:
                 self._wrap(module, casting)
             if isinstance(module, nn.RNNBase) and policy.params in LOW_DTYPES:
                 module.flatten_parameters()
+        self._owned = list(root.modules())
+        _OWNED.update(dict.fromkeys(self._owned, weakref.ref(self)))
 
     def _plan_parameters(
         self, root: nn.Module, precisions: dict[str, torch.dtype | None]
@@ -176,7 +181,9 @@ class Conversion:
         for path, module in root.named_modules():
             dtype = self._storage(module, precisions[path])
             for key, buffer in module._buffers.items():
-                if buffer is not None and buffer.dtype is torch.float32 and dtype in LOW_DTYPES:
+                if buffer is None or buffer.dtype is not torch.float32 or dtype not in LOW_DTYPES:
+                    continue
+                if not self._policy.has_regions or isinstance(module, NORMS) or _loses_nothing(buffer, dtype):
                     low = buffer.to(dtype)
                     module._buffers[key] = low
                     self._buffers.append((module, key, buffer, low))
@@ -205,6 +212,8 @@ class Conversion:
         if is_root:
             if low and precision is None and casting == NOTHING:
                 casting = replace(casting, inputs=low)
+            if low and precision is None:
+                casting = replace(casting, computes=low)
             if policy.output is not None:
                 casting = replace(casting, outputs=policy.output, outputs_as_inputs=False)
         return casting
@@ -242,19 +251,16 @@ class Conversion:
         module.__dict__["_preamp_casting"] = casting
         module.__class__ = casting_class(type(module))
         assert isinstance(module, CastingModule)
-        self._changed.append(module)
+        self._changed[module] = casting
 
-    def bypass(self) -> list[tuple[CastingModule, Casting]]:
-        """Stop casting; returns what `resume` needs."""
-        held = [(module, module._preamp_casting) for module in self._changed]
+    def bypass(self) -> None:
+        """Stop casting; `resume` is the way back."""
         for module in self._changed:
             module._preamp_casting = NOTHING
-        return held
 
-    @staticmethod
-    def resume(held: list[tuple[CastingModule, Casting]]) -> None:
+    def resume(self) -> None:
         """Cast again."""
-        for module, casting in held:
+        for module, casting in self._changed.items():
             module._preamp_casting = casting
 
     def to_float(self) -> None:
@@ -266,10 +272,10 @@ class Conversion:
             module._buffers[key] = full if untouched else (None if now is None else now.float())
 
     def to_low(self) -> None:
-        """Undo `to_float`."""
+        """Undo `to_float`, as far as it came."""
         for i, (module, key, _, low) in enumerate(self._buffers):
             full = module._buffers[key]
-            if full is not None:
+            if full is not None and full is not low:
                 fits = low.shape == full.shape and low.device == full.device
                 low = low.copy_(full) if fits else full.to(low.dtype)  # in place: a CUDA graph may read it
                 module._buffers[key] = low
@@ -278,8 +284,39 @@ class Conversion:
     def undo(self) -> None:
         """The model as it was, in class and dtype; its values are those that training gave it."""
         for module in self._changed:
-            module.__class__ = module._preamp_original  # type: ignore[assignment]
-            del module.__dict__["_preamp_casting"]
+            uncast(module)
         self._changed.clear()
+        for owned in self._owned:
+            _OWNED.pop(owned, None)
+        self._owned.clear()
         self.to_float()
         self._buffers.clear()
+
+
+def _take_over(path: str, module: nn.Module) -> None:
+    """A module that casts and belongs to no open session (a copy, one whose session was lost) is as it was before.
+
+    `SessionError` for one that does; two sessions may share frozen modules that neither changes.
+    """
+    known = _OWNED.get(module)
+    owned = known is not None and known() is not None
+    learns = any(p.requires_grad for p in module.parameters(recurse=False))
+    if owned and (learns or isinstance(module, CastingModule)):
+        raise SessionError(
+            f"this model is already prepared by an open session ({path or 'all of it'} is); close that session first "
+            "(session.close()), or give one prepare() all models and optimizers that share parameters"
+        )
+    if not owned and isinstance(module, CastingModule):
+        uncast(module)
+
+
+def _loses_nothing(buffer: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a float32 buffer may be a 16-bit one: no entry is rounded, and it looks like a table, say a mask.
+
+    Frequencies and positions must not be rounded, as errors grow with what they are multiplied by. One whose entries
+    are all alike may be a counter or an average that is yet to begin, and would stop moving in 16 bits.
+    """
+    if buffer.numel() < 2 or buffer.is_meta:
+        return buffer.is_meta
+    same = buffer == buffer.to(dtype)
+    return bool((same | buffer.isnan()).all()) and not bool((buffer == buffer.flatten()[0]).all())

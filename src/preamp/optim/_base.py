@@ -182,8 +182,9 @@ class FusedOptimizer(Optimizer):
 
     @property
     def is_hooked(self) -> bool:
-        """Whether hooks run before a step, which may put other gradients in place."""
-        return bool(self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
+        """Whether hooks run before a step, which may put other gradients in place; a session's own does not."""
+        own = self._optimizer_step_pre_hooks.values()
+        return bool(_global_optimizer_pre_hooks) or not all(getattr(hook, "changes_nothing", False) for hook in own)
 
     def picked(self) -> list[tuple[Bucket, list[Tensor]]]:
         """What a step would work on now: buckets of parameters, each with its gradients.

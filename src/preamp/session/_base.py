@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,16 +11,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..autocast import REGISTRY
+from ..compiling import traced_by_callers
 from ..errors import SessionError
 from ..masters import Masters
 from ..modules import Conversion
 from ..optim import FusedOptimizer
 from ..policy import Policy
 from ..sharding import agreed_largest, flat_group, is_sharded, sharded_parts
-from ._casts import KeptCasts
-from ._checks import STATE_VERSION, check_sharded_late, first_nonfinite, named_parameters
-from ._gradients import GradientBook, parameters_of, state_like_parameters
+from ._checks import STATE_VERSION, check_own_step, check_sharded_late, first_nonfinite, named_parameters
+from ._gradients import GradientBook
 from ._losses import Losses
+from ._parameters import parameters_of, state_like_parameters
 from ._report import StepReport
 from ._round import Round
 from ._state import check_whole
@@ -43,6 +45,7 @@ class SessionBase:
         skip: str = "auto",
         group: Any = None,
         given: Mapping[str, Any] | None = None,
+        earlier: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> None:
         self.policy = policy
         """The policy in force."""
@@ -57,14 +60,17 @@ class SessionBase:
         self._sharded = any(is_sharded(p) for model in models.values() for p in model.parameters())
         self._parts = [part for model in models.values() for part in sharded_parts(model)]
         self._shards = list(named_parameters(models)) if self._sharded else None
-        self._casts = KeptCasts(self._weights, masters.refresh if masters.shadows else lambda: None)
         self._given = {optimizers[name]: each for name, each in (given or {}).items()}
         """What a framework handed out in the place of the optimizers."""
         self._skip, self._attempts = skip, 0
         self._skips = 0
         self._device_skips: Tensor | None = None
         self._loads = 0  # how often states were loaded, which lie in other tensors then
-        self._closed = False
+        self._closed = self._in_full_precision = False
+        self._stepping: Optimizer | None = None
+        self._earlier = list(earlier or ())
+        """Parameters with true gradients from before the session, until the first backward pass."""
+        self._book.carry(earlier or {})
         self.last_step: StepReport | None = None
         """The report of the last `step`."""
         for optimizer in self._optimizers.values():
@@ -73,10 +79,13 @@ class SessionBase:
         if policy.has_regions:
             assert policy.ops is not None
             REGISTRY.hold(policy.ops, device_type)
+            self._rules = weakref.finalize(self, REGISTRY.release)  # also of a session that is lost before it is closed
+            self._rules.atexit = False
         self._handles = [
             handle
             for optimizer in self._optimizers.values()
             for handle in (
+                optimizer.register_step_pre_hook(self._before_optimizer_step),
                 optimizer.register_load_state_dict_pre_hook(self._before_optimizer_load),
                 optimizer.register_load_state_dict_post_hook(self._after_optimizer_load),
             )
@@ -146,20 +155,22 @@ class SessionBase:
         if self._closed:
             return
         self._closed = True
-        self._casts.drop()
-        self._forget_all()
+        torch.clear_autocast_cache()
+        true = self._true_gradients()
         for handle in self._handles:
             handle.remove()
         self._reshard()
         for conversion in self._conversions:
             conversion.undo()
         self._masters.restore()
+        for parameter, gradient in true.items():
+            parameter.grad = gradient
         for each in self._optimizers.values():
             state_like_parameters(each)
             if isinstance(each, FusedOptimizer):
                 each.lend(None)
         if self.policy.has_regions:
-            REGISTRY.release()
+            self._rules()
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -195,10 +206,7 @@ class SessionBase:
         """Parameters with their paths; of a sharded model its first ones, as it has others while it is gathered."""
         return named_parameters(self._models) if self._shards is None else self._shards
 
-    def _weights(self) -> Iterator[Tensor]:
-        for model in self._models.values():
-            yield from model.parameters()
-
+    @traced_by_callers
     def _check_open(self) -> None:
         if self._closed:
             raise SessionError("this session is closed; prepare the model again to go on")
@@ -218,10 +226,43 @@ class SessionBase:
         for each in self._optimizers.values():
             self._book.forget(each)
 
+    def _scale_earlier(self, name: str) -> None:
+        """Before the first backward pass: bring gradients from before `prepare` to the scale of its loss."""
+        if self._earlier and not self._losses.apart:
+            self._book.scale_carried(self._earlier, self._losses[name].scale)
+        self._earlier.clear()
+
+    def _true_gradients(self) -> dict[nn.Parameter, Tensor]:
+        """Make gradients that wait for a step true, for good, and drop those that a step has used scaled.
+
+        Returns those of low parameters, in float32.
+        """
+        optimizers = list(self._optimizers.values())
+        self._book.rest(optimizers)
+        inverse = None
+        if not self._losses.apart and not self._earlier:  # to those that are still here no backward pass has come
+            inverse = self._losses[next(iter(self._losses))].inverse(self._device())
+            if inverse is not None and not self._round.running:
+                for each in optimizers:
+                    each.zero_grad()
+        return self._book.true_for_good(optimizers, inverse)
+
+    def _before_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Refuse a step that nobody but the caller takes, where it would do harm."""
+        if self._stepping is optimizer:
+            return
+        check_own_step(optimizer, self._masters, self._round.running and any(map(self._scales, self._losses)))
+
+    _before_optimizer_step.changes_nothing = True  # type: ignore[attr-defined]
+
+    def _scales(self, name: str) -> bool:
+        return self._losses[name].kind != "none"
+
     def _before_optimizer_load(self, optimizer: Optimizer, state: Any) -> None:
         """Torch casts loaded state to the parameters' dtype: let it find float32 masters, not 16-bit parameters."""
         if list(map(_size, optimizer.param_groups)) != list(map(_size, state["param_groups"])):
             return  # torch refuses it, and nobody would swap them out
+        self._book.rest(self._optimizers.values())
         self._masters.refresh(parameters_of(optimizer))
         self._masters.swap_in(parameters_of(optimizer))
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ..errors import PreampWarning, SessionError
 from ..optim import FusedOptimizer
 from ..tree import map_tensors, tensors
-from ._gradients import parameters_of
+from ._parameters import parameters_of
 from ._step import needs_host
 
 if TYPE_CHECKING:
@@ -110,7 +110,6 @@ class CapturedStep:
                 f"{', '.join(waiting)} cannot step inside a graph as it is: use preamp.optim, make it with "
                 "capturable=True (fused=True may stay), or prepare(..., skip='device') if it has no such argument"
             )
-        session._casts.drop()
         torch.clear_autocast_cache()
         device = session._device()
         for optimizer in session.optimizers.values():
@@ -123,7 +122,7 @@ class CapturedStep:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._outputs = self._function(*self._inputs[0], **self._inputs[1])
-        session._casts.drop()
+        torch.clear_autocast_cache()
         self._steps = session.steps - before
         if self._steps == 0:
             raise SessionError("the captured function takes no session.step(): capture a whole training step")

@@ -11,7 +11,9 @@ from torch.optim import Optimizer
 from ..errors import SessionError, StateError
 from ..formats import LOW_DTYPES, name_of
 from ..frameworks import unwrap
+from ..masters import Masters
 from ..modules import unwrapped
+from ..optim import FusedOptimizer
 from ..sharding import gathered_as, is_sharded, sharded_parts
 
 STATE_VERSION = 1
@@ -63,6 +65,29 @@ def check_sharded_late(models: Iterable[nn.Module]) -> None:
             "the model was sharded after prepare(): its parameters are other objects now, and neither the optimizer "
             "nor the session has them. In this order: fully_shard(model, mp_policy=policy.fsdp()), then the optimizer, "
             "then prepare()"
+        )
+
+
+def check_own_step(optimizer: Optimizer, masters: Masters, scaled: bool) -> None:
+    """`optimizer.step()` by the caller, not by the session, where gradients are scaled or masters exist.
+
+    Optimizers of preamp.optim step 16-bit gradients and the session's masters by themselves.
+    """
+    kind = type(optimizer).__name__
+    if scaled:
+        raise SessionError(
+            f"{kind}.step() was called by itself after session.backward(): the gradients are multiplied by the loss "
+            "scale, and nobody has looked whether they are finite. Nothing has been stepped: write session.step(), or "
+            "session.step(optimizer), in its place"
+        )
+    if isinstance(optimizer, FusedOptimizer) or not masters.wanted:
+        return
+    if any(p in masters or p.dtype in LOW_DTYPES for group in optimizer.param_groups for p in group["params"]):
+        raise SessionError(
+            f"{kind}.step() was called by itself, and the session keeps float32 masters of its 16-bit parameters: the "
+            "step would go to the 16-bit copies, be rounded away or be lost when the masters are put back. Nothing has "
+            "been stepped: write session.backward(loss) and session.step(), or session.step(optimizer), in place of "
+            "loss.backward() and optimizer.step()"
         )
 
 

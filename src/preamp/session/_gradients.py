@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -12,22 +12,15 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ..gradients import Reading, global_norm, multiply_, present_in, read
+from ..gradients import Reading, global_norm, multiply_, present_in, read, reciprocal
 from ..masters import Masters
 from ..optim import FusedOptimizer
 from ..parallel import Agreement
 from ..sharding import placed_as
+from ._parameters import dtype_of_gradient, gradients_of, low_strangers, parameters_of
+from ._sums import WideSums
 
-_LAYOUT = attrgetter("layout")
-
-
-@dataclass(slots=True)
-class _True:
-    """A float32 gradient kept for a low parameter, whose own 16-bit gradient shows the same, rounded."""
-
-    value: Tensor
-    shown: Tensor
-    version: int
+_LAYOUT, _VERSION = attrgetter("layout"), attrgetter("_version")
 
 
 @dataclass(slots=True)
@@ -40,8 +33,12 @@ class _Look:
     """0-d float32 that makes them true; None: they are."""
     clip: Tensor | None = None
     """0-d float32, by which they are to shrink besides."""
+    clipped: tuple[list[int], list[int]] = ((), ())  # type: ignore[assignment]
+    """Identities and versions of the gradients that `clip` was made for."""
     true: bool = False
     """Whether `inverse` and `clip` have been applied, so that anybody may read and change them."""
+    kept: list[Parameter] = field(default_factory=list)
+    """Low parameters whose gradients rest in float32 beside 16-bit ones, since several losses add up in them."""
     norm: Tensor | None = None
     """L2 norm of the true gradients before clipping, once asked for."""
     gathered: Any = None
@@ -67,16 +64,15 @@ class GradientBook:
     def __init__(self, masters: Masters, home: Callable[[], torch.device], group: Any = None) -> None:
         self._masters, self._home, self._group = masters, home, group
         self._agreements: dict[Optimizer, tuple[int, Agreement | None]] = {}
-        self._kept: dict[Parameter, _True] = {}
+        self._sums = WideSums()
         self._looks: dict[Optimizer, _Look] = {}
+        self._strays: list[tuple[Parameter, Parameter]] = []
+        """Parameters that held masters a moment ago, and what they were: a forward pass may have run meanwhile, and its
+        gradients end there."""
 
     def has_read(self, optimizer: Optimizer) -> bool:
         """Whether `look` has run since the optimizer's last step."""
         return optimizer in self._looks
-
-    def any_read(self) -> bool:
-        """Whether some optimizer waits for its step with gradients that were read."""
-        return bool(self._looks)
 
     def parameters(self, optimizer: Optimizer) -> list[Parameter]:
         """The parameters whose gradients were read, in the order of the reading."""
@@ -95,9 +91,10 @@ class GradientBook:
         bit of the norm depends on how they lie there, so not if it is to clip them by.
         """
         if optimizer not in self._looks:
+            self.collect_strays()
             for index, parameter in enumerate(low_strangers(optimizer, self._masters)):
                 self._masters.adopt(f"(added later):{index}:{len(self._masters)}", parameter)
-            if self._agreement(optimizer) is None and not self._kept and not statistics:
+            if self._agreement(optimizer) is None and not self._sums and not statistics:
                 self._looks[optimizer] = self._quick_look(optimizer, inverse, beside)
             else:
                 self._looks[optimizer] = self._long_look(optimizer, inverse, statistics)
@@ -114,7 +111,7 @@ class GradientBook:
                 grad = parameter.grad = grad.coalesce()
             elif agreement is not None:
                 grad = parameter.grad = placed_as(grad, parameter)
-            gradients[parameter] = self._float_gradient(parameter) if parameter in self._kept else grad
+            gradients[parameter] = self._sums.of(parameter) if parameter in self._sums else grad
         return _Look(self._read(optimizer, gradients, statistics), parameters, inverse)
 
     def _quick_look(self, optimizer: Optimizer, inverse: Tensor | None, beside: bool) -> _Look:
@@ -164,15 +161,85 @@ class GradientBook:
         if look.true:
             return
         self._masters.refresh_before_step(look.parameters)
-        wide = {p: self._float_gradient(p) for p in self._masters.among(look.parameters)}
-        for parameter in wide:
-            self._kept.pop(parameter, None)
+        present, _ = present_in(look.parameters)  # of those that were read; some may have been thrown away since
+        wide = {p: self._sums.of(p) for p in self._masters.among(present)}
+        look.kept = [p for p in wide if self._sums.forget(p)]
         factor = look.factor
         if factor is not None:
-            others = [p for p in look.parameters if p not in wide] if wide else look.parameters
+            others = [p for p in present if p not in wide] if wide else present
             multiply_([*wide.values(), *present_in(others)[1]], factor)
         self._masters.swap_in(wide, wide)
         look.norm, look.true = self.norm(optimizer) if look.clip is not None else None, True
+
+    def rest(self, optimizers: Iterable[Optimizer]) -> None:
+        """Let gradients be as backward leaves them, so that more can be added, with all that was done to them since.
+
+        What was thrown away stays away, by whichever call. A step that comes after it reads them anew.
+        """
+        self.collect_strays()
+        for optimizer in optimizers:
+            look = self._looks.pop(optimizer, None)
+            if look is None:
+                continue
+            if not look.true:
+                self._shrink(look)
+                continue
+            scale = None if look.inverse is None else reciprocal(look.inverse)
+            totals = {p: p.grad for p in look.kept if p.grad is not None}
+            others = [p for p in look.parameters if p not in self._masters]
+            self._strays += self._masters.swap_out(look.parameters, scale, changed=look.clip is not None)
+            if scale is not None:
+                multiply_(present_in(others)[1], scale)
+            for parameter, total in totals.items():
+                self._sums.show(parameter, total)
+
+    def _shrink(self, look: _Look) -> None:
+        """Apply the clipping that a step would, to gradients that were not thrown away or written since."""
+        if look.clip is None:
+            return
+        known = dict(zip(*look.clipped, strict=True))
+        rest = []
+        for parameter in present_in(look.parameters)[0]:
+            grad = parameter.grad
+            assert grad is not None
+            if known.get(id(grad)) != grad._version:
+                continue
+            if parameter in self._sums:
+                self._sums.show(parameter, self._sums.of(parameter) * look.clip.to(grad.device))
+            else:
+                rest.append(grad)
+        multiply_(rest, look.clip)
+
+    def carry(self, gradients: Mapping[Parameter, Tensor]) -> None:
+        """Put true gradients here, of low parameters also in float32."""
+        for parameter, true in gradients.items():
+            if parameter in self._masters:
+                self._sums.show(parameter, true.float())
+            else:
+                parameter.grad = true
+
+    def scale_carried(self, parameters: Iterable[Parameter], scaled: Callable[[Tensor], Tensor]) -> None:
+        """Bring those that are still here to the scale of what will be added to them."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad = scaled(self._sums.of(parameter)).to(dtype_of_gradient(parameter))
+            self._sums.forget(parameter)
+
+    def true_for_good(self, optimizers: Iterable[Optimizer], inverse: Tensor | None) -> dict[Parameter, Tensor]:
+        """Multiply resting gradients by `inverse`. Those of parameters with masters are returned, in float32."""
+        present = present_in([p for optimizer in optimizers for p in parameters_of(optimizer)])[0]
+        wide = {p: self._sums.of(p) for p in self._masters.among(present)}
+        if inverse is not None:
+            multiply_([*wide.values(), *present_in([p for p in present if p not in wide])[1]], inverse)
+        return wide
+
+    def collect_strays(self) -> None:
+        """Add gradients that a backward pass left where a parameter was when its forward pass ran."""
+        for parameter, other in self._strays:
+            if other.grad is not None:
+                late, other.grad = other.grad.to(parameter.dtype), None
+                parameter.grad = late if parameter.grad is None else parameter.grad + late
+        self._strays.clear()
 
     def clip(self, optimizers: Sequence[Optimizer], coefficient: Tensor) -> None:
         """Shrink optimizers' gradients by what their common norm asks: at once if they are true, else by their factor.
@@ -186,6 +253,8 @@ class GradientBook:
                 multiply_(gradients_of(each), coefficient)
             else:
                 look.clip = coefficient if look.clip is None else look.clip * coefficient
+                gradients = gradients_of(each)
+                look.clipped = list(map(id, gradients)), list(map(_VERSION, gradients))
             if found is not None:
                 look.reading = replace(look.reading, found=found)
 
@@ -194,16 +263,6 @@ class GradientBook:
         look = self._looks[optimizer]
         self._masters.refresh_before_step(look.parameters)
         return look.factor
-
-    def _float_gradient(self, parameter: Parameter) -> Tensor:
-        grad = parameter.grad
-        assert grad is not None
-        kept = self._kept.get(parameter)
-        if kept is None:
-            return grad.float()
-        if kept.shown is grad and kept.version == grad._version:
-            return kept.value
-        return torch.where(grad == kept.value.to(grad.dtype), kept.value, grad.float())  # somebody wrote into it
 
     def backward_apart(
         self, run: Callable[[], None], inverse: Tensor | None, optimizers: Iterable[Optimizer], statistics: bool
@@ -220,13 +279,14 @@ class GradientBook:
             if grad is not None:
                 parameter.grad = None
             else:
-                self._kept.pop(parameter, None)  # zeroed since: what was kept for it is void
+                self._sums.forget(parameter)  # zeroed since: what was kept for it is void
         try:
             run()
         except BaseException:
             for parameter, grad in before.items():
                 parameter.grad = grad
             raise
+        self.collect_strays()
         added: dict[Parameter, Tensor] = {}
         for parameter in parameters:
             grad = parameter.grad
@@ -251,10 +311,7 @@ class GradientBook:
         if parameter not in self._masters:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
             return
-        total = gradient if parameter.grad is None else self._float_gradient(parameter) + gradient
-        shown = total.to(parameter.dtype)
-        parameter.grad = shown
-        self._kept[parameter] = _True(total, shown, shown._version)
+        self._sums.show(parameter, gradient if parameter.grad is None else self._sums.of(parameter) + gradient)
 
     def norm(self, optimizer: Optimizer) -> Tensor:
         """L2 norm of an optimizer's true gradients, before clipping."""
@@ -276,37 +333,7 @@ class GradientBook:
 
     def forget(self, optimizer: Optimizer) -> None:
         """The optimizer has stepped, or its gradients were thrown away."""
-        self._masters.swap_out(parameters_of(optimizer))
-        self._looks.pop(optimizer, None)
-
-
-def parameters_of(optimizer: Optimizer) -> Iterator[Parameter]:
-    """Every parameter in an optimizer's groups."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
-def gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    """The gradients that an optimizer's parameters have now."""
-    return [p.grad for p in parameters_of(optimizer) if p.grad is not None]
-
-
-def low_strangers(optimizer: Optimizer, masters: Masters) -> list[Parameter]:
-    """16-bit parameters that were added to an optimizer after the session began, and have no master yet."""
-    if not masters.wanted:
-        return []
-    low = (torch.float16, torch.bfloat16)
-    return [p for p in parameters_of(optimizer) if p.dtype in low and p not in masters]
-
-
-def state_like_parameters(optimizer: Optimizer) -> None:
-    """Bring an optimizer's state to the dtype that its parameters have now, where it has their shape."""
-    inner = getattr(optimizer, "optim", None)  # by which a ZeroRedundancyOptimizer steps its part
-    if isinstance(inner, Optimizer):
-        state_like_parameters(inner)
-    castable = (torch.float16, torch.bfloat16, torch.float32)
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            fits = isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype in castable
-            if fits and parameter.dtype in castable and value.dtype is not parameter.dtype:
-                state[key] = value.to(parameter.dtype)
+        look = self._looks.pop(optimizer, None)
+        scale = None if look is None or look.inverse is None else reciprocal(look.inverse)
+        self._masters.swap_out(parameters_of(optimizer), scale)
+        self._strays.clear()

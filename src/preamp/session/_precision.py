@@ -18,18 +18,20 @@ def in_float32(
 ) -> Iterator[None]:
     """Parameters hold their masters, buffers are float32, nothing casts; gradients are put aside and given back."""
     grads = {p: p.grad for model in models for p in model.parameters() if p.grad is not None}
-    masters.full()  # first: where it refuses, nothing has been changed
-    held = [conversion.bypass() for conversion in conversions]
-    for conversion in conversions:
-        conversion.to_float()
     try:
+        masters.full()
+        for parameter in grads:
+            parameter.grad = None
+        for conversion in conversions:
+            conversion.bypass()
+            conversion.to_float()
         with torch.autocast(device_type, enabled=False):
             yield
-    finally:
+    finally:  # each undoes what was done of it, wherever an interrupt came
         for conversion in conversions:
             conversion.to_low()
         masters.low()
-        for conversion, casts in zip(conversions, held, strict=True):
-            conversion.resume(casts)
+        for conversion in conversions:
+            conversion.resume()
         for parameter, grad in grads.items():
             parameter.grad = grad

@@ -23,8 +23,8 @@ from ..policy import Policy, auto_level
 from ..policy import policy as make_policy
 from ..scaling import LossScale, loss_scale
 from ..sharding import flat_group, is_sharded, reshard
-from ._gradients import state_like_parameters
 from ._losses import Losses, named_values
+from ._parameters import parameters_of, state_like_parameters
 from ._session import Session
 from ._step import SKIPS
 
@@ -81,6 +81,7 @@ def prepare(
     _check_wrapping(models, chosen)
     masters = _shadows(chosen, models, optimizers, len(scales)) if shadow else _masters_for(chosen, optimizers)
     conversions: list[Conversion] = []
+    earlier = {p: p.grad for each in optimizers.values() for p in parameters_of(each) if p.grad is not None}
     try:
         for name, each in models.items():
             conversions.append(Conversion(each, chosen, masters, f"{name}:" if name else ""))
@@ -89,12 +90,14 @@ def prepare(
             rebuild_reducers(lowered, models=models.values(), strict=True)
         group = flat_group(models.values()) if group is None else group
         session = Session(
-            models, optimizers, chosen, Losses(scales), masters, conversions, device_type, skip, group, given
+            models, optimizers, chosen, Losses(scales), masters, conversions, device_type, skip, group, given, earlier
         )
     except BaseException:
         for conversion in conversions:
             conversion.undo()
         masters.restore()
+        for parameter, gradient in earlier.items():
+            parameter.grad = gradient
         raise
     for each_optimizer in optimizers.values():
         if not chosen.masters:

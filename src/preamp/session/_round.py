@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from torch.optim import Optimizer
 
 from ..gradients import Reading, multiply_
-from ._gradients import GradientBook, gradients_of
+from ._gradients import GradientBook
 from ._losses import Losses
+from ._parameters import gradients_of
 
 
 class Round:

@@ -11,20 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..autocast import autocast
+from ..compiling import traced_by_callers, uncompiled
 from ..errors import SessionError
 from ..frameworks import framework_hooks, unwrap
 from ..gradients import Reading, clip_values_
 from ..sharding import sharded_parts
 from ._base import SessionBase
 from ._capture import CapturedStep
-from ._casts import KeepingRegion
 from ._checks import check_gathered_full, check_loss, check_no_sync, names_of, selected
-from ._gradients import gradients_of
+from ._parameters import gradients_of
 from ._precision import in_float32
+from ._region import SessionRegion
 from ._report import StepReport
 from ._step import step_unless
-from ._uncompiled import uncompiled
 
 
 class Session(SessionBase):
@@ -36,15 +35,21 @@ class Session(SessionBase):
 
     # -- forward
 
-    def autocast(self, enabled: bool = True) -> autocast:
+    @traced_by_callers
+    def autocast(self, enabled: bool = True) -> SessionRegion:
         """A new region for the forward pass and the loss, as the policy has it; also a decorator."""
         self._check_open()
-        if self._book.any_read() and not self._round.running:
-            self._forget_all()
         active = enabled and self.policy.has_regions
-        if active and self.policy.params is torch.float32 and not self._sharded:  # casts kept would be of whole weights
-            return KeepingRegion(self.device_type, self.policy.compute, self._casts)
-        return autocast(self.device_type, self.policy.compute if active else None, active)
+        dtype = self.policy.compute if active else None
+        return SessionRegion(self.device_type, dtype, active, self._entering, lambda: self.autocast(enabled))
+
+    @uncompiled
+    def _entering(self) -> None:
+        """A region begins: the forward pass is to see 16-bit parameters and up-to-date copies."""
+        if self._masters.shadows:
+            self._masters.refresh()
+        if torch.is_grad_enabled():
+            self._book.rest(self._optimizers.values())
 
     @contextmanager
     def full_precision(self, *, values_only: bool = False) -> Iterator[None]:
@@ -55,13 +60,19 @@ class Session(SessionBase):
         gathers in 16 bits can only be read: `SessionError` without it.
         """
         self._check_open()
+        if self._in_full_precision:
+            yield
+            return
         self._reshard()
         if self._sharded and not values_only and self.policy.compute is not torch.float32:
             check_gathered_full(self._models.values())
-        if self._book.any_read():
-            raise SessionError("full_precision() between unscale_() or clipping and step(): call step() first")
-        with in_float32(self._models.values(), self._masters, self._conversions, self.device_type):
-            yield
+        self._book.rest(self._optimizers.values())
+        self._in_full_precision = True
+        try:
+            with in_float32(self._models.values(), self._masters, self._conversions, self.device_type):
+                yield
+        finally:
+            self._in_full_precision = False
 
     # -- backward
 
@@ -85,13 +96,14 @@ class Session(SessionBase):
         follow before the step; under DistributedDataParallel and FSDP2 forward and backward must run inside
         `session.no_sync()`, which is checked. `kwargs` go to `Tensor.backward` (`retain_graph`, `inputs`).
         """
-        name = self._begin_backward(loss, name, more_follow=not sync)
+        name = self._begin_backward(loss, name)
         if not sync:
             check_no_sync(self._models.values())
         scale = self._losses[name]
         scaled = scale.scale(loss)
         if not self._losses.apart:
             scaled.backward(**kwargs)
+            self._book.collect_strays()
         else:
             self._round.void_zeroed()
             readings = self._book.backward_apart(
@@ -207,7 +219,7 @@ class Session(SessionBase):
             for each, reading in zip(chosen, readings, strict=True):
                 known.append(self._step_one(each, reading.found))
         finally:
-            self._casts.stepped()
+            torch.clear_autocast_cache()  # of a region that is open still: casts of weights as they were
             for each in chosen:
                 self._book.forget(each)
             self._reshard()  # what an evaluation since backward has gathered is out of date
@@ -267,21 +279,14 @@ class Session(SessionBase):
 
     # -- inside
 
-    def _begin_backward(self, loss: Tensor, name: str | None, more_follow: bool = False) -> str:
+    def _begin_backward(self, loss: Tensor, name: str | None) -> str:
         """Checks before a backward pass, and what the loss's scale still has to learn; returns the loss's name."""
         self._check_open()
         check_loss(loss)
         name = self._losses.named(name)
-        waiting = [o for o in self._optimizers.values() if self._book.has_read(o)]
-        if any(gradients_of(o) for o in waiting):
-            raise SessionError(
-                "backward() after unscale_() or clipping and before step(): true and scaled gradients would add. "
-                "Accumulate first, then unscale or clip once, then step; or throw the gradients away: zero_grad()"
-            )
-        if waiting:
-            self._forget_all()
+        self._book.rest(self._optimizers.values())
         self._settle(name)
-        self._casts.before_backward(more_follow)
+        self._scale_earlier(name)
         return name
 
     def _look(self, optimizer: Optimizer, beside: bool = False) -> Reading:
@@ -299,5 +304,9 @@ class Session(SessionBase):
         return norm
 
     def _step_one(self, optimizer: Optimizer, found: Tensor) -> bool | None:
-        with framework_hooks(self._given.get(optimizer)):
-            return step_unless(found, optimizer, self._book, self._losses.apart, self._skip)
+        self._stepping = optimizer
+        try:
+            with framework_hooks(self._given.get(optimizer)):
+                return step_unless(found, optimizer, self._book, self._losses.apart, self._skip)
+        finally:
+            self._stepping = None

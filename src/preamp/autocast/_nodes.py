@@ -1,0 +1,91 @@
+"""Which nodes of autograd's graph were made in preamp's regions.
+
+Code that runs in backward under autocast (an activation checkpoint that recomputes its block, the backward of a custom
+function) is set up by torch, which knows of a region only its dtype. Whose rules hold there depends on where the node
+that is being run was made. Torch numbers nodes as they are made, so a region is an interval of such numbers.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+KEPT = 2**16
+"""Intervals that are remembered: as many regions may lie between a forward pass and its backward."""
+
+_engine: Any = torch.autograd.Variable._execution_engine
+_peek: Callable[[], int] | None = getattr(torch._C._autograd, "_get_sequence_nr", None)
+
+
+@dataclass(slots=True)
+class _Pass:
+    """A backward pass of a thread."""
+
+    within: bool
+    """Whether a node made in a region has started it: a checkpoint, which runs backward through what it recomputed."""
+    holds: bool = False
+    """Whether preamp's rules held when they were last asked for."""
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.passes: dict[int, _Pass] = {}
+        """Those of this thread that have not ended, by the number of their task; the innermost is the last."""
+
+
+class RegionNodes:
+    """Intervals of sequence numbers, disjoint and in order.
+
+    Threads count for themselves. Their intervals lie in one list, since a node does not tell which thread made it.
+    """
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+        self._lock = threading.Lock()
+        self._here = _Here()
+
+    def now(self) -> int:
+        """The number that the next node of this thread gets."""
+        return 0 if _peek is None else _peek()
+
+    def add(self, begin: int) -> None:
+        """Nodes from number `begin` until now were made in a region."""
+        if self._here.passes and torch._C._current_graph_task_id() == -1:
+            self._here.passes.clear()  # of a backward pass that failed
+        end = self.now()
+        if begin >= end:
+            return
+        with self._lock:
+            first, last = bisect_left(self._ends, begin), bisect_right(self._begins, end)
+            if first < last:  # they overlap or touch
+                begin, end = min(begin, self._begins[first]), max(end, self._ends[last - 1])
+            self._begins[first:last], self._ends[first:last] = [begin], [end]
+            if len(self._ends) > KEPT:
+                del self._begins[0], self._ends[0]
+
+    def is_running(self) -> bool:
+        """Whether the node that this thread's backward pass is running was made in a region. Asked in backward only."""
+        if _peek is None:  # a release of torch that does not tell: in every backward pass
+            return True
+        task, passes = torch._C._current_graph_task_id(), self._here.passes
+        if task not in passes:
+            within = bool(passes) and passes[next(reversed(passes))].holds
+            passes[task] = _Pass(within)
+            _engine.queue_callback(lambda: passes.pop(task, None))
+        this, node = passes[task], torch._C._current_autograd_node()
+        this.holds = this.within or (node is not None and self._has(node._sequence_nr()))
+        return this.holds
+
+    def _has(self, number: int) -> bool:
+        with self._lock:
+            place = bisect_right(self._ends, number)
+            return place < len(self._begins) and self._begins[place] <= number
+
+
+NODES = RegionNodes()

@@ -1,0 +1,54 @@
+"""Low parameters without masters."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ._exchange import become, exchanged, give_back, rebuild_reducers
+from ._whole import Masters
+
+
+class NoMasters(Masters):
+    """Parameters that nobody keeps a float32 copy of; the optimizer steps them as they are."""
+
+    wanted = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lowered: dict[Parameter, torch.dtype] = {}
+        self._others: dict[Parameter, Parameter] = {}
+        """What lowered parameters are else, while they are float32."""
+
+    def lower(self, name: str, parameter: Parameter, dtype: torch.dtype) -> None:
+        """Round a float32 parameter into a low one."""
+        become(parameter, parameter.data.to(dtype))
+        self._lowered[parameter] = dtype
+
+    def adopt(self, name: str, parameter: Parameter, master: Tensor | None = None) -> None:
+        """A low parameter stays as it is."""
+
+    def full(self) -> None:
+        """Every lowered parameter in float32, without a gradient."""
+        for parameter in self._lowered:
+            if parameter not in self._others:
+                self._others[parameter] = exchanged(parameter, parameter.data.float())
+
+    def low(self) -> None:
+        """Undo `full`."""
+        for parameter, other in self._others.items():
+            wide = parameter.data
+            other.requires_grad_(parameter.requires_grad)
+            give_back(parameter, other)
+            with torch.no_grad():
+                parameter.copy_(wide)
+        self._others.clear()
+
+    def restore(self) -> None:
+        """Every lowered parameter in float32 for good."""
+        self.low()
+        for parameter in self._lowered:
+            become(parameter, parameter.data.float())
+        rebuild_reducers(self._lowered)
+        self._lowered.clear()

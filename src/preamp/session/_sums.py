@@ -1,0 +1,57 @@
+"""Float32 sums of gradients, for low parameters whose own gradients have 16 bits.
+
+Losses with scales of their own add up unscaled, where small gradients of low parameters would be lost between one
+backward pass and the next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ._parameters import dtype_of_gradient
+
+
+@dataclass(slots=True)
+class _Sum:
+    value: Tensor
+    shown: Tensor
+    """The 16-bit gradient that shows the same, rounded."""
+    version: int
+
+
+class WideSums:
+    """The sums, by parameter. One holds as long as the parameter's gradient is what was shown for it."""
+
+    def __init__(self) -> None:
+        self._of: dict[Parameter, _Sum] = {}
+
+    def __contains__(self, parameter: Parameter) -> bool:
+        return parameter in self._of
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def of(self, parameter: Parameter) -> Tensor:
+        """A parameter's gradient in float32; it must have one."""
+        grad = parameter.grad
+        assert grad is not None
+        known = self._of.get(parameter)
+        if known is None:
+            return grad.float()
+        if known.shown is grad and known.version == grad._version:
+            return known.value
+        low = known.value.to(grad.dtype)  # somebody wrote into it: what still shows the sum is the sum
+        return torch.where((grad == low) & (low != 0), known.value, grad.float())
+
+    def show(self, parameter: Parameter, total: Tensor) -> None:
+        """Let a parameter's gradient be this float32 one, rounded, and keep it."""
+        parameter.grad = shown = total.to(dtype_of_gradient(parameter))
+        self._of[parameter] = _Sum(total, shown, shown._version)
+
+    def forget(self, parameter: Parameter) -> bool:
+        """Drop a parameter's sum; returns whether there was one."""
+        return self._of.pop(parameter, None) is not None

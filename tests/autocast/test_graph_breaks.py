@@ -1,0 +1,181 @@
+"""Regions in compiled code that breaks its graph: a print, a logger, an .item(), as in any real model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import preamp
+from preamp.errors import PolicyError
+
+# what dynamo itself meets when it goes on after a break with a tensor that is no leaf
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    assert not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("ipu")
+    assert torch.autocast_increment_nesting() == 1 and torch.autocast_decrement_nesting() == 0
+
+
+class Net(nn.Module):
+    """Tells the dtypes of a product and of a softmax, and breaks the graph between them."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.breaks = nn.Linear(8, 8), nn.Linear(8, 1), breaks
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).relu()
+        if self.breaks and hidden.sum().item() > 1e9:
+            hidden = hidden * 0
+        weights = hidden.softmax(-1)
+        result: Tensor = self.last(hidden * weights.to(hidden.dtype))
+        self.seen = [hidden.dtype, weights.dtype]
+        return result
+
+
+def train(level: str, backend: str, where: str, breaks: bool) -> tuple[list[Tensor], list[torch.dtype]]:
+    model = Net(breaks)
+    session = preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level=level, scale=4.0)
+
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(function, backend=backend)
+
+    def in_region(x: Tensor) -> Tensor:
+        with session.autocast():
+            return model(x)  # type: ignore[no-any-return]
+
+    ways: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
+        "eager": lambda: in_region,
+        "region inside": lambda: compiled(in_region),
+        "decorated inside": lambda: compiled(session.autocast()(model.forward)),
+        "decorated outside": lambda: session.autocast()(compiled(model)),
+        "region outside": lambda: outside(session, compiled(model)),
+    }
+    with session:
+        run = ways[where]()
+        for i in range(3):
+            loss = run(torch.full((4, 8), 0.1 * (i + 1))).float().square().mean()
+            session.backward(loss)
+            session.step()
+            session.zero_grad()
+        seen = model.seen
+    return [p.detach() for p in model.parameters()], seen
+
+
+def outside(session: preamp.Session, model: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def run(x: Tensor) -> Tensor:
+        with session.autocast():
+            return model(x)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("level", "backend"), [*((level, "eager") for level in ("O0", "O1", "O2", "O4", "O5")), ("O4", "aot_eager")]
+)
+def test_sessions_train_as_in_eager_mode(level: str, backend: str) -> None:
+    expected, dtypes = train(level, backend, "eager", breaks=True)
+    for where in ("region inside", "decorated inside", "decorated outside", "region outside"):
+        for breaks in (True, False):
+            torch._dynamo.reset()
+            found, seen = train(level, backend, where, breaks)
+            assert seen == dtypes, (where, breaks)
+            for ours, theirs in zip(found, expected, strict=True):
+                assert torch.allclose(ours, theirs, atol=2e-3), (where, breaks)
+
+
+def break_between(x: Tensor) -> tuple[Tensor, Tensor]:
+    product = x @ x.T
+    torch._dynamo.graph_break()
+    return product, product.softmax(-1)
+
+
+def the_region_inside(x: Tensor) -> tuple[Tensor, Tensor]:
+    with preamp.autocast("cpu"):
+        return break_between(x)
+
+
+@preamp.autocast("cpu")
+def decorated(x: Tensor) -> tuple[Tensor, Tensor]:
+    return break_between(x)
+
+
+def a_break_before(x: Tensor) -> tuple[Tensor, Tensor]:
+    print("hello")
+    with preamp.autocast("cpu"):
+        return x @ x.T, (x @ x.T).softmax(-1)
+
+
+def a_break_in_each_of_two(x: Tensor) -> tuple[Tensor, Tensor]:
+    with preamp.autocast("cpu"):
+        print("hello")
+        with preamp.autocast("cpu", enabled=False):
+            print(float((x @ x.T)[0, 0]))
+            assert (x @ x.T).dtype is FP32
+        return break_between(x)
+
+
+def a_call_that_breaks(x: Tensor) -> tuple[Tensor, Tensor]:
+    with preamp.autocast("cpu"):
+        return decorated(x)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    "function", [the_region_inside, decorated, a_break_before, a_break_in_each_of_two, a_call_that_breaks]
+)
+def test_regions_of_ones_own(function: Callable[[Tensor], tuple[Tensor, Tensor]], backend: str) -> None:
+    run, x = torch.compile(function, backend=backend), torch.randn(3, 4)
+    for _ in range(2):
+        found, expected = run(x), function(x)
+        assert [t.dtype for t in found] == [BF16, FP32]
+        assert all(map(torch.equal, found, expected))
+
+
+def test_an_error_inside_of_a_region_with_a_break_leaves_it() -> None:
+    def fails(x: Tensor) -> Tensor:
+        with preamp.autocast("cpu"):
+            torch._dynamo.graph_break()
+            if x.sum().item() > -1e9:
+                raise ZeroDivisionError
+            return x @ x.T
+
+    with pytest.raises(ZeroDivisionError):
+        torch.compile(fails, backend="eager")(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("whose", ["preamp", "session"])
+def test_export_of_a_region_is_refused(whose: str, strict: bool) -> None:
+    """An exported program holds torch's region, whose lists are not preamp's rules."""
+    model = nn.Linear(8, 8)
+    session = preamp.prepare(model, None, level="O4")
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            with session.autocast() if whose == "session" else preamp.autocast("cpu", BF16):
+                return self.model(x).softmax(-1)  # type: ignore[no-any-return]
+
+    with session:
+        wanted: Any = PolicyError if not strict else Exception
+        with pytest.raises(wanted, match=r"export the model without a region|PolicyError"):
+            torch.export.export(Wrapped(), (torch.ones(2, 8),), strict=strict)
+        exported = torch.export.export(model, (torch.ones(2, 8),), strict=strict)
+        assert exported.module()(torch.ones(2, 8)).dtype is FP32

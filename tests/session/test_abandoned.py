@@ -1,0 +1,267 @@
+"""Steps that a loop gives up between backward and step, and gradients that are clipped and then go on accumulating."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import preamp
+
+OUTLIER, BATCH = torch.tensor([[100.0, 0, 0, 0]]), torch.tensor([[0, 1.0, 0, 0]])  # gradients of a sum are the input
+LEVELS = ("O1", "O2", "O4", "O5")
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "torch": torch.optim.SGD,
+    "fused": lambda params, lr: torch.optim.SGD(params, lr, fused=True),
+    "preamp": preamp.optim.SGD,
+}
+READS: dict[str, Callable[[preamp.Session], Any]] = {
+    "unscale_": lambda session: session.unscale_(),
+    "clip norm": lambda session: session.clip_grad_norm_(1.0),
+    "clip norm, unscale_": lambda session: (session.clip_grad_norm_(1.0), session.unscale_()),
+    "clip value": lambda session: session.clip_grad_value_(1e9),
+}
+
+
+def by_hand(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+CLEARS: dict[str, Callable[..., Any]] = {
+    "optimizer": lambda session, model, optimizer: optimizer.zero_grad(),
+    "optimizer, to zero": lambda session, model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model": lambda session, model, optimizer: model.zero_grad(),
+    "model, to zero": lambda session, model, optimizer: model.zero_grad(set_to_none=False),
+    "by hand": lambda session, model, optimizer: by_hand(model),
+    "session": lambda session, model, optimizer: session.zero_grad(),
+}
+
+
+def prepared(level: str, kind: str, **options: Any) -> tuple[nn.Linear, torch.optim.Optimizer, preamp.Session]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = OPTIMIZERS[kind](model.parameters(), lr=1.0)
+    if "scale" not in options and level in ("O1", "O2"):
+        options["scale"] = 8.0
+    return model, optimizer, preamp.prepare(model, optimizer, level=level, **options)
+
+
+def backward(session: preamp.Session, model: nn.Module, x: Tensor, **how: Any) -> None:
+    with session.autocast():
+        loss = model(x).float().sum()
+    session.backward(loss, **how)
+
+
+def applied(session: preamp.Session, model: nn.Linear) -> list[float]:
+    """What a step subtracts from the weights."""
+    before = model.weight.detach().float().clone()
+    assert not session.step().skipped
+    return (before - model.weight.detach().float())[0].round(decimals=1).tolist()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_abandoned_step_leaves_nothing(level: str, kind: str) -> None:
+    for read, clear, late in itertools.product(READS, CLEARS, (False, True)):
+        model, optimizer, session = prepared(level, kind)
+        backward(session, model, OUTLIER)
+        READS[read](session)
+        if late:  # zero_grad() right before backward, as many loops have it
+            with session.autocast():
+                loss = model(BATCH).float().sum()
+            CLEARS[clear](session, model, optimizer)
+            session.backward(loss)
+        else:
+            CLEARS[clear](session, model, optimizer)
+            backward(session, model, BATCH)
+        assert applied(session, model) == [0, 1, 0, 0], (read, clear, late)
+        session.close()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_abandoned_overflow_leaves_nothing(level: str) -> None:
+    for read, clear in itertools.product(READS, CLEARS):
+        model, optimizer, session = prepared(level, "torch")
+        backward(session, model, OUTLIER * float("inf"))
+        READS[read](session)
+        CLEARS[clear](session, model, optimizer)
+        backward(session, model, BATCH)
+        assert applied(session, model) == [0, 1, 0, 0], (read, clear)
+        session.close()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("clear", ["optimizer", "optimizer, to zero", "model", "by hand"])
+def test_abandoned_losses_with_scales_of_their_own(level: str, clear: str) -> None:
+    model, optimizer, session = prepared(level, "torch", losses=("a", "b"), scale={"a": 8.0, "b": 4.0})
+    backward(session, model, OUTLIER, name="a")
+    session.unscale_()
+    CLEARS[clear](session, model, optimizer)
+    backward(session, model, BATCH, name="b")
+    assert applied(session, model) == [0, 1, 0, 0]
+    session.close()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_rolling_back_after_a_spike(level: str) -> None:
+    """The weights of the last good step are loaded while masters are in place."""
+    model, optimizer, session = prepared(level, "torch")
+    good, states = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    backward(session, model, OUTLIER)
+    session.clip_grad_value_(1e9)
+    model.load_state_dict(good)
+    optimizer.load_state_dict(states)
+    optimizer.zero_grad()
+    backward(session, model, BATCH)
+    session.step()
+    session.close()
+    assert torch.allclose(good["weight"].float() - model.weight.detach(), BATCH, atol=5e-3)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_hook_that_clears_gradients_after_the_step(level: str) -> None:
+    model, optimizer, session = prepared(level, "torch")
+    optimizer.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad())
+    backward(session, model, OUTLIER)
+    session.step()
+    assert model.weight.grad is None
+    backward(session, model, BATCH)
+    assert applied(session, model) == [0, 1, 0, 0]
+    session.close()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_gradient_that_is_thrown_away_after_clipping_is_not_stepped(level: str, kind: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    session = preamp.prepare(model, OPTIMIZERS[kind](model.parameters(), lr=0.1), level=level, scale=8.0)
+    for read in READS.values():
+        backward(session, model, BATCH)
+        read(session)
+        before = [layer.weight.detach().float().clone() for layer in model]
+        model[0].weight.grad = None
+        assert not session.step().skipped
+        session.zero_grad()
+        moved = [(layer.weight.float() - old).abs().max() for layer, old in zip(model, before, strict=True)]
+        assert moved[0] < 2e-3 < 2e-2 < moved[1], "but for the rounding of a master that is looked at"
+    session.close()
+
+
+@pytest.mark.parametrize("losses", [("loss",), ("a", "b")])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_clipping_at_every_micro_batch(level: str, kind: str, losses: tuple[str, ...]) -> None:
+    """Gradients so far are shrunk and accumulation goes on, as in plain torch."""
+    inputs = [OUTLIER, BATCH * 3, BATCH + OUTLIER]
+
+    def plain() -> Tensor:
+        model = nn.Linear(4, 1, bias=False)
+        for x in inputs:
+            model(x).sum().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert model.weight.grad is not None
+        return model.weight.grad
+
+    for read in ("clip norm", "clip norm, unscale_"):
+        scales = dict.fromkeys(losses, 8.0 if level in ("O1", "O2") else 1.0)
+        model, _, session = prepared(level, kind, losses=losses, scale=scales)
+        for i, x in enumerate(inputs):
+            backward(session, model, x, name=losses[i % len(losses)])
+            READS[read](session)
+        before = model.weight.detach().float().clone()
+        assert not session.step().skipped
+        moved = before - model.weight.detach().float()
+        assert torch.allclose(moved, plain(), atol=1e-2), (read, moved, plain())
+        session.close()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_clipping_a_micro_batch_that_overflowed_skips_the_step(level: str) -> None:
+    model, _, session = prepared(level, "torch")
+    backward(session, model, OUTLIER * float("inf"))
+    session.clip_grad_norm_(1.0)
+    backward(session, model, BATCH)
+    assert session.step().skipped
+    session.close()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_true_gradients_that_were_edited_go_on_accumulating(level: str) -> None:
+    model, _, session = prepared(level, "torch")
+    backward(session, model, OUTLIER)
+    session.unscale_()
+    assert model.weight.grad is not None
+    assert model.weight.grad[0].tolist() == [100, 0, 0, 0]
+    model.weight.grad.mul_(0.5)
+    backward(session, model, BATCH)
+    session.unscale_()
+    assert model.weight.grad[0].tolist() == [50, 1, 0, 0]
+    session.close()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_evaluation_between_clipping_and_step(level: str, kind: str) -> None:
+    for read, forward in itertools.product(READS, ("full precision", "region", "no grad")):
+        model, _, session = prepared(level, kind)
+        backward(session, model, BATCH * 0.5)
+        READS[read](session)
+        if forward == "full precision":
+            with session.full_precision():
+                model(OUTLIER)
+        elif forward == "region":
+            with session.autocast():
+                model(OUTLIER)
+        else:
+            with torch.no_grad(), session.autocast():
+                model(OUTLIER)
+        assert applied(session, model) == [0, 0.5, 0, 0], (read, forward)
+        session.close()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_from_before_prepare_count_in_full(level: str, kind: str) -> None:
+    for losses in (("loss",), ("a", "b")):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1, bias=False)
+        optimizer = OPTIMIZERS[kind](model.parameters(), lr=1.0)
+        model(BATCH * 2).sum().backward()
+        scale = dict.fromkeys(losses, 8.0 if level in ("O1", "O2") else 1.0)
+        session = preamp.prepare(model, optimizer, level=level, losses=losses, scale=scale)
+        backward(session, model, BATCH, name=losses[-1])
+        assert applied(session, model) == [0, 3, 0, 0]
+        session.close()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("read", [None, *READS])
+def test_close_between_backward_and_step_leaves_true_gradients(level: str, read: str | None) -> None:
+    model, optimizer, session = prepared(level, "torch")
+    backward(session, model, BATCH * 0.5)
+    if read is not None:
+        READS[read](session)
+    session.close()
+    assert model.weight.grad is not None
+    assert model.weight.grad.dtype is torch.float32
+    assert model.weight.grad[0].tolist() == [0, 0.5, 0, 0]
+    before = model.weight.detach().clone()
+    optimizer.step()
+    assert torch.allclose(before - model.weight.detach(), BATCH * 0.5)
+
+
+def test_prepare_and_close_leave_earlier_gradients_alone() -> None:
+    for level in ("O0", *LEVELS):
+        model = nn.Linear(4, 1, bias=False)
+        model(BATCH * 2).sum().backward()
+        with preamp.prepare(model, torch.optim.SGD(model.parameters(), 1.0), level=level):
+            pass
+        assert model.weight.grad is not None
+        assert model.weight.grad[0].tolist() == [0, 2, 0, 0], level

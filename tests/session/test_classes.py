@@ -1,0 +1,249 @@
+"""What prepare() does to a model's classes and methods, and that others may do the same meanwhile and afterwards."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import pickle
+import weakref
+from typing import Any, Generic, TypeVar
+
+import pytest
+import torch
+import torch.nn.utils.parametrize as parametrize
+from torch import Tensor, nn
+
+import preamp
+from preamp.errors import PreampWarning, SessionError
+
+from .toys import LEVELS, loss_of, mlp, same, weights
+
+T = TypeVar("T")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, labels: Any = None) -> Tensor:
+        """What it does."""
+        result: Tensor = self.norm(self.layer(x))
+        return result
+
+
+class GenericFirst(Generic[T], Net):
+    pass
+
+
+class GenericLast(Net, Generic[T]):
+    pass
+
+
+class GenericLinear(nn.Linear, Generic[T]):
+    pass
+
+
+class WithSlots(Net):
+    __slots__ = ("extra",)
+
+
+class Halved(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 0.5
+
+
+def prepared(model: nn.Module, level: str) -> preamp.Session:
+    return preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level=level)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_forward_keeps_its_signature(level: str) -> None:
+    model = Net()
+    before = inspect.signature(model.forward), model.forward.__doc__, model.forward.__qualname__
+    with prepared(model, level):
+        assert (inspect.signature(model.forward), model.forward.__doc__, model.forward.__qualname__) == before
+        assert not hasattr(model.forward, "__wrapped__"), "frameworks unwrap that, and would lose the casts"
+    assert (inspect.signature(model.forward), model.forward.__doc__, model.forward.__qualname__) == before
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("make", [GenericFirst[int], GenericLast, lambda: GenericLinear(4, 4), WithSlots])
+def test_generic_classes(level: str, make: Any) -> None:
+    model = make()
+    kind = type(model)
+    with prepared(model, level) as session, session.autocast():
+        assert isinstance(model, kind)
+        assert model(torch.ones(2, 4)).isfinite().all()
+        assert type(pickle.loads(pickle.dumps(model))) is kind
+    assert type(model) is kind
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_forward_that_a_framework_wrapped_outlives_the_session(level: str) -> None:
+    model = Net()
+    expected = model(torch.ones(2, 4))
+    session = prepared(model, level)
+    inner = model.forward
+    model.forward = lambda *args, **kwargs: inner(*args, **kwargs)  # type: ignore[method-assign]
+    with session.autocast():
+        model(torch.ones(2, 4))
+    session.close()
+    assert torch.allclose(model(torch.ones(2, 4)), expected, atol=1e-2 if level == "O3" else 0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_norm_that_is_parametrized_while_prepared(level: str) -> None:
+    model = Net()
+    session = prepared(model, level)
+    for module in (model.norm, model.layer):
+        parametrize.register_parametrization(module, "weight", Halved())
+    with session.autocast():
+        inside = model(torch.ones(2, 4)).float()
+    session.close()
+    assert type(model.norm).__mro__[1] is nn.LayerNorm
+    assert torch.allclose(model(torch.ones(2, 4)), inside, atol=2e-2)
+    for module in (model.norm, model.layer):
+        parametrize.remove_parametrizations(module, "weight")
+    assert type(model.norm) is nn.LayerNorm and type(model.layer) is nn.Linear
+
+
+@pytest.mark.parametrize("level", [level for level in LEVELS if level != "O3"])
+def test_a_parametrization_that_is_removed_while_prepared(level: str) -> None:
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+    for module in model:
+        parametrize.register_parametrization(module, "weight", Halved())
+    x = torch.randn(2, 4)
+    expected = model(x)
+    session = prepared(model, level)
+    for module in model:
+        parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
+    with session.autocast():
+        model(x)
+    session.close()
+    assert [type(module) for module in model] == [nn.LayerNorm, nn.Linear]
+    assert not torch.equal(model(x), expected), "it is no longer halved"
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_classes_of_parametrized_modules_are_not_kept(level: str) -> None:
+    """torch makes a class for each."""
+    alive = []
+    for _ in range(5):
+        model = nn.Sequential(nn.GRU(8, 8), nn.LayerNorm(8))
+        nn.utils.parametrizations.weight_norm(model[0], "weight_ih_l0")
+        prepared(model, level).close()
+        alive += [weakref.ref(model), weakref.ref(model[0]), weakref.ref(type(model[0]))]
+        del model
+    gc.collect()
+    assert not any(reference() is not None for reference in alive)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_copy_of_a_prepared_model_may_be_prepared(level: str) -> None:
+    model = mlp()
+    with prepared(model, level) as session:
+        session.backward(loss_of(model, 0))
+        session.step()
+        best = copy.deepcopy(model)
+        with prepared(best, level) as other:
+            assert not other.backward(loss_of(best, 1))
+            other.step()
+            assert not same(weights(best), weights(model))
+        assert level == "O3" or all(p.dtype is torch.float32 for p in best.parameters())
+        assert [type(m) for m in best.modules()] == [type(m) for m in mlp().modules()]
+
+
+def test_a_model_whose_session_was_lost_may_be_prepared_anew() -> None:
+    model = mlp()
+    preamp.prepare(model, None, level="O5")
+    gc.collect()
+    with prepared(model, "O5") as session:
+        session.backward(loss_of(model, 0))
+        session.step()
+    assert [type(m) for m in model.modules()] == [type(m) for m in mlp().modules()]
+
+
+@pytest.mark.parametrize("first", LEVELS)
+@pytest.mark.parametrize("second", LEVELS)
+def test_one_model_has_one_session(first: str, second: str) -> None:
+    model = mlp()
+    with prepared(model, first):
+        for whole in (model, model[0], nn.Sequential(model)):
+            with pytest.raises(SessionError, match="already prepared"):
+                prepared(whole, second)
+    with prepared(model, second):
+        pass
+
+
+def test_frozen_parts_may_be_shared_by_sessions_that_do_not_change_them() -> None:
+    frozen = mlp(1).requires_grad_(False)
+    one, two = nn.Sequential(mlp(), frozen[:2]), nn.Sequential(mlp(2), frozen[:2])
+    with (
+        preamp.prepare(one, torch.optim.SGD(one[0].parameters(), 0.1), level="O4"),
+        preamp.prepare(two, torch.optim.SGD(two[0].parameters(), 0.1), level="O4"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_foreign_region_of_another_dtype_is_told(level: str) -> None:
+    """As Accelerate, Fabric and the HF Trainer enter around a model's forward, by themselves."""
+    model = Net()
+    with prepared(model, level) as session:
+        low, other = session.policy.compute, torch.bfloat16 if level != "O5" else torch.float16
+        names = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+        inner = model.forward
+        model.forward = torch.autocast("cpu", other)(inner)  # type: ignore[method-assign]
+        with (
+            pytest.warns(PreampWarning, match=f"compute in {names[low]}.*region of {names[other]}"),
+            session.autocast(),
+        ):
+            model(torch.ones(2, 4))
+        model.forward = torch.autocast("cpu", low)(inner)  # type: ignore[method-assign]
+        with session.autocast():
+            model(torch.ones(2, 4))
+        with torch.autocast("cpu", other), session.full_precision():
+            model(torch.ones(2, 4))  # the region caches casts of masters, which have to leave all the same
+        assert model.layer.weight.dtype is low
+
+
+class Rope(nn.Module):
+    """Rotary positions, a counter, an average, a mask and a table, as buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", 1 / (10000 ** (torch.arange(0, 64, 2).float() / 64)), persistent=False)
+        self.register_buffer("steps", torch.zeros(1))
+        self.register_buffer("average", torch.zeros(4))
+        self.register_buffer("mask", torch.full((4, 4), -float("inf")).triu(1))
+        self.query = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        angles = torch.outer(torch.arange(x.shape[1]).float(), self.inv_freq.float())
+        cos, sin = (torch.cat([f(angles)] * 2, -1) for f in (torch.cos, torch.sin))
+        q: Tensor = self.query(x)
+        turned = torch.cat([-q[..., 32:], q[..., :32]], -1)
+        return q * cos.to(q.dtype) + turned * sin.to(q.dtype)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_float32_buffers_that_rounding_would_change_stay(level: str) -> None:
+    torch.manual_seed(0)
+    model, x = Rope(), torch.randn(1, 4096, 64)
+    with torch.no_grad():
+        expected = model(x)
+    with preamp.prepare(model, None, level=level) as session:
+        assert {name: b.dtype for name, b in model.named_buffers()} == {
+            "inv_freq": torch.float32, "steps": torch.float32, "average": torch.float32,
+            "mask": session.policy.params,
+        }  # fmt: skip
+        for _ in range(300):
+            model.steps += 1
+        with torch.no_grad(), session.autocast():
+            found = model(x).float()
+        assert model.steps.item() == 302
+    assert (found - expected).norm() / expected.norm() < 0.01
+    assert model.mask.dtype is torch.float32

@@ -1,0 +1,110 @@
+"""`full_precision()`: nested, interrupted, and what is done to parameters inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import preamp
+
+from .toys import LEVELS, batch, loss_of, mlp, same, weights
+
+
+def prepared(level: str) -> tuple[nn.Sequential, preamp.Session]:
+    model = mlp()
+    return model, preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level=level, scale=2.0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_nested(level: str) -> None:
+    model, session = prepared(level)
+    with session, torch.no_grad(), session.full_precision():
+        with session.full_precision():
+            inner = model(batch(0)[0])
+        assert inner.dtype is torch.float32
+        assert torch.equal(model(batch(0)[0]), inner), "still inside of the outer one"
+        with session.full_precision(values_only=True):
+            pass
+        assert all(p.dtype is torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_freezing_inside_lasts(level: str) -> None:
+    model, session = prepared(level)
+    with session:
+        with session.full_precision():
+            model[0].weight.requires_grad_(False)
+        assert not model[0].weight.requires_grad and model[0].bias.requires_grad
+        with session.full_precision():
+            model[0].weight.requires_grad_(True)
+        assert model[0].weight.requires_grad
+        session.backward(loss_of(model, 0))
+        session.unscale_()
+        model[3].weight.requires_grad_(False)
+        session.step()
+        assert not model[3].weight.requires_grad
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_made_inside_do_not_reach_the_step(level: str) -> None:
+    """Between two micro-batches, say for the sharpness of the loss."""
+
+    def run(asks: bool) -> list[torch.Tensor]:
+        model, session = prepared(level)
+        with session:
+            for i in range(2):
+                with session.autocast():
+                    loss = loss_of(model, i)
+                session.backward(loss, sync=i == 1)
+                if asks:
+                    with session.full_precision():
+                        loss_of(model, 7).backward()
+            session.step()
+            return weights(model)
+
+    assert same(run(True), run(False))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("where", ["full", "bypass", "to_float", "body", "low", "to_low", "resume"])
+def test_an_interrupt_leaves_a_session_that_casts(level: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, session = prepared(level)
+    with session:
+        dtypes = [t.dtype for t in (*model.parameters(), *model.buffers())]
+        castings = [getattr(m, "_preamp_casting", None) for m in model.modules()]
+
+        def interrupted(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        owner = session._masters if where in ("full", "low") else session._conversions[0]
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            if where != "body" and where not in ("low", "to_low", "resume"):
+                patch.setattr(owner, where, interrupted)
+            with session.full_precision():
+                if where in ("low", "to_low", "resume"):
+                    patch.setattr(owner, where, once(interrupted, getattr(owner, where)))
+                raise KeyboardInterrupt
+        with session.full_precision():
+            pass  # whatever was left undone is undone by the next
+        assert [t.dtype for t in (*model.parameters(), *model.buffers())] == dtypes
+        assert [getattr(m, "_preamp_casting", None) for m in model.modules()] == castings
+        session.backward(loss_of(model, 0) if level != "O1" and level != "O4" else region_loss(session, model))
+        assert not session.step().skipped
+
+
+def once(first: Callable[..., None], then: Callable[..., None]) -> Callable[..., None]:
+    calls: list[int] = []
+
+    def call(*args: object) -> None:
+        calls.append(1)
+        (first if len(calls) == 1 else then)(*args)
+
+    return call
+
+
+def region_loss(session: preamp.Session, model: nn.Module) -> torch.Tensor:
+    with session.autocast():
+        return loss_of(model, 0)

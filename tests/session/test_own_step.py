@@ -1,0 +1,133 @@
+"""Steps that the caller takes, not the session: an error before harm where there would be any, else as with torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import preamp
+from preamp.errors import SessionError
+
+from .toys import loss_of, mlp, same, weights
+
+KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "foreach": lambda params: torch.optim.AdamW(params, 0.05, eps=1e-4),
+    "fused": lambda params: torch.optim.AdamW(params, 0.05, eps=1e-4, fused=True),
+    "preamp": lambda params: preamp.optim.AdamW(params, 0.05, eps=1e-4),
+    "split": lambda params: preamp.optim.AdamW(params, 0.05, eps=1e-4, master="split"),
+}
+
+
+def regression(level: str, kind: str, **options: Any) -> tuple[nn.Module, Any, preamp.Session, Callable[[], Tensor]]:
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 1), torch.randn(64, 8)
+    optimizer = KINDS[kind](model.parameters())
+    options = options or ({"scale": 8.0} if level in ("O1", "O2") else {})
+    session = preamp.prepare(model, optimizer, level=level, **options)
+    return model, optimizer, session, lambda: F.mse_loss(model(x).float(), x.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("kind", ["foreach", "fused"])
+def test_a_loop_of_its_own_is_refused_where_masters_exist(level: str, kind: str) -> None:
+    model, optimizer, session, loss_now = regression(level, kind)
+    before = weights(model)
+    loss_now().backward()
+    with pytest.raises(SessionError, match=r"masters.*write session\.backward\(loss\) and session\.step\(\)"):
+        optimizer.step()
+    assert same(before, weights(model)) and not optimizer.state
+    session.zero_grad()
+    session.backward(loss_now())
+    assert not session.step().skipped, "nothing was lost: the session goes on"
+    session.close()
+    loss_now().backward()
+    optimizer.step()  # and torch's optimizer is its user's again
+
+
+@pytest.mark.parametrize(("level", "kind"), [("O2", "preamp"), ("O5", "preamp"), ("O5", "split")])
+def test_an_optimizer_that_knows_the_masters_may_be_stepped_by_itself(level: str, kind: str) -> None:
+    _, optimizer, session, loss_now = regression(level, kind)
+    for _ in range(150):
+        loss_now().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = loss_now().item()
+    assert trained < 0.1
+    session.close()
+    assert loss_now().item() == pytest.approx(trained, abs=0.05)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("kind", ["foreach", "fused", "preamp"])
+@pytest.mark.parametrize("how", ["backward", "scale", "unscale_"])
+def test_scaled_gradients_are_not_stepped(level: str, kind: str, how: str) -> None:
+    model, optimizer, session, loss_now = regression(level, kind)
+    before = weights(model)
+    with session.autocast():
+        loss = loss_now()
+    if how == "scale":
+        session.scale(loss).backward()
+    else:
+        session.backward(loss)
+    with pytest.raises(SessionError, match=r"write session\.step\(\)"):
+        optimizer.step()
+    assert same(before, weights(model)) and not optimizer.state
+    assert not session.step().skipped
+    session.close()
+
+
+@pytest.mark.parametrize("level", ["O0", "O4", "O3"])
+def test_elsewhere_a_step_is_torchs(level: str) -> None:
+    model, optimizer, session, loss_now = regression(level, "foreach")
+    twin = copy.deepcopy(model)
+    other = KINDS["foreach"](twin.parameters())
+    loss_now().backward()
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert mine.grad is not None
+        theirs.grad = mine.grad.clone()
+    optimizer.step()
+    other.step()
+    assert same(weights(model), weights(twin))
+    session.close()
+
+
+def test_a_step_inside_the_step_of_another_is_still_the_callers() -> None:
+    model, other = mlp(), mlp(1)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(other.parameters(), 0.1)]
+    optimizers[0].register_step_post_hook(lambda *_: optimizers[1].step())
+    with preamp.prepare([model, other], optimizers, level="O5") as session:
+        with session.autocast():
+            loss = loss_of(model, 0) + loss_of(other, 0)
+        session.backward(loss)
+        with pytest.raises(SessionError, match="masters"):
+            session.step(optimizers[0])
+        other_before = weights(other)
+        session.step(optimizers[1])
+        assert not same(other_before, weights(other))
+
+
+def test_schedulers_and_hooks_see_the_sessions_step() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with preamp.prepare(model, optimizer, level="O2", scale=8.0) as session:
+        session.backward(loss_of(model, 0))
+        session.step()
+        schedule.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def test_a_copy_of_the_optimizer_is_nobodys() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with preamp.prepare(model, optimizer, level="O5"):
+        twin = copy.deepcopy(optimizer)
+        for parameter in twin.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        twin.step()
