@@ -73,3 +73,9 @@ class MissingExtra(PreampError, ImportError):
 
 class PreampWarning(UserWarning):
     """Something that works but is likely not what was meant."""
+
+
+def kind_of(value: object) -> str:
+    """The type of a value with its article, as errors say it: "an AdamW", "a Linear"."""
+    name = type(value).__name__
+    return f"{'an' if name[:1] in 'AEIOaeio' else 'a'} {name}"

@@ -77,7 +77,8 @@ TABLE: tuple[OpRule, ...] = (
     _low("scaled_dot_product_attention", "scaled_dot_product_attention", "_scaled_dot_product_flash_attention",
          "_native_multi_head_attention", reason="two matrix products; the softmax between them is float32 inside"),
     _low("rnn", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "_thnn_fused_lstm_cell",
-         "_thnn_fused_gru_cell", "mkldnn_rnn_layer", reason="matrix products with bounded activations between them"),
+         "_thnn_fused_gru_cell", "mkldnn_rnn_layer", "gru.input", "gru.data", "lstm.data",
+         reason="matrix products with bounded activations between them"),
     _low("prelu", reason="a learned slope: kept in the dtype of the products around it"),
     # -- full: range
     _full("exp", "exp", "expm1", reason=_RANGE),
@@ -169,7 +170,6 @@ NATIVE_CPU: Mapping[str, Category] = {
         "matmul", "conv_tbc", "mkldnn_rnn_layer", "conv_transpose1d", "conv_transpose2d.input",
         "conv_transpose3d.input", "prelu", "scaled_dot_product_attention", "_native_multi_head_attention",
     ), "low"),
-    **dict.fromkeys(("stack", "cat", "index_copy"), "promote"),
 }  # fmt: skip
 """What torch's CPU autocast does by itself, for the operators that are not *full* there."""
 
@@ -184,19 +184,30 @@ rule there leaves a dtype that is asked for. So torch.amp on CUDA keeps log-prob
 """
 
 
-def native_category(op: str, device_type: str) -> Category | Literal["refused", "float16 fails"] | None:
+RULED_ON_CPU = frozenset({"gru.input", "gru.data", "lstm.data"})
+"""Recurrent layers that are one ruled kernel on other devices, and many operators on the CPU: ruled by their parts
+alone they would give back the dtype of the state, float32.
+"""
+
+Native = Category | Literal["refused", "float16 fails", "promote one dtype"]
+
+
+def native_category(op: str, device_type: str) -> Native | None:
     """What torch's own autocast does with `op` on a device type; None: it has no rule and casts nothing.
 
     Which operators are ruled is read off the dispatcher of this very torch; in which way is a documented fact that
     the dispatcher does not tell: on every device but the CPU it is the way of `TABLE`, which follows CUDA.
     "refused" is an error whatever the inputs, which is how torch.amp bans binary_cross_entropy on CUDA; "float16 fails"
-    is mkldnn's RNN on the CPU, which torch lowers to any dtype and which then knows no float16.
+    is mkldnn's RNN on the CPU, which torch lowers to any dtype and which then knows no float16; "promote one dtype" is
+    cat and its kin there, which take float32 and the region's dtype and fail for the other 16-bit one.
     """
     if not has_kernel(op, device_type):
         return _DEFAULT.get(op) if op in RULED_BY_PARTS else None
     if device_type == "cpu":
         if op == "mkldnn_rnn_layer":
             return "float16 fails"
+        if op in ("cat", "stack", "index_copy"):
+            return "promote one dtype"
         return NATIVE_CPU.get(op, "full")
     return "refused" if op == "binary_cross_entropy" else _DEFAULT.get(op, "full")
 

@@ -44,10 +44,15 @@ def _cell(chunks: int, lstm: bool = False) -> Callable[[Maker], Args]:
     return args
 
 
+def _layer(t: Maker, chunks: int) -> list[Tensor]:
+    return [t(chunks * 3, 3), t(chunks * 3, 3), t(chunks * 3), t(chunks * 3)]
+
+
 def _index() -> Tensor:
     return torch.tensor([0, 1])
 
 
+BATCHES = torch.tensor([2, 2, 1, 1])
 CONV = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
 
 _one = _call(lambda t: (t(4),))
@@ -67,6 +72,14 @@ CALLS: dict[str, Callable[[Maker], Args]] = {
     "gru_cell": _cell(3),
     "rnn_tanh_cell": _cell(1),
     "rnn_relu_cell": _cell(1),
+    "cat": _call(lambda t: ([t(2, 3), t(2, 3)],)),
+    "stack": _call(lambda t: ([t(2, 3), t(2, 3)],)),
+    "index_copy": _call(lambda t: (t(4, 3), 0, _index(), t(2, 3))),
+    "gru.input": _call(lambda t: (t(4, 2, 3), t(1, 2, 3), _layer(t, 3), True, 1, 0.0, False, False, False)),
+    "gru.data": _call(lambda t: (t(6, 3), BATCHES, t(1, 2, 3), _layer(t, 3), True, 1, 0.0, False, False)),
+    "lstm.data": _call(
+        lambda t: (t(6, 3), BATCHES, [t(1, 2, 3), t(1, 2, 3)], _layer(t, 4), True, 1, 0.0, False, False)
+    ),
     "mkldnn_rnn_layer": _call(
         lambda t: (t(2, 1, 4), t(16, 4), t(16, 4), t(16), t(16), t(1, 4), t(1, 4), False, [], 2, 4, 1, True, False,
                    False, False)

@@ -45,7 +45,7 @@ def test_it_is_torchs() -> None:
         preamp.autocast(torch.device("cpu"))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError):
         preamp.autocast("toaster")
-    with pytest.raises(TypeError, match="autocast decorates a function, and this is a int: 3"):
+    with pytest.raises(TypeError, match="autocast decorates a function, and this is an int: 3"):
         region()(3)  # type: ignore[type-var]
 
 
@@ -512,3 +512,40 @@ def test_double_backward() -> None:
         penalty = grad.square().sum()
     penalty.backward()
     assert w.grad is not None and w.grad.dtype is FP32 and bool(w.grad.isfinite().all()) and bool(w.grad.any())
+
+
+@pytest.mark.parametrize("dtypes", [(FP16, FP32), (FP32, FP16), (FP16, FP16, FP32), (FP16, BF16), (FP16, FP16)])
+@pytest.mark.parametrize("name", ["cat", "stack", "hstack"])
+def test_the_widest_dtype_wins_whatever_the_regions_is(name: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    """torch's CPU autocast fails where the other 16-bit dtype comes before any float32."""
+    parts = [torch.randn(3, 4).to(dtype) for dtype in dtypes]
+    with preamp.autocast("cpu", BF16):
+        joined = getattr(torch, name)(parts)
+    assert joined.dtype is (FP32 if len(set(dtypes)) > 1 else FP16)
+    with torch.autocast("cpu", BF16):
+        if dtypes[0] is FP16:
+            with pytest.raises(RuntimeError, match="prioritize"):
+                getattr(torch, name)(parts)
+        else:
+            assert getattr(torch, name)(parts).dtype is FP32
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("low", [BF16, FP16])
+@pytest.mark.parametrize("kind", [torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM])
+def test_recurrent_layers_give_the_low_dtype(kind: Any, low: torch.dtype, packed: bool) -> None:
+    """As on CUDA, whatever dtype comes in; torch's CPU autocast gives float32 for a GRU and for packed sequences."""
+    torch.manual_seed(0)
+    layer = kind(5, 6, num_layers=2, bidirectional=True)
+    x: Any = torch.randn(3, 4, 5)
+    if packed:
+        x = torch.nn.utils.rnn.pack_padded_sequence(x, torch.tensor([3, 2, 1, 3]), enforce_sorted=False)
+    expected, _ = layer(x)
+    with region() if low is BF16 else preamp.autocast("cpu", FP16):
+        found, state = layer(x)
+    found, expected = (each.data if packed else each for each in (found, expected))
+    assert found.dtype is low
+    assert {s.dtype for s in (state if kind is torch.nn.LSTM else [state])} == {low}
+    assert torch.allclose(found.float(), expected, atol=3e-2)
+    found.float().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype is FP32 for p in layer.parameters())

@@ -10,6 +10,7 @@ import pickle
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -278,3 +279,38 @@ def test_a_fixed_scale_takes_no_patience_that_is_no_count(patience: object) -> N
     with pytest.raises(ScaleError, match="patience"):
         scale.load_state_dict({"kind": "static", "scale": 4.0, "patience": patience})
     assert scale.state_dict() == {"kind": "static", "scale": 8.0, "patience": 5}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"init_scale": np.float32(8)}, {"init_scale": np.int64(8)}, {"init_scale": 8},
+        {"init_scale": torch.tensor(8.0)},
+        {"growth_factor": np.float64(4.0)}, {"growth_factor": 4}, {"backoff_factor": np.float32(0.25)},
+        {"growth_interval": np.int64(2)}, {"growth_interval": np.int32(2)}, {"growth_interval": 2.0},
+        {"enabled": False, "growth_factor": 1.0}, {"enabled": False, "init_scale": 0.0},
+        {"enabled": False, "growth_interval": 0}, {"enabled": False, "backoff_factor": 2.0},
+    ],
+)  # fmt: skip
+def test_numbers_that_torchs_scaler_takes(given: dict[str, Any]) -> None:
+    """NumPy's, tensors, and any number where the scaler is switched off."""
+
+    def trajectory(kind: Any) -> list[float]:
+        scaler, weight = kind("cpu", **{"growth_interval": 2, **given}), torch.nn.Parameter(torch.ones(2))
+        optimizer, found = torch.optim.SGD([weight], 0.1), []
+        for i in range(6):
+            scaler.scale((weight * (float("inf") if i == 4 else 1)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            found.append(float(scaler.get_scale()))
+        if scaler.is_enabled():
+            scaler.update(4.0)
+            scaler.set_growth_interval(np.int64(3))
+            found += [float(scaler.get_scale()), scaler.get_growth_interval()]
+        return found
+
+    if isinstance(given.get("growth_interval"), float):
+        assert preamp.GradScaler("cpu", **given).get_growth_interval() == 2  # torch's fails at its first update
+    else:
+        assert trajectory(preamp.GradScaler) == trajectory(torch.amp.GradScaler)

@@ -154,6 +154,26 @@ def _promote(op: Any, device_type: str) -> Kernel:
     return promote
 
 
+def _promote_one_dtype(op: Any, device_type: str) -> Kernel:
+    """Torch's own on the CPU: float32 wins over the region's dtype, and the other 16-bit one is an error where it comes
+    before any float32.
+    """
+    call = _calling(op, device_type)
+
+    def promote_one_dtype(*args: Any, **kwargs: Any) -> Any:
+        low = widest = torch.get_autocast_dtype(device_type)
+        for tensor in tensors((args, kwargs)):
+            if tensor.dtype not in CASTABLE or tensor.device.type != device_type:
+                continue
+            if torch.float32 in (tensor.dtype, widest):
+                widest = torch.float32
+            elif tensor.dtype is not low:
+                raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
+        return call(_caster(device_type, CASTABLE, widest), args, kwargs)
+
+    return promote_one_dtype
+
+
 def _banned(op: Any, device_type: str) -> Kernel:
     call = _calling(op, device_type)
 
@@ -189,6 +209,7 @@ _BUILDERS: dict[str, Callable[[Any, str], Kernel]] = {
     "full": _full,
     "low": _low,
     "promote": _promote,
+    "promote one dtype": _promote_one_dtype,
     "banned": _banned,
     "refused": _refused,
     "float16 fails": _plain_low,

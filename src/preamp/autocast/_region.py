@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..compiling import traced_by_callers, uncompiled
-from ..errors import PolicyError
+from ..errors import PolicyError, kind_of
 from ..rules import OpRules
 from ._nodes import NODES
 from ._registry import MARKER, MARKER_DTYPES, REGISTRY
@@ -107,7 +107,7 @@ class autocast(torch.autocast):
 def decorated(func: F, region: Callable[[], Any]) -> F:
     """`func`, each call of which runs in a new `region()`."""
     if not callable(func):
-        raise TypeError(f"autocast decorates a function, and this is a {type(func).__name__}: {func!r}")
+        raise TypeError(f"autocast decorates a function, and this is {kind_of(func)}: {func!r}")
 
     @functools.wraps(func)
     def in_region(*args: Any, **kwargs: Any) -> Any:

@@ -26,7 +26,7 @@ import torch.compiler.config
 
 from ..compiling import traced_by_callers
 from ..errors import PolicyError
-from ..rules import OpRules, autocast_key, has_kernel, native_category
+from ..rules import RULED_ON_CPU, OpRules, autocast_key, has_kernel, native_category
 from . import _kernels
 from ._nodes import NODES
 
@@ -143,6 +143,8 @@ def _install(rules: OpRules, device_type: str) -> list[torch.library.Library]:
             op = _overload(name)
             torch_has_one = has_kernel(name, device_type)
             if op is None:
+                continue
+            if name in RULED_ON_CPU and device_type != "cpu" and name not in changed:
                 continue
             if torch_has_one and "::" in name:
                 raise PolicyError(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import PreampError
+from ..errors import PreampError, kind_of
 from ..plan import MemoryPlan, plan
 from ..report.files import write_text
 
@@ -47,5 +47,5 @@ def model_from(spec: str) -> nn.Module:
     finally:
         sys.path.remove("")
     if not isinstance(model, nn.Module):
-        raise PreampError(f"--model {spec}: it gave a {type(model).__name__}, and a plan is made of an nn.Module")
+        raise PreampError(f"--model {spec}: it gave {kind_of(model)}, and a plan is made of an nn.Module")
     return model

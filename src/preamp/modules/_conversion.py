@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import UninitializedParameter
 
-from ..errors import PolicyError, SessionError
+from ..errors import PolicyError, SessionError, kind_of
 from ..formats import LOW_DTYPES, name_of
 from ..masters import Masters
 from ..policy import Policy
@@ -237,7 +237,7 @@ class Conversion:
             return False
         if type(module).forward is not _BatchNorm.forward:
             raise SessionError(
-                f"FSDP2 gathers the weights of a {type(module).__name__} in 16 bits, and its statistics are float32: "
+                f"FSDP2 gathers the weights of {kind_of(module)} in 16 bits, and its statistics are float32: "
                 "shard it by itself before what is around it: fully_shard(module, mp_policy=policy.fsdp(full=True))"
             )
         return True

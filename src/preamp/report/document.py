@@ -14,6 +14,8 @@ from preamp.report.finding import Finding, count_severities
 from preamp.report.table import Table
 from preamp.report.values import format_cell, to_json
 
+from ..errors import kind_of
+
 Status = Literal["good", "warning", "error", "neutral"]
 
 
@@ -54,8 +56,7 @@ class Section:
         for item in self.items:
             if not isinstance(item, Item):
                 raise TypeError(
-                    f"section {self.title!r} cannot show a {type(item).__name__}; "
-                    "give a Table, a chart, a Finding or a Snippet"
+                    f"section {self.title!r} cannot show {kind_of(item)}; give a Table, a chart, a Finding or a Snippet"
                 )
         anchor = re.sub(r"[^a-z0-9]+", "-", (self.anchor or self.title).lower()).strip("-")
         object.__setattr__(self, "anchor", anchor or "section")

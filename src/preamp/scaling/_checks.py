@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import sys
+import math
+from numbers import Real
 from typing import Any
+
+from torch import Tensor
 
 from ..errors import ScaleError
 from ..formats import FP32
@@ -20,10 +23,15 @@ PATIENCE = 100
 
 def check_number(value: Any, name: str) -> float:
     """`value` as a float if it is a finite number, else `ScaleError`."""
-    number = not isinstance(value, bool) and isinstance(value, (int, float))
-    if not number or not -sys.float_info.max <= value <= sys.float_info.max:  # an int may be beyond any float
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    try:
+        number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)  # NumPy's, too
+    except OverflowError:  # an int may be beyond any float
+        number = math.inf
+    if not math.isfinite(number):
         raise ScaleError(f"{name}={value!r} must be a finite number")
-    return float(value)
+    return number
 
 
 def check_scale(scale: Any, name: str = "scale") -> float:
@@ -50,9 +58,9 @@ def check_factors(growth_factor: Any, backoff_factor: Any, growth_interval: Any)
 
 def check_count(value: Any, name: str, why: str) -> int:
     """`value` as a whole number of at least 1 that a counter of 32 bits can meet, else `ScaleError`."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+    if isinstance(value, bool) or not isinstance(value, Real) or value != value // 1 or not 1 <= value < 2**31:
         raise ScaleError(f"{name}={value!r} must be a whole number of at least 1 and below 2**31: {why}")
-    return value
+    return int(value)
 
 
 def check_bounds(

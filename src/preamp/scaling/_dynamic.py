@@ -186,7 +186,7 @@ class HysteresisScale(DynamicScale):
         seen = (tolerated + bad).clamp_(max=self.hysteresis)
         good = (good_steps + 1) * ~bad
         grows = good == self.growth_interval
-        exact = scale.double()  # rounded once, as torch does
+        exact = scale if scale.device.type == "mps" else scale.double()  # rounded once, as torch does
         grown = (exact * self.growth_factor).float()
         backed_off = (exact * self.backoff_factor).float()
         after_bad = torch.where(seen >= self.hysteresis, backed_off, scale)

@@ -20,7 +20,7 @@ from ..frameworks import framework_hooks, unwrap_imitation
 from ..gradients import Reading, check_and_unscale_, read
 from ..parallel import Agreement
 from ..sharding import any_sharded
-from ._checks import PATIENCE, check_bounds, check_count, check_factors, check_scale
+from ._checks import LARGEST_SCALE, PATIENCE, SMALLEST_SCALE, check_bounds, check_count, check_factors, check_scale
 from ._dynamic import HysteresisScale, Moving
 from ._reciprocal import Reciprocal
 from ._window import WindowScale
@@ -67,12 +67,16 @@ class GradScaler(torch.amp.GradScaler):
         patience: int | None = PATIENCE,
         schedule: str | Moving = "backoff",
     ) -> None:
-        check_factors(growth_factor, backoff_factor, growth_interval)
-        start = check_scale(init_scale, "init_scale")
-        self._floor, self._ceiling = check_bounds(start, min_scale, max_scale)
+        start, self._floor, self._ceiling = init_scale, SMALLEST_SCALE, LARGEST_SCALE
+        if enabled:  # torch, too, takes anything where it does nothing
+            check_factors(growth_factor, backoff_factor, growth_interval)
+            start = check_scale(init_scale, "init_scale")
+            self._floor, self._ceiling = check_bounds(start, min_scale, max_scale)
+            growth_factor, backoff_factor = float(growth_factor), float(backoff_factor)
+            growth_interval = int(growth_interval)
         self._patience = None if patience is None else check_count(patience, "patience", "it counts skipped updates")
-        super().__init__(device, start, float(growth_factor), float(backoff_factor), growth_interval, enabled)
-        self._schedule = self._scheduled(schedule, start, min_scale, max_scale)
+        super().__init__(device, start, growth_factor, backoff_factor, growth_interval, enabled)
+        self._schedule = self._scheduled(schedule, start, min_scale, max_scale) if enabled else None
         self._reading: Reading | None = None
         self._reciprocal = Reciprocal()
         self._last_found: tuple[Tensor, ...] = ()
@@ -214,7 +218,7 @@ class GradScaler(torch.amp.GradScaler):
         """As torch's, then keeps the scale within its bounds. `new_scale`: a number, or a 0-d float32 tensor."""
         if not self._enabled:
             return
-        if isinstance(new_scale, (int, float)):
+        if new_scale is not None and not isinstance(new_scale, Tensor):
             new_scale = check_scale(new_scale, "new_scale")
         found, used = self._found_in_any_optimizer(), None if self._scale is None else _kept(self._scale)
         scale: Tensor
@@ -305,17 +309,17 @@ class GradScaler(torch.amp.GradScaler):
     def set_growth_factor(self, new_factor: float) -> None:
         """As torch's, checked: above 1."""
         check_factors(new_factor, 0.5, 1)
-        super().set_growth_factor(new_factor)
+        super().set_growth_factor(float(new_factor))
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """As torch's, checked: in (0, 1)."""
         check_factors(2.0, new_factor, 1)
-        super().set_backoff_factor(new_factor)
+        super().set_backoff_factor(float(new_factor))
 
     def set_growth_interval(self, new_interval: int) -> None:
         """As torch's, checked: a whole number of at least 1."""
         check_factors(2.0, 0.5, new_interval)
-        super().set_growth_interval(new_interval)
+        super().set_growth_interval(int(new_interval))
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from ..eps import safe_eps
-from ..errors import PolicyError, PreampWarning, SessionError
+from ..errors import PolicyError, PreampWarning, SessionError, kind_of
 from ..formats import LOW_DTYPES, name_of
 from ..frameworks import unwrap
 from ..masters import Masters, NoMasters, Shadows, SplitMasters, rebuild_reducers, shadows_work
@@ -23,6 +23,7 @@ from ..policy import Policy, auto_level
 from ..policy import policy as make_policy
 from ..scaling import LossScale, loss_scale
 from ..sharding import flat_group, is_sharded, reshard
+from ._checks import named_parameters
 from ._losses import Losses, named_values
 from ._parameters import parameters_of, state_like_parameters
 from ._session import Session
@@ -31,12 +32,20 @@ from ._step import SKIPS
 _log = logging.getLogger("preamp")
 
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
+
+
+class _NotGiven:
+    pass
+
+
+_NOT_GIVEN = _NotGiven()
+
 Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer] | None
 
 
 def prepare(
     model: Models,
-    optimizer: Optimizers,
+    optimizer: Optimizers | _NotGiven = _NOT_GIVEN,
     *,
     level: str | None = None,
     policy: Policy | str | Mapping[str, Any] | None = None,
@@ -68,10 +77,16 @@ def prepare(
 
     >>> session = preamp.prepare(model, optimizer, level="O4")
     """
+    if isinstance(optimizer, _NotGiven):
+        raise SessionError(
+            "prepare() was given no optimizer, and masters and loss scales are nothing without the one that steps: "
+            "write prepare(model, optimizer), or prepare(model, None) for inference"
+        )
     models = {name: unwrap(each) for name, each in named_values(model, "model").items()}
     given = {} if optimizer is None else named_values(optimizer, "optimizer")
     optimizers = {name: unwrap(each) for name, each in given.items()}
     _check_kinds(models, optimizers)
+    _check_parameters(models, optimizers)
     reshard(models.values())
     if skip not in SKIPS:
         raise SessionError(f"skip={skip!r}: write one of {', '.join(map(repr, SKIPS))}")
@@ -171,11 +186,11 @@ def _scales(policy: Policy, losses: Sequence[str], scale: Any) -> dict[str, Loss
 def _check_kinds(models: dict[str, Any], optimizers: dict[str, Any]) -> None:
     for name, model in models.items():
         if not isinstance(model, nn.Module):
-            raise SessionError(f"prepare() takes nn.Modules; model {name or 'given'} is a {type(model).__name__}")
+            raise SessionError(f"prepare() takes nn.Modules; model {name or 'given'} is {kind_of(model)}")
     for name, optimizer in optimizers.items():
         if not isinstance(optimizer, Optimizer):
             raise SessionError(
-                f"prepare() takes torch.optim optimizers; optimizer {name or 'given'} is a {type(optimizer).__name__}"
+                f"prepare() takes torch.optim optimizers; optimizer {name or 'given'} is {kind_of(optimizer)}"
             )
         if isinstance(optimizer, LBFGS):
             raise SessionError(
@@ -184,6 +199,28 @@ def _check_kinds(models: dict[str, Any], optimizers: dict[str, Any]) -> None:
             )
     if len({id(o) for o in optimizers.values()}) < len(optimizers):
         raise SessionError("the same optimizer is given twice")
+
+
+def _check_parameters(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> None:
+    """Every optimizer steps something of the models, and nothing is stepped by two."""
+    known = {p: path for path, p in named_parameters(models)}
+    owners: dict[nn.Parameter, str] = {}
+    for name, optimizer in optimizers.items():
+        called = f"the {type(optimizer).__name__}{f' {name!r}' if name else ''}"
+        own = list(parameters_of(optimizer))
+        if known and own and not any(p in known for p in own):
+            raise SessionError(
+                f"{called} has {len(own)} parameters and none of them is the model's: it would step tensors that the "
+                "model does not use. A model that is made anew, copied, or moved by assignment after its optimizer was "
+                "made has other parameters: make the optimizer from model.parameters() last, then prepare() both"
+            )
+        for parameter in own:
+            if owners.setdefault(parameter, called) != called:
+                raise SessionError(
+                    f"the parameter {known.get(parameter, 'given')!r} is in {owners[parameter]} and in {called}: each "
+                    "would unscale and clip its gradient once more. Give it to one of them, or prepare() a session for "
+                    "each, one after the other"
+                )
 
 
 def _check_wrapping(models: dict[str, nn.Module], policy: Policy) -> None:

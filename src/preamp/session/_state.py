@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import PreampError, StateError
+from ..errors import PreampError, StateError, kind_of
 from ._checks import check_state
 from ._losses import Losses
 
@@ -20,7 +20,7 @@ def check_whole(state: Any, policy: str, losses: Losses) -> None:
     Those two are the masters' own to check, which they do before they take one.
     """
     if not isinstance(state, Mapping):
-        raise StateError(f"a session's state is a dict, what state_dict() gave; this is a {type(state).__name__}")
+        raise StateError(f"a session's state is a dict, what state_dict() gave; this is {kind_of(state)}")
     kinds = {"version": int, "policy": str}
     odd = [name for name in state if not isinstance(state[name], kinds.get(name, object)) or not isinstance(name, str)]
     if odd:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ....errors import kind_of
 from ._amp_state import _amp_state, maybe_print
 from ._casted_model import cast_nested, check_params_fp32, keep_state_dict_full, patch_forward
 from ._process_optimizer import _process_optimizer, release
@@ -29,7 +30,7 @@ def check_models(models: list[Any], wrapped: bool = False) -> None:
 
     for model in models:
         if not isinstance(model, nn.Module):
-            raise TypeError(f"amp.initialize prepares torch.nn.Modules, and got a {type(model).__name__}")
+            raise TypeError(f"amp.initialize prepares torch.nn.Modules, and got {kind_of(model)}")
         kind = None
         if isinstance(model, nn.parallel.DistributedDataParallel):
             kind = "torch.nn.parallel.DistributedDataParallel"
@@ -57,8 +58,7 @@ def check_optimizers(optimizers: list[Any]) -> None:
             )
         if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "step"):
             raise TypeError(
-                "optimizers must be either a single optimizer or a list of optimizers; "
-                f"this is a {type(optimizer).__name__}"
+                f"optimizers must be either a single optimizer or a list of optimizers; this is {kind_of(optimizer)}"
             )
 
 
@@ -78,7 +78,7 @@ def _initialize(
         model_list = models
     else:
         raise TypeError(
-            f"models must be either a single model or a list of models. Got a {type(models).__name__}; a list is "
+            f"models must be either a single model or a list of models. Got {kind_of(models)}; a list is "
             "changed in place and returned."
         )
     if optimizers is None:
@@ -87,7 +87,7 @@ def _initialize(
         optimizer_list = optimizers
     elif isinstance(optimizers, (tuple, dict, set)):
         raise TypeError(
-            f"optimizers must be either a single optimizer or a list of optimizers. Got a {type(optimizers).__name__}."
+            f"optimizers must be either a single optimizer or a list of optimizers. Got {kind_of(optimizers)}."
         )
     else:
         optimizer_list = [optimizers]

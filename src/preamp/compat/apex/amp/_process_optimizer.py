@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....errors import kind_of
 from ._amp_state import maybe_print
 from ._masters import MastersOfOptimizer, PlainParameters
 
@@ -176,7 +177,7 @@ def _adding(inner: Any, stash: AmpOptimizerState) -> Any:
         """Add a group; its 16-bit parameters get masters at once."""
         stash.lazy_init()
         if not isinstance(param_group, dict):
-            raise TypeError(f"a param group must be a dict, and this is a {type(param_group).__name__}")
+            raise TypeError(f"a param group must be a dict, and this is {kind_of(param_group)}")
         if isinstance(param_group["params"], (set, frozenset)):
             raise TypeError("parameters must come in an order, as in a list: a set would change it from run to run")
         before = len(self.param_groups)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from ....errors import kind_of
 from .scaler import LossScaler
 
 
@@ -30,7 +31,7 @@ def scaled_backward(
     for optimizer in optimizers:
         if not hasattr(optimizer, "_amp_stash"):
             raise RuntimeError(
-                f"amp.scale_loss was given a {type(optimizer).__name__} that amp.initialize has not seen, so it knows "
+                f"amp.scale_loss was given {kind_of(optimizer)} that amp.initialize has not seen, so it knows "
                 "neither its masters nor how to skip its step. Pass the optimizer that amp.initialize returned; one "
                 "made anew (after a checkpoint, say) has to go through amp.initialize as well."
             )

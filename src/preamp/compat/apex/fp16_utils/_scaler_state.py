@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....errors import StateError
+from ....errors import StateError, kind_of
 from ..amp.scaler import LossScaler
 
 FIELDS = {
@@ -35,7 +35,7 @@ def scaler_of(saved: Any) -> LossScaler:
                 fields["scale_window"] = saved.scale_window
     if "loss_scale" not in fields:
         raise StateError(
-            f"state_dict['loss_scaler'] is a {type(saved).__name__} without a loss scale, so gradients would be "
+            f"state_dict['loss_scaler'] is {kind_of(saved)} without a loss scale, so gradients would be "
             "divided by the wrong number: pass what FP16_Optimizer.state_dict() returned"
         )
     scaler = LossScaler("dynamic" if fields.get("dynamic") else fields["loss_scale"])
