@@ -21,14 +21,19 @@ PATIENCE = 100
 """Skipped steps in a row after which a schedule gives up, unless told otherwise."""
 
 
-def check_number(value: Any, name: str) -> float:
-    """`value` as a float if it is a finite number, else `ScaleError`."""
+def _as_float(value: Any) -> float:
+    """A number of Python's, of NumPy's or of a 0-d tensor; nan for what is none, inf for one beyond any float."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     try:
-        number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)  # NumPy's, too
-    except OverflowError:  # an int may be beyond any float
-        number = math.inf
+        return math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    except OverflowError:
+        return math.inf
+
+
+def check_number(value: Any, name: str) -> float:
+    """`value` as a float if it is a finite number, else `ScaleError`."""
+    number = _as_float(value)
     if not math.isfinite(number):
         raise ScaleError(f"{name}={value!r} must be a finite number")
     return number
@@ -58,9 +63,10 @@ def check_factors(growth_factor: Any, backoff_factor: Any, growth_interval: Any)
 
 def check_count(value: Any, name: str, why: str) -> int:
     """`value` as a whole number of at least 1 that a counter of 32 bits can meet, else `ScaleError`."""
-    if isinstance(value, bool) or not isinstance(value, Real) or value != value // 1 or not 1 <= value < 2**31:
+    number = _as_float(value)
+    if not 1 <= number < 2**31 or number % 1:
         raise ScaleError(f"{name}={value!r} must be a whole number of at least 1 and below 2**31: {why}")
-    return int(value)
+    return int(number)
 
 
 def check_bounds(
