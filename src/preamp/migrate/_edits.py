@@ -37,6 +37,10 @@ class Edits:
     handled: set[cst.CSTNode] = field(default_factory=set)
     """Uses of Apex that are translated, or have their note."""
     notes: list[Note] = field(default_factory=list)
+    doubts: list[Note] = field(default_factory=list)
+    """What makes it unsure that the sessions of the file train as before; one of them, and nothing is changed."""
+    acts: dict[cst.CSTNode, str] = field(default_factory=dict)
+    """Calls that a session's methods take the place of: "backward", "step", "zero", "clip"; "unscale" goes before."""
 
 
 class Apply(cst.CSTTransformer):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import libcst as cst
 
+from ._callees import Callees
 from ._names import Names, dotted, root
 from ._scopes import Scope, Scopes
-from ._sessions import Plan, constructor, elements
+from ._sessions import Plan, elements
 
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "compile", "convert_syncbn_model", "convert_sync_batchnorm"}
 
@@ -26,13 +27,14 @@ def spread_meanings(names: Names, scopes: Scopes, plans: list[Plan]) -> None:
                     scope.optimizers.update(t for t in map(dotted, found) if t is not None)
     for scope in scopes.all:
         _same_names(names, scope, plans)
+    callees = Callees(scopes)
     for _ in range(8):  # as far as names are handed on in a chain; each round reaches one further
         before = sum(len(s.models) + len(s.optimizers) for s in scopes.all)
         for scope in scopes.all:
             _inherit(scope)
             _aliases(names, scope)
             for call in scope.calls:
-                _arguments(scopes, scope, call)
+                _arguments(callees, scope, call)
         if before == sum(len(s.models) + len(s.optimizers) for s in scopes.all):
             return
 
@@ -71,23 +73,12 @@ def _aliases(names: Names, scope: Scope) -> None:
             scope.optimizers.add(target)
 
 
-def _arguments(scopes: Scopes, scope: Scope, call: cst.Call) -> None:
+def _arguments(callees: Callees, scope: Scope, call: cst.Call) -> None:
     """What is a model here is one inside the function that it is given to."""
-    text = dotted(call.func)
-    if text is None:
+    found = callees.of(scope, call)
+    if found is None:
         return
-    target: Scope | None = None
-    skip = 0
-    if "." not in text:
-        target = next((s for s in scopes.all if s.name == text and s.parent is scopes.module), None)
-        if target is not None and isinstance(target.node, cst.ClassDef):
-            target, skip = constructor(scopes, target), 1
-    elif text.startswith("self.") and text.count(".") == 1:
-        own = scope.own_class()
-        target = next((s for s in scopes.all if own is not None and s.parent is own and s.name == text[5:]), None)
-        skip = 1
-    if target is None or not target.is_function:
-        return
+    target, skip = found
     parameters = target.parameters()[skip:]
     for index, arg in enumerate(call.args):
         given = dotted(arg.value)

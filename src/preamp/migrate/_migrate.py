@@ -8,41 +8,53 @@ import warnings
 import libcst as cst
 
 from ._classes import REPLACEMENTS, refusal, translated
+from ._doubts import Doubts
 from ._edits import Apply, Edits
+from ._gates import by_text, fallbacks, questions
 from ._imports import STARS, tidied
+from ._made import Made
 from ._meanings import spread_meanings
-from ._names import Names, apex_name, dotted, walk
-from ._notes import CannotParse, Migration, Note, advice
+from ._names import COMPILED, Names, apex_name, dotted, shown, walk
+from ._notes import KEEP, CannotParse, Migration, Note, advice, runs
 from ._scopes import Scopes
 from ._sessions import Plan, Sessions, find_plans
 from ._starts import Starts, is_home_global
 from ._uses import Uses
 
+_OF_SESSIONS = ("amp.", "fp16_utils", "multi_tensor_apply", "parallel.Reducer", "amp_C", "apex_C")
+"""What works on a session's gradients, or shares its state: a file that keeps it keeps its sessions."""
+_MENTIONED = re.compile(rf"\b(apex|{'|'.join(COMPILED)})\b")
+
 
 def migrate_text(source: str, filename: str) -> Migration:
     """See `migrate_source`."""
     module = _parsed(source, filename)
-    if re.search(r"\bapex\b", source) is None:
+    if _MENTIONED.search(source) is None:
         return Migration(filename, source, source, uses_apex=False)
     names = Names(module)
-    if not any(_imports_apex(node) for node in walk(names.module)) and not any(True for _ in names.apex_references()):
+    by_import = any(_imports_apex(node) for node in walk(names.module)) or any(True for _ in names.apex_references())
+    if not by_import and not any(True for _ in by_text(names)):
         return Migration(filename, source, source, uses_apex=False)
     edits, plans = _planned(names)
     after = names.module.visit(Apply(names.module, edits)).code if _has_work(edits) else source
     after = tidied(after)
     if _compiles(source) is None and (error := _compiles(after)) is not None:
         raise AssertionError(f"{filename}: the translation does not parse, line {error.lineno}: {error.msg}")
-    notes = sorted({*edits.notes, *_unused(names, plans, after)}, key=lambda note: (note.line, note.seen))
-    return Migration(filename, source, after, tuple(notes))
+    _late_doubts(names, plans, edits, after)
+    if plans and edits.doubts:
+        after = source
+    notes = {*_left(names, edits.doubts)} if plans and edits.doubts else {*edits.notes, *edits.doubts}
+    notes |= {*_silent(names, after)}
+    return Migration(filename, source, after, tuple(sorted(notes, key=lambda note: (note.line, note.seen))))
 
 
 def _parsed(source: str, filename: str) -> cst.Module:
     try:
         return cst.parse_module(source)
     except cst.ParserSyntaxError as error:
-        raise CannotParse(
-            f"{filename}:{error.raw_line}: not Python: {error.message.splitlines()[0]}; mend the line first"
-        ) from error
+        own = _compiles(source)  # libcst gives no line for mixed tabs and spaces
+        line, why = (error.raw_line, error.message) if own is None else (own.lineno, own.msg)
+        raise CannotParse(f"{filename}:{line}: not Python: {why.splitlines()[0]}; mend the line first") from error
 
 
 def _compiles(text: str) -> SyntaxError | None:
@@ -60,17 +72,50 @@ def _has_work(edits: Edits) -> bool:
     return bool(edits.expressions or edits.statements or edits.regions or edits.before or edits.arguments)
 
 
-def _unused(names: Names, plans: list[Plan], after: str) -> list[Note]:
-    """Sessions that are made and used nowhere: whoever trains has to get them."""
-    return [
-        Note(
+def _late_doubts(names: Names, plans: list[Plan], edits: Edits, after: str) -> None:
+    """What can be told only from the translation: sessions that nobody gets, imports that stay."""
+    for plan in plans:
+        if re.search(rf"\b{plan.name}\b(?! = preamp\.prepare\()(?=[.,)\]=])", after) is not None:
+            continue
+        note = Note(
             names.line(plan.call), f"{plan.text} is used nowhere in this file",
             "hand it on to what trains (return it, or keep it as an attribute), which then writes session.autocast(), "
             "session.backward(loss) and session.step()",
+        )  # fmt: skip
+        (edits.notes if plan.scope.node is names.module else edits.doubts).append(note)
+    staying = set().union(*(found for _, found in fallbacks(cst.parse_module(after))))
+    for node, found in fallbacks(names.module):
+        if plans and found & staying:
+            edits.doubts.append(Note(
+                names.line(node), f"an import of {', '.join(sorted(found & staying))} that may fail stays",
+                "the script would go on without mixed precision where there is no Apex: take out what needs the import",
+            ))  # fmt: skip
+
+
+def _left(names: Names, doubts: list[Note]) -> list[Note]:
+    """The notes of a file that is left as it is; the first says what to do about it."""
+    missing = sorted({shown(what) for _, what in names.apex_references() if not runs(what)})
+    rest = f"till then it needs NVIDIA's Apex, for {', '.join(missing)}" if missing else KEEP
+    left = "this file is left as it is"
+    first, *others = sorted(doubts, key=lambda note: (note.line, note.seen))
+    told = [Note(first.line, first.seen, f"{first.write}; {left}: settle all by-hand notes and migrate again, {rest}")]
+    return told + [Note(note.line, note.seen, f"{note.write}; {left}") for note in others]
+
+
+def _silent(names: Names, after: str) -> list[Note]:
+    """A word about scripts that go on without Apex where they do not find it."""
+    staying = set().union(*(found for _, found in fallbacks(cst.parse_module(after))))
+    told = []
+    for node, found in fallbacks(names.module):
+        kept = sorted(found & staying)
+        ours = all(runs(apex_name(each) or "") for each in kept)
+        way = "start it with `preamp run`, which has them" if ours else "let the ImportError through"
+        seen, write = (
+            f"where {', '.join(kept)} cannot be imported, the script goes on without",
+            "and may train in float32",
         )
-        for plan in plans
-        if re.search(rf"\b{plan.name}\b(?! = preamp\.prepare\()(?=[.,)\]=])", after) is None
-    ]  # fmt: skip
+        told += [Note(names.line(node), seen, f"{write}: {way}", False)] if kept else []
+    return told
 
 
 def _planned(names: Names) -> tuple[Edits, list[Plan]]:
@@ -86,15 +131,19 @@ def _planned(names: Names) -> tuple[Edits, list[Plan]]:
     if plans:
         sessions.settle_owners(uses.needy())
         uses.plan()
+        made = Made(names, scopes, edits)
+        for plan in plans:
+            made.look(plan, uses.plain)
     _hand_on(names, scopes, sessions, edits)
     _classes(names, edits)
     Starts(names, scopes, sessions, edits).plan()
     for call in untold:
         edits.handled.add(call.func)
-        edits.notes.append(Note(
+        edits.doubts.append(Note(
             names.line(call), "amp.initialize, whose arguments or results are not in plain sight",
             "write `session = preamp.prepare(model, optimizer, level=...)`, and hand on the session with them",
         ))  # fmt: skip
+    Doubts(names, scopes, sessions, edits).look()
     _leftovers(names, edits)
     return edits, plans
 
@@ -160,10 +209,19 @@ def _classes(names: Names, edits: Edits) -> None:
 
 
 def _leftovers(names: Names, edits: Edits) -> None:
+    keep = all(runs(what) for _, what in names.apex_references())
     for node, what in names.apex_references():
         if node not in edits.handled:
-            shown = f"apex.{what}" if what else "apex"
-            edits.notes.append(Note(names.line(node), shown, advice(what)))
+            doubtful = what.startswith(_OF_SESSIONS)
+            (edits.doubts if doubtful else edits.notes).append(Note(names.line(node), shown(what), advice(what, keep)))
+    for place, text in by_text(names):
+        edits.doubts.append(Note(
+            names.line(place), f"{text} names Apex in a text", "write an import, so that what it is for can be told",
+        ))  # fmt: skip
+    for place, text in questions(names):
+        edits.doubts.append(Note(
+            names.line(place), f"{text} asks whether there is an Apex", "a session needs none: take the question out",
+        ))  # fmt: skip
     for each in walk(names.module):
         if isinstance(each, cst.ImportFrom) and isinstance(each.names, cst.ImportStar) and each.module is not None:
             base = apex_name(dotted(each.module) or "")
@@ -171,7 +229,7 @@ def _leftovers(names: Names, edits: Edits) -> None:
             if base is not None and used:
                 edits.notes.append(Note(
                     names.line(each), f"from apex.{base} import *, for {', '.join(used)}",
-                    f"import these by name and migrate again: then each can be told; {advice(f'{base}.{used[0]}')}",
+                    f"import these by name and migrate again: then each is told; {advice(f'{base}.{used[0]}', keep)}",
                 ))  # fmt: skip
 
 

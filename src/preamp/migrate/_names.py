@@ -14,16 +14,32 @@ _SUBMODULES = re.compile(
     r"_amp_state(?=\.master_params)|_initialize|_process_optimizer|distributed|LARC(?=\.)|\w*sync_batchnorm|fused_\w+|"
     r"fp16_optimizer|fp16util|loss_scaler)\.)+(\w+)$"
 )
-_HIDDEN_IMPORT = re.compile(r"^(apex|preamp\.compat\.apex)(\.|$)")
+_PACKAGE = re.compile(r"^(apex|preamp\.compat\.apex)(\.|$)")
+COMPILED = (
+    "amp_C", "apex_C", "fused_layer_norm_cuda", "mlp_cuda", "fused_dense_cuda", "xentropy_cuda", "fused_adam_cuda",
+    "distributed_adam_cuda", "distributed_lamb_cuda", "scaled_masked_softmax_cuda",
+    "scaled_upper_triang_masked_softmax_cuda", "fused_weight_gradient_mlp_cuda",
+)  # fmt: skip
+"""Modules that Apex's own build installs beside the package."""
 
 
 def apex_name(qualified: str) -> str | None:
-    """A qualified name without "apex." and without the module that defines it: "amp.scale_loss"; None for others."""
-    if not _HIDDEN_IMPORT.match(qualified):
+    """A qualified name without "apex." and without the module that defines it: "amp.scale_loss"; None for others.
+
+    What Apex compiles has its own name: "amp_C.multi_tensor_scale".
+    """
+    if qualified.partition(".")[0] in COMPILED:
+        return qualified
+    if not _PACKAGE.match(qualified):
         return None
     rest = re.sub(r"^(preamp\.compat\.)?apex\.?", "", qualified)
     inner = _SUBMODULES.match(rest)
     return f"{inner[1]}.{inner[2]}" if inner else rest
+
+
+def shown(name: str) -> str:
+    """A name of `apex_name`'s as a script would spell it."""
+    return name if name.partition(".")[0] in COMPILED else f"apex.{name}".rstrip(".")
 
 
 def dotted(node: cst.BaseExpression | None) -> str | None:

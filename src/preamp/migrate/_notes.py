@@ -65,6 +65,22 @@ class Migration:
 
 
 KEEP = "or keep the script as it is and start it with `preamp run`, or call preamp.install_as_apex() first"
+_RUNS: dict[str, tuple[str, ...]] = {
+    "": (), "amp": (), "parallel": (), "fp16_utils": (),
+    "optimizers": (
+        "FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad", "FusedSGD",
+    ),
+    "normalization": ("FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm"),
+    "multi_tensor_apply": ("MultiTensorApply", "multi_tensor_applier"),
+    "amp_C": (
+        "multi_tensor_adagrad", "multi_tensor_adam", "multi_tensor_axpby", "multi_tensor_l2norm",
+        "multi_tensor_l2norm_scale", "multi_tensor_lamb", "multi_tensor_novograd", "multi_tensor_scale",
+        "multi_tensor_sgd", "multi_tensor_unscale_l2norm",
+    ),
+    "apex_C": ("flatten", "unflatten"),
+}  # fmt: skip
+"""What of Apex `preamp run` has: modules, with their names where it has not all of them."""
+_LISTS = "write torch._foreach_* functions on the lists of tensors, behind `session.unscale_()` if they are gradients"
 
 ADVICE = {
     "amp.initialize": (
@@ -78,36 +94,50 @@ ADVICE = {
     "amp.state_dict": "write `session.state_dict()` with the session of preamp.prepare, which this place needs",
     "amp.load_state_dict": "write `session.load_state_dict(state)` with the session of preamp.prepare",
     "amp.disable_casts": "write `with torch.autocast(x.device.type, enabled=False):`",
-    "amp.init": f"the handles of the first Apex have no counterpart: write preamp.prepare(model, optimizer), {KEEP}",
+    "amp.init": "the handles of the first Apex have no counterpart: write preamp.prepare(model, optimizer)",
     "amp._amp_state": (
         "Apex's inner state has no counterpart: the scale is `session.loss_scale()`, skips are `session.skipped`, "
         "options are `session.policy`"
     ),
     "amp": "preamp has no such module: whether it is there need not be asked, since a session does the rest",
     "": "preamp takes the place of the whole package: remove this, or write `preamp`",
-    "parallel.LARC": f"preamp has none: divide the rates layer by layer with preamp.optim.LAMB, {KEEP}",
-    "parallel.Reducer": f"write torch.distributed.all_reduce over the gradients after session.unscale_(), {KEEP}",
+    "parallel.LARC": "preamp has none: divide the rates layer by layer with preamp.optim.LAMB",
+    "parallel.Reducer": "write torch.distributed.all_reduce over the gradients after session.unscale_()",
     "parallel.create_syncbn_process_group": "write torch.distributed.new_group for the ranks of each group",
     "parallel.multiproc": "start the script with `torchrun --nproc-per-node=N script.py`",
-    "multi_tensor_apply": "write torch._foreach_* functions on the lists of tensors, or keep preamp.compat.apex's",
+    "multi_tensor_apply": _LISTS,
+    "amp_C": _LISTS,
+    "apex_C": "write torch._utils._flatten_dense_tensors and _unflatten_dense_tensors",
     "RNN": "write torch.nn.LSTM, GRU or RNN: preamp's regions run them in 16 bits",
     "fp16_utils.FP16_Optimizer": (
         'write `session = preamp.prepare(model, optimizer, level="O2")` on the float32 model, session.backward(loss) '
-        f"for optimizer.backward(loss) and session.step(), {KEEP}"
+        "for optimizer.backward(loss) and session.step()"
     ),
     "fp16_utils.network_to_half": 'leave the model in float32: preamp.prepare(model, optimizer, level="O2") casts it',
-    "fp16_utils": f"preamp.prepare keeps 16-bit parameters and float32 masters itself: remove this, {KEEP}",
+    "fp16_utils": "preamp.prepare keeps 16-bit parameters and float32 masters itself: remove this",
     "contrib": "is no mixed precision: it stays NVIDIA's Apex, which has to be installed",
     "transformer": "is no mixed precision: it stays NVIDIA's Apex, which has to be installed",
     "mlp": "is no mixed precision: it stays NVIDIA's Apex, which has to be installed",
+    "fused_dense": "is no mixed precision: it stays NVIDIA's Apex, which has to be installed",
 }
+_KEPT = ("amp.init", "parallel.LARC", "parallel.Reducer", "fp16_utils", "multi_tensor_apply", "amp_C", "apex_C")
+"""Where `preamp run` is what one would rather do."""
 
 
-def advice(name: str) -> str:
-    """What to write for something of Apex, `name` without "apex."."""
+def runs(name: str) -> bool:
+    """Whether `preamp run` has something of Apex, `name` without "apex."."""
+    first, _, rest = name.partition(".")
+    return first in _RUNS and (not rest or not _RUNS[first] or rest.partition(".")[0] in _RUNS[first])
+
+
+def advice(name: str, keep: bool = True) -> str:
+    """What to write for something of Apex, `name` without "apex."; `keep`: whether `preamp run` runs the file."""
     parts = name.split(".")
+    text, known = "preamp's own API has nothing of this name: take it out", False
     for length in range(len(parts), 0, -1):
         candidate = ".".join(parts[:length])
         if candidate in ADVICE and (candidate == name or candidate != "amp"):
-            return ADVICE[candidate]
-    return f"preamp's own API has nothing of this name: take it out, {KEEP}"
+            text, known = ADVICE[candidate], True
+            break
+    wanted = not known or any(name == each or name.startswith(f"{each}.") for each in _KEPT)
+    return f"{text}, {KEEP}" if wanted and keep and runs(name) else text

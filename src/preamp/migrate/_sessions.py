@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import libcst as cst
 
+from ._callees import family
 from ._calls import literal
 from ._names import Names, dotted
 from ._options import Options, read
@@ -189,11 +189,11 @@ class Sessions:
         if own is None or method is None or not method.parameters():
             return None
         me = method.parameters()[0]
-        family = list(self._family(own))
-        found = _choose([p for p in self.plans if self._of_self(p) and p.scope.own_class() in family], optimizer)
+        relatives = list(family(self.scopes, own))
+        found = _choose([p for p in self.plans if self._of_self(p) and p.scope.own_class() in relatives], optimizer)
         if found is not None:
             return Access(f"{me}.{found.name}", found)
-        for each in family:
+        for each in relatives:
             if each in self.stored:
                 return Access(f"{me}.{self.stored[each].text.rpartition('.')[2]}", self.stored[each].plan)
         return None
@@ -201,15 +201,6 @@ class Sessions:
     def _of_self(self, plan: Plan) -> bool:
         method = plan.scope.method()
         return method is not None and plan.owner is not None and plan.owner == (method.parameters() or [""])[0]
-
-    def _family(self, own: Scope) -> Iterator[Scope]:
-        """A class, its bases and the classes made from it, as far as they are in this file."""
-        yield own
-        for other in self.scopes.all:
-            if other is own or not isinstance(other.node, cst.ClassDef) or not isinstance(own.node, cst.ClassDef):
-                continue
-            if other.name in _bases(own.node) or own.name in _bases(other.node):
-                yield other
 
     # -- handing on
 
@@ -272,10 +263,6 @@ class Sessions:
 def constructor(scopes: Scopes, own: Scope) -> Scope | None:
     """The `__init__` of a class of this file."""
     return next((s for s in scopes.all if s.parent is own and s.is_function and s.name == "__init__"), None)
-
-
-def _bases(node: cst.ClassDef) -> set[str]:
-    return {text for text in (dotted(base.value) for base in node.bases) if text is not None}
 
 
 def _choose(plans: list[Plan], optimizer: str | None) -> Plan | None:

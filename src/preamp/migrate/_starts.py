@@ -11,6 +11,7 @@ from ..rules import OpRules
 from ._calls import argument, broken, literal, parameter_of, recall, renamed
 from ._edits import Edits, Statement, with_lead
 from ._forward import block_around
+from ._made import is_repeated
 from ._names import Names, root, walk
 from ._notes import Note
 from ._options import POSITIONS
@@ -127,11 +128,12 @@ class Starts:
             whole = place[0].body[place[1]]
             if not isinstance(whole, cst.If) or not self._used_outside(whole):
                 return
-            if not self._bound_outside(plan, branch):
-                self._say(
-                    plan.call, "amp.initialize under a condition",
-                    f"write `{plan.text} = preamp.prepare(model, optimizer, level='O0')` where it does not hold, so "
-                    "that there is a session whatever the condition",
+            repeated = is_repeated(self._names, plan, whole)
+            if repeated or not self._bound_outside(plan, branch):
+                self._doubt(
+                    plan.call, f"amp.initialize under a condition{' in a loop' if repeated else ''}",
+                    f"write `{plan.text} = preamp.prepare(model, optimizer, level='O0')` where it does not hold, "
+                    "so that there is a session whatever the condition",
                 )  # fmt: skip
                 return
             before = self._edits.statements.get(whole)
@@ -234,6 +236,9 @@ class Starts:
 
     def _say(self, node: cst.CSTNode, seen: str, write: str, by_hand: bool = True) -> None:
         self._edits.notes.append(Note(self._names.line(node), " ".join(seen.split()), " ".join(write.split()), by_hand))
+
+    def _doubt(self, node: cst.CSTNode, seen: str, write: str) -> None:
+        self._edits.doubts.append(Note(self._names.line(node), seen, " ".join(write.split())))
 
 
 def assignment(target: str, value: cst.BaseExpression) -> cst.Assign:

@@ -35,6 +35,8 @@ class Uses:
         """Everything in blocks that are left as they are."""
         self._losses: dict[Scope, dict[str, str]] = {}
         """In a function, losses that have a scaled backward pass, with the words that follow the loss in it."""
+        self.plain: list[cst.Call] = []
+        """Backward passes of modes without amp that became the session's."""
 
     def needy(self) -> list[Scope]:
         """Scopes in which something of a session is used."""
@@ -61,7 +63,6 @@ class Uses:
             for call in scope.calls:
                 if call not in self._left:
                     self._call(scope, call)
-            self._gradients(scope)
 
     # -- scale_loss
 
@@ -90,10 +91,10 @@ class Uses:
             self._left.update(walk(block))
             self._edits.handled.update(walk(block))
             self._regions.around(scope, access, loss, block)
-            self._say(
+            self._doubt(
                 call, f"with amp.scale_loss(...): {trouble}",
-                f"put `{access.text}.backward({names.code(loss)}{named})` in its place, and what works on gradients "
-                f"after it, behind `{access.text}.unscale_()`",
+                f"put `{access.text}.backward({names.code(loss)}{named})` in its place, and what works on "
+                f"gradients after it, behind `{access.text}.unscale_()`",
             )  # fmt: skip
             return
         assert isinstance(scaled, cst.Name)
@@ -141,6 +142,7 @@ class Uses:
     def _backward(self, call: cst.Call, access: Access, loss: str, named: str) -> None:
         rest = "".join(f", {self._names.code(arg).rstrip(', ')}" for arg in call.args)
         text = f"{access.text}.backward({loss}{named}{rest})"
+        self._edits.acts[call] = "backward"
         self._edits.expressions[call] = lambda _: cst.parse_expression(text)
 
     def _hoisted(self, scope: Scope, access: Access, block: cst.With, loss: cst.BaseExpression) -> str:
@@ -192,7 +194,7 @@ class Uses:
             if access is None:
                 return
             if method == "step" and call.args:
-                self._say(
+                self._doubt(
                     call, f"{optimizer}.step with a closure",
                     f"a session's step takes none: run forward and {access.text}.backward(loss), then "
                     f"{access.text}.step()",
@@ -201,6 +203,7 @@ class Uses:
             args = [names.code(arg).rstrip(", ") for arg in call.args]
             if access.plan.several:
                 args.append(optimizer if method == "step" else f"optimizer={optimizer}")
+            self._edits.acts[call] = "step" if method == "step" else "zero"
             self._replace(call, f"{access.text}.{method}({', '.join(args)})")
             self._fold_around(call)
             return
@@ -211,6 +214,7 @@ class Uses:
             plain = call not in self._edits.expressions and all(arg.keyword is not None for arg in call.args)
             if named is not None and access is not None and plain:
                 self._backward(call, access, loss, named)
+                self.plain.append(call)
 
     def _steps(self, scope: Scope, call: cst.Call) -> tuple[str, str] | None:
         """(optimizer, "step" or "zero_grad") if that is what a call does to an optimizer of a session."""
@@ -273,6 +277,7 @@ class Uses:
             args.append(f"optimizer={optimizer}")
         if inner is not None:
             self._edits.handled.add(inner.func)
+        self._edits.acts[call] = "clip"
         self._replace(call, f"{access.text}.{method}({', '.join(args)})")
         self._fold_around(call)
 
@@ -287,33 +292,13 @@ class Uses:
     def _true_first(self, node: cst.CSTNode, access: Access) -> None:
         place = block_around(self._names, node)
         if place is None:
-            self._say(node, "gradients are read here", f"write `{access.text}.unscale_()` before it")
-            return
+            return  # `Doubts` finds a clipping that nothing was done about
         block, index = place
         line = f"{access.text}.unscale_()"
         lines = self._edits.before.setdefault(block.body[index], [])
         if line not in lines:
             lines.append(line)
-
-    def _gradients(self, scope: Scope) -> None:
-        """A reader of gradients has to ask for true ones."""
-        if scope not in self._losses:
-            return
-        access = self._sessions.visible(scope)
-        seen: set[int] = set()
-        for node in walk(scope.node):
-            if not isinstance(node, cst.Attribute) or node.attr.value != "grad" or self._scopes.of[node] is not scope:
-                continue
-            parent = self._names.parent(node)
-            line = self._names.line(node)
-            none = isinstance(parent, (cst.AssignTarget, cst.Comparison)) or dotted(node) == "torch.autograd.grad"
-            if none or line in seen or access is None or dotted(node.value) in ("torch.autograd", "autograd"):
-                continue
-            seen.add(line)
-            self._say(
-                node, f"{self._names.code(node)} is read", f"if this is between backward and step, write "
-                f"`{access.text}.unscale_()` before it: until then gradients are scaled",
-            )  # fmt: skip
+        self._edits.acts[node] = "unscale"
 
     def _fold_around(self, node: cst.CSTNode) -> None:
         around = self._names.parent(node)
@@ -333,3 +318,6 @@ class Uses:
 
     def _say(self, node: cst.CSTNode, seen: str, write: str, by_hand: bool = True) -> None:
         self._edits.notes.append(Note(self._names.line(node), " ".join(seen.split()), " ".join(write.split()), by_hand))
+
+    def _doubt(self, node: cst.CSTNode, seen: str, write: str) -> None:
+        self._edits.doubts.append(Note(self._names.line(node), " ".join(seen.split()), " ".join(write.split())))
