@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import subprocess
 import sys
@@ -15,55 +13,13 @@ import torch
 
 import preamp
 from preamp.errors import MissingExtra
-from preamp.migrate import CannotParse, Migration, NoSuchFile, migrate_source, run
+from preamp.migrate import CannotParse, NoSuchFile, migrate_source, run
+
+from .migrations import DATA, by_hand, clean, migrated, trained
 
 pytest.importorskip("libcst")
 
-SOURCE = Path(__file__).resolve().parents[2] / "src"
-
-
-def migrated(text: str) -> Migration:
-    """A translation, which has to be stable: a second one changes nothing."""
-    found = migrate_source(textwrap.dedent(text), "s.py")
-    compile(found.after, "s.py", "exec")
-    assert migrate_source(found.after, "s.py").after == found.after
-    return found
-
-
-def clean(text: str) -> str:
-    """The translation of something with nothing left to do, and nothing of Apex."""
-    found = migrated(text)
-    assert found.left == 0, [note.text("s.py") for note in found.notes]
-    assert "apex" not in found.after and "scale_loss" not in found.after, found.after
-    return found.after
-
-
-def by_hand(text: str) -> list[tuple[int, str]]:
-    """Lines and words of what is left to do."""
-    return [(note.line, f"{note.seen}: {note.write}") for note in migrated(text).notes if note.by_hand]
-
-
 # -- trainings
-
-DATA = """
-import torch
-from torch import nn
-
-torch.manual_seed(0)
-X = [torch.randn(16, 6) for _ in range(12)]
-Y = [x[:, :1] * 2 - x[:, 1:2] for x in X]
-
-
-class Args:
-    fp16 = FP16
-    fp16_opt_level = "LEVEL"
-    accum = 2
-    max_norm = 0.5
-
-
-args = Args()
-losses = []
-"""
 
 SCRIPTS = {
     "imagenet": """
@@ -264,38 +220,6 @@ fit(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1)))
 
 CASES = [(name, level, True) for name in SCRIPTS for level in ("O1", "O2", "O4", "O5")] + [("huggingface", "O1", False)]
 assert CASES
-
-HARNESS = """
-import json, runpy, sys, warnings
-mode, *files = sys.argv[1:]
-if mode == "apex":
-    import preamp
-    preamp.install_as_apex()
-    from apex import amp
-found = {}
-for file in files:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error" if mode == "preamp" else "ignore")
-        out = runpy.run_path(file)
-    found[file.rpartition("/")[2]] = out["losses"]
-    if mode == "apex":
-        amp.close()
-    else:
-        for each in [out.get("session")]:
-            each is None or each.close()
-sys.stderr.write(json.dumps(found))
-"""
-
-
-def trained(mode: str, folder: Path, files: list[Path]) -> dict[str, list[float]]:
-    harness = folder / "harness.py"
-    harness.write_text(HARNESS, encoding="utf-8")
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCE)}
-    line = [sys.executable, str(harness), mode, *map(str, files)]
-    done = subprocess.run(line, capture_output=True, text=True, env=env, timeout=120)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, list[float]] = json.loads(done.stderr)
-    return found
 
 
 def test_translated_trainings_run_and_end_like_the_originals(tmp_path: Path) -> None:
@@ -703,6 +627,7 @@ def test_a_forward_out_of_sight_is_a_note() -> None:
             def backward(self, loss):
                 with amp.scale_loss(loss, self.opt) as scaled:
                     scaled.backward()
+                self.opt.step()
     """)
     assert line == 8 and "with self.session.autocast():" in words
 

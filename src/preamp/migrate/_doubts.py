@@ -50,6 +50,13 @@ class Doubts:
                 self._torch_amp(node)
         for plan in self._sessions.plans:
             self._bound_anew(plan)
+        missing = {"step", "backward"} - {*self._edits.acts.values()}
+        if len(missing) == 1:
+            what = missing.pop()
+            self._doubt(
+                self._sessions.plans[0].call, f"no {what} of the session is in sight, but its other half",
+                f"session.{what}() where it is, and hand it the session",
+            )  # fmt: skip
         Flow(self._scopes, self._callees, self._watch, self._holding).walk()
 
     # -- wherever it stands
@@ -218,7 +225,15 @@ class Doubts:
             return False
         if knows(scope, self._names.code(call.func)) or is_harmless(self._names, call):
             return False  # a forward pass; a function that is known
-        return names_gradients(call) or any(holds(self._names, a.value, scope, holding) for a in call.args)
+        given = [arg.value for arg in call.args]
+        if isinstance(call.func, cst.Attribute) and self._is_inherited(call.func):
+            given.append(call.func.value)
+        return names_gradients(call) or any(holds(self._names, each, scope, holding) for each in given)
+
+    def _is_inherited(self, method: cst.Attribute) -> bool:
+        """Whether a method is none of this file's, and no function that an attribute of this file holds."""
+        text = self._names.code(method)
+        return not any(target == text for scope in self._scopes.all for target, _ in scope.assigns)
 
     def _stranger(self, call: cst.Call) -> None:
         self._doubt(

@@ -36,6 +36,16 @@ def by_text(names: Names) -> Iterator[tuple[cst.CSTNode, str]]:
             yield whole, names.code(whole)
 
 
+def hidden(names: Names) -> Iterator[tuple[cst.CSTNode, str]]:
+    """Calls that are Apex's by their name, but whose `amp` is handed over, or comes from another file."""
+    for node in walk(names.module):
+        if not isinstance(node, cst.Call) or not isinstance(node.func, cst.Attribute) or names.apex(node.func):
+            continue
+        text = names.code(node.func)
+        if node.func.attr.value in ("scale_loss", "master_params") or text.endswith("amp.initialize"):
+            yield node, text
+
+
 def questions(names: Names) -> Iterator[tuple[cst.CSTNode, str]]:
     """Uses of what other files say about Apex: `is_apex_available()`, `HAS_APEX`."""
     for node in walk(names.module):

@@ -152,7 +152,7 @@ class _Tidy(cst.CSTTransformer):
         after = list(node.orelse.body.body) if node.orelse is not None else []
         if not rest and self._defines_used(node):
             handler = node.handlers[0]
-            return [*handler.body.body, *after]
+            return [*(each for each in handler.body.body if _defines(each)), *after]
         return [*rest, *after]
 
     def _defines_used(self, node: cst.Try) -> bool:
@@ -206,7 +206,8 @@ class _Tidy(cst.CSTTransformer):
             word = arg.keyword.value if arg.keyword is not None else ""
             if word in ("level", "scale"):
                 other_text = '"O0"' if word == "level" else "None"
-                arg = arg.with_changes(value=cst.parse_expression(f"{code(arg.value)} if {test} else {other_text}"))
+                own = f"({code(arg.value)})" if isinstance(arg.value, cst.IfExp) else code(arg.value)
+                arg = arg.with_changes(value=cst.parse_expression(f"{own} if {test} else {other_text}"))
             args.append(arg)
         assign = cst.Assign([cst.AssignTarget(target)], call.with_changes(args=args))
         return line.with_changes(body=[assign], leading_lines=[*node.leading_lines, *line.leading_lines])
@@ -231,6 +232,13 @@ def _prepared(body: cst.BaseSuite) -> tuple[cst.SimpleStatementLine, cst.BaseAss
     ):
         return line, assign.targets[0].target, assign.value
     return None
+
+
+def _defines(statement: Any) -> bool:
+    """Whether a handler's statement gives what was not found; others say that it was not, and set flags."""
+    if isinstance(statement, cst.SimpleStatementLine):
+        return any(isinstance(small, (cst.Import, cst.ImportFrom)) for small in statement.body)
+    return isinstance(statement, (cst.FunctionDef, cst.ClassDef, cst.Try))
 
 
 def _cannot_fail(statement: Any) -> bool:

@@ -10,7 +10,7 @@ import libcst as cst
 from ._classes import REPLACEMENTS, refusal, translated
 from ._doubts import Doubts
 from ._edits import Apply, Edits
-from ._gates import by_text, fallbacks, questions
+from ._gates import by_text, fallbacks, hidden, questions
 from ._imports import STARS, tidied
 from ._made import Made
 from ._meanings import spread_meanings
@@ -23,7 +23,7 @@ from ._uses import Uses
 
 _OF_SESSIONS = ("amp.", "fp16_utils", "multi_tensor_apply", "parallel.Reducer", "amp_C", "apex_C")
 """What works on a session's gradients, or shares its state: a file that keeps it keeps its sessions."""
-_MENTIONED = re.compile(rf"\b(apex|{'|'.join(COMPILED)})\b")
+_MENTIONED = re.compile(rf"\b(apex|scale_loss|{'|'.join(COMPILED)})\b")
 
 
 def migrate_text(source: str, filename: str) -> Migration:
@@ -33,7 +33,7 @@ def migrate_text(source: str, filename: str) -> Migration:
         return Migration(filename, source, source, uses_apex=False)
     names = Names(module)
     by_import = any(_imports_apex(node) for node in walk(names.module)) or any(True for _ in names.apex_references())
-    if not by_import and not any(True for _ in by_text(names)):
+    if not by_import and not any(True for _ in (*by_text(names), *hidden(names))):
         return Migration(filename, source, source, uses_apex=False)
     edits, plans = _planned(names)
     after = names.module.visit(Apply(names.module, edits)).code if _has_work(edits) else source
@@ -44,7 +44,8 @@ def migrate_text(source: str, filename: str) -> Migration:
     if plans and edits.doubts:
         after = source
     notes = {*_left(names, edits.doubts)} if plans and edits.doubts else {*edits.notes, *edits.doubts}
-    notes |= {*_silent(names, after)}
+    told = {note.line for note in notes}
+    notes |= {note for note in _silent(names, after) if note.line not in told}
     return Migration(filename, source, after, tuple(sorted(notes, key=lambda note: (note.line, note.seen))))
 
 
@@ -97,7 +98,10 @@ def _left(names: Names, doubts: list[Note]) -> list[Note]:
     missing = sorted({shown(what) for _, what in names.apex_references() if not runs(what)})
     rest = f"till then it needs NVIDIA's Apex, for {', '.join(missing)}" if missing else KEEP
     left = "this file is left as it is"
-    first, *others = sorted(doubts, key=lambda note: (note.line, note.seen))
+    by_line: dict[int, Note] = {}
+    for note in doubts:
+        by_line.setdefault(note.line, note)
+    first, *others = [by_line[line] for line in sorted(by_line)]
     told = [Note(first.line, first.seen, f"{first.write}; {left}: settle all by-hand notes and migrate again, {rest}")]
     return told + [Note(note.line, note.seen, f"{note.write}; {left}") for note in others]
 
@@ -217,6 +221,11 @@ def _leftovers(names: Names, edits: Edits) -> None:
     for place, text in by_text(names):
         edits.doubts.append(Note(
             names.line(place), f"{text} names Apex in a text", "write an import, so that what it is for can be told",
+        ))  # fmt: skip
+    for place, text in hidden(names):
+        edits.doubts.append(Note(
+            names.line(place), f"{text}() of an amp that is handed over",
+            "call it by what this file imports from apex, so that it can be told; or hand over the session",
         ))  # fmt: skip
     for place, text in questions(names):
         edits.doubts.append(Note(

@@ -90,9 +90,10 @@ def _scale(
             True,
         ))  # fmt: skip
     elif text is not None and literal(given["loss_scale"], None) is None:
-        options.remarks.append((
-            f"loss_scale={text}", "scale takes a number or 'dynamic', and no number written as text ('128.0')", False,
-        ))  # fmt: skip
+        node = given["loss_scale"]
+        if isinstance(node, (cst.Name, cst.Attribute)):  # a command line gives numbers as text, which Apex takes too
+            text = f'{text} if {text} in (None, "dynamic") else float({text})'
+            text = text if enabled is None else f"({text})"
     if text is not None:
         options.extra.append(("scale", text if enabled is None else f"{text} if {enabled} else None"))
 

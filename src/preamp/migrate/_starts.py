@@ -11,7 +11,7 @@ from ..rules import OpRules
 from ._calls import argument, broken, literal, parameter_of, recall, renamed
 from ._edits import Edits, Statement, with_lead
 from ._forward import block_around
-from ._made import is_repeated
+from ._made import is_bound_before, is_repeated
 from ._names import Names, root, walk
 from ._notes import Note
 from ._options import POSITIONS
@@ -128,8 +128,8 @@ class Starts:
             whole = place[0].body[place[1]]
             if not isinstance(whole, cst.If) or not self._used_outside(whole):
                 return
-            repeated = is_repeated(self._names, plan, whole)
-            if repeated or not self._bound_outside(plan, branch):
+            repeated = is_repeated(self._names, plan.scope, whole, plan.models, plan.call)
+            if repeated or not is_bound_before(self._names, self._scopes, plan, whole):
                 self._doubt(
                     plan.call, f"amp.initialize under a condition{' in a loop' if repeated else ''}",
                     f"write `{plan.text} = preamp.prepare(model, optimizer, level='O0')` where it does not hold, "
@@ -147,22 +147,6 @@ class Starts:
         plans = {plan.statement for plan in self._sessions.plans}
         nodes = [*edits.expressions, *(s for s in edits.statements if s not in plans), *edits.arguments]
         return any(not start <= self._names.line(node) <= end for node in nodes if not isinstance(node, cst.If))
-
-    def _bound_outside(self, plan: Plan, branch: cst.IndentedBlock) -> bool:
-        start, end = self._names.span(branch)
-        for text in (*plan.models, *plan.optimizers):
-            name = root(text)
-            places = [scope for scope in plan.scope.outward() if scope.is_function or scope is self._scopes.module]
-            bound = any(
-                name in scope.parameters() or any(
-                    root(target) == name and not start <= self._names.line(value) <= end
-                    for target, value in scope.assigns
-                )
-                for scope in places
-            )  # fmt: skip
-            if not (bound or name in ("self", "cls")):
-                return False
-        return True
 
     def _completed(self, plan: Plan, new: Statement) -> Statement:
         assert isinstance(new, cst.If)

@@ -25,10 +25,13 @@ _KNOWN = re.compile(
     r"size|param|config|freez|loss|criterion|forward|compute|logit|regulari|penalty|momentum|rate|to_?device|"
     r"distributed|parallel|data|sync_?batch|compile"
 )
+_WRAPS = re.compile(r"^[A-Z]\w*(Optim|Optimizer|Opt|Wrapper)$")
 _TORCH = ("torch.", "numpy.", "math.", "os.", "logging.", "time.", "copy.", "pickle.", "json.")
 _GIVES = ("parameters", "named_parameters", "param_groups")
 _PLAIN = ("config", "training", "device", "dtype", "name", "hparams", "args", "cfg", "num_classes", "default_cfg")
 _LISTS = ("list", "tuple", "set", "iter", "filter", "sorted", "enumerate", "dict", "zip", "chain", "vars")
+_SAYS_NOTHING = ("update", "apply", "register", "add", "attach")
+"""Methods whose object's name says more: `ema.update(model)`."""
 _METHODS = (
     "zero_grad", "step", "state_dict", "load_state_dict", "add_param_group", "train", "eval", "append", "extend",
     "items", "keys", "values", "index", "copy", "get", "register_step_pre_hook", "register_step_post_hook",
@@ -114,8 +117,10 @@ def is_harmless(names: Names, call: cst.Call) -> bool:
         return True
     word = _snake(name)
     works = _GRADIENTS.search(word) is not None and _NO_GRADIENTS.search(word) is None
-    if works or _TRAINS.search(word) is not None:
+    if works or _TRAINS.search(word) is not None or _WRAPS.match(name) is not None:
         return False
+    if name in _SAYS_NOTHING and isinstance(call.func, cst.Attribute):
+        word = _snake((dotted(call.func.value) or "").rpartition(".")[2])
     return _NO_GRADIENTS.search(word) is not None or _KNOWN.search(word) is not None
 
 
