@@ -50,14 +50,14 @@ class Doubts:
                 self._torch_amp(node)
         for plan in self._sessions.plans:
             self._bound_anew(plan)
+        Flow(self._scopes, self._callees, self._watch, self._holding).walk()
         missing = {"step", "backward"} - {*self._edits.acts.values()}
-        if len(missing) == 1:
+        if len(missing) == 1 and not self._edits.doubts:
             what = missing.pop()
             self._doubt(
                 self._sessions.plans[0].call, f"no {what} of the session is in sight, but its other half",
                 f"session.{what}() where it is, and hand it the session",
             )  # fmt: skip
-        Flow(self._scopes, self._callees, self._watch, self._holding).walk()
 
     # -- wherever it stands
 
