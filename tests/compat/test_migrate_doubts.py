@@ -6,9 +6,7 @@ import textwrap
 
 import pytest
 
-from preamp.migrate import migrate_source
-
-from .migrations import clean, migrated
+from .migrations import clean, left, migrated
 
 pytest.importorskip("libcst")
 
@@ -34,19 +32,6 @@ def loop(between: str = "pass", before: str = "", behind: str = "", step: str = 
     between, step = (textwrap.indent(text, "    ").lstrip() for text in (between, step))
     text = LOOP.format(before=before, behind=behind, between=between, step=step)
     return text.replace("    optimizer.zero_grad()\n", "", 1) if step.startswith("if") else text
-
-
-def left(text: str) -> None:
-    """A file is left as it is; a comment `# why: WORDS` stands at each line that a note is about, with its words."""
-    found = migrate_source(text, "s.py")
-    lines = text.splitlines()
-    wanted = {n: line.partition("# why: ")[2] for n, line in enumerate(lines, 1) if "# why: " in line}
-    told = {note.line: note.seen for note in found.notes if note.by_hand}
-    assert found.after == text, found.diff()
-    assert set(told) == set(wanted), told
-    for line, words in wanted.items():
-        assert words in told[line], (words, told[line])
-    assert wanted and all("left as it is" in n.write for n in found.notes if n.by_hand)
 
 
 def test_the_loop_itself_is_translated() -> None:

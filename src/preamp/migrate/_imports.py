@@ -172,6 +172,16 @@ class _Tidy(cst.CSTTransformer):
     def _count(self, name: str) -> int:
         return sum(isinstance(n, cst.Name) and n.value == name for n in walk(self._module))
 
+    def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock) -> Any:
+        """A block whose head is gone begins without blank lines."""
+        if not updated_node.body or len(updated_node.body) == len(original_node.body):
+            return updated_node
+        first: Any = updated_node.body[0]
+        lead = list(first.leading_lines)
+        while lead and lead[0].comment is None:
+            lead.pop(0)
+        return updated_node.with_changes(body=[first.with_changes(leading_lines=lead), *updated_node.body[1:]])
+
     def leave_If(self, original_node: cst.If, updated_node: cst.If) -> Any:
         """An `if` that is empty now, or whose branches make the same session at two levels."""
         body = updated_node.body

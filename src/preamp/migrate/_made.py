@@ -9,7 +9,7 @@ import libcst as cst
 from ._callees import Callees
 from ._edits import Edits
 from ._forward import binds, block_around
-from ._names import Names, dotted, root, walk
+from ._names import Names, root, walk
 from ._notes import Note
 from ._scopes import Scope, Scopes
 from ._sessions import Plan, elements
@@ -54,13 +54,24 @@ class Made:
             return False
         given = [root(self._names.code(node)) for node in elements(plan.options.models)]
         made_here = {root(target) for target, value in plan.scope.assigns if value is not plan.call}
+        if made_here & {*given, *map(root, plan.models)}:
+            return False
         seen: set[tuple[str, ...]] = set()
-        for scope, call in self._calls(outer) if not made_here & {*given, *map(root, plan.models)} else ():
-            texts = tuple(sorted({text for arg in call.args for text in [dotted(arg.value)] if text in scope.models}))
-            if texts in seen or is_repeated(self._names, scope, call, list(texts), plan.call):
+        for scope, call in self._calls(outer):
+            texts = tuple(self._given(outer, call, name) for name in given)
+            if texts in seen or is_repeated(self._names, scope, call, texts, plan.call):
                 return True
             seen.add(texts)
         return False
+
+    def _given(self, outer: Scope, call: cst.Call, name: str) -> str:
+        """What a call gives a parameter; a name that is none stays."""
+        names = [each for each in outer.parameters() if each not in ("self", "cls")]
+        for index, arg in enumerate(call.args):
+            keyword = arg.keyword.value if arg.keyword is not None else None
+            if keyword == name or (keyword is None and index < len(names) and names[index] == name):
+                return self._names.code(arg.value)
+        return name
 
     def _calls(self, function: Scope) -> list[tuple[Scope, cst.Call]]:
         found = []
