@@ -226,13 +226,15 @@ class Doubts:
         if knows(scope, self._names.code(call.func)) or is_harmless(self._names, call):
             return False  # a forward pass; a function that is known
         given = [arg.value for arg in call.args]
-        if isinstance(call.func, cst.Attribute) and self._is_inherited(call.func):
+        if isinstance(call.func, cst.Attribute) and self._is_inherited(scope, call.func):
             given.append(call.func.value)
         return names_gradients(call) or any(holds(self._names, each, scope, holding) for each in given)
 
-    def _is_inherited(self, method: cst.Attribute) -> bool:
-        """Whether a method is none of this file's, and no function that an attribute of this file holds."""
-        text = self._names.code(method)
+    def _is_inherited(self, scope: Scope, method: cst.Attribute) -> bool:
+        """Whether it is a method of the object itself that is none of this file's."""
+        text, around = self._names.code(method), scope.method()
+        if around is None or dotted(method.value) not in around.parameters()[:1]:
+            return False
         return not any(target == text for scope in self._scopes.all for target, _ in scope.assigns)
 
     def _stranger(self, call: cst.Call) -> None:
