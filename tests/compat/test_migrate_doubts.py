@@ -6,6 +6,8 @@ import textwrap
 
 import pytest
 
+from preamp.migrate import migrate_source
+
 from .migrations import clean, left, migrated
 
 pytest.importorskip("libcst")
@@ -68,7 +70,7 @@ def clip(params, most):
         ("if i % 2:\n    fix(model)  # why: fix() runs", "from utils import fix"),
         ("outer(model)", "from utils import fix\ndef outer(net):\n    fix(net.head)  # why: fix() runs"),
         ("clip(model)", "def clip(net):\n    torch.nn.utils.clip_grad_norm_(net.parameters(), 1)  # why: not in sight"),
-        ("grads = [getattr(p, 'data') for p in model.w.grad]  # why: is read", ""),
+        ("g = [getattr(p, 'grad') for p in model.parameters()]  # why: is read", ""),
     ],
 )  # fmt: skip
 def test_what_may_work_on_scaled_gradients(between: str, before: str) -> None:
@@ -79,6 +81,7 @@ def test_what_may_work_on_scaled_gradients(between: str, before: str) -> None:
     "between",
     [
         "scheduler.step()",
+        "writer.add_histogram('w', model.fc.weight, i)",
         "torch.nn.utils.clip_grad_norm_(params, 1)",
         "losses.update(reduce_tensor(loss.data), x.size(0))",
         "print(model.training, optimizer.param_groups[0]['lr'])",
@@ -279,6 +282,12 @@ class Runner:
         self.optimizer.step()
         self.optimizer.zero_grad()
 """)
+
+
+def test_a_session_that_other_files_would_need() -> None:
+    text = "from apex import amp\nimport engine\nmodel, optimizer = amp.initialize(*build()){why}\nengine.go(cfg)\n"
+    assert migrate_source(text.format(why=""), "s.py").after == text.format(why="")
+    left(text.replace("*build()", "model, optimizer").format(why="  # why: session is used nowhere"))
 
 
 def test_a_file_without_sessions_may_do_as_it_likes() -> None:

@@ -148,7 +148,8 @@ def train():
     model = Detector()
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
-    model, optimizer = amp.initialize(model, optimizer, opt_level=args.fp16_opt_level if args.fp16 else "O0", loss_scale=128.0)
+    level = args.fp16_opt_level if args.fp16 else "O0"
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0)
     do_train(model, list(zip(X, Y)), optimizer, scheduler)
 
 

@@ -7,6 +7,7 @@ import re
 import libcst as cst
 
 from ._callees import Callees, bases, family
+from ._calls import literal
 from ._edits import Edits
 from ._flow import Flow, State
 from ._names import Names, dotted, root, walk
@@ -77,6 +78,8 @@ class Doubts:
                     call, f"what {name}() does to gradients and weights is not known",
                     "session.unscale_() before it where it works on gradients, and session.step() for a step",
                 )  # fmt: skip
+        if name == "getattr" and any(literal(arg.value, None) == "grad" for arg in call.args[1:2]):
+            return self._doubt(call, f"{self._names.code(call)} is read", "session.unscale_() before it")
         stranger = self._callees.of(scope, call) is None
         if stranger and any(q.rpartition(".")[2].startswith("clip_grad") for q in {name, *self._names.qualified(func)}):
             return self._doubt(

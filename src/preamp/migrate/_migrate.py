@@ -14,7 +14,7 @@ from ._gates import by_text, fallbacks, hidden, questions
 from ._imports import STARS, tidied
 from ._made import Made
 from ._meanings import spread_meanings
-from ._names import COMPILED, Names, apex_name, dotted, shown, walk
+from ._names import COMPILED, Names, apex_name, calls, dotted, shown, walk
 from ._notes import KEEP, CannotParse, Migration, Note, advice, runs
 from ._scopes import Scopes
 from ._sessions import Plan, Sessions, find_plans
@@ -83,7 +83,9 @@ def _late_doubts(names: Names, plans: list[Plan], edits: Edits, after: str) -> N
             "hand it on to what trains (return it, or keep it as an attribute), which then writes session.autocast(), "
             "session.backward(loss) and session.step()",
         )  # fmt: skip
-        (edits.notes if plan.scope.node is names.module else edits.doubts).append(note)
+        begin = names.line(plan.call)
+        alone = plan.scope.node is names.module and not any(names.line(c) > begin for c in calls(names.module))
+        (edits.notes if alone else edits.doubts).append(note)
     staying = set().union(*(found for _, found in fallbacks(cst.parse_module(after))))
     for node, found in fallbacks(names.module):
         if plans and found & staying:

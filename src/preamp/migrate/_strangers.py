@@ -21,7 +21,7 @@ _TRAINS = re.compile(
 _KNOWN = re.compile(
     r"sched|lr(?![a-z])|(?<![a-z])lr|learning_?rate|warm|anneal|decay|plateau|cycl|cosine|poly|save|load|check_?point|"
     r"ckpt|resume|restore|snapshot|export|(?<!l)log|print|write|report|watch|monitor|summar|describe|info|debug|"
-    r"state|broadcast|ema|swa|teacher|eval|valid|test|predict|infer|sampl|generat|visual|plot|draw|count|"
+    r"state|broadcast|ema|swa|teacher|eval|valid|test|predict|infer|sampl|generat|visual|plot|draw|count|histogram|scalar|image|"
     r"size|param|config|freez|loss|criterion|forward|compute|logit|regulari|penalty|momentum|rate|to_?device|"
     r"distributed|parallel|data|sync_?batch|compile"
 )

@@ -208,7 +208,7 @@ class Uses:
             self._fold_around(call)
             return
         if isinstance(call.func, cst.Attribute) and call.func.attr.value == "backward":
-            loss = names.code(call.func.value)
+            loss = names.code(call.func.value.with_changes(lpar=(), rpar=()))
             named = self._losses.get(scope, {}).get(loss)
             access = self._sessions.visible(scope)
             plain = call not in self._edits.expressions and all(arg.keyword is not None for arg in call.args)
