@@ -99,3 +99,15 @@ def trained(mode: str, folder: Path, files: list[Path]) -> dict[str, list[float]
     assert done.returncode == 0, done.stderr
     found: dict[str, list[float]] = json.loads(done.stderr)
     return found
+
+
+LOOP = """
+{imports}
+model, optimizer = {amp}initialize(model, optimizer, opt_level="O1")
+for x in data:
+    loss = model(x)
+    with {amp}scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+"""
+SCRIPT = LOOP.format(imports="from apex import amp", amp="amp.").lstrip()
