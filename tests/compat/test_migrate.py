@@ -142,6 +142,7 @@ def test_gradients_that_are_read_need_to_be_true() -> None:
         "nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=2)",
         "nn.utils.clip_grad_norm_(list(amp.master_params(optimizer)), max_norm=1.0, norm_type=2)",
         "nn.utils.clip_grad_norm_([p for p in amp.master_params(optimizer)], 1.0, 2)",
+        "nn.utils.clip_grad_norm_(amp.master_params(optimizer) if fast else model.parameters(), 1.0, 2)",
     ],
 )
 def test_clips_of_everything(clip: str) -> None:

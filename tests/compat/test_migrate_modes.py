@@ -232,6 +232,19 @@ def test_lists_of_tensors_keep_a_session_with_apex() -> None:
     left(f"{text}{scale}  # why: amp_C.multi_tensor_scale\n")
 
 
+@pytest.mark.parametrize("room", ["optimizers", "contrib.optimizers"])
+def test_the_optimizers_of_2018_stay_together(room: str) -> None:
+    left(f"""\
+from apex.{room} import FP16_Optimizer
+from apex.optimizers import FusedAdam
+optimizer = FusedAdam(params, lr=0.1)
+optimizer = FP16_Optimizer(optimizer, dynamic_loss_scale=True)  # why: apex.{room}.FP16_Optimizer
+for x in data:
+    optimizer.backward(model(x))
+    optimizer.step()
+""")
+
+
 # -- what `preamp run` runs
 
 

@@ -210,8 +210,9 @@ def test_what_fused_optimizers_cannot_say() -> None:
         b = FusedSGD(ps, lr=0.1, wd_after_momentum=True)
         c = FusedAdam(ps, **options)
         d = {"adam": FusedAdam}
+        e = FusedAdam(ps, max_grad_norm=1.0)
     """)
-    assert [line for line, _ in notes] == [2, 3, 4, 5]
+    assert [line for line, _ in notes] == [2, 3, 4, 5, 6] and "max_grad_norm=1.0 is no argument" in notes[4][1]
     assert "bias_correction=False" in notes[0][1] and "star" in notes[2][1] and "weight_decay" in notes[3][1]
 
 

@@ -105,6 +105,9 @@ def refusal(call: cst.Call, row: Replacement, code: Callable[[cst.CSTNode], str]
     given = named_arguments(call, row.positions)
     if given is None:
         return "its arguments hide behind a star"
+    for name in given:
+        if name not in row.positions and name not in row.drop:
+            return f"{name}={code(given[name])} is no argument of {row.target}"
     for name, harmless in row.only.items():
         if name in given and literal(given[name], harmless) != harmless:
             return f"{name}={code(given[name])} has no counterpart in {row.target}"

@@ -21,7 +21,9 @@ from ._sessions import Plan, Sessions, find_plans
 from ._starts import Starts, is_home_global
 from ._uses import Uses
 
-_OF_SESSIONS = ("amp.", "fp16_utils", "multi_tensor_apply", "parallel.Reducer", "amp_C", "apex_C")
+_FIRST = ("optimizers.FP16_Optimizer", "contrib.optimizers")
+"""The mixed precision of 2018, whose optimizers are made for one another."""
+_OF_SESSIONS = ("amp.", "fp16_utils", "multi_tensor_apply", "parallel.Reducer", "amp_C", "apex_C", *_FIRST)
 """What works on a session's gradients, or shares its state: a file that keeps it keeps its sessions."""
 _MENTIONED = re.compile(rf"\b(apex|scale_loss|{'|'.join(COMPILED)})\b")
 
@@ -41,9 +43,10 @@ def migrate_text(source: str, filename: str) -> Migration:
     if _compiles(source) is None and (error := _compiles(after)) is not None:
         raise AssertionError(f"{filename}: the translation does not parse, line {error.lineno}: {error.msg}")
     _late_doubts(names, plans, edits, after)
-    if plans and edits.doubts:
+    stays = edits.doubts and (plans or any(what.startswith(_FIRST) for _, what in names.apex_references()))
+    if stays:
         after = source
-    notes = {*_left(names, edits.doubts)} if plans and edits.doubts else {*edits.notes, *edits.doubts}
+    notes = {*_left(names, edits.doubts)} if stays else {*edits.notes, *edits.doubts}
     told = {note.line for note in notes}
     notes |= {note for note in _silent(names, after) if note.line not in told}
     return Migration(filename, source, after, tuple(sorted(notes, key=lambda note: (note.line, note.seen))))

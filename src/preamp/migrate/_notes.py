@@ -81,6 +81,10 @@ _RUNS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """What of Apex `preamp run` has: modules, with their names where it has not all of them."""
 _LISTS = "write torch._foreach_* functions on the lists of tensors, behind `session.unscale_()` if they are gradients"
+_FP16_OPTIMIZER = (
+    'write `session = preamp.prepare(model, optimizer, level="O2")` on the float32 model, session.backward(loss) '
+    "for optimizer.backward(loss) and session.step()"
+)
 
 ADVICE = {
     "amp.initialize": (
@@ -109,10 +113,9 @@ ADVICE = {
     "amp_C": _LISTS,
     "apex_C": "write torch._utils._flatten_dense_tensors and _unflatten_dense_tensors",
     "RNN": "write torch.nn.LSTM, GRU or RNN: preamp's regions run them in 16 bits",
-    "fp16_utils.FP16_Optimizer": (
-        'write `session = preamp.prepare(model, optimizer, level="O2")` on the float32 model, session.backward(loss) '
-        "for optimizer.backward(loss) and session.step()"
-    ),
+    "fp16_utils.FP16_Optimizer": _FP16_OPTIMIZER,
+    "optimizers.FP16_Optimizer": _FP16_OPTIMIZER,
+    "contrib.optimizers": _FP16_OPTIMIZER,
     "fp16_utils.network_to_half": 'leave the model in float32: preamp.prepare(model, optimizer, level="O2") casts it',
     "fp16_utils": "preamp.prepare keeps 16-bit parameters and float32 masters itself: remove this",
     "contrib": "is no mixed precision: it stays NVIDIA's Apex, which has to be installed",

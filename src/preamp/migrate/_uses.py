@@ -282,11 +282,16 @@ class Uses:
         self._fold_around(call)
 
     def _inner_call(self, node: cst.BaseExpression) -> cst.Call | None:
-        """`f(...)` of `f(...)`, `list(f(...))` or `[p for p in f(...)]`."""
+        """`f(...)` of `f(...)`, `list(f(...))`, `[p for p in f(...)]`, or `f(...) if amp else model.parameters()`."""
         if isinstance(node, cst.Call) and dotted(node.func) in ("list", "tuple") and len(node.args) == 1:
             node = node.args[0].value
         if isinstance(node, (cst.ListComp, cst.GeneratorExp)) and is_plain(node):
             node = node.for_in.iter
+        if isinstance(node, cst.IfExp):  # the masters with amp, the model's without: one session has both
+            found = [each for each in (node.body, node.orelse) if isinstance(each, cst.Call)]
+            masters = [each for each in found if self._names.apex(each.func) == "amp.master_params"]
+            whole = [each for each in found if method(each) == "parameters"]
+            return masters[0] if masters and whole else None
         return node if isinstance(node, cst.Call) else None
 
     def _true_first(self, node: cst.CSTNode, access: Access) -> None:
