@@ -287,3 +287,14 @@ def test_mixed_tabs_have_the_line_that_python_says(tmp_path: Path) -> None:
         )
     tabs = "from apex import amp\ndef f(loss, opt):\n\twith amp.scale_loss(loss, opt) as s:\n\t\ts.backward()\n"
     assert [line for line, _ in by_hand(tabs)] == [3]
+
+
+# -- size
+
+
+def test_functions_that_call_functions_a_hundred_deep() -> None:
+    chain = "".join(
+        f"def f{n}(model, x):\n    return f{n + 1}(model, x) if x else f{n}(model, x)\n" for n in range(150)
+    )
+    text = f"from apex import amp\n{chain}model, optimizer = build()\n{START.format(why='')}{LOOP}    f0(model, x)\n"
+    assert "session.step()" in clean(text)

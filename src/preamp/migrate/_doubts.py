@@ -14,7 +14,8 @@ from ._names import Names, dotted, root, walk
 from ._notes import Note
 from ._scopes import Scope, Scopes
 from ._sessions import Plan, Sessions
-from ._strangers import holds, is_harmless, is_optimizer_method, knows, names_gradients
+from ._strangers import is_harmless, is_optimizer_method, names_gradients
+from ._weights import Weights, knows
 
 _NOT_OPTIMIZERS = re.compile(
     r"sched|lr|warm|anneal|plateau|prof|env|timer|bar$|progress|meter|ema|swa|logger|writer|wandb|tracker|game|world|"
@@ -32,7 +33,7 @@ class Doubts:
 
     def __init__(self, names: Names, scopes: Scopes, sessions: Sessions, edits: Edits) -> None:
         self._names, self._scopes, self._sessions, self._edits = names, scopes, sessions, edits
-        self._callees = Callees(scopes)
+        self._callees, self._weights = Callees(scopes), Weights(names)
         self._single = len(sessions.plans) == 1 and not sessions.plans[0].several
         self._perhaps: list[tuple[cst.Call, Scope | None]] = []
         """Strangers in functions that nobody in this file calls; gradients wait there if a step follows."""
@@ -51,7 +52,7 @@ class Doubts:
                 self._torch_amp(node)
         for plan in self._sessions.plans:
             self._bound_anew(plan)
-        Flow(self._scopes, self._callees, self._watch, self._holding).walk()
+        Flow(self._scopes, self._callees, self._watch, self._weights.holds).walk()
         missing = {"step", "backward"} - {*self._edits.acts.values()}
         if len(missing) == 1 and not self._edits.doubts:
             what = missing.pop()
@@ -183,9 +184,6 @@ class Doubts:
 
     # -- between backward and step
 
-    def _holding(self, node: cst.BaseExpression, scope: Scope, holding: frozenset[str]) -> bool:
-        return holds(self._names, node, scope, holding)
-
     def _watch(self, call: cst.Call, scope: Scope, state: State, holding: frozenset[str]) -> State:
         act = self._edits.acts.get(call)
         name = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
@@ -231,7 +229,7 @@ class Doubts:
         given = [arg.value for arg in call.args]
         if isinstance(call.func, cst.Attribute) and self._is_inherited(scope, call.func):
             given.append(call.func.value)
-        return names_gradients(call) or any(holds(self._names, each, scope, holding) for each in given)
+        return names_gradients(call) or any(self._weights.holds(each, scope, holding) for each in given)
 
     def _is_inherited(self, scope: Scope, method: cst.Attribute) -> bool:
         """Whether it is a method of the object itself that is none of this file's."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import libcst as cst
 
@@ -18,6 +18,8 @@ Holding = Callable[[cst.BaseExpression, Scope, frozenset[str]], bool]
 """Whether an argument hands on weights."""
 
 _GONE: State = frozenset()
+_DEPTH = 20
+"""How far calls are followed into calls; Python's own stack ends not far behind."""
 
 
 class Flow:
@@ -26,6 +28,7 @@ class Flow:
     def __init__(self, scopes: Scopes, callees: Callees, watch: Watch, holding: Holding) -> None:
         self._scopes, self._callees, self._watch, self._holding = scopes, callees, watch, holding
         self._known: dict[tuple[Scope, State, frozenset[str]], State] = {}
+        self._ordered: dict[cst.CSTNode, list[cst.Call]] = {}
         self._running: list[tuple[Scope, frozenset[str]]] = []
         self._returns: list[State] = []
         self._loops: list[tuple[list[State], list[State]]] = []
@@ -40,7 +43,7 @@ class Flow:
 
     def _enter(self, scope: Scope, state: State, holding: frozenset[str]) -> State:
         key = (scope, state, holding)
-        if key in self._known or any(scope is each for each, _ in self._running):
+        if key in self._known or len(self._running) > _DEPTH or any(scope is each for each, _ in self._running):
             return self._known.get(key, state)
         self._running.append((scope, holding))
         returns, loops = self._returns, self._loops
@@ -115,11 +118,11 @@ class Flow:
 
     def _expression(self, node: cst.CSTNode, state: State) -> State:
         """Calls in the order in which they are made: arguments before what they are given to."""
-        if isinstance(node, (cst.Lambda, cst.FunctionDef)):
-            return state
-        for child in node.children:
-            state = self._expression(child, state)
-        return self._call(node, state) if isinstance(node, cst.Call) else state
+        if node not in self._ordered:
+            self._ordered[node] = list(_ordered(node))
+        for call in self._ordered[node]:
+            state = self._call(call, state)
+        return state
 
     def _call(self, call: cst.Call, state: State) -> State:
         scope = self._scopes.of[call]
@@ -139,3 +142,12 @@ class Flow:
             if name is not None and self._holding(arg.value, scope, holding):
                 found.add(name)
         return frozenset(found)
+
+
+def _ordered(node: cst.CSTNode) -> Iterator[cst.Call]:
+    if isinstance(node, (cst.Lambda, cst.FunctionDef)):
+        return
+    for child in node.children:
+        yield from _ordered(child)
+    if isinstance(node, cst.Call):
+        yield node

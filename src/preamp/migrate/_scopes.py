@@ -21,6 +21,8 @@ class Scope:
     """Targets that are names or attributes, with their value."""
     loops: list[tuple[str, cst.BaseExpression]] = field(default_factory=list)
     """Loop variables, with what the loop runs over."""
+    grown: list[tuple[str, cst.BaseExpression]] = field(default_factory=list)
+    """Names that something is added to, with what is added."""
     bound: set[str] = field(default_factory=set)
     """Names bound here: parameters and targets."""
     models: set[str] = field(default_factory=set)
@@ -97,6 +99,9 @@ class Scopes(cst.CSTVisitor):
             scope.bound.add(node.name.value)
         elif isinstance(node, cst.Call):
             scope.calls.append(node)
+            self._grow(node.func, [arg.value for arg in node.args])
+        elif isinstance(node, cst.AugAssign) and (text := dotted(node.target)) is not None:
+            scope.grown.append((text, node.value))
         elif isinstance(node, cst.Assign):
             for target in node.targets:
                 self._bind(target.target, node.value)
@@ -129,8 +134,13 @@ class Scopes(cst.CSTVisitor):
         scope = self._stack[-1]
         for text in _target_names(node.target):
             scope.bound.add(text)
-        if isinstance(node.target, cst.Name):
-            scope.loops.append((node.target.value, node.iter))
+            scope.loops.append((text, node.iter))
+
+    def _grow(self, func: cst.BaseExpression, values: list[cst.BaseExpression]) -> None:
+        if isinstance(func, cst.Attribute) and func.attr.value in ("append", "extend", "add", "update"):
+            text = dotted(func.value)
+            if text is not None:
+                self._stack[-1].grown.extend((text, value) for value in values)
 
 
 def _target_names(target: cst.BaseExpression) -> Iterator[str]:
