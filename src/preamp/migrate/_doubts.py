@@ -10,7 +10,7 @@ from ._callees import Callees, bases, family
 from ._calls import literal
 from ._edits import Edits
 from ._flow import Flow, State
-from ._names import Names, dotted, root, walk
+from ._names import Names, dotted, root
 from ._notes import Note
 from ._scopes import Scope, Scopes
 from ._sessions import Plan, Sessions
@@ -45,7 +45,7 @@ class Doubts:
         for scope in self._scopes.all:
             for call in scope.calls:
                 self._call(scope, call)
-        for node in walk(self._names.module):
+        for node in self._names.nodes:
             if isinstance(node, cst.Attribute):
                 self._attribute(node)
             if isinstance(node, (cst.Name, cst.Attribute)):

@@ -18,7 +18,7 @@ _ASKS = re.compile(
 
 def by_text(names: Names) -> Iterator[tuple[cst.CSTNode, str]]:
     """Places that name Apex in a text, for an import or to look for it: `import_module("apex.amp")`."""
-    for node in walk(names.module):
+    for node in names.nodes:
         if not isinstance(node, cst.SimpleString) or not isinstance(node.evaluated_value, str):
             continue
         if _PACKAGES.match(node.evaluated_value) is None:
@@ -38,7 +38,7 @@ def by_text(names: Names) -> Iterator[tuple[cst.CSTNode, str]]:
 
 def hidden(names: Names) -> Iterator[tuple[cst.CSTNode, str]]:
     """Calls that are Apex's by their name, but whose `amp` is handed over, or comes from another file."""
-    for node in walk(names.module):
+    for node in names.nodes:
         if not isinstance(node, cst.Call) or not isinstance(node.func, cst.Attribute) or names.apex(node.func):
             continue
         text = names.code(node.func)
@@ -48,7 +48,7 @@ def hidden(names: Names) -> Iterator[tuple[cst.CSTNode, str]]:
 
 def questions(names: Names) -> Iterator[tuple[cst.CSTNode, str]]:
     """Uses of what other files say about Apex: `is_apex_available()`, `HAS_APEX`."""
-    for node in walk(names.module):
+    for node in names.nodes:
         if not isinstance(node, (cst.Name, cst.Attribute)):
             continue
         parent = names.parent(node)

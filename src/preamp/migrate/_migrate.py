@@ -14,7 +14,7 @@ from ._gates import by_text, fallbacks, hidden, questions
 from ._imports import STARS, tidied
 from ._made import Made
 from ._meanings import spread_meanings
-from ._names import COMPILED, Names, apex_name, calls, dotted, shown, walk
+from ._names import COMPILED, Names, apex_name, calls, dotted, shown
 from ._notes import KEEP, CannotParse, Migration, Note, advice, runs
 from ._scopes import Scopes
 from ._sessions import Plan, Sessions, find_plans
@@ -34,7 +34,7 @@ def migrate_text(source: str, filename: str) -> Migration:
     if _MENTIONED.search(source) is None:
         return Migration(filename, source, source, uses_apex=False)
     names = Names(module)
-    by_import = any(_imports_apex(node) for node in walk(names.module)) or any(True for _ in names.apex_references())
+    by_import = any(_imports_apex(node) for node in names.nodes) or any(True for _ in names.apex_references())
     if not by_import and not any(True for _ in (*by_text(names), *hidden(names))):
         return Migration(filename, source, source, uses_apex=False)
     edits, plans = _planned(names)
@@ -236,7 +236,7 @@ def _leftovers(names: Names, edits: Edits) -> None:
         edits.doubts.append(Note(
             names.line(place), f"{text} asks whether there is an Apex", "a session needs none: take the question out",
         ))  # fmt: skip
-    for each in walk(names.module):
+    for each in names.nodes:
         if isinstance(each, cst.ImportFrom) and isinstance(each.names, cst.ImportStar) and each.module is not None:
             base = apex_name(dotted(each.module) or "")
             used = sorted(names.identifiers & STARS.get(base or "", set()))

@@ -69,7 +69,9 @@ class Names:
         self._parents: Any = resolved[metadata.ParentNodeProvider]
         self._scopes: Any = resolved[metadata.ScopeProvider]
         self._contexts: Any = resolved[metadata.ExpressionContextProvider]
-        self.identifiers = {n.value for n in walk(self.module) if isinstance(n, cst.Name)}
+        self.nodes = list(walk(self.module))
+        """Everything in the file, in the order of the text."""
+        self.identifiers = {n.value for n in self.nodes if isinstance(n, cst.Name)}
 
     def code(self, node: cst.CSTNode) -> str:
         """The text of a node, without what surrounds it."""
@@ -109,7 +111,7 @@ class Names:
 
     def apex_references(self) -> Iterator[tuple[cst.BaseExpression, str]]:
         """Every use of something of Apex, as its longest chain of names, imports left out."""
-        for node in walk(self.module):
+        for node in self.nodes:
             if not isinstance(node, (cst.Name, cst.Attribute)):
                 continue
             parent = self.parent(node)
