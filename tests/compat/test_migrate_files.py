@@ -50,6 +50,15 @@ def test_folders_and_status(tmp_path: Path) -> None:
     assert status == 1 and f"{tmp_path}/d.py:2: by hand: apex.parallel.LARC: " in text
 
 
+def test_a_file_that_is_left_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    file.write_text(SCRIPT + "log(model.w.grad)\n", encoding="utf-8")
+    for write in (False, True):
+        text, status = run([file], write=write)
+        assert status == 1 and text.startswith(f"{file}: left as it is\n{file}:8: by hand: model.w.grad is read")
+    assert file.read_text(encoding="utf-8") == SCRIPT + "log(model.w.grad)\n"
+
+
 def test_the_difference_is_a_patch(tmp_path: Path) -> None:
     if shutil.which("patch") is None:
         pytest.skip("there is no patch here")

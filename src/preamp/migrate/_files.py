@@ -55,10 +55,8 @@ def report(found: Migration, written: bool) -> str:
     name = found.filename
     if not found.uses_apex:
         return f"{name}: uses nothing of Apex, nothing to translate\n"
-    if written:
-        head = f"{name}: rewritten\n" if found.changed else f"{name}: nothing changed\n"
-    else:
-        head = found.diff() or f"{name}: nothing to translate\n"
+    same = "left as it is" if found.left else "nothing to translate"
+    head = f"{name}: rewritten\n" if written and found.changed else found.diff() or f"{name}: {same}\n"
     lines = [n.text(name, found.line_after(n.line) if written else None) for n in found.notes]
     return head + "".join(f"{line}\n" for line in lines)
 
