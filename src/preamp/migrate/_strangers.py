@@ -15,6 +15,9 @@ _GRADIENTS = re.compile(
     r"(^|_)norm$"
 )
 _NO_GRADIENTS = re.compile(r"requires_?grad|toggle_?grad|no_?grad|enable_?grad|grad_?enabled|zero_?grad")
+_HOOKS = re.compile(
+    r"(^|_)(on|after|before|pre|post)_\w*(backward|step|optim)|(call|run|fire|trigger|emit|invoke|exec)\w*(hook|callback|event)"
+)
 _TRAINS = re.compile(
     r"train(?!able)|fit(?!ness)|(^|_)step$|optimizer_?step|step_?(optim|param|model)|updater|closure|solver|learner|runner|engine"
 )
@@ -39,9 +42,11 @@ _METHODS = (
 
 
 def names_gradients(call: cst.Call) -> bool:
-    """Whether a function's own name speaks of gradients: it needs not be given any."""
+    """Whether a function's own name speaks of gradients, or of what runs before a step: it needs not be given any."""
     name = _snake(called(call))
-    return _GRADIENTS.search(name) is not None and "grad" in name and _NO_GRADIENTS.search(name) is None
+    return _HOOKS.search(name) is not None or (
+        _GRADIENTS.search(name) is not None and "grad" in name and _NO_GRADIENTS.search(name) is None
+    )
 
 
 def is_harmless(names: Names, call: cst.Call) -> bool:
@@ -55,7 +60,7 @@ def is_harmless(names: Names, call: cst.Call) -> bool:
         return True
     word = _snake(name)
     works = _GRADIENTS.search(word) is not None and _NO_GRADIENTS.search(word) is None
-    if works or _TRAINS.search(word) is not None or _WRAPS.match(name) is not None:
+    if works or _HOOKS.search(word) is not None or _TRAINS.search(word) is not None or _WRAPS.match(name) is not None:
         return False
     if name in _SAYS_NOTHING and isinstance(call.func, cst.Attribute):
         word = _snake((dotted(call.func.value) or "").rpartition(".")[2])
