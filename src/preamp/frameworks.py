@@ -65,3 +65,14 @@ def _hooks(given: Any) -> Iterator[None]:
         hook = getattr(callback, "on_after_optimizer_step", None)
         if callable(hook):
             hook(strategy=held["_strategy"], optimizer=unwrap(given))
+
+
+def tell_skipped(given: Any, skipped: Any) -> None:
+    """Let Accelerate's optimizer know whether a step was skipped, for its schedulers to stand still: a bool, or a flag
+    that turns into one when it is asked for.
+    """
+    while given is not None and _is_framework(type(given)):  # type: ignore[arg-type]
+        held = vars(given)
+        if "_is_overflow" in held:
+            given._is_overflow = skipped
+        given = held.get("_optimizer", held.get("optimizer"))

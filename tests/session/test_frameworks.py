@@ -142,3 +142,60 @@ def test_a_scaler_skips_behind_a_framework(framework: str, maker: str, unscales:
             stepped.zero_grad()
         ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(*ends) and bool(ends[0].isfinite().all())
+
+
+STEPPERS: dict[str, Callable[[Any], Any]] = {
+    **MAKERS,
+    "foreach": lambda params: torch.optim.AdamW(params, 1e-3, foreach=True),
+    "fused": lambda params: torch.optim.AdamW(params, 1e-3, eps=1e-4, fused=True),
+}
+
+
+def accelerated() -> Any:
+    accelerate: Any = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerate.state.GradientState._reset_state()
+    return accelerate.Accelerator(cpu=True)
+
+
+@quiet
+@pytest.mark.parametrize("maker", STEPPERS)
+def test_accelerates_schedulers_stand_still_while_our_scaler_skips(maker: str) -> None:
+    """accelerate#4242: with torch's scaler a fused optimizer never counts as skipped, and the schedule runs on."""
+    accelerator = accelerated()
+    accelerator.scaler = preamp.GradScaler("cpu", init_scale=2.0**120)
+    model = network()
+    optimizer = STEPPERS[maker](model.parameters())
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    told = []
+    for index in range(4):
+        loss = model(BATCHES[index]).square().mean() * (2.0**20 if index != 2 else 2.0**-110)
+        accelerator.backward(loss)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        told.append((optimizer.step_was_skipped, accelerator.scaler.skipped, schedule.get_last_lr()[0]))
+    assert told == [(True, True, 1e-3), (True, True, 1e-3), (False, False, 5e-4), (True, True, 5e-4)]
+
+
+@quiet
+@pytest.mark.parametrize("maker", STEPPERS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_accelerates_schedulers_stand_still_while_a_session_skips(level: str, maker: str) -> None:
+    accelerator = accelerated()
+    model = network()
+    optimizer = STEPPERS[maker](model.parameters())
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    told = []
+    with preamp.prepare(model, optimizer, level=level, scale=preamp.DynamicScale(4.0)) as session:
+        for index in range(4):
+            with session.autocast():
+                loss = model(BATCHES[index]).float().square().mean() * (float("inf") if index != 2 else 1.0)
+            session.backward(loss)
+            report = session.step(optimizer)
+            schedule.step()
+            session.zero_grad()
+            told.append((bool(optimizer.step_was_skipped), report.skipped, schedule.get_last_lr()[0]))
+    assert told == [(True, True, 1e-3), (True, True, 1e-3), (False, False, 5e-4), (True, True, 5e-4)]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -20,6 +19,7 @@ from ..frameworks import framework_hooks, unwrap_imitation
 from ..gradients import Reading, check_and_unscale_, read
 from ..parallel import Agreement
 from ..sharding import any_sharded
+from ._attributes import is_watched, takes_attributes
 from ._checks import LARGEST_SCALE, PATIENCE, SMALLEST_SCALE, check_bounds, check_count, check_factors, check_scale
 from ._dynamic import HysteresisScale, Moving
 from ._reciprocal import Reciprocal
@@ -124,7 +124,7 @@ class GradScaler(torch.amp.GradScaler):
         self._check_scale_growth_tracker("step")  # before anything is noted of this optimizer
         state = self._per_optimizer_states[id(optimizer)]
         with framework_hooks(given if given is not optimizer else None):
-            if state["stage"] is not OptState.STEPPED and _takes_attributes(optimizer):
+            if state["stage"] is not OptState.STEPPED and takes_attributes(optimizer):
                 result = self._step_fused(optimizer, state, *args, **kwargs)
             else:
                 result = super().step(optimizer, *args, **kwargs)
@@ -152,6 +152,9 @@ class GradScaler(torch.amp.GradScaler):
                     "No inf checks were recorded for this optimizer: it had no gradients when it was checked."
                 )
             found = flags[0] if len(flags) == 1 else torch.stack([*flags, torch.zeros_like(scale)]).amax()
+            if (found.device.type == "cpu" or is_watched(optimizer)) and found.item() > 0:
+                state["stage"] = OptState.STEPPED
+                return None
             optimizer.found_inf = found
             optimizer.grad_scale = given if not scaled else scale if given is None else scale * given
             result: float | None = optimizer.step(*args, **kwargs)
@@ -332,17 +335,6 @@ _DTYPE, _LAYOUT, _DEVICE = attrgetter("dtype"), attrgetter("layout"), attrgetter
 
 def _check_and_unscale(found: Tensor, inverse: Tensor, gradients: list[Tensor]) -> None:
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
-
-
-def _takes_attributes(optimizer: Optimizer) -> bool:
-    """Whether a step heeds `grad_scale` and `found_inf`, as torch's fused ones do, and not the older protocol."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and not _takes_scaler(type(optimizer).step)
-
-
-@cache
-def _takes_scaler(step: Callable[..., Any]) -> bool:
-    """Whether a step has a parameter for the scaler. torch looks at every step, for longer than a small step takes."""
-    return "grad_scaler" in inspect.signature(step).parameters
 
 
 def _kept(scale: Tensor) -> Tensor | float:

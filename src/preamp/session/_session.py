@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..compiling import traced_by_callers, uncompiled
 from ..errors import SessionError
-from ..frameworks import framework_hooks, unwrap
+from ..frameworks import framework_hooks, tell_skipped, unwrap
 from ..gradients import Reading, clip_values_
 from ..sharding import sharded_parts
 from ._base import SessionBase
@@ -307,6 +307,8 @@ class Session(SessionBase):
         self._stepping = optimizer
         try:
             with framework_hooks(self._given.get(optimizer)):
-                return step_unless(found, optimizer, self._book, self._losses.apart, self._skip)
+                skipped = step_unless(found, optimizer, self._book, self._losses.apart, self._skip)
+            tell_skipped(self._given.get(optimizer), found > 0 if skipped is None else skipped)
+            return skipped
         finally:
             self._stepping = None
