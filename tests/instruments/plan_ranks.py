@@ -63,8 +63,9 @@ def fsdp2(level: str, reshard: bool, **options: Any) -> dict[str, Any]:
                 loss = model(torch.randn(8, 64)).float().square().mean()
                 session.backward(loss)
             session.step()
+        gradients = total(p.grad for p in model.parameters())
     return {
-        "parameters": total(model.parameters()), "gradients": total(p.grad for p in model.parameters()),
+        "parameters": total(model.parameters()), "gradients": gradients,
         "states": total(t for state in optimizer.state.values() for t in state.values()), "sent": sent.bytes,
     }  # fmt: skip
 

@@ -103,7 +103,7 @@ def test_the_verb_counts_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert sys.path == before
     for wrong, message in {
         "planned_net": "module:name", "planned_net:nothing": "AttributeError", "no_such_net:x": "ModuleNotFoundError",
-        "planned_net:not_one": "gave a int",
+        "planned_net:not_one": "gave an int",
     }.items():  # fmt: skip
         error = CliRunner().invoke(app, ["plan", "--model", wrong]).exception
         assert isinstance(error, PreampError) and message in str(error)

@@ -1,7 +1,8 @@
 """Precision of modules: converts a model's parameters, and makes modules cast what they get and what they return."""
 
 from ._casting import SHADOWED, Casting, CastingModule
-from ._conversion import NORMS, Conversion
+from ._conversion import Conversion, check_free
+from ._norms import NORMS, is_norm
 from ._precisions import unwrapped
 
-__all__ = ["NORMS", "SHADOWED", "Casting", "CastingModule", "Conversion", "unwrapped"]
+__all__ = ["NORMS", "SHADOWED", "Casting", "CastingModule", "Conversion", "check_free", "is_norm", "unwrapped"]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,42 +19,13 @@ from ..masters import Masters
 from ..policy import Policy
 from ..sharding import gathered_as
 from ._casting import NOTHING, SHADOWED, Casting, CastingModule, casting_class, uncast
+from ._norms import NORMS, is_norm, mixes, refuse_keras
 from ._precisions import precisions_of, unwrapped
-
-NORMS: tuple[type[nn.Module], ...] = (_BatchNorm, _InstanceNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-"""What a policy's `norms` field is about."""
 
 _OWNED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Conversion]] = weakref.WeakKeyDictionary()
 """The modules of open sessions."""
 
 _RNNS: tuple[type[nn.Module], ...] = (nn.RNNBase, nn.RNNCellBase)
-
-
-@lru_cache
-def _mixes(kind: type[nn.Module], device_type: str, low: torch.dtype) -> bool:
-    """Whether torch's kernel for a norm takes 16-bit activations with float32 weights: asked of it once, by trying.
-
-    Where it does, it computes in float32 inside, and two casts of the activations in each direction are spared. Batch
-    norm does everywhere; for the others it depends on the device and on the version of torch.
-    """
-    if issubclass(kind, _BatchNorm):
-        return True
-    probes: dict[type[nn.Module], tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-        nn.LayerNorm: (lambda: nn.LayerNorm(8, device=device_type), (2, 8)),
-        nn.GroupNorm: (lambda: nn.GroupNorm(2, 4, device=device_type), (2, 4, 3)),
-        _InstanceNorm: (lambda: nn.InstanceNorm1d(4, affine=True, device=device_type), (2, 4, 3)),
-    }
-    for base, (make, shape) in probes.items():
-        if issubclass(kind, base):
-            try:
-                with torch.enable_grad(), torch.autocast(device_type, enabled=False):
-                    given = torch.zeros(shape, dtype=low, device=device_type, requires_grad=True)
-                    result = make()(given)
-                    result.sum().backward()
-            except (RuntimeError, NotImplementedError):
-                return False
-            return result.dtype is low
-    return False
 
 
 class Conversion:
@@ -68,8 +38,12 @@ class Conversion:
     def __init__(self, model: nn.Module, policy: Policy, keeper: Masters, prefix: str = "") -> None:
         self._policy, self._keeper, self._prefix = policy, keeper, prefix
         root = unwrapped(model)
+        check_free(root)
         for path, module in root.named_modules():
-            _take_over(path, module)
+            if isinstance(module, CastingModule):  # a copy, or one whose session was lost: as it was before
+                uncast(module)
+            if policy.params in LOW_DTYPES:
+                refuse_keras(path, module)
         self._gathered = gathered_as(root)
         self._changed: dict[CastingModule, Casting] = {}
         self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
@@ -160,7 +134,7 @@ class Conversion:
         policy = self._policy
         if policy.params is torch.float32 or precision is torch.float32:
             return torch.float32
-        if isinstance(module, NORMS):
+        if is_norm(module):
             return policy.norms if policy.norms is torch.float32 else precision or policy.params
         return precision or policy.params
 
@@ -183,7 +157,7 @@ class Conversion:
             for key, buffer in module._buffers.items():
                 if buffer is None or buffer.dtype is not torch.float32 or dtype not in LOW_DTYPES:
                     continue
-                if not self._policy.has_regions or isinstance(module, NORMS) or _loses_nothing(buffer, dtype):
+                if not self._policy.has_regions or is_norm(module) or _loses_nothing(buffer, dtype):
                     low = buffer.to(dtype)
                     module._buffers[key] = low
                     self._buffers.append((module, key, buffer, low))
@@ -202,7 +176,7 @@ class Conversion:
             casting = Casting(inputs=inside, outputs=outside, region=self._region(precision))
         elif low and precision is not torch.float32 and isinstance(module, _RNNS):
             casting = Casting(inputs=precision or low)
-        elif low and precision is not torch.float32 and policy.norms is torch.float32 and isinstance(module, NORMS):
+        elif low and precision is not torch.float32 and policy.norms is torch.float32 and is_norm(module):
             casting = self._norm_casting(module, precision or low)
         elif isinstance(module, (_BatchNorm, _InstanceNorm) if policy.has_regions else NORMS):
             stored = self._storage(module, precision)  # and no rule of a region casts what comes in
@@ -225,7 +199,7 @@ class Conversion:
         if weight is not None and self._gathered.get(weight) in LOW_DTYPES:
             return NOTHING  # FSDP2 gives it 16-bit weights; the region's rule has it compute in float32
         kind: Any = type(module)
-        if weight is not None and _mixes(kind, weight.device.type, low):
+        if weight is not None and mixes(kind, weight.device.type, low):
             return Casting(region=torch.float32)  # no region, whose rule would cast what the kernel takes as it is
         return Casting(inputs=torch.float32, outputs_as_inputs=True, region=torch.float32)
 
@@ -293,21 +267,16 @@ class Conversion:
         self._buffers.clear()
 
 
-def _take_over(path: str, module: nn.Module) -> None:
-    """A module that casts and belongs to no open session (a copy, one whose session was lost) is as it was before.
-
-    `SessionError` for one that does; two sessions may share frozen modules that neither changes.
-    """
-    known = _OWNED.get(module)
-    owned = known is not None and known() is not None
-    learns = any(p.requires_grad for p in module.parameters(recurse=False))
-    if owned and (learns or isinstance(module, CastingModule)):
-        raise SessionError(
-            f"this model is already prepared by an open session ({path or 'all of it'} is); close that session first "
-            "(session.close()), or give one prepare() all models and optimizers that share parameters"
-        )
-    if not owned and isinstance(module, CastingModule):
-        uncast(module)
+def check_free(root: nn.Module) -> None:
+    """`SessionError` for a model of which an open session has a part; they may share what neither of them changes."""
+    for path, module in root.named_modules():
+        known = _OWNED.get(module)
+        learns = any(p.requires_grad for p in module.parameters(recurse=False))
+        if known is not None and known() is not None and (learns or isinstance(module, CastingModule)):
+            raise SessionError(
+                f"this model is already prepared by an open session ({path or 'all of it'} is); close that session "
+                "first (session.close()), or give one prepare() all models and optimizers that share parameters"
+            )
 
 
 def _loses_nothing(buffer: Tensor, dtype: torch.dtype) -> bool:
@@ -317,6 +286,6 @@ def _loses_nothing(buffer: Tensor, dtype: torch.dtype) -> bool:
     are all alike may be a counter or an average that is yet to begin, and would stop moving in 16 bits.
     """
     if buffer.numel() < 2 or buffer.is_meta:
-        return buffer.is_meta
+        return False
     same = buffer == buffer.to(dtype)
     return bool((same | buffer.isnan()).all()) and not bool((buffer == buffer.flatten()[0]).all())

@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 from ..errors import PolicyError, PreampError
 from ..formats import LOW_DTYPES
 from ..masters import NoMasters, Shadows
-from ..modules import NORMS, CastingModule, Conversion, unwrapped
+from ..modules import NORMS, CastingModule, Conversion, check_free, unwrapped
 from ..optim._eight_bit import SMALLEST, has_rows_of_blocks
 from ..policy import Policy
 
@@ -110,6 +110,8 @@ def of_model(model: nn.Module, policy: Policy, *, shadow: bool, sharded: bool) -
 
     Raises `PolicyError` where the policy does not fit the model.
     """
+    if any(isinstance(module, CastingModule) for module in model.modules()):
+        check_free(unwrapped(model))
     shapes = _shapes_of(unwrapped(model))
     if sharded:
         if policy.modules:
@@ -154,8 +156,8 @@ def _shapes_of(model: nn.Module) -> nn.Module:
             )
         bare = torch.empty_like(parameter, device="meta")
         empty[id(parameter)] = nn.Parameter(bare, requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        empty[id(buffer)] = torch.empty_like(buffer, device="meta")
+    for buffer in model.buffers():  # whose values decide on their dtype, and which prepare() does not write
+        empty[id(buffer)] = buffer
     return copy.deepcopy(model, empty)
 
 
