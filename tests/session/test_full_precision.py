@@ -108,3 +108,31 @@ def once(first: Callable[..., None], then: Callable[..., None]) -> Callable[...,
 def region_loss(session: preamp.Session, model: nn.Module) -> torch.Tensor:
     with session.autocast():
         return loss_of(model, 0)
+
+
+@pytest.mark.parametrize("level", [level for level in LEVELS if level != "O3"])
+@pytest.mark.parametrize("master", ["float32", "split"])
+def test_between_forward_and_backward(level: str, master: str) -> None:
+    """As an evaluation of a model in float32 in torch: weights that stay as they are, are not written."""
+    if master == "split" and level != "O5":
+        return
+
+    def run(asks: bool) -> list[torch.Tensor]:
+        model = mlp()
+        optimizer = preamp.optim.SGD(model.parameters(), 0.1)
+        if master == "split":
+            optimizer = preamp.optim.AdamW(model.parameters(), 0.1, eps=1e-4, master="split")
+        with preamp.prepare(model, optimizer, level=level, scale=2.0) as session:
+            for step in range(2):
+                with session.autocast():
+                    loss = loss_of(model, step)
+                    if asks:
+                        with session.full_precision(), torch.no_grad():
+                            loss_of(model, 5)
+                    loss = loss + loss_of(model, step + 1)
+                session.backward(loss)
+                session.step()
+                session.zero_grad()
+            return weights(model)
+
+    assert same(run(True), run(False))

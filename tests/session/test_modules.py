@@ -382,3 +382,25 @@ def test_a_module_in_full_precision_that_gets_no_floating_input(level: str, ids:
         encoded = model["encoder"](*args, **kwargs)
         assert torch.equal(encoded, wanted.to(encoded.dtype))  # at O2 and O5 rounded as it leaves
         assert encoded.dtype is preamp.policy(level).params
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_the_fast_path_of_a_transformer_in_eval_mode(level: str, masked: bool, inside: bool) -> None:
+    """torch's fused kernels for inference take weights of one dtype; in a region they are off."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    model = nn.Sequential(nn.Linear(8, 16), nn.TransformerEncoder(layer, 2), nn.Linear(16, 4)).eval()
+    x, mask = torch.randn(6, 7, 8), torch.arange(7).expand(6, 7) >= torch.tensor([[5], [7], [2], [7], [7], [1]])
+
+    def run() -> Tensor:
+        hidden = model[1](model[0](x.to(model[0].weight.dtype)), src_key_padding_mask=mask if masked else None)
+        return model[2](hidden.to(model[2].weight.dtype)).float()[~mask]  # type: ignore[no-any-return]
+
+    with torch.no_grad():
+        expected = run()
+        with preamp.prepare(model, None, level=level) as session, session.autocast(enabled=inside):
+            found = run()
+    assert (found - expected).norm() / expected.norm() < 0.02

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..sharding import held_here
 from ._exchange import become, exchanged, give_back, rebuild_reducers
 from ._whole import Masters
 
@@ -42,7 +43,8 @@ class NoMasters(Masters):
             other.requires_grad_(parameter.requires_grad)
             give_back(parameter, other)
             with torch.no_grad():
-                parameter.copy_(wide)
+                if not torch.equal(held_here(parameter), held_here(wide.to(parameter.dtype))):
+                    parameter.copy_(wide)
         self._others.clear()
 
     def restore(self) -> None:

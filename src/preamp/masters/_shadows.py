@@ -91,8 +91,9 @@ class Shadows(NoMasters):
                 self._wide.add(parameter)
 
     def swap_out(
-        self, parameters: Iterable[Parameter] | None = None, scale: Tensor | None = None, changed: bool = False
-    ) -> list[tuple[Parameter, Parameter]]:
+        self, parameters: Iterable[Parameter] | None = None, scale: Tensor | None = None, changed: bool = False,
+        lazily: bool = False,
+    ) -> list[tuple[Parameter, Parameter]]:  # fmt: skip
         """Gradients in 16 bits again: those that are there, times `scale`, and what comes from now on."""
         for parameter in list(self._wide if parameters is None else (p for p in parameters if p in self._wide)):
             wide = parameter.grad

@@ -66,18 +66,14 @@ class SplitMasters(Masters):
         """Made for the purpose."""
         return _join(parameter.data, self._bits[parameter])
 
-    def swap_out(
-        self, parameters: Iterable[Parameter] | None = None, scale: Tensor | None = None, changed: bool = False
-    ) -> list[tuple[Parameter, Parameter]]:
-        """Split the float32 data again, and give the bfloat16 parameters back."""
-        leaving = list(self._inside if parameters is None else (p for p in parameters if p in self._inside))
-        others = super().swap_out(leaving, scale, changed)
-        for parameter in leaving:
+    def _publish(self, parameters: Sequence[Parameter], lazily: bool) -> None:
+        """Split the float32 data again."""
+        for parameter in parameters:
             entry = self._entries[parameter]
             weight, bits = _split(entry.master)
-            entry.low.copy_(weight)
+            if not lazily or not torch.equal(held_here(entry.low), held_here(weight)):
+                entry.low.copy_(weight)
             entry.master = self._bits[parameter].copy_(bits)
-        return others
 
     def restore(self) -> None:
         """Give every parameter float32 data for good."""

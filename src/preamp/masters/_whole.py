@@ -218,9 +218,10 @@ class Masters:
         return entry.master
 
     def swap_out(
-        self, parameters: Iterable[Parameter] | None = None, scale: Tensor | None = None, changed: bool = False
-    ) -> list[tuple[Parameter, Parameter]]:
-        """Put the 16-bit tensors back, and round the masters into them.
+        self, parameters: Iterable[Parameter] | None = None, scale: Tensor | None = None, changed: bool = False,
+        lazily: bool = False,
+    ) -> list[tuple[Parameter, Parameter]]:  # fmt: skip
+        """Put the 16-bit tensors back, and round the masters into them; if `lazily`, where that makes a difference.
 
         They get their gradients back. Of gradients that were shown in float32 those that were changed since come back
         changed, times `scale` (all of them if `changed`), and those that are gone do not. Returns pairs of a parameter
@@ -242,11 +243,16 @@ class Masters:
             others.append((parameter, entry.other))
             entry.other = None
         with torch.no_grad():
-            if entries:
-                torch._foreach_copy_(list(map(held_here, leaving)), [held_here(entry.master) for entry in entries])
+            self._publish(leaving, lazily)
         for parameter, entry in zip(leaving, entries, strict=True):
             entry.low, entry.version = parameter.data, parameter._version
         return others
+
+    def _publish(self, parameters: Sequence[Parameter], lazily: bool) -> None:
+        written = [p for p in parameters if not lazily or not self._agrees(p)]
+        if written:
+            masters = [held_here(self._entries[p].master) for p in written]
+            torch._foreach_copy_(list(map(held_here, written)), masters)
 
     def followed(self, parameters: Sequence[Parameter]) -> list[Tensor]:
         """Masters, up to date, for a step that writes them and their parameters itself; `published` comes after it."""
@@ -282,8 +288,11 @@ class Masters:
         self.swap_in(self._entries)
 
     def low(self) -> None:
-        """Undo `full`; what was written into the parameters meanwhile is kept."""
-        self.swap_out()
+        """Undo `full`; what was written into the parameters meanwhile is kept.
+
+        A forward pass may wait for its backward: 16-bit parameters that stay as they are must not be written.
+        """
+        self.swap_out(lazily=True)
 
     def restore(self) -> None:
         """Give every parameter its master for good, and forget it."""

@@ -25,6 +25,7 @@ from ._precisions import precisions_of, unwrapped
 _OWNED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Conversion]] = weakref.WeakKeyDictionary()
 """The modules of open sessions."""
 
+_FAST: tuple[type[nn.Module], ...] = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
 _RNNS: tuple[type[nn.Module], ...] = (nn.RNNBase, nn.RNNCellBase)
 
 
@@ -181,6 +182,10 @@ class Conversion:
         elif isinstance(module, (_BatchNorm, _InstanceNorm) if policy.has_regions else NORMS):
             stored = self._storage(module, precision)  # and no rule of a region casts what comes in
             casting = Casting(inputs=stored) if stored in LOW_DTYPES else NOTHING
+        elif low and precision is not torch.float32 and isinstance(module, _FAST):
+            casting = Casting(
+                region=self._region(precision)
+            )  # in a region their fast path, which mixes no dtypes, is off
         if self._needs_wide_weights(module, precision):
             casting = replace(casting, wide_weights=True)
         if is_root:
