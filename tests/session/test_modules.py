@@ -7,6 +7,7 @@ import itertools
 import warnings
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -404,3 +405,40 @@ def test_the_fast_path_of_a_transformer_in_eval_mode(level: str, masked: bool, i
         with preamp.prepare(model, None, level=level) as session, session.autocast(enabled=inside):
             found = run()
     assert (found - expected).norm() / expected.norm() < 0.02
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_add_up(level: str, kind: Any) -> None:
+    """Over micro-batches, and within one that looks up twice."""
+    if level == "O3":
+        return
+
+    def run(level: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        table, head = kind(9, 8, sparse=True), nn.Linear(8, 4)
+        model = nn.ModuleList([table, head])
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        with preamp.prepare(model, optimizer, level=level, scale=4.0) as session:
+            for _ in range(3):
+                for i in range(3):
+                    rows = torch.arange(i, i + 4).view(2, 2)
+                    with session.autocast():
+                        hidden = table(rows) + table(rows + 1)
+                        assert hidden.dtype in (torch.float32, session.policy.params)
+                        loss = head(hidden.to(head.weight.dtype)).float().square().mean()
+                    session.backward(loss, sync=i == 2)
+                session.clip_grad_norm_(1.0)
+                assert not session.step().skipped
+                session.zero_grad()
+        return [p.detach() for p in model.parameters()]
+
+    for ours, theirs in zip(run(level), run("O0"), strict=True):
+        assert torch.allclose(ours, theirs, atol=2e-2)
+
+
+def test_a_sparse_embedding_that_shares_its_weight_is_like_the_other() -> None:
+    table, head = nn.Embedding(9, 8, sparse=True), nn.Linear(8, 9, bias=False)
+    head.weight = table.weight
+    with preamp.prepare(nn.ModuleList([table, head]), None, level="O5"):
+        assert head.weight.dtype is torch.bfloat16

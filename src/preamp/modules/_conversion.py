@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -50,6 +51,7 @@ class Conversion:
         self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         self._owned: list[nn.Module] = []
         precisions = self._precisions = dict(precisions_of(root, policy))
+        self._sparse = _sparse_embeddings(root) if policy.masters else set()
         plan = list(self._plan_parameters(root, precisions))  # raises before anything is changed
         for name, parameter, dtype in plan:
             if parameter.dtype is dtype:
@@ -133,7 +135,7 @@ class Conversion:
     def _storage(self, module: nn.Module, precision: torch.dtype | None) -> torch.dtype:
         """The dtype of a module's own parameters and buffers."""
         policy = self._policy
-        if policy.params is torch.float32 or precision is torch.float32:
+        if policy.params is torch.float32 or precision is torch.float32 or module in self._sparse:
             return torch.float32
         if is_norm(module):
             return policy.norms if policy.norms is torch.float32 else precision or policy.params
@@ -182,6 +184,8 @@ class Conversion:
         elif isinstance(module, (_BatchNorm, _InstanceNorm) if policy.has_regions else NORMS):
             stored = self._storage(module, precision)  # and no rule of a region casts what comes in
             casting = Casting(inputs=stored) if stored in LOW_DTYPES else NOTHING
+        elif low and precision is not torch.float32 and module in self._sparse:
+            casting = Casting(outputs=precision or low)
         elif low and precision is not torch.float32 and isinstance(module, _FAST):
             casting = Casting(
                 region=self._region(precision)
@@ -270,6 +274,17 @@ class Conversion:
         self._owned.clear()
         self.to_float()
         self._buffers.clear()
+
+
+def _sparse_embeddings(root: nn.Module) -> set[nn.Module]:
+    """Embeddings with sparse gradients, but for such whose weight others use too.
+
+    They stay float32: rows are only looked up, a weight and a master would be more than a float32 weight, and torch
+    cannot add sparse gradients of float16 on a CPU.
+    """
+    uses: Counter[Tensor] = Counter(p for module in root.modules() for p in module.parameters(recurse=False))
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return {m for m in root.modules() if isinstance(m, kinds) and m.sparse and uses[m.weight] == 1}
 
 
 def check_free(root: nn.Module) -> None:
