@@ -26,25 +26,16 @@ def become(parameter: Parameter, data: Tensor) -> None:
     """Have a parameter be other data for good, of another dtype too; its gradient is gone."""
     parameter.grad = None
     if is_sharded(parameter):  # `.data` would change what a DTensor says of itself, and leave what it holds
-        give_back(parameter, Parameter(data, parameter.requires_grad))
+        change_places(parameter, Parameter(data, parameter.requires_grad))
     else:
         parameter.data = data
 
 
-def exchanged(parameter: Parameter, wide: Tensor, gradient: Tensor | None = None) -> Parameter:
-    """Have `parameter` be the tensor `wide`, with this gradient; returns a parameter that is what it was before.
+def change_places(parameter: Parameter, other: Parameter) -> None:
+    """The tensors behind two parameters change places; the same again is the way back.
 
-    `give_back` of the two is the way back. `SessionError` where something holds a weak reference to the tensor itself,
-    and nothing has changed.
+    `SessionError` where something holds a weak reference to one of the tensors themselves, and nothing has changed.
     """
-    other = Parameter(wide, parameter.requires_grad)
-    other.grad = gradient
-    give_back(parameter, other)
-    return other
-
-
-def give_back(parameter: Parameter, other: Parameter) -> None:
-    """The two change places."""
     try:
         try:
             torch._C._swap_tensor_impl(parameter, other)

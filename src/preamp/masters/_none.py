@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..sharding import held_here
-from ._exchange import become, exchanged, give_back, rebuild_reducers
+from ._exchange import become, change_places, rebuild_reducers
 from ._whole import Masters
 
 
@@ -34,18 +34,19 @@ class NoMasters(Masters):
         """Every lowered parameter in float32, without a gradient."""
         for parameter in self._lowered:
             if parameter not in self._others:
-                self._others[parameter] = exchanged(parameter, parameter.data.float())
+                self._others[parameter] = Parameter(parameter.data.float(), parameter.requires_grad)
+                change_places(parameter, self._others[parameter])
 
     def low(self) -> None:
         """Undo `full`."""
-        for parameter, other in self._others.items():
-            wide = parameter.data
-            other.requires_grad_(parameter.requires_grad)
-            give_back(parameter, other)
+        for parameter, other in list(self._others.items()):
+            if other.dtype is not torch.float32:  # not so where an interrupt came before they changed places
+                other.requires_grad_(parameter.requires_grad)
+                change_places(parameter, other)
             with torch.no_grad():
-                if not torch.equal(held_here(parameter), held_here(wide.to(parameter.dtype))):
-                    parameter.copy_(wide)
-        self._others.clear()
+                if not torch.equal(held_here(parameter), held_here(other.to(parameter.dtype))):
+                    parameter.copy_(other)
+            del self._others[parameter]
 
     def restore(self) -> None:
         """Every lowered parameter in float32 for good."""

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..errors import PreampWarning, StateError
+from ..errors import PreampWarning, SessionError, StateError
 from ..sharding import held_here, is_sharded
-from ._exchange import become, exchanged, give_back, rebuild_reducers
+from ._exchange import become, change_places, rebuild_reducers
 
 AUDITS = 4
 """Steps at the start in which parameters are compared with their masters."""
@@ -47,7 +47,6 @@ class Entry:
         """Let the 16-bit gradient be what became of the float32 one, times `scale`: of one that is gone nothing."""
         assert self.other is not None
         shown, now, low = self.shown, parameter.grad, self.other.grad
-        self.shown = None
         if shown is None or (now is shown and now._version == self.shown_version and not changed):
             return
         if now is None:
@@ -208,10 +207,15 @@ class Masters:
             if entry is None or parameter in self._inside:
                 continue
             gradient = None if gradients is None else gradients.get(parameter)
-            entry.other = exchanged(parameter, self._in_float32(parameter, entry), gradient)
-            if gradient is not None:
-                entry.shown, entry.shown_version = gradient, gradient._version
-            self._inside[parameter] = entry
+            entry.other = Parameter(self._in_float32(parameter, entry), parameter.requires_grad)
+            entry.other.grad = entry.shown = gradient
+            entry.shown_version = 0 if gradient is None else gradient._version
+            self._inside[parameter] = entry  # first: an interrupt may come at any line, and the way back starts here
+            try:
+                change_places(parameter, entry.other)
+            except SessionError:
+                del self._inside[parameter]
+                raise
 
     def _in_float32(self, parameter: Parameter, entry: Entry) -> Tensor:
         """The master that takes a parameter's place."""
@@ -230,22 +234,27 @@ class Masters:
         if not self._inside:
             return []
         leaving = list(self._inside if parameters is None else (p for p in parameters if p in self._inside))
-        entries = [self._inside.pop(parameter) for parameter in leaving]
-        others = []
-        for parameter, entry in zip(leaving, entries, strict=True):
+        for parameter in leaving:
+            entry = self._inside[parameter]
+            other = entry.other
+            if other is None or other.dtype is torch.float32:  # an interrupt has left it here, with its 16-bit tensor
+                continue
             entry.master = parameter.data  # an optimizer may have put another tensor there
-            assert entry.other is not None
             with torch.no_grad():
                 entry.take_back(parameter, scale, changed)
-            entry.other.requires_grad_(parameter.requires_grad)  # who freezes it meanwhile means it for good
-            give_back(parameter, entry.other)
-            entry.other.grad = None
-            others.append((parameter, entry.other))
-            entry.other = None
+            other.requires_grad_(parameter.requires_grad)  # who freezes it meanwhile means it for good
+            change_places(parameter, other)
         with torch.no_grad():
             self._publish(leaving, lazily)
-        for parameter, entry in zip(leaving, entries, strict=True):
+        others = []
+        for parameter in leaving:
+            entry = self._inside[parameter]
             entry.low, entry.version = parameter.data, parameter._version
+            if entry.other is not None:
+                entry.other.grad = None
+                others.append((parameter, entry.other))
+            entry.other = None
+            del self._inside[parameter]
         return others
 
     def _publish(self, parameters: Sequence[Parameter], lazily: bool) -> None:

@@ -22,6 +22,7 @@ from ._checks import STATE_VERSION, check_own_step, check_sharded_late, first_no
 from ._gradients import GradientBook
 from ._losses import Losses
 from ._parameters import parameters_of, state_like_parameters
+from ._precision import FullPrecision
 from ._report import StepReport
 from ._round import Round
 from ._state import check_whole
@@ -66,7 +67,8 @@ class SessionBase:
         self._skips = 0
         self._device_skips: Tensor | None = None
         self._loads = 0  # how often states were loaded, which lie in other tensors then
-        self._closed = self._in_full_precision = False
+        self._closed = False
+        self._full = FullPrecision(models.values(), masters, conversions)
         self._stepping: Optimizer | None = None
         self._earlier = list(earlier or ())
         """Parameters with true gradients from before the session, until the first backward pass."""
@@ -156,6 +158,7 @@ class SessionBase:
             return
         self._closed = True
         torch.clear_autocast_cache()
+        self._full.leave()
         true = self._true_gradients()
         for handle in self._handles:
             handle.remove()
@@ -210,6 +213,8 @@ class SessionBase:
     def _check_open(self) -> None:
         if self._closed:
             raise SessionError("this session is closed; prepare the model again to go on")
+        if not self._full.depth and not torch.compiler.is_compiling():
+            self._full.leave()  # of one that was interrupted
         if not torch.compiler.is_compiling() and not self._attempts and not self._sharded:
             check_sharded_late(self._models.values())
 
@@ -221,6 +226,11 @@ class SessionBase:
 
     def _settle(self, name: str | None) -> None:
         self._round.settle(name, lambda: first_nonfinite(self._named()))
+
+    def _rest(self) -> None:
+        """Let gradients be as backward leaves them, and parameters 16-bit; not in `full_precision()`."""
+        if not self._full.depth:
+            self._book.rest(self._optimizers.values())
 
     def _forget_all(self) -> None:
         for each in self._optimizers.values():
@@ -262,7 +272,7 @@ class SessionBase:
         """Torch casts loaded state to the parameters' dtype: let it find float32 masters, not 16-bit parameters."""
         if list(map(_size, optimizer.param_groups)) != list(map(_size, state["param_groups"])):
             return  # torch refuses it, and nobody would swap them out
-        self._book.rest(self._optimizers.values())
+        self._rest()
         self._masters.refresh(parameters_of(optimizer))
         self._masters.swap_in(parameters_of(optimizer))
 

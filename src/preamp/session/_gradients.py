@@ -192,6 +192,8 @@ class GradientBook:
                 multiply_(present_in(others)[1], scale)
             for parameter, total in totals.items():
                 self._sums.show(parameter, total)
+        if not any(look.true for look in self._looks.values()):
+            self._masters.swap_out()  # those that an interrupt has left
 
     def _shrink(self, look: _Look) -> None:
         """Apply the clipping that a step would, to gradients that were not thrown away or written since."""

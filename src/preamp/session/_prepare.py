@@ -218,8 +218,8 @@ def _check_parameters(models: Mapping[str, nn.Module], optimizers: Mapping[str, 
             if owners.setdefault(parameter, called) != called:
                 raise SessionError(
                     f"the parameter {known.get(parameter, 'given')!r} is in {owners[parameter]} and in {called}: each "
-                    "would unscale and clip its gradient once more. Give it to one of them, or prepare() a session for "
-                    "each, one after the other"
+                    "would unscale and clip its gradient once more. Give it to one of them, or make one optimizer with "
+                    "two groups"
                 )
 
 

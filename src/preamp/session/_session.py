@@ -20,7 +20,6 @@ from ._base import SessionBase
 from ._capture import CapturedStep
 from ._checks import check_gathered_full, check_loss, check_no_sync, names_of, selected
 from ._parameters import gradients_of
-from ._precision import in_float32
 from ._region import SessionRegion
 from ._report import StepReport
 from ._step import step_unless
@@ -49,7 +48,7 @@ class Session(SessionBase):
         if self._masters.shadows:
             self._masters.refresh()
         if torch.is_grad_enabled():
-            self._book.rest(self._optimizers.values())
+            self._rest()
 
     @contextmanager
     def full_precision(self, *, values_only: bool = False) -> Iterator[None]:
@@ -60,19 +59,21 @@ class Session(SessionBase):
         gathers in 16 bits can only be read: `SessionError` without it.
         """
         self._check_open()
-        if self._in_full_precision:
+        if self._full.depth:
             yield
             return
         self._reshard()
         if self._sharded and not values_only and self.policy.compute is not torch.float32:
             check_gathered_full(self._models.values())
-        self._book.rest(self._optimizers.values())
-        self._in_full_precision = True
+        self._rest()
+        self._full.depth += 1
         try:
-            with in_float32(self._models.values(), self._masters, self._conversions, self.device_type):
+            self._full.enter()
+            with torch.autocast(self.device_type, enabled=False):
                 yield
         finally:
-            self._in_full_precision = False
+            self._full.depth = 0
+            self._full.leave()
 
     # -- backward
 
@@ -284,7 +285,7 @@ class Session(SessionBase):
         self._check_open()
         check_loss(loss)
         name = self._losses.named(name)
-        self._book.rest(self._optimizers.values())
+        self._rest()
         self._settle(name)
         self._scale_earlier(name)
         return name
