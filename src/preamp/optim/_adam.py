@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..errors import OptimizerError
-from ..fused import adam_, adam_8bit_, adam_split_, adam_stochastic_
+from ..fused import adam_, adam_8bit_, adam_split_, adam_stochastic_, blocks_of
+from ..sharding import held_here
 from ._base import FusedOptimizer, Lows, check_hyper, refuse_differentiable
-from ._eight_bit import NAMES, as_8bit, as_float32, is_8bit, new_8bit, takes_8bit
+from ._eight_bit import CODES, NAMES, SCALES, as_8bit, as_float32, is_8bit, new_8bit, takes_8bit
 from ._plan import Bucket
 
 
@@ -82,7 +83,7 @@ class Adam(FusedOptimizer):
     def names_for(self, group: dict[str, Any], param: Parameter) -> tuple[str, ...]:
         """With the scales of moments in 8 bits, where they are."""
         self._refuse_amsgrad(group)
-        return NAMES if self.states == "8bit" and takes_8bit(param) else self.state_names(group)
+        return NAMES if self._is_coded(param) else self.state_names(group)
 
     def _refuse_amsgrad(self, group: dict[str, Any]) -> None:
         if self.states == "8bit" and group["amsgrad"]:
@@ -92,20 +93,30 @@ class Adam(FusedOptimizer):
             )
 
     def new_state(self, name: str, group: dict[str, Any], param: Parameter, dtype: torch.dtype) -> Tensor:
-        """Zeros; float32 too for what is rounded by chance; codes and scales where they are in 8 bits."""
-        if self.names_for(group, param) == NAMES:
-            return new_8bit(name, param)
-        return super().new_state(name, group, param, torch.float32 if self._by_chance(param) else dtype)
+        """Zeros; codes and scales where they are in 8 bits."""
+        return new_8bit(name, param) if self._is_coded(param) else super().new_state(name, group, param, dtype)
+
+    def state_dtype(self, name: str, param: Parameter) -> torch.dtype:
+        """float32 too for what is rounded by chance; codes and scales where they are in 8 bits."""
+        if self._is_coded(param):
+            return CODES.get(name, torch.float32)
+        return torch.float32 if self._by_chance(param) else super().state_dtype(name, param)
+
+    def state_form(self, name: str, param: Tensor) -> torch.Size | int:
+        """As many scales as there are blocks."""
+        return blocks_of(held_here(param).numel()) if name in SCALES else super().state_form(name, param)
+
+    def _is_coded(self, param: Tensor) -> bool:
+        return self.states == "8bit" and takes_8bit(param)
 
     def _by_chance(self, param: Tensor) -> bool:
         return self.rounding == "stochastic" and param.dtype is torch.bfloat16
 
     def _has_wide_states(self, param: Parameter) -> bool:
-        coded = self.states == "8bit" and takes_8bit(param)
-        return coded or self._by_chance(param) or super()._has_wide_states(param)
+        return self._is_coded(param) or self._by_chance(param) or super()._has_wide_states(param)
 
     def _mend(self, param: Parameter, state: dict[str, Any]) -> None:
-        if self.states == "8bit" and takes_8bit(param):
+        if self._is_coded(param):
             as_8bit(state, param)
         else:
             as_float32(state)

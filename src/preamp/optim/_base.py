@@ -19,9 +19,12 @@ from ..errors import OptimizerError
 from ..formats import LOW_DTYPES
 from ..gradients import present_in, reciprocal
 from ..masters import Masters, SplitMasters
-from ..sharding import any_sharded
-from ._flat import Flat
-from ._plan import Bucket, Plan, share_steps
+from ..multi_tensor import count_writes
+from ..sharding import any_sharded, held_here
+from ._flat import Flat, ShapeMismatch
+from ._plan import Bucket, Plan
+from ._state import State
+from ._steps import Steps
 
 Lows = Sequence[Tensor | None] | None
 
@@ -58,12 +61,15 @@ class FusedOptimizer(Optimizer):
         self.master = master
         self._prepare()
         super().__init__(params, {**defaults, "foreach": None, "differentiable": False, "fused": True})
+        self.state = State(self.state)
 
     def _prepare(self) -> None:
         self._plan: Plan | None = None
         self._plans = 0
         self._masters = self._own_masters()
         self._lent = False
+        self.counts: dict[Parameter, Steps] = {}
+        """What counts the steps of each parameter."""
         self.unstarted: set[Parameter] = set()
         """Parameters whose state was made and has not seen a step; kept by those to whom it matters."""
 
@@ -85,6 +91,30 @@ class FusedOptimizer(Optimizer):
     def new_state(self, name: str, group: dict[str, Any], param: Parameter, dtype: torch.dtype) -> Tensor:
         """A state before the first step: zeros like the parameter."""
         return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+
+    def state_dtype(self, name: str, param: Parameter) -> torch.dtype:
+        """The dtype of a state: float32 where there is a master, else the parameter's."""
+        return torch.float32 if self.is_mastered(param) else param.dtype
+
+    def state_form(self, name: str, param: Tensor) -> torch.Size | int:
+        """The shape of a state, of the part that lies here, or the number of its entries: the parameter's shape."""
+        return held_here(param).shape
+
+    def check_state(self, name: str, value: Any, param: Parameter) -> None:
+        """`OptimizerError` for a state that is not what a step takes it for."""
+        own = held_here(param)
+        here = held_here(value) if isinstance(value, Tensor) else own.new_zeros(())
+        dtype = self.state_dtype(name, param)
+        if not self._has_form(name, here, param) or (here.dtype, here.device) != (dtype, own.device):
+            raise OptimizerError(
+                f"the state {name!r} of a parameter of shape {tuple(own.shape)} is {_told(value)}, not {dtype} on "
+                f"{own.device}: {type(self).__name__} would step it with what is none of its own. Was the parameter "
+                "resized, or the state that of another? Give it a state that fits, or none: optimizer.state.pop(param)"
+            )
+
+    def _has_form(self, name: str, here: Tensor, param: Tensor) -> bool:
+        form = self.state_form(name, param)
+        return here.layout is torch.strided and form in (here.shape, here.numel() if isinstance(form, int) else None)
 
     @abstractmethod
     def _advance(
@@ -132,7 +162,7 @@ class FusedOptimizer(Optimizer):
         at_hand = getattr(self, "gradients_at_hand", None)
         if closure is not None or self.is_hooked:
             at_hand = None
-        gathered = [(b, b.laid(gradients)) for b, gradients in self.picked()] if at_hand is None else at_hand
+        gathered = self._gathered() if at_hand is None else at_hand
         self._survey(gathered, factor)
         for bucket, grads in gathered:
             params = bucket.tensors()
@@ -148,7 +178,18 @@ class FusedOptimizer(Optimizer):
             else:
                 self._advance(bucket, params, self._masters.twins(bucket.params), grads, factor, found)
                 self._masters.published(bucket.params)
+            if bucket.steps is not None:
+                bucket.steps.counted()
+            if bucket.beside:  # so that their masters follow
+                count_writes(bucket.beside)
         return loss
+
+    def _gathered(self) -> list[tuple[Bucket, list[Tensor]]]:
+        try:
+            return [(bucket, bucket.laid(gradients)) for bucket, gradients in self.picked()]
+        except ShapeMismatch:
+            self._plan = None  # parameters were cut where they lie
+            return [(bucket, bucket.laid(gradients)) for bucket, gradients in self.picked()]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, which fills all gradients by one call: one by one where DTensors and tensors are mixed."""
@@ -192,7 +233,7 @@ class FusedOptimizer(Optimizer):
         Who has laid them already, bucket by bucket, may set that as `gradients_at_hand` for the length of a step.
         """
         present, gradients = zip(*(present_in(group["params"]) for group in self.param_groups), strict=True)
-        if self._plan is None or not self._plan.fits(self, present):
+        if self._plan is None or not self._plan.fits(self, present, gradients):
             self._plan = self._planned(present)
         return self._plan.picked(gradients)
 
@@ -201,13 +242,25 @@ class FusedOptimizer(Optimizer):
 
         None unless some gradients are copied side by side on the CPU, where all are, and nothing has to be made for it.
         """
-        if self._plan is None or not self._plan.side_by_side:
+        if self._plan is None or not self._plan.side_by_side or self.is_hooked:
             return None
         present, gradients = zip(*(present_in(group["params"]) for group in self.param_groups), strict=True)
-        if not self._plan.fits(self, present):
+        if not self._plan.fits(self, present, gradients):
             return None
-        laid = [(bucket, bucket.laid(own)) for bucket, own in self._plan.picked(gradients)]
+        try:
+            laid = [(bucket, bucket.laid(own)) for bucket, own in self._plan.picked(gradients)]
+        except ShapeMismatch:
+            self._plan = None
+            return None
         return laid, list(chain.from_iterable(present))
+
+    def counted(self, params: list[Parameter], when: Steps | float) -> Steps:
+        """What counts the steps of parameters from now on, each shown in its state. `when`: how many they have seen."""
+        if not isinstance(when, Steps) or not when.are_of(params):
+            when = Steps(params, when.one if isinstance(when, Steps) else when)
+            for param in params:
+                self.counts[param], self.state[param]["step"] = when, when.of(param)
+        return when
 
     def _factor(self) -> Tensor | None:
         factor: Tensor | None = getattr(self, "grad_factor", None)
@@ -223,6 +276,13 @@ class FusedOptimizer(Optimizer):
                 if not self._lent and self.is_mastered(param) and param not in self._masters:
                     kept = self.state[param].get(self._master_key)
                     self._masters.adopt(f"{len(self._masters)}", param, kept)
+                master = self._masters.of(param) if self.is_mastered(param) else param
+                if master.shape != param.shape:
+                    raise OptimizerError(
+                        f"a parameter has shape {tuple(param.shape)}, and its master {tuple(master.shape)}: it was "
+                        "resized after its master was made. Make an optimizer, and prepare, of what it is now"
+                    )
+        self.counts = {param: steps for param, steps in self.counts.items() if param in self.state}
         plan = Plan(self, present)
         self._plans += 1
         if not self._lent:
@@ -260,6 +320,11 @@ class FusedOptimizer(Optimizer):
                 f"{type(self).__name__} got a sparse gradient of shape {tuple(grad.shape)} and steps dense ones: use "
                 "torch.optim.SparseAdam or SGD for such parameters, or sparse=False in the embedding"
             )
+        if grad is not None and grad.shape != param.shape:
+            raise OptimizerError(
+                f"a gradient has shape {tuple(grad.shape)}, and its parameter {tuple(param.shape)}: the parameter was "
+                "resized after the backward pass. Resize it after zero_grad(), or run backward again"
+            )
         if not param.is_floating_point():
             raise OptimizerError(f"{type(self).__name__} steps real floating parameters; one is {param.dtype}")
 
@@ -282,7 +347,7 @@ class FusedOptimizer(Optimizer):
         """As torch's, with float32 masters under "master"; every parameter has a step count of its own."""
         packed = super().state_dict()
         packed["state"] = {
-            key: {name: value.clone() if name == "step" else value for name, value in state.items()}
+            key: {n: v.clone() if n == "step" and isinstance(v, Tensor) else v for n, v in state.items()}
             if isinstance(state, dict)
             else state
             for key, state in packed["state"].items()
@@ -334,12 +399,11 @@ class FusedOptimizer(Optimizer):
         super().__setstate__(state)
         if "_plan" not in self.__dict__:  # unpickled, or copied
             self._prepare()
-        self._plan = None
+        self._plan, self.state = None, State(self.state)
         for param, own in self.state.items():
             for name, value in own.items():
                 if isinstance(value, _Kept):
                     own[name] = value.on(param.device)
-        share_steps(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "master": self.master, "flat": self.flat}
@@ -354,6 +418,13 @@ class _Kept:
     def on(self, device: torch.device) -> Tensor:
         """The state on a device; 16 bits, of a checkpoint of torch's, as float32."""
         return self._value.to(device, torch.float32 if self._value.dtype in LOW_DTYPES else None)
+
+
+def _told(value: Any) -> str:
+    """What somebody has put where a state was to be."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"a tensor of shape {tuple(held_here(value).shape)}, {value.dtype} on {value.device}"
 
 
 def check_hyper(name: str, value: Any, *, low: float = 0.0, high: float = float("inf")) -> None:

@@ -19,7 +19,9 @@ SMALLEST = 4096
 NAMES = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
 """Names of states in the order in which a step takes them."""
 
-_CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
+SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
+
+CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
 
 
 def takes_8bit(param: Tensor) -> bool:
@@ -64,8 +66,8 @@ def is_8bit(states: Mapping[str, Any]) -> bool:
 
 def new_8bit(name: str, param: Tensor) -> Tensor:
     """A state before the first step: codes in the memory order of the parameter, or scales."""
-    if name in _CODES:
-        return torch.zeros_like(param, dtype=_CODES[name], memory_format=torch.preserve_format)
+    if name in CODES:
+        return torch.zeros_like(param, dtype=CODES[name], memory_format=torch.preserve_format)
     blocks = blocks_of(held_here(param).numel())
     return _scales(torch.zeros(blocks, dtype=torch.float32, device=param.device), param)
 
@@ -81,7 +83,7 @@ def _scales(local: Tensor, like: Tensor) -> Tensor:
 def as_8bit(state: dict[str, Any], param: Tensor) -> None:
     """Moments as they were loaded (codes as whole floating numbers, or moments in full) as codes and scales."""
     coded = is_8bit(state)
-    for name, codes in _CODES.items():
+    for name, codes in CODES.items():
         if coded:
             state[name] = state[name].to(codes)
             scales = state[f"{name}_scale"]
@@ -98,7 +100,7 @@ def as_float32(state: dict[str, Any]) -> None:
     """Loaded codes and scales, if they are that, as moments in full."""
     if not is_8bit(state):
         return
-    for name, codes in _CODES.items():
+    for name, codes in CODES.items():
         loaded, scales = state[name], held_here(state.pop(f"{name}_scale"))
         dtype = loaded.dtype if loaded.is_floating_point() else torch.float32
         wide = dequantize(held_here(loaded).to(codes), scales.reshape(-1).to(torch.float32)).to(dtype)

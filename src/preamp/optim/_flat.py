@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from itertools import groupby
-from operator import attrgetter
+from itertools import groupby, repeat
+from operator import attrgetter, is_
 from typing import Any, Literal
 
 import torch
@@ -26,8 +26,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..errors import OptimizerError
 from ..multi_tensor import count_writes, stretches
 from ..sharding import is_sharded
+from ._watch import turnable
 
 SMALL = 16384
 """Entries up to which a tensor is stepped beside others: beyond, copying its gradient costs more than a call."""
@@ -43,7 +45,14 @@ CACHED = 2**18
 LINE = 16
 """float32 entries of 64 bytes: the largest vector register, a cache line, and to what torch aligns its memory."""
 
+_DTYPE = attrgetter("dtype")
+
 Look = Callable[[list[Tensor]], None]
+
+_MISMATCH = (
+    "parameters and gradients differ in shape from those of the step before: were some resized where they lie, after "
+    "the backward pass? Step again after the next one"
+)
 
 Lying = Literal["laid", "spaced", "copied", "apart"]
 """Side by side for good, the same with gaps between, side by side for the length of a step, each by itself."""
@@ -106,6 +115,10 @@ def order(tensor: Tensor) -> tuple[bool, tuple[int, ...], int]:
     return tensor.numel() % LINE != 0, tuple(tensor.shape[1:]), tensor.shape[0]
 
 
+class ShapeMismatch(OptimizerError):
+    """Gradients, or parameters, that are not as long as those which were laid side by side."""
+
+
 class Flat:
     """The one tensor of some parameters, and one for each of their states.
 
@@ -142,11 +155,21 @@ class Flat:
         self._dense = {id(tensor): self._as_spaced(tensor) for tensor in rows}
         self._runs = list(_runs(params))
         self._param_rows, self._gradient_rows = self._by_rows(self.param), self._by_rows(self._gradient)
+        self._turnable = list(filter(turnable, params))
+        self._memory = [state.untyped_storage() for own in self.states.values() for state in own]
+        self._users = list(map(_users, self._memory))
         self._addresses = self._now()
 
     def holds(self) -> bool:
-        """Whether every parameter still lies where it was put: `model.to()` and the like move them."""
-        return self.lying == "copied" or self._addresses == self._now()
+        """Whether every parameter still lies where it was put: `model.to()` and the like move them.
+
+        And whether every state does, which nobody need look at one by one: all of them use the memory that they are in.
+        """
+        if not all(map(Tensor.is_contiguous, self._turnable)) or list(map(_users, self._memory)) != self._users:
+            return False
+        if self.lying == "copied":
+            return all(map(is_, map(_DTYPE, self._params), repeat(torch.float32)))
+        return self._addresses == self._now()
 
     def take_in(self) -> None:
         """Copy the parameters in, if they lie elsewhere."""
@@ -213,7 +236,13 @@ class Flat:
         """Copy tensors one behind the other: concatenating takes half the time of as many copies."""
         with torch.no_grad():
             for (begin, end), part in zip(self._runs, rows, strict=True):
-                torch.cat(tensors[begin:end], out=part)  # type: ignore[arg-type]
+                shape = part.shape
+                try:
+                    torch.cat(tensors[begin:end], out=part)  # type: ignore[arg-type]
+                except RuntimeError as error:
+                    raise ShapeMismatch(f"{_MISMATCH} ({error})") from error
+                if part.shape != shape:  # torch makes room for more
+                    raise ShapeMismatch(_MISMATCH)
                 if look is not None:
                     look([part])
 

@@ -129,8 +129,16 @@ class NovoGrad(FusedOptimizer):
     def new_state(self, name: str, group: dict[str, Any], param: Parameter, dtype: torch.dtype) -> Tensor:
         """Zeros; of one number for the norm."""
         if name == "norm":
-            return torch.zeros((), dtype=torch.float32, device=param.device)
+            return torch.zeros((), dtype=dtype, device=param.device)
         return super().new_state(name, group, param, dtype)
+
+    def state_dtype(self, name: str, param: Parameter) -> torch.dtype:
+        """float32 for the norm."""
+        return torch.float32 if name == "norm" else super().state_dtype(name, param)
+
+    def state_form(self, name: str, param: Tensor) -> torch.Size | int:
+        """One number for the norm."""
+        return 1 if name == "norm" else super().state_form(name, param)
 
     def _has_wide_states(self, param: Parameter) -> bool:
         return True  # the norm

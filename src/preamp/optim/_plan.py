@@ -1,24 +1,28 @@
 """Which tensors an optimizer steps together: worked out once, and again only when something has changed.
 
 torch's optimizers collect parameters, gradients and states anew at every step, which for small tensors takes longer
-than stepping them. Here the lists stay, as long as the same parameters have gradients.
+than stepping them. Here the lists stay, as long as nothing has changed that they were made from: which parameters have
+gradients, what tensors their states hold, where all these lie and how they are shaped. That is asked before each step.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from ..parallel import ShardReduction
 from ..sharding import held_here, is_sharded, placed_as
 from ._flat import PIECE, Flat, Look, Lying, lying_of, order, padded
+from ._steps import Steps, ages
+from ._watch import Lie, States, overlapping
+
+_SHAPE = attrgetter("shape")
 
 
 @dataclass(slots=True)
@@ -27,11 +31,13 @@ class Bucket:
 
     group: dict[str, Any]
     params: list[Parameter]
+    names: tuple[str, ...]
+    """Of the states that have tensors."""
     mastered: bool
     """Whether they are 16-bit, with float32 masters beside them."""
     states: dict[str, list[Tensor]] = field(default_factory=dict)
-    step: Tensor | None = None
-    """0-d float32 on the device, steps taken; one for all, which this bucket alone counts up."""
+    steps: Steps | None = None
+    """Steps taken, one count for all, which this bucket alone counts up."""
     contiguous: bool = False
     """Whether parameters and states are contiguous, so that a step need not look at their strides."""
     sharded: bool = False
@@ -40,11 +46,20 @@ class Bucket:
     """What makes numbers of shards those of whole parameters, where a kind of optimizer has asked for it."""
     flat: Flat | None = None
     """Where parameters and states lie side by side, if they do; `states` are then one tensor each."""
+    lie: Lie | None = None
+    """How parameters and states lie in memory, if they do not."""
+    beside: list[Parameter] = field(default_factory=list)
+    """Other parameters that share memory with these."""
 
     number: int = 0
     """Which of the optimizer's groups it is of."""
     pick: Callable[[list[Tensor]], Sequence[Tensor]] = list
     """Takes the gradients of its parameters out of those of their group."""
+
+    @property
+    def step(self) -> Tensor | None:
+        """0-d float32 on the device, which a step counts up."""
+        return None if self.steps is None else self.steps.one
 
     def picked(self, gradients: list[Tensor]) -> list[Tensor]:
         """The gradients of its parameters, of those of the group's parameters that have any."""
@@ -70,61 +85,65 @@ class Bucket:
 
     def tensors(self) -> list[Tensor]:
         """What is stepped."""
-        if self.sharded:
-            return self.parts(self.params)
-        return list(self.params) if self.flat is None else [self.flat.param]
+        if self.flat is not None:
+            return [self.flat.param]
+        assert self.lie is not None
+        return self.lie.params
+
+    def holds(self, gradients: list[Tensor]) -> bool:
+        """Whether parameters, counts and states lie as they did, and gradients have their shapes."""
+        if self.steps is not None and not self.steps.intact:
+            return False
+        if self.flat is not None:  # which finds out as it lays the gradients
+            return self.flat.holds()
+        assert self.lie is not None
+        return self.lie.holds() and list(map(_SHAPE, self.pick(gradients))) == self.lie.shapes
 
 
 class Plan:
     """The buckets of an optimizer for the parameters that had gradients when it was made."""
 
     def __init__(self, optimizer: Any, present: Sequence[list[Parameter]]) -> None:
-        self._state = optimizer.state
+        self._groups = list(optimizer.param_groups)
+        self._names = list(map(optimizer.state_names, self._groups))
         self._present = list(map(list, present))
         self.buckets: list[Bucket] = []
+        every = [param for params in present for param in params]
+        shared = overlapping(every)
         for number, (group, params) in enumerate(zip(optimizer.param_groups, present, strict=True)):
             place = {param: i for i, param in enumerate(params)}
             alike: dict[tuple[Any, ...], list[Parameter]] = defaultdict(list)
             flat, movable = optimizer.lays_flat, optimizer.may_move
             for param in params:
                 names, lent = optimizer.names_for(group, param), optimizer.may_swap(param)
-                lying = lying_of(param, flat, movable=movable, lent=lent)
-                alike[lying, param.device, param.dtype, names, is_sharded(param), lent].append(param)
+                lying: Lying = "apart" if param in shared else lying_of(param, flat, movable=movable, lent=lent)
+                turn = shared[param][param] if param in shared else 0
+                alike[lying, param.device, param.dtype, names, is_sharded(param), lent, turn].append(param)
             if sum(len(own) for (lying, *_), own in alike.items() if lying != "apart") == 1:
                 alike = {("apart", *key[1:]): own for key, own in alike.items()}
             for (lying, *_), own in alike.items():
                 for bucket in _buckets_of(optimizer, group, own, lying):
                     bucket.number, bucket.pick = number, _picker([place[param] for param in bucket.params])
+                    beside = {other for param in bucket.params for other in shared.get(param, ())}
+                    bucket.beside = list(beside.difference(bucket.params))
                     self.buckets.append(bucket)
-        every = [param for params in present for param in params]
         self.side_by_side = any(b.flat for b in self.buckets) and {param.device.type for param in every} == {"cpu"}
         """Whether some gradients are copied beside others, and none is on an accelerator."""
-        self._first = [
-            (b.params[0], b.params[0].dtype, {name: optimizer.state[b.params[0]][name] for name in b.states})
-            for b in self.buckets
-        ]
+        counts = ("step",) if optimizer.counts_steps else ()
+        self._states = States(optimizer, [(bucket.params, (*bucket.names, *counts)) for bucket in self.buckets])
 
     def picked(self, gradients: Sequence[list[Tensor]]) -> list[tuple[Bucket, list[Tensor]]]:
         """The buckets, each with its gradients. `gradients`: of each group, those that are there."""
         return [(bucket, bucket.picked(gradients[bucket.number])) for bucket in self.buckets]
 
-    def fits(self, optimizer: Any, present: Sequence[list[Parameter]]) -> bool:
-        """Whether the plan still holds: the same parameters with gradients, the same states."""
-        if self._state is not optimizer.state or len(self._present) != len(present):
+    def fits(self, optimizer: Any, present: Sequence[list[Parameter]], gradients: Sequence[list[Tensor]]) -> bool:
+        """Whether the plan still holds: the same groups, parameters with `gradients`, and states, where they were."""
+        groups = optimizer.param_groups
+        if not _same(self._groups, groups) or self._names != list(map(optimizer.state_names, groups)):
             return False
-        if not all(map(_same, self._present, present)):
+        if not all(map(_same, self._present, present)) or not self._states.hold(optimizer):
             return False
-        for bucket in self.buckets:
-            if bucket.flat is not None and not bucket.flat.holds():
-                return False
-            if bucket.flat is None and bucket.contiguous and not all(map(Tensor.is_contiguous, bucket.params)):
-                return False
-        # One speaks for all: states are changed by loading or clearing them, dtypes as a session swaps masters in.
-        for param, dtype, states in self._first:
-            now = self._state.get(param, {})
-            if param.dtype is not dtype or any(now.get(name) is not tensor for name, tensor in states.items()):
-                return False
-        return True
+        return all(bucket.holds(gradients[bucket.number]) for bucket in self.buckets)
 
 
 def _picker(places: list[int]) -> Callable[[list[Tensor]], Sequence[Tensor]]:
@@ -133,7 +152,7 @@ def _picker(places: list[int]) -> Callable[[list[Tensor]], Sequence[Tensor]]:
     return itemgetter(slice(begin, end)) if places == list(range(begin, end)) else itemgetter(*places)
 
 
-def _same(those: Sequence[Parameter], these: Sequence[Parameter]) -> bool:
+def _same(those: Sequence[Any], these: Sequence[Any]) -> bool:
     return len(those) == len(these) and all(map(is_, those, these))
 
 
@@ -141,36 +160,32 @@ def _buckets_of(optimizer: Any, group: dict[str, Any], params: list[Parameter], 
     """Buckets of like parameters, split by how many steps they have seen; states are made where there are none."""
     state: dict[Parameter, dict[str, Any]] = optimizer.state
     mastered, names = optimizer.is_mastered(params[0]), optimizer.names_for(group, params[0])
-    started = torch.zeros((), dtype=torch.float32, device=params[0].device)
-    by_age: dict[tuple[int, bool], list[Parameter]] = defaultdict(list)
+    age = ages(params, state, optimizer.counts) if optimizer.counts_steps else (lambda _: 0.0)
+    by_age: dict[tuple[Steps | float, bool], list[Parameter]] = defaultdict(list)
     for param in params:
         own = state[param] if names or optimizer.counts_steps else {}
-        if optimizer.counts_steps:
-            own.setdefault("step", started)
         for name in names:
             if own.get(name) is None:
-                own[name] = optimizer.new_state(name, group, param, torch.float32 if mastered else param.dtype)
-        by_age[(id(own.get("step")), param in optimizer.unstarted)].append(param)
-    chunks = [chunk for alike in by_age.values() for chunk in _chunks(optimizer, group, alike, lying)]
-    sharing = Counter(id(own.get("step")) for own in state.values())
-    largest = max((padded(sum(p.numel() for p in chunk)) for chunk, beside in chunks if beside), default=0)
+                own[name] = optimizer.new_state(name, group, param, optimizer.state_dtype(name, param))
+            optimizer.check_state(name, own[name], param)
+        by_age[(age(param), param in optimizer.unstarted)].append(param)
+    chunks = [
+        (when, *chunk) for (when, _), alike in by_age.items() for chunk in _chunks(optimizer, group, alike, lying)
+    ]
+    largest = max((padded(sum(p.numel() for p in chunk)) for _, chunk, beside in chunks if beside), default=0)
     scratch = held_here(params[0]).detach().new_zeros(0 if lying == "laid" else largest)
     buckets = []
-    for alike, side_by_side in chunks:
-        step = state[alike[0]]["step"] if optimizer.counts_steps else None
-        if step is not None and sharing[id(step)] != len(alike):  # others that do not step now count for themselves
-            step = step.clone()
-            for param in alike:
-                state[param]["step"] = step
-        sharded = is_sharded(alike[0])
-        states = {name: [held_here(state[param][name]) for param in alike] for name in names}
-        plain: list[Any] = [] if sharded else [alike, *states.values()]
-        dense = not sharded and all(all(map(Tensor.is_contiguous, tensors)) for tensors in plain)
-        bucket = Bucket(group, alike, mastered, states, step, dense, sharded)
+    for when, alike, side_by_side in chunks:
+        bucket = Bucket(group, alike, names, mastered, sharded=is_sharded(alike[0]))
+        if optimizer.counts_steps:
+            bucket.steps = optimizer.counted(alike, when)
         if side_by_side:
-            own_states = [state.get(param, {}) for param in alike]
-            bucket.flat = Flat(alike, own_states, names, lying, scratch=scratch)
+            bucket.flat = Flat(alike, [state.get(param, {}) for param in alike], names, lying, scratch=scratch)
             bucket.states, bucket.contiguous = bucket.flat.states, True
+        else:
+            bucket.lie = Lie(alike, [[state[param][name] for param in alike] for name in names])
+            bucket.states = dict(zip(names, bucket.lie.states, strict=True))
+            bucket.contiguous = bucket.lie.dense
         buckets.append(bucket)
     return buckets
 
@@ -197,21 +212,3 @@ def _chunks(
             begin, total = end, 0
         total += param.numel()
     yield alike[begin:], True
-
-
-def share_steps(optimizer: Any) -> None:
-    """Give parameters of one group that have seen equally many steps one tensor to count them, as loaded states have
-    one each. Waits for the device, once.
-    """
-    places: dict[tuple[int, torch.device, torch.dtype], list[Parameter]] = defaultdict(list)
-    for number, group in enumerate(optimizer.param_groups):
-        for param in group["params"]:
-            if "step" in optimizer.state.get(param, {}):
-                places[(number, param.device, param.dtype)].append(param)
-    for (_, device, _), params in places.items():
-        steps = [torch.as_tensor(optimizer.state[p]["step"], dtype=torch.float32, device=device) for p in params]
-        shared: dict[float, Tensor] = {}
-        for param, value in zip(params, torch.stack([s.reshape(()) for s in steps]).tolist(), strict=True):
-            if value not in shared:
-                shared[value] = torch.full((), value, dtype=torch.float32, device=device)
-            optimizer.state[param]["step"] = shared[value]

@@ -1,0 +1,74 @@
+"""`optimizer.state`, which knows when somebody has changed what it holds.
+
+To compare every entry with what it was before each step takes a tenth of a step of many small tensors: the memory that
+holds them is no longer in the cache. So these dicts, which are dicts to everybody else, count what is done to them.
+Copied or pickled they are plain ones.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+_CHANGING = ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update")
+
+
+class Row(dict[str, Any]):
+    """The states of one parameter, by name. `state`: what counts changes, if anything does."""
+
+    __slots__ = ("state",)
+
+    def __init__(self, *args: Any, state: State | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.state = state
+
+    def _changes(self) -> None:
+        if self.state is not None:
+            self.state.changes += 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (), None, None, iter(self.items())
+
+
+class State(defaultdict[Any, Any]):
+    """The rows of an optimizer's parameters, made as they are asked for."""
+
+    changes: int
+    """Goes up whenever an entry, here or in a row, may have become another."""
+
+    def __init__(self, items: Mapping[Any, Any]) -> None:
+        self.changes = 0
+        super().__init__(dict)
+        for key, row in items.items():
+            self[key] = Row(row, state=self) if type(row) is dict else row
+
+    def _changes(self) -> None:
+        self.changes += 1
+
+    def __missing__(self, key: Any) -> Any:
+        row = self[key] = Row(state=self)
+        return row
+
+    def watches(self, row: Any) -> bool:
+        """Whether changes of a row are counted here."""
+        return type(row) is Row and row.state is self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+
+def _counting(kind: Any, name: str) -> None:
+    change = getattr(kind, name)
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._changes()
+        return change(self, *args, **kwargs)
+
+    counted.__name__ = name
+    setattr(kind, name, counted)
+
+
+for _kind in (Row, State):
+    for _name in _CHANGING:
+        _counting(_kind, _name)

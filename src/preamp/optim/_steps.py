@@ -1,0 +1,70 @@
+"""How many steps parameters have seen: a number for each, in one tensor for those that step together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..sharding import held_here
+
+
+class Steps:
+    """The counts of some parameters that have seen equally many steps, float32 on their device.
+
+    A step reads and counts up one number for all, and the others follow by one copy. What an optimizer shows under
+    "step" are views, one a parameter. Views and whole share one version counter, so that a single comparison tells
+    whether somebody has written to any of them. `count`: a number, or 0-d on their device, which is copied.
+    """
+
+    def __init__(self, params: Sequence[Parameter], count: Tensor | float) -> None:
+        with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode count no versions
+            self._all = torch.empty(len(params), dtype=torch.float32, device=params[0].device)
+            self._all.copy_(count) if isinstance(count, Tensor) else self._all.fill_(count)
+            self._shown = dict(zip(params, self._all.unbind(), strict=True))
+            self.one, self._others = self._all[0], self._all[1:]
+        self._version = self._all._version
+
+    @property
+    def intact(self) -> bool:
+        """Whether nobody else has written to one of them."""
+        return self._all._version == self._version
+
+    def counted(self) -> None:
+        """`one` was counted up: so are the others."""
+        if len(self._others):
+            self._others.copy_(self.one)
+        self._version = self._all._version
+
+    def of(self, param: Parameter) -> Tensor:
+        """What a parameter's state shows, 0-d."""
+        return self._shown[param]
+
+    def knows(self, param: Parameter, shown: Any) -> bool:
+        """Whether this is a parameter's count, as it was left."""
+        return shown is not None and self._shown.get(param) is shown and self.intact
+
+    def are_of(self, params: Sequence[Parameter]) -> bool:
+        """Whether these are all the parameters that are counted here."""
+        return len(params) == len(self._shown) and all(param in self._shown for param in params)
+
+
+def ages(
+    params: Sequence[Parameter], state: Mapping[Parameter, Mapping[str, Any]], known: Mapping[Parameter, Steps]
+) -> Callable[[Parameter], Steps | float]:
+    """What tells parameters of one device apart by how many steps they have seen.
+
+    Those whose count is as `known` left it are asked for no number. Loaded counts and such as somebody has written are
+    read, all at once, which waits for the device.
+    """
+    shown = {param: state.get(param, {}).get("step") for param in params}
+    kept = {param: known[param] for param, step in shown.items() if param in known and known[param].knows(param, step)}
+    others = {param: 0.0 if step is None else step for param, step in shown.items() if param not in kept}
+    tensors = {param: step for param, step in others.items() if isinstance(step, Tensor)}
+    if tensors:
+        counts = [held_here(step).detach().to(params[0].device, torch.float32) for step in tensors.values()]
+        others.update(zip(tensors, torch.stack([count.reshape(()) for count in counts]).tolist(), strict=True))
+    return lambda param: kept[param] if param in kept else float(others[param])

@@ -1,0 +1,148 @@
+"""What a plan relies on, and whether it is still so.
+
+Whoever has a parameter or a state may give it other memory, another shape or dtype, take a state away or put another in
+its place, as torch's optimizers allow. That leaves no trace but what is compared here: all of it before each step, so
+in lists that C code walks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..sharding import held_here, is_sharded
+from ._state import State
+
+_FORM = attrgetter("shape", "dtype", "device", "layout")
+
+
+class States:
+    """The entries of `optimizer.state` that some parameters are stepped with. `owned`: parameters, and their names."""
+
+    def __init__(self, optimizer: Any, owned: Sequence[tuple[Sequence[Parameter], Sequence[str]]]) -> None:
+        self._state = optimizer.state
+        self._keys: list[Any] = [None]  # as they are when first asked for: others may still be added now
+        self._values: list[Any] = [None]
+        self._rows = [(param, self._state[param]) for params, names in owned if names for param in params]
+        together: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        for params, names in owned:
+            for name in names:
+                together[name] += [self._state[param] for param in params]
+        self._entries: list[tuple[Callable[[Any], Any], list[Any], list[Any]]] = [
+            (itemgetter(name), rows, [row[name] for row in rows]) for name, rows in together.items()
+        ]
+        self._changes = -1
+        self._counted = isinstance(self._state, State) and all(self._state.watches(row) for _, row in self._rows)
+
+    def hold(self, optimizer: Any) -> bool:
+        """Whether each is the tensor that it was."""
+        if optimizer.state is not self._state:
+            return False
+        if not self._counted:
+            return self._are_same()
+        if self._state.changes != self._changes:
+            if not self._are_same():
+                return False
+            self._changes = self._state.changes
+        return True
+
+    def _are_same(self) -> bool:
+        state = self._state
+        if not (
+            len(state) == len(self._keys)
+            and all(map(is_, state, self._keys))
+            and all(map(is_, state.values(), self._values))
+        ):
+            if any(state.get(param) is not row for param, row in self._rows):
+                return False
+            self._keys, self._values = list(state), list(state.values())
+        try:
+            return all(all(map(is_, map(entry, rows), values)) for entry, rows, values in self._entries)
+        except KeyError:
+            return False
+
+
+class Lie:
+    """How parameters that are stepped each by itself, and their states, lie in memory.
+
+    They are stepped through tensors of the same memory whose shapes nobody else can change, so that a step never writes
+    beyond what was looked at when these were made. `states`: of each name, one for each of `originals`.
+    """
+
+    def __init__(self, originals: Sequence[Parameter], states: Sequence[Sequence[Tensor]]) -> None:
+        self.shapes = [param.shape for param in originals]
+        self._sharded = is_sharded(originals[0])
+        self._originals: list[Tensor] = [*originals, *chain.from_iterable(states)]
+        here = self._here()
+        self._addresses = list(map(Tensor.data_ptr, here))
+        self._turnable = list(filter(turnable, here))
+        self._as_they_lay = list(map(Tensor.is_contiguous, self._turnable))
+        with torch.no_grad():
+            self._held = [tensor.detach() for tensor in here]
+        count = len(originals)
+        self.params = self._held[:count]
+        self.states = [self._held[begin : begin + count] for begin in range(count, len(here), count)]
+        self.dense = not self._sharded and all(map(Tensor.is_contiguous, self._held))
+
+    def _here(self) -> list[Tensor]:
+        return list(map(held_here, self._originals)) if self._sharded else self._originals
+
+    def holds(self) -> bool:
+        """Whether they lie as they did; elsewhere in memory, alike, they are followed to."""
+        here = self._here()
+        if list(map(Tensor.is_contiguous, self._turnable)) != self._as_they_lay:
+            return False
+        return list(map(Tensor.data_ptr, here)) == self._addresses or self._followed(here)
+
+    def _followed(self, here: Sequence[Tensor]) -> bool:
+        addresses = list(map(Tensor.data_ptr, here))
+        same = list(map(_FORM, here)) == list(map(_FORM, self._held))
+        if not same or len(set(addresses)) < len(set(self._addresses)):  # of like form, and none over another
+            return False
+        if [tensor.stride() for tensor in here] != [tensor.stride() for tensor in self._held]:
+            return False
+        self._addresses = addresses
+        with torch.no_grad():
+            self._held[:] = [tensor.detach() for tensor in here]
+        count = len(self.params)
+        for number, own in enumerate((self.params, *self.states)):
+            own[:] = self._held[number * count : (number + 1) * count]
+        return True
+
+
+def turnable(tensor: Tensor) -> bool:
+    """Whether a tensor can be transposed in place without a change of shape."""
+    sizes = [size for size in tensor.shape if size > 1]
+    return len(set(sizes)) < len(sizes)
+
+
+def overlapping(params: Sequence[Parameter]) -> dict[Parameter, dict[Parameter, int]]:
+    """For each parameter that shares memory with others: all of these and itself, numbered in their order."""
+    spans = []
+    for number, param in enumerate(params):
+        here = held_here(param)
+        if here.numel() and here.layout is torch.strided and here.data_ptr():
+            last = sum((size - 1) * stride for size, stride in zip(here.shape, here.stride(), strict=True))
+            begin = here.data_ptr()
+            spans.append((here.device, begin, begin + (last + 1) * here.element_size(), number))
+    spans.sort(key=lambda span: (str(span[0]), *span[1:]))
+    shared: dict[Parameter, dict[Parameter, int]] = {}
+    group: list[int] = []
+    reach: tuple[Any, int] = (None, 0)
+    for device, begin, end, number in [*spans, (None, 0, 0, -1)]:
+        if device == reach[0] and begin < reach[1]:
+            group.append(number)
+            reach = (device, max(reach[1], end))
+            continue
+        if len(group) > 1:
+            own = {params[place]: turn for turn, place in enumerate(sorted(group))}
+            shared.update(dict.fromkeys(own, own))
+        group, reach = [number], (device, end)
+    return shared
