@@ -13,6 +13,7 @@ from ..errors import CheckpointError, PreampError
 from ..session import Session
 from ._content import kept_on_host
 from ._file import read
+from ._fitting import check_states
 from ._later import writer
 
 
@@ -44,6 +45,9 @@ def load(
         *(_paired("model", model, content["model"], path) if model is not None else ()),
         *([("session", session, content["amp"])] if session is not None else ()),
     ]
+    for what, target, state in parts:
+        if isinstance(target, Optimizer):
+            check_states(what, target, state, path)
     _load_together(parts, path)
     return content
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import OptimizerError
 from ..multi_tensor import count_writes, laid_out_like, split_by_walk, triton_runs_on
 from ._options import Lists, Lows
 from ._stock import has_stock
@@ -30,10 +31,16 @@ def kernels_take(lists: Lists, *, low: bool = False) -> bool:
 def walks(lists: Lists, lows: Lows) -> tuple[list[int], list[int]] | None:
     """Positions whose parameter, states and twin lie in one order of memory, and the others; None if there are none.
 
-    Gradients need not fit, they can be copied.
+    Gradients need not fit, they can be copied. `OptimizerError` where sizes differ: what walks memory asks nobody.
     """
-    params, _, *states = lists
+    params, grads, *states = lists
     twins = [param if low is None else low for param, low in zip(params, lows, strict=True)] if lows else []
+    sizes = list(map(Tensor.numel, params))
+    if any(tensors and list(map(Tensor.numel, tensors)) != sizes for tensors in (grads, *states, twins)):
+        raise OptimizerError(
+            "gradients, states or twins have other numbers of elements than their parameters: each list holds one "
+            "tensor for each parameter, of its shape"
+        )
     return split_by_walk([tensors for tensors in (params, *states, twins) if tensors])
 
 

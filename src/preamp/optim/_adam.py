@@ -31,6 +31,7 @@ class Adam(FusedOptimizer):
     `OptimizerError`, a ValueError, for hyper-parameters out of range.
     """
 
+    kept = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", *SCALES)
     master_kinds: tuple[str | None, ...] = ("float32", "split", None)
 
     def __init__(

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.autograd import profiler
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..errors import OptimizerError
@@ -21,6 +22,7 @@ from ..gradients import present_in, reciprocal
 from ..masters import Masters, SplitMasters
 from ..multi_tensor import count_writes
 from ..sharding import any_sharded, held_here
+from ._eight_bit import NAMES, is_8bit
 from ._flat import Flat, ShapeMismatch
 from ._plan import Bucket, Plan
 from ._state import State
@@ -79,6 +81,8 @@ class FusedOptimizer(Optimizer):
     # -- what a kind of optimizer says
 
     counts_steps = True
+    kept: tuple[str, ...] = ()
+    """Names of all states that it may have."""
 
     @abstractmethod
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -210,7 +214,7 @@ class FusedOptimizer(Optimizer):
         That name takes as long as the rest of a step of a few small tensors. So where they lie side by side it is left
         out, unless a profiler runs.
         """
-        hooked = Optimizer.profile_hook_step(func)
+        hooked, own = Optimizer.profile_hook_step(func), func is FusedOptimizer._own_step
 
         @wraps(func)
         def step(self: FusedOptimizer, *args: Any, **kwargs: Any) -> Any:
@@ -219,13 +223,35 @@ class FusedOptimizer(Optimizer):
             unseen = not seen and self._plan is not None and self._plan.side_by_side
             return func(self, *args, **kwargs) if unseen else hooked(self, *args, **kwargs)
 
+        if own:
+            FusedOptimizer._steps.add(step)
         return step
+
+    _own_step = step
+    _steps: ClassVar[WeakSet[Any]] = WeakSet()
+    """What `step` is of classes that have not made one of their own."""
 
     @property
     def is_hooked(self) -> bool:
-        """Whether hooks run before a step, which may put other gradients in place; a session's own does not."""
-        own = self._optimizer_step_pre_hooks.values()
-        return bool(_global_optimizer_pre_hooks) or not all(getattr(hook, "changes_nothing", False) for hook in own)
+        """Whether hooks run before a step, or it is somebody's own: both may read and change gradients. Not so a
+        session's own hook.
+        """
+        return bool(_global_optimizer_pre_hooks) or self.has_foreign_hooks or self.is_overridden
+
+    @property
+    def has_foreign_hooks(self) -> bool:
+        """Whether somebody has registered a hook before the steps of this optimizer."""
+        return not all(getattr(hook, "changes_nothing", False) for hook in self._optimizer_step_pre_hooks.values())
+
+    @property
+    def is_overridden(self) -> bool:
+        """Whether a subclass has a step of its own, or somebody has put one in its place, a scheduler's aside."""
+        own = vars(self).get("step")
+        if own is not None and getattr(own, "__globals__", None) is vars(
+            lr_scheduler
+        ):  # which notes that it was called
+            own = getattr(own, "__wrapped__", None)
+        return (type(self).step if own is None else own) not in self._steps
 
     def picked(self) -> list[tuple[Bucket, list[Tensor]]]:
         """What a step would work on now: buckets of parameters, each with its gradients.
@@ -354,8 +380,32 @@ class FusedOptimizer(Optimizer):
         }
         return packed
 
+    def check_loadable(self, state_dict: dict[str, Any]) -> None:
+        """`OptimizerError` for a state_dict that holds states of other shapes than the parameters'."""
+        names = (*self.kept, "master", "master_bits")
+        for param, number in self._saved(state_dict):
+            saved = state_dict["state"].get(number, {})
+            coded = is_8bit(saved) and NAMES[1] in self.kept
+            for name in NAMES if coded else [name for name in names if saved.get(name) is not None]:
+                value = saved.get(name)
+                number_like = isinstance(value, Tensor) and (
+                    value.is_floating_point() or coded or name == "master_bits"
+                )
+                if not number_like or not self._has_form(name, held_here(value), param):
+                    raise OptimizerError(
+                        f"the state {name!r} for a parameter of shape {tuple(param.shape)} is {_told(value)}, which is "
+                        "none of this parameter. Was the order of layers changed since it was saved? Give the "
+                        "optimizer its parameters in the order in which they were"
+                    )
+            if isinstance(step := saved.get("step", 0), Tensor) and step.numel() != 1:
+                raise OptimizerError(f"the state 'step' is {_told(step)}, and counts one parameter's steps")
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's. States of 16-bit parameters stay float32, and masters in the state are written to them."""
+        """As torch's. States of 16-bit parameters stay float32, and masters in the state are written to them.
+
+        `OptimizerError`, a ValueError, changing nothing, for states of other shapes than the parameters'.
+        """
+        self.check_loadable(state_dict)
         low = self._low_params()
         super().load_state_dict(self._kept(state_dict, low))
         self._masters = self._masters if self._lent else self._own_masters()
@@ -378,15 +428,19 @@ class FusedOptimizer(Optimizer):
 
     def _kept(self, state_dict: dict[str, Any], low: set[Parameter]) -> dict[str, Any]:
         """A state_dict whose states of `low` parameters torch does not cast to 16 bits: wrapped, for `__setstate__`."""
-        own = (p for group in self.param_groups for p in group["params"])
-        saved = (i for group in state_dict["param_groups"] for i in group["params"])
         states = dict(state_dict["state"])
-        for param, number in zip(own, saved, strict=False):  # torch says so if there are more of one than of the other
+        for param, number in self._saved(state_dict):
             if param in low and number in states:
                 states[number] = {
                     name: _Kept(value) if isinstance(value, Tensor) else value for name, value in states[number].items()
                 }
         return {**state_dict, "state": states}
+
+    def _saved(self, state_dict: dict[str, Any]) -> Iterator[tuple[Parameter, Any]]:
+        """The parameters, each with the number under which states are saved for it."""
+        own = (p for group in self.param_groups for p in group["params"])
+        saved = (i for group in state_dict["param_groups"] for i in group["params"])
+        return zip(own, saved, strict=False)  # torch says so if there are more of one than of the other
 
     def _has_wide_states(self, param: Parameter) -> bool:
         """Whether a 16-bit parameter without a lent master has float32 states."""

@@ -26,6 +26,8 @@ class LAMB(FusedOptimizer):
     `master`: "float32" keeps masters of 16-bit parameters. Raises `OptimizerError`, a ValueError.
     """
 
+    kept = ("exp_avg", "exp_avg_sq")
+
     def __init__(
         self,
         params: Any,
@@ -95,6 +97,8 @@ class NovoGrad(FusedOptimizer):
     as in Apex's FusedNovoGrad. `master`: "float32" keeps masters of 16-bit parameters. Raises `OptimizerError`, a
     ValueError.
     """
+
+    kept = ("exp_avg", "norm")
 
     def __init__(
         self,

@@ -24,6 +24,7 @@ class SGD(FusedOptimizer):
     by one (False). Raises `OptimizerError`, a ValueError, for hyper-parameters out of range.
     """
 
+    kept = ("momentum_buffer",)
     counts_steps = False
 
     def __init__(
@@ -122,6 +123,8 @@ class Adagrad(FusedOptimizer):
     Dense gradients only. `master`: "float32" keeps masters of 16-bit parameters, None steps them in their own dtype.
     `flat`: as in `SGD`. Raises `OptimizerError`, a ValueError, for hyper-parameters out of range.
     """
+
+    kept = ("sum",)
 
     def __init__(
         self,
