@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -56,6 +57,34 @@ def check_loadable(content: Mapping[str, Any]) -> None:
     """`CheckpointError` naming the place of the first object that `load` would have to run code for."""
     for name, value in content.items():
         _walk(value, lambda _: None, name, values=False)
+        check_extents(value, sys.maxsize, name)
+
+
+_SHOWN = 2**28
+"""Bytes that a view may show of memory that holds fewer."""
+
+
+def check_extents(content: Any, size: int, where: Any) -> None:
+    """`CheckpointError` for tensors that show far more than the memory they are views of, at most `size` bytes in all.
+
+    An expanded tensor shows one number as often as it likes: a file of a few bytes could ask for any amount of memory
+    as soon as somebody copies what is in it. So could one that states more than it holds.
+    """
+    memory: dict[int, int] = {}
+    for tensor in tensors(content):
+        for part in _parts(tensor):
+            if part.device.type == "meta":
+                continue
+            storage = part.untyped_storage()
+            memory[storage._cdata] = storage.nbytes()
+            if part.nbytes > max(storage.nbytes(), _SHOWN):
+                raise CheckpointError(
+                    f"{where}: a tensor of shape {tuple(part.shape)} shows {part.nbytes} bytes of a memory of "
+                    f"{storage.nbytes()}, and would fill as much as soon as it is copied. Save what it was expanded "
+                    "from, or a copy of it, .contiguous()"
+                )
+    if sum(memory.values()) > size:
+        raise CheckpointError(f"{where} states more than it holds: its tensors have {sum(memory.values())} bytes")
 
 
 def digest(content: Mapping[str, Any]) -> str:

@@ -13,7 +13,9 @@ import os
 import platform
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+import stat
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
@@ -21,7 +23,7 @@ from typing import IO, Any, cast
 import torch
 
 from ..errors import CheckpointError
-from ._content import digest, digest_1
+from ._content import check_extents, digest, digest_1
 
 FORMAT = "preamp-checkpoint/2"
 """What files say they are. Files of the first format, whose digest covers tensors only, are still read."""
@@ -30,6 +32,7 @@ _DIGESTS = {"preamp-checkpoint/1": digest_1, FORMAT: digest}
 
 _SEAL = b"preamp sha256 "
 _SEALED = len(_SEAL) + 64
+_BEGIN = b"PK\x03\x04"
 _END, _END_SIZE = b"PK\x05\x06", 22
 """The record that ends a zip archive: its first bytes, and its size before the comment, whose length ends it."""
 
@@ -40,33 +43,61 @@ _under_way: set[str] = set()
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give a temporary path beside `path`, to be written there and renamed over it when the block ends well.
+    """Give a temporary file, to be written to and renamed over `path` when the block ends well.
 
-    When it does not, the temporary file goes and what was at `path` stays. An `OSError` names `path` and keeps its
-    errno. What processes of this machine left when they were killed is cleared away.
+    Through symbolic links: the file that they lead to is replaced, and they stay. A file keeps its permissions and, as
+    far as the system allows, its owner. When the block does not end well, the temporary file goes and what was there
+    stays. An `OSError` names `path` and keeps its errno; `CheckpointError` for a device, a pipe or a socket. What
+    processes of this machine left when they were killed is cleared away.
     """
-    target = Path(path)
+    target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name}.{_HOST}-{os.getpid()}-{secrets.token_hex(4)}.tmp")
     _under_way.add(str(temporary))
     try:
+        before = _replaceable(path)
         _clear_leftovers(target)
+        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600 if before else 0o666))
         yield temporary
+        if before is not None:
+            _let_be_as(before, temporary)
         os.replace(temporary, target)
         _sync_directory(target.parent)
     except OSError as error:
         reason = f"{error.strerror or error}: nothing was written, and what was there before is as it was"
-        raise OSError(error.errno or errno.EIO, reason, str(target)) from error
+        raise OSError(error.errno or errno.EIO, reason, os.fspath(path)) from error
     finally:
         _under_way.discard(str(temporary))
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
+def _replaceable(path: str | os.PathLike[str]) -> os.stat_result | None:
+    """What is there, a file whose place another may take, or None; `CheckpointError` if it is something else."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):  # of a directory the system says so
+        raise CheckpointError(
+            f"{os.fspath(path)!r} is a device, a pipe or a socket: a checkpoint is moved to its place when it is "
+            "complete, which would put a file where that is. Nothing was written; give the path of a file"
+        )
+    return found
+
+
+def _let_be_as(before: os.stat_result, path: Path) -> None:
+    """Give a file the permissions and, if that is allowed, the owner of one before it."""
+    if os.name == "posix" and (before.st_uid, before.st_gid) != (os.geteuid(), os.getegid()):
+        with suppress(OSError):
+            os.chown(path, before.st_uid, before.st_gid)
+    os.chmod(path, stat.S_IMODE(before.st_mode))
+
+
 def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
     """Write `content` with its digest and a seal, atomically; `OSError` when the system cannot."""
     content = {**content, "format": FORMAT}
     content["digest"] = digest(content)
-    with replacing(path) as temporary, open(temporary, "xb") as file:
+    with replacing(path) as temporary, open(temporary, "r+b") as file:
         sealing = _Sealing(file)
         torch.save(content, cast("IO[bytes]", sealing))
         sealing.seal()
@@ -79,8 +110,9 @@ def read(path: str | os.PathLike[str], map_location: Any) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             sealed = _check_seal(file, path)
-            file.seek(0)
+            size = _check_archive(file, path)
             content: Any = torch.load(file, map_location=map_location, weights_only=True)
+            check_extents(content, size, path)
     except (FileNotFoundError, CheckpointError):
         raise
     except Exception as error:
@@ -92,9 +124,16 @@ def read(path: str | os.PathLike[str], map_location: Any) -> dict[str, Any]:
     if not isinstance(kind, str) or kind not in _DIGESTS:
         seen = repr(kind) if isinstance(content, dict) else f"of a {type(content).__name__}"
         raise CheckpointError(f"{path} was not written by preamp.checkpoint.save (format {seen:.60}, not {FORMAT!r})")
-    if not (sealed and kind == FORMAT) and _DIGESTS[kind](content) != content.get("digest"):
+    if not (sealed and kind == FORMAT) and not _has_digest(content, _DIGESTS[kind]):
         raise CheckpointError(f"{path} is damaged: its content does not match the digest it was saved with")
     return dict(content)
+
+
+def _has_digest(content: Mapping[str, Any], digest_of: Callable[[Mapping[str, Any]], str]) -> bool:
+    try:
+        return digest_of(content) == content.get("digest")
+    except (CheckpointError, RecursionError, RuntimeError, TypeError):  # of what no save has written
+        return False
 
 
 def sha256_of(path: str | os.PathLike[str]) -> str:
@@ -152,6 +191,26 @@ def _check_seal(file: IO[bytes], path: Any) -> bool:
     raise CheckpointError(
         f"{path} cannot be read as a checkpoint: it does not end as an archive of torch.save does, so it is truncated, "
         "damaged, or something else"
+    )
+
+
+def _check_archive(file: IO[bytes], path: Any) -> int:
+    """The size of a file, in bytes, that is an archive whose parts, unpacked, are no larger; else `CheckpointError`.
+
+    `torch.save` packs nothing. In a file of another kind torch would believe whatever size it states. Leaves the file
+    at its beginning.
+    """
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    if file.read(4) == _BEGIN:
+        with zipfile.ZipFile(file) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+        file.seek(0)
+        if unpacked <= size:
+            return size
+    raise CheckpointError(
+        f"{path} is no archive as torch.save writes it, or its parts are larger than the whole: it was made by "
+        "something else, and would take more memory than it may"
     )
 
 

@@ -100,9 +100,9 @@ class _Writer:
 
     def finish(self, path: str | os.PathLike[str]) -> None:
         """Wait until nothing is being written to `path`."""
-        wanted = os.path.abspath(path)
+        wanted = os.path.realpath(path)
         with self._changed:
-            self._changed.wait_for(lambda: all(os.path.abspath(p.path) != wanted for p in self._queue))
+            self._changed.wait_for(lambda: all(os.path.realpath(p.path) != wanted for p in self._queue))
 
     def heard(self, pending: PendingSave) -> None:
         """Somebody has asked how it ended."""

@@ -31,6 +31,10 @@ from ._ranks import on_all_ranks, own_group
 
 LATEST = "latest"
 
+_MARK = ".preamp-generation"
+"""A file in each generation that holds its name: only folders that have it are ever deleted, or the one that `latest`
+has named, of a version that left no marks."""
+
 _SEEN_WITHIN = 10.0
 """Seconds after which a folder that rank 0 has made counts as not shared: network file systems take their time."""
 
@@ -84,12 +88,15 @@ def _saving(
     """The rest of a save, to be done by this thread or another one; the states are taken now, by way of `held`."""
     from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 
-    def first() -> tuple[str, dict[str, Any] | None]:
+    def first() -> tuple[str, str | None, dict[str, Any] | None]:
         amp = _added(session)
         before = _latest(target)
-        return f"{(int(before['generation']) if before is not None else 0) + 1:08d}", amp
+        number = 1 if before is None else int(before["generation"]) + 1
+        while (target / _name(number)).exists() and not _is_ours(target / _name(number)):
+            number += 1
+        return _name(number), None if before is None else before["generation"], amp
 
-    name, amp = on_all_ranks(first, _UNWRITTEN)[0]
+    name, old, amp = on_all_ranks(first, _UNWRITTEN)[0]
     with _in_float32(session):
         states, steps = named_states(model, optimizer)
         parts = held({"model": states, "optimizer": steps})
@@ -99,8 +106,10 @@ def _saving(
     def begin() -> None:
         if rank() == 0:
             target.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(target / name, ignore_errors=True)  # of a save that was killed
+            if _is_ours(target / name):  # of a save that was killed
+                shutil.rmtree(target / name, ignore_errors=True)
             (target / name).mkdir()
+            (target / name / _MARK).write_text(name)
 
     def look() -> None:
         until = time.monotonic() + _SEEN_WITHIN
@@ -119,9 +128,9 @@ def _saving(
     def commit() -> None:
         if rank() == 0:
             write(target / LATEST, {"generation": name, "amp": amp, "files": files})
-            for old in target.iterdir():
-                if old.is_dir() and old.name.isdigit() and old.name != name:
-                    shutil.rmtree(old, ignore_errors=True)
+            for each in target.iterdir():
+                if each.name != name and (each.name == old or _is_ours(each)) and not each.is_symlink():
+                    shutil.rmtree(each, ignore_errors=True)
 
     def save() -> None:
         on_all_ranks(begin, _UNWRITTEN, group)
@@ -217,9 +226,30 @@ def _check_files(folder: Path, latest: dict[str, Any]) -> None:
             raise CheckpointError(f"{path} is damaged: its bytes do not match the digest they were saved with")
 
 
+def _name(generation: int) -> str:
+    return f"{generation:08d}"
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder is a generation that `save_sharded` has begun: its mark, which is in it, names it."""
+    try:
+        return (folder / _MARK).read_text() == folder.name
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
 def _latest(folder: Path) -> dict[str, Any] | None:
     path = folder / LATEST
-    return read(path, "cpu") if path.exists() else None
+    if not path.exists():
+        return None
+    latest = read(path, "cpu")
+    name = latest.get("generation")
+    if not isinstance(name, str) or not (name.isascii() and name.isdigit()) or len(name) < len(_name(0)):
+        raise CheckpointError(
+            f"{path} was not written by preamp.checkpoint.save_sharded, which keeps the name of its newest checkpoint "
+            "there: give it a folder of its own"
+        )
+    return latest
 
 
 @contextmanager
