@@ -44,7 +44,6 @@ class FusedOptimizer(Optimizer):
     `grad_factor` (and multiplied by it) may be set as attributes: the protocol of torch.amp.GradScaler, and one more.
     """
 
-    _step_supports_amp_scaling = True
     flat: bool | None = False
     """Whether small float32 parameters on a CPU are laid side by side (`Flat`); None: where nobody can tell, else only
     for the length of a step."""
@@ -233,25 +232,22 @@ class FusedOptimizer(Optimizer):
 
     @property
     def is_hooked(self) -> bool:
-        """Whether hooks run before a step, or it is somebody's own: both may read and change gradients. Not so a
-        session's own hook.
+        """Whether hooks run before a step, or it is somebody's own: both may read and change gradients."""
+        return bool(_global_optimizer_pre_hooks) or not self._step_supports_amp_scaling
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What scalers ask: whether a step may find its gradients scaled. Not if anybody else has to do with them:
+        hooks of this optimizer, a step that a subclass has of its own, or one that was put in its place.
         """
-        return bool(_global_optimizer_pre_hooks) or self.has_foreign_hooks or self.is_overridden
-
-    @property
-    def has_foreign_hooks(self) -> bool:
-        """Whether somebody has registered a hook before the steps of this optimizer."""
-        return not all(getattr(hook, "changes_nothing", False) for hook in self._optimizer_step_pre_hooks.values())
-
-    @property
-    def is_overridden(self) -> bool:
-        """Whether a subclass has a step of its own, or somebody has put one in its place, a scheduler's aside."""
+        if not all(getattr(hook, "changes_nothing", False) for hook in self._optimizer_step_pre_hooks.values()):
+            return False  # a session's own looks at nothing
         own = vars(self).get("step")
         if own is not None and getattr(own, "__globals__", None) is vars(
             lr_scheduler
         ):  # which notes that it was called
             own = getattr(own, "__wrapped__", None)
-        return (type(self).step if own is None else own) not in self._steps
+        return (type(self).step if own is None else own) in self._steps
 
     def picked(self) -> list[tuple[Bucket, list[Tensor]]]:
         """What a step would work on now: buckets of parameters, each with its gradients.

@@ -239,7 +239,7 @@ class Flat:
                 shape = part.shape
                 try:
                     torch.cat(tensors[begin:end], out=part)  # type: ignore[arg-type]
-                except RuntimeError as error:
+                except (RuntimeError, UserWarning) as error:  # torch warns of what it makes room for
                     raise ShapeMismatch(f"{_MISMATCH} ({error})") from error
                 if part.shape != shape:  # torch makes room for more
                     raise ShapeMismatch(_MISMATCH)

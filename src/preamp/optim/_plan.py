@@ -120,7 +120,10 @@ class Plan:
                 turn = shared[param][param] if param in shared else 0
                 alike[lying, param.device, param.dtype, names, is_sharded(param), lent, turn].append(param)
             if sum(len(own) for (lying, *_), own in alike.items() if lying != "apart") == 1:
-                alike = {("apart", *key[1:]): own for key, own in alike.items()}
+                for key in list(alike):
+                    together = ("apart", *key[1:])
+                    if key != together:
+                        alike[together] += alike.pop(key)
             for (lying, *_), own in alike.items():
                 for bucket in _buckets_of(optimizer, group, own, lying):
                     bucket.number, bucket.pick = number, _picker([place[param] for param in bucket.params])

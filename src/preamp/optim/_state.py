@@ -7,7 +7,8 @@ Copied or pickled they are plain ones.
 
 from __future__ import annotations
 
-from collections import defaultdict
+import copy
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,8 +28,14 @@ class Row(dict[str, Any]):
         if self.state is not None:
             self.state.changes += 1
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (), None, None, iter(self.items())
+    def __copy__(self) -> dict[str, Any]:
+        return dict(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(dict(self), memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # `torch.load(weights_only=True)` takes these
+        return OrderedDict, (), None, None, iter(self.items())
 
 
 class State(defaultdict[Any, Any]):
@@ -41,7 +48,7 @@ class State(defaultdict[Any, Any]):
         self.changes = 0
         super().__init__(dict)
         for key, row in items.items():
-            self[key] = Row(row, state=self) if type(row) is dict else row
+            self[key] = Row(row, state=self) if type(row) in (dict, OrderedDict, Row) else row
 
     def _changes(self) -> None:
         self.changes += 1

@@ -174,11 +174,8 @@ class GradScaler(torch.amp.GradScaler):
         low = any(gradients[0].dtype is torch.float16 for _, gradients in picked)
         sharded, on_cpu = any(bucket.sharded for bucket, _ in picked), scale.device.type == "cpu"
         if optimizer.is_hooked or not here or sharded or (self._needs_reading and on_cpu):
-            if low and not optimizer.is_overridden:
-                self._check_inf_per_device(optimizer)
-                return False
-            self.unscale_(optimizer)  # an error for float16, as with torch
-            return True
+            self._check_inf_per_device(optimizer) if low else self.unscale_(optimizer)
+            return not low
         found, unscaled = torch.zeros_like(scale), on_cpu and not low
         look = partial(_check_and_unscale, found, self._reciprocal(scale)) if unscaled else None
         laid = [(bucket, bucket.laid(gradients, look)) for bucket, gradients in picked]

@@ -33,8 +33,7 @@ def step_unless(found: Tensor, optimizer: Optimizer, book: GradientBook, apart: 
     if skipped:
         return True
     given: dict[str, Any] = {}
-    scaled = isinstance(optimizer, FusedOptimizer) and not optimizer.is_hooked  # whoever looks on sees true gradients
-    if scaled and not book.is_true(optimizer) and not apart:
+    if isinstance(optimizer, FusedOptimizer) and fused and not book.is_true(optimizer) and not apart:
         given = {"found_inf": None if on_cpu else found, "grad_factor": book.hand_over(optimizer)}
         given["gradients_at_hand"] = book.gathered(optimizer)
     else:

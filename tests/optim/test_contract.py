@@ -1,0 +1,582 @@
+"""What one may do to a torch optimizer between steps one may do to these: the next step is as torch's."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+import preamp
+from preamp import optim
+from preamp.errors import OptimizerError
+
+SHAPES = [(4,), (8, 8), (3, 5), (1,), (8, 8), ()]
+KINDS: dict[str, dict[str, Any]] = {
+    "Adam": {"lr": 0.1}, "AdamW": {"lr": 0.1, "amsgrad": True}, "SGD": {"lr": 0.1, "momentum": 0.9},
+    "Adagrad": {"lr": 0.1},
+}  # fmt: skip
+EACH = pytest.mark.parametrize("kind", KINDS)
+FLAT = pytest.mark.parametrize("flat", [None, True, False])
+
+
+def first_name(optimizer: Optimizer) -> str:
+    """Of a state like a parameter."""
+    names = ("exp_avg", "momentum_buffer", "sum")
+    return next(name for name in names if name in next(iter(optimizer.state.values())))
+
+
+def give(params: Sequence[Parameter], seed: int, without: Sequence[int] = ()) -> None:
+    torch.manual_seed(seed)
+    for i, p in enumerate(params):
+        gradient = torch.randn(p.shape, dtype=torch.float32).to(p.dtype)
+        p.grad = None if i in without else gradient
+
+
+Deed = Callable[[Any, list[Parameter]], Any]
+
+
+def alike(kind: str, flat: bool | None, *deeds: Deed, before: int = 6, after: int = 3) -> None:
+    """Each deed is done to an optimizer of torch and to ours, between steps; parameters then are the same."""
+    ends = []
+    for ours in (False, True):
+        torch.manual_seed(1)
+        params = [Parameter(torch.randn(shape)) for shape in SHAPES]
+        options = {"flat": flat} if ours else {"foreach": False}
+        optimizer: Any = getattr(optim if ours else torch.optim, kind)(params, **KINDS[kind], **options)
+        for seed in range(before):
+            give(params, seed)
+            optimizer.step()
+        for number, deed in enumerate(deeds):
+            made = deed(optimizer, params)
+            optimizer = made if isinstance(made, Optimizer) else optimizer
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            for seed in range(after):
+                give(params, 100 * number + seed)
+                optimizer.step()
+        ends.append(([p.detach().clone() for p in params], [dict(optimizer.state.get(p, {})) for p in params]))
+    (theirs, of_torch), (mine, own) = ends
+    for i, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6, msg=f"parameter {i}")
+    for a, b in zip(of_torch, own, strict=True):
+        for name in a.keys() & b.keys() - {"note"}:
+            torch.testing.assert_close(
+                torch.as_tensor(b[name]), torch.as_tensor(a[name]), rtol=2e-5, atol=2e-6, check_dtype=False
+            )
+
+
+def pop(place: int) -> Deed:
+    return lambda optimizer, params: optimizer.state.pop(params[place])
+
+
+def clear_all(optimizer: Any, params: list[Parameter]) -> None:
+    optimizer.state.clear()
+
+
+def new_dict(optimizer: Any, params: list[Parameter]) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+def empty_row(optimizer: Any, params: list[Parameter]) -> None:
+    optimizer.state[params[2]] = {}
+
+
+def plain_row(optimizer: Any, params: list[Parameter]) -> None:
+    optimizer.state[params[1]] = dict(optimizer.state[params[1]])
+    optimizer.state[params[1]][first_name(optimizer)] = torch.ones_like(params[1])
+
+
+def replace(optimizer: Any, params: list[Parameter]) -> None:
+    optimizer.state[params[2]][first_name(optimizer)] = torch.full_like(params[2], 0.5)
+
+
+def replace_and_keep(optimizer: Any, params: list[Parameter]) -> None:
+    optimizer.kept = optimizer.state[params[2]][first_name(optimizer)]
+    optimizer.state[params[2]].update({first_name(optimizer): torch.full_like(params[2], 0.5)})
+
+
+def swap(optimizer: Any, params: list[Parameter]) -> None:
+    state = optimizer.state
+    state[params[1]], state[params[4]] = state[params[4]], state[params[1]]
+
+
+def in_place(optimizer: Any, params: list[Parameter]) -> None:
+    optimizer.state[params[4]][first_name(optimizer)].mul_(0.5)
+
+
+def through_data(optimizer: Any, params: list[Parameter]) -> None:
+    state = optimizer.state[params[4]][first_name(optimizer)]
+    state.data = torch.full_like(state, 0.25)
+
+
+def reset_step(optimizer: Any, params: list[Parameter]) -> None:
+    if "step" in optimizer.state[params[3]]:
+        optimizer.state[params[3]]["step"].zero_()
+
+
+def add_steps(optimizer: Any, params: list[Parameter]) -> None:
+    if "step" in optimizer.state[params[1]]:
+        optimizer.state[params[1]]["step"] += 7
+
+
+def replace_step(optimizer: Any, params: list[Parameter]) -> None:
+    if "step" in optimizer.state[params[1]]:
+        optimizer.state[params[1]]["step"] = optimizer.state[params[1]]["step"].clone()
+
+
+def new_data(optimizer: Any, params: list[Parameter]) -> None:
+    params[1].data = torch.ones_like(params[1])
+    params[2].data = params[2].data.clone()
+
+
+def transposed(optimizer: Any, params: list[Parameter]) -> None:
+    params[1].data = params[1].data.t()
+
+
+def new_parameter(optimizer: Any, params: list[Parameter]) -> None:
+    """As code that grows models does: the state goes over to the new one."""
+    old, new = params[1], Parameter(params[1].detach().clone() * 2)
+    optimizer.param_groups[0]["params"][1] = new
+    optimizer.state[new] = optimizer.state.pop(old)
+
+
+def added_group(optimizer: Any, params: list[Parameter]) -> None:
+    optimizer.add_param_group({"params": [Parameter(torch.ones(3))], "lr": 0.01})
+
+
+def new_group(optimizer: Any, params: list[Parameter]) -> None:
+    optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.003}
+
+
+def hyper(**values: Any) -> Deed:
+    return lambda optimizer, params: optimizer.param_groups[0].update(values)
+
+
+def notes(optimizer: Any, params: list[Parameter]) -> None:
+    optimizer.state[params[0]]["note"] = "a wrapper's own"
+    optimizer.state["all"] = {"k": 1}
+
+
+def copied(optimizer: Any, params: list[Parameter]) -> Any:
+    return copy.deepcopy(optimizer)
+
+
+def pickled(optimizer: Any, params: list[Parameter]) -> Any:
+    return pickle.loads(pickle.dumps(optimizer))
+
+
+def reloaded(optimizer: Any, params: list[Parameter]) -> None:
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    optimizer.load_state_dict(torch.load(file, weights_only=True))
+
+
+def frozen(optimizer: Any, params: list[Parameter]) -> None:
+    params[0].requires_grad_(False)
+
+
+def swapped_for_an_average(optimizer: Any, params: list[Parameter]) -> None:
+    kept = [p.data for p in params]
+    for p in params:
+        p.data = torch.zeros_like(p)
+    for p, data in zip(params, kept, strict=True):
+        p.data = data
+
+
+DEEDS: dict[str, Deed] = {
+    "pop the first": pop(0), "pop another": pop(3), "clear": clear_all, "a new dict": new_dict,
+    "an empty row": empty_row, "a plain row": plain_row, "replace": replace,
+    "replace, keep the old": replace_and_keep, "swap": swap,
+    "in place": in_place, "through data": through_data, "reset a step": reset_step, "add to a step": add_steps,
+    "replace a step": replace_step, "new data": new_data, "transposed": transposed, "a new parameter": new_parameter,
+    "a group more": added_group, "a group anew": new_group, "lr": hyper(lr=0.01), "decay": hyper(weight_decay=0.1),
+    "notes": notes, "deepcopy": copied, "pickle": pickled, "reload": reloaded, "frozen": frozen,
+    "swapped": swapped_for_an_average,
+}  # fmt: skip
+
+
+@EACH
+@FLAT
+@pytest.mark.parametrize("deed", DEEDS)
+def test_deeds(kind: str, flat: bool | None, deed: str) -> None:
+    if deed in ("clear", "a new dict", "pop the first", "pop another", "an empty row") and kind == "Adagrad":
+        pytest.skip("torch's makes its states when it is made, and has none then")
+    alike(kind, flat, DEEDS[deed])
+
+
+@FLAT
+@pytest.mark.parametrize("kind", ["Adam", "SGD"])
+def test_one_after_another(kind: str, flat: bool | None) -> None:
+    order = ["replace", "deepcopy", "reset a step", "pop another", "pickle", "replace a step", "swapped", "swap", "lr"]
+    alike(kind, flat, *(DEEDS[name] for name in order))
+
+
+@FLAT
+@pytest.mark.parametrize("start", [0.0, 0.9])
+def test_momentum_comes_and_goes(flat: bool | None, start: float) -> None:
+    deeds = [hyper(momentum=m) for m in (0.9, 0.0, 0.5, 0.0, 0.9)]
+    alike("SGD", flat, hyper(momentum=start), *deeds, hyper(nesterov=True), hyper(nesterov=False, dampening=0.1))
+
+
+@FLAT
+def test_settings_of_adam_come_and_go(flat: bool | None) -> None:
+    alike("Adam", flat, hyper(betas=(0.5, 0.6)), hyper(maximize=True), hyper(eps=1e-3), hyper(weight_decay=0.2))
+    alike("AdamW", flat, hyper(amsgrad=False), hyper(amsgrad=True), hyper(betas=(0.2, 0.9)))
+
+
+@FLAT
+def test_amsgrad_switched_on(flat: bool | None) -> None:
+    """With torch a KeyError; the largest second moment is the largest from now on."""
+    params = [Parameter(torch.ones(4)), Parameter(torch.ones(3))]
+    optimizer = optim.Adam(params, 0.1, flat=flat)
+    for amsgrad in (False, True):
+        optimizer.param_groups[0]["amsgrad"] = amsgrad
+        give(params, 1)
+        optimizer.step()
+    row = optimizer.state[params[1]]
+    assert torch.equal(row["max_exp_avg_sq"], row["exp_avg_sq"])
+
+
+@FLAT
+@EACH
+def test_each_has_a_step_count_of_its_own(kind: str, flat: bool | None) -> None:
+    if kind == "SGD":
+        return
+    params = [Parameter(torch.ones(shape)) for shape in SHAPES]
+    optimizer = getattr(optim, kind)(params, flat=flat)
+    for seed in range(3):
+        give(params, seed, [2] if seed == 1 else [])
+        optimizer.step()
+        counts = [optimizer.state[p]["step"] for p in params]
+        assert [c.item() for c in counts] == [seed + 1.0 - (i == 2 and seed > 0) for i in range(len(params))]
+        assert len({id(c) for c in counts}) == len({c.data_ptr() for c in counts}) == len(params)
+    optimizer.state[params[0]]["step"].fill_(9)
+    assert [optimizer.state[p]["step"].item() for p in params] == [9, 3, 2, 3, 3, 3]
+    give(params, 4)
+    optimizer.step()
+    assert [optimizer.state[p]["step"].item() for p in params] == [10, 4, 3, 4, 4, 4]
+    for step in (optimizer.state[p]["step"] for p in params):
+        assert step.dtype is torch.float32 and step.dim() == 0
+    saved = io.BytesIO()
+    torch.save(optimizer.state_dict(), saved)
+    saved.seek(0)
+    assert torch.load(saved, weights_only=True)["state"][0]["step"] == 10
+
+
+def test_a_number_as_step_count() -> None:
+    params = [Parameter(torch.ones(4)), Parameter(torch.ones(3))]
+    optimizer = optim.Adam(params, 0.1)
+    give(params, 0)
+    optimizer.step()
+    optimizer.state[params[1]]["step"] = 5
+    give(params, 1)
+    optimizer.step()
+    assert [int(optimizer.state[p]["step"]) for p in params] == [2, 6]
+
+
+def test_states_are_dicts_to_everybody() -> None:
+    params = [Parameter(torch.ones(4)), Parameter(torch.ones(3))]
+    optimizer = optim.Adam(params, 0.1)
+    give(params, 0)
+    optimizer.step()
+    assert isinstance(optimizer.state, defaultdict) and isinstance(optimizer.state[params[0]], dict)
+    for made in (copy.deepcopy(optimizer.state), pickle.loads(pickle.dumps(optimizer.state))):
+        assert type(made) is defaultdict and all(type(row) in (dict, OrderedDict) for row in made.values())
+    assert type(copy.deepcopy(optimizer.state[params[0]])) is type(copy.copy(optimizer.state[params[0]])) is dict
+    file = io.BytesIO()
+    torch.save(optimizer.state[params[0]], file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True).keys() == {"step", "exp_avg", "exp_avg_sq"}
+    assert optimizer.state["new"] == {} and "new" in optimizer.state
+
+
+@FLAT
+@EACH
+@pytest.mark.parametrize("small", [0, 1, 2], ids=lambda n: f"{n} small")
+def test_small_ones_among_large_ones(kind: str, flat: bool | None, small: int) -> None:
+    """One that would lie side by side with nobody is stepped as the large ones are, and they with it."""
+    for order in (1, -1):
+        params = [*(Parameter(torch.ones(20000)) for _ in range(2)), *(Parameter(torch.ones(7)) for _ in range(small))]
+        optimizer = getattr(optim, kind)(params[::order], **KINDS[kind], flat=flat)
+        give(params, 0)
+        optimizer.step()
+        assert all(bool((p != 1).all()) for p in params)
+
+
+# -- two parameters over one memory
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["Adam", "SGD"])
+@FLAT
+def test_two_parameters_over_one_memory(kind: str, flat: bool | None, dtype: torch.dtype) -> None:
+    ends = []
+    for lib in (torch.optim, optim):
+        whole = torch.ones(12, dtype=dtype)
+        a, b, c = Parameter(whole[:8]), Parameter(whole[4:]), Parameter(torch.ones(5, dtype=dtype))
+        options: dict[str, Any] = {"flat": flat} if lib is optim else {"foreach": False}
+        optimizer = getattr(lib, kind)([a, c, b], lr=0.0625, **options)
+        for _ in range(10):
+            for p in (a, b, c):
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+        ends.append([whole.clone(), c.detach().clone()])
+        assert a.data_ptr() == whole.data_ptr()
+    for one, other in zip(*ends, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2 if dtype is torch.bfloat16 else 1e-6, atol=1e-6)
+
+
+# -- shapes and dtypes
+
+
+def stepped(kind: str, n: int, flat: bool | None) -> tuple[Any, list[Parameter]]:
+    params = [Parameter(torch.zeros(n)) for _ in range(3)]
+    optimizer = getattr(optim, kind)(params, **KINDS.get(kind, {}), **({} if kind in LAYERS else {"flat": flat}))
+    give(params, 0)
+    optimizer.step()
+    return optimizer, params
+
+
+LAYERS = ("LAMB", "NovoGrad")
+SIZES = pytest.mark.parametrize("n", [3000, 40000])
+
+
+@FLAT
+@SIZES
+@pytest.mark.parametrize("kind", [*KINDS, *LAYERS])
+@pytest.mark.parametrize("shape", [(1,), (2,), (90000,), ()], ids=str)
+def test_states_of_other_shapes(kind: str, n: int, flat: bool | None, shape: tuple[int, ...]) -> None:
+    optimizer, params = stepped(kind, n, flat)
+    name, before = first_name(optimizer), [p.detach().clone() for p in params]
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][1][name] = torch.zeros(shape)
+    with pytest.raises(OptimizerError, match=name):
+        optimizer.load_state_dict(saved)
+    optimizer.state[params[1]][name] = torch.zeros(shape)
+    give(params, 1)
+    with pytest.raises(OptimizerError, match=name):
+        optimizer.step()
+    assert all(map(torch.equal, params, before)), "nothing was stepped"
+    optimizer.state.pop(params[1])
+    optimizer.step()
+
+
+@FLAT
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int64, torch.complex64], ids=str)
+def test_states_of_other_dtypes(flat: bool | None, dtype: torch.dtype) -> None:
+    optimizer, params = stepped("Adam", 300, flat)
+    optimizer.state[params[1]]["exp_avg"] = torch.zeros(300, dtype=dtype)
+    give(params, 1)
+    with pytest.raises(OptimizerError, match="exp_avg"):
+        optimizer.step()
+
+
+@FLAT
+@SIZES
+def test_states_that_are_no_tensors_or_lie_elsewhere(n: int, flat: bool | None) -> None:
+    for other in (3.0, torch.zeros(n).to_sparse(), torch.zeros(n, device="meta")):
+        optimizer, params = stepped("Adam", n, flat)
+        optimizer.state[params[1]]["exp_avg"] = other
+        give(params, 1)
+        with pytest.raises(OptimizerError, match="exp_avg"):
+            optimizer.step()
+
+
+@FLAT
+@SIZES
+@pytest.mark.parametrize("kind", [*KINDS, *LAYERS])
+@pytest.mark.parametrize("size", [0.5, 1.5, 5])
+def test_parameters_resized_between_steps(kind: str, n: int, flat: bool | None, size: float) -> None:
+    optimizer, params = stepped(kind, n, flat)
+    room = torch.zeros(5 * n)
+    for where in (torch.zeros(int(size * n)), room[: int(size * n)], params[1].data[: int(size * n)]):
+        if where.shape == params[1].shape:
+            continue
+        params[1].data = where
+        give(params, 1)
+        with pytest.raises(OptimizerError):
+            optimizer.step()
+        optimizer.state.pop(params[1])
+        optimizer.step()
+        assert optimizer.state[params[1]][first_name(optimizer)].shape == where.shape
+
+
+@FLAT
+@SIZES
+def test_parameters_resized_in_place_with_room_behind(n: int, flat: bool | None) -> None:
+    """The address stays, the memory is longer: only shapes tell."""
+    room = torch.zeros(4 * n)
+    params = [Parameter(room[:n]), Parameter(torch.zeros(n))]
+    optimizer = optim.SGD(params, 0.1, flat=flat)
+    for length in (n, 2 * n, 4 * n, n):
+        params[0].data = room[:length]
+        give(params, length)
+        before = room[:length].clone()
+        optimizer.step()
+        assert torch.allclose(params[0].detach(), before - 0.1 * params[0].grad)
+
+
+@FLAT
+@SIZES
+def test_gradients_of_other_shapes(n: int, flat: bool | None) -> None:
+    for length in (1, n // 2, 2 * n):
+        optimizer, params = stepped("Adam", n, flat)
+        give(params, 1)
+        params[1].data = torch.zeros(length)  # after the backward pass
+        with pytest.raises(OptimizerError):
+            optimizer.step()
+        optimizer, params = stepped("Adam", n, flat)
+        give(params, 1)
+        params[1].grad.data = torch.zeros(length)
+        with pytest.raises(OptimizerError):
+            optimizer.step()
+
+
+@FLAT
+@SIZES
+def test_a_state_cut_or_grown_where_it_lies(n: int, flat: bool | None) -> None:
+    for length in (n // 2, 3 * n):
+        optimizer, params = stepped("SGD", n, flat)
+        state = optimizer.state[params[1]]["momentum_buffer"]
+        state.data = torch.zeros(length)
+        give(params, 1)
+        with pytest.raises(OptimizerError, match="momentum_buffer"):
+            optimizer.step()
+
+
+@FLAT
+@pytest.mark.parametrize("n", [20, 200])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "LAMB"])
+def test_some_parameters_become_bfloat16(kind: str, n: int, flat: bool | None) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(n, n), nn.Linear(n, n), nn.Linear(n, 1))
+    options = {} if kind in LAYERS else {"flat": flat}
+    optimizer = getattr(optim, kind)(model.parameters(), lr=1e-3, **options)
+    for _ in range(3):
+        give(list(model.parameters()), 0)
+        optimizer.step()
+        model[1].to(torch.bfloat16)
+    for p in model[1].parameters():
+        assert optimizer.state[p]["master"].dtype is torch.float32 and p.isfinite().all()
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+# -- gradients that are changed in step
+
+
+def sign_(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                p.grad.sign_()
+
+
+def overridden(base: Any) -> Any:
+    class Sign(base):
+        def step(self, closure: Any = None) -> Any:
+            sign_(self)
+            return super().step(closure)
+
+    return lambda params: Sign(params, lr=1.0)
+
+
+def patched(base: Any, scheduled: str = "") -> Any:
+    def make(params: Any) -> Any:
+        optimizer = base(params, lr=1.0)
+        if scheduled == "before":
+            torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        old = optimizer.step
+
+        @wraps(old)
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            sign_(optimizer)
+            return old(*args, **kwargs)
+
+        optimizer.step = MethodType(step, optimizer)
+        if scheduled == "after":
+            torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        return optimizer
+
+    return make
+
+
+def hooked(base: Any) -> Any:
+    def make(params: Any) -> Any:
+        optimizer = base(params, lr=1.0)
+        optimizer.register_step_pre_hook(lambda own, *_: sign_(own))
+        return optimizer
+
+    return make
+
+
+WAYS = {
+    "overridden": overridden, "patched": patched, "scheduler first": partial(patched, scheduled="before"),
+    "scheduler last": partial(patched, scheduled="after"), "hook": hooked,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("how", ["alone", "O0", "O4", "O5", "torch's scaler", "preamp's scaler"])
+@pytest.mark.parametrize("clip", [False, True])
+def test_gradients_changed_in_step(way: str, how: str, clip: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    optimizer, x = WAYS[way](optim.SGD)(model.parameters()), torch.full((4, 3), 0.01)
+    session = preamp.prepare(model, optimizer, level=how) if how.startswith("O") else None
+    scaler = {"torch's scaler": torch.amp.GradScaler, "preamp's scaler": preamp.GradScaler}.get(how)
+    scaling = scaler("cpu", init_scale=1024.0) if scaler else None
+    for _ in range(3):
+        before = model[1].bias.detach().float().clone()
+        if session is not None:
+            with session.autocast():
+                loss = model(x).float().mean() * 0.01
+            session.backward(loss)
+            if clip:
+                session.clip_grad_norm_(1e-4)
+            session.step()
+            session.zero_grad()
+        else:
+            loss = model(x).mean() * 0.01
+            (loss if scaling is None else scaling.scale(loss)).backward()
+            optimizer.step() if scaling is None else scaling.step(optimizer)
+            if scaling is not None:
+                scaling.update()
+            optimizer.zero_grad()
+        moved = model[1].bias.detach().float() - before
+        assert abs(float(moved[0]) + 1) < 0.02
+    if session is not None:
+        session.close()
+
+
+def test_a_scheduler_is_nobody_who_looks_on() -> None:
+    """Which every training has: its wrapper only notes that a step was taken."""
+    params = [Parameter(torch.ones(4)), Parameter(torch.ones(3))]
+    optimizer = optim.SGD(params, 0.1)
+    assert not optimizer.is_hooked
+    for _ in range(2):
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        assert not optimizer.is_hooked
+    old: Callable[..., Any] = optimizer.step
+    optimizer.step = wraps(old)(lambda *args: old(*args))
+    assert optimizer.is_hooked
+
+
+def test_float16_gradients_in_a_step_of_ones_own() -> None:
+    """They cannot be unscaled in place: torch's error, and no wrong step."""
+    param = Parameter(torch.ones(4, dtype=torch.float16))
+    optimizer, scaler = overridden(optim.SGD)([param]), preamp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale((param.float() * 0.01).sum()).backward()
+    with pytest.raises(ValueError, match="FP16"):
+        scaler.step(optimizer)
+    assert bool((param == 1).all())
