@@ -382,7 +382,9 @@ class FusedOptimizer(Optimizer):
         for param, number in self._saved(state_dict):
             saved = state_dict["state"].get(number, {})
             coded = is_8bit(saved) and NAMES[1] in self.kept
-            for name in NAMES if coded else [name for name in names if saved.get(name) is not None]:
+            for name in names:
+                if saved.get(name) is None and not (coded and name in NAMES):
+                    continue
                 value = saved.get(name)
                 number_like = isinstance(value, Tensor) and (
                     value.is_floating_point() or coded or name == "master_bits"
