@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from itertools import chain
 from typing import Any, ClassVar
@@ -17,13 +17,12 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..errors import OptimizerError
-from ..formats import LOW_DTYPES
 from ..gradients import present_in, reciprocal
-from ..masters import Masters, SplitMasters
+from ..masters import Masters
 from ..multi_tensor import count_writes
-from ..sharding import any_sharded, held_here
-from ._eight_bit import NAMES, is_8bit
+from ..sharding import any_sharded
 from ._flat import Flat, ShapeMismatch
+from ._loading import Loading
 from ._plan import Bucket, Plan
 from ._state import State
 from ._steps import Steps
@@ -34,7 +33,7 @@ MOVES = 8
 """How many plans may lay parameters somewhere else where nobody has asked for it."""
 
 
-class FusedOptimizer(Optimizer):
+class FusedOptimizer(Loading):
     """A `torch.optim.Optimizer` that steps all its parameters in one pass, under a flag that stays on the device.
 
     16-bit parameters get float32 masters and float32 states (`master="float32"`), kept in its state under "master"
@@ -74,14 +73,9 @@ class FusedOptimizer(Optimizer):
         self.unstarted: set[Parameter] = set()
         """Parameters whose state was made and has not seen a step; kept by those to whom it matters."""
 
-    def _own_masters(self) -> Masters:
-        return SplitMasters() if self.master == "split" else Masters()
-
     # -- what a kind of optimizer says
 
     counts_steps = True
-    kept: tuple[str, ...] = ()
-    """Names of all states that it may have."""
 
     @abstractmethod
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -94,30 +88,6 @@ class FusedOptimizer(Optimizer):
     def new_state(self, name: str, group: dict[str, Any], param: Parameter, dtype: torch.dtype) -> Tensor:
         """A state before the first step: zeros like the parameter."""
         return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-
-    def state_dtype(self, name: str, param: Parameter) -> torch.dtype:
-        """The dtype of a state: float32 where there is a master, else the parameter's."""
-        return torch.float32 if self.is_mastered(param) else param.dtype
-
-    def state_form(self, name: str, param: Tensor) -> torch.Size | int:
-        """The shape of a state, of the part that lies here, or the number of its entries: the parameter's shape."""
-        return held_here(param).shape
-
-    def check_state(self, name: str, value: Any, param: Parameter) -> None:
-        """`OptimizerError` for a state that is not what a step takes it for."""
-        own = held_here(param)
-        here = held_here(value) if isinstance(value, Tensor) else own.new_zeros(())
-        dtype = self.state_dtype(name, param)
-        if not self._has_form(name, here, param) or (here.dtype, here.device) != (dtype, own.device):
-            raise OptimizerError(
-                f"the state {name!r} of a parameter of shape {tuple(own.shape)} is {_told(value)}, not {dtype} on "
-                f"{own.device}: {type(self).__name__} would step it with what is none of its own. Was the parameter "
-                "resized, or the state that of another? Give it a state that fits, or none: optimizer.state.pop(param)"
-            )
-
-    def _has_form(self, name: str, here: Tensor, param: Tensor) -> bool:
-        form = self.state_form(name, param)
-        return here.layout is torch.strided and form in (here.shape, here.numel() if isinstance(form, int) else None)
 
     @abstractmethod
     def _advance(
@@ -327,10 +297,6 @@ class FusedOptimizer(Optimizer):
         """
         return self._plans < MOVES
 
-    def is_mastered(self, param: Parameter) -> bool:
-        """Whether a parameter is 16-bit and stepped by way of a float32 master."""
-        return param.dtype in LOW_DTYPES and (param in self._masters if self._lent else self.master is not None)
-
     def may_swap(self, param: Parameter) -> bool:
         """Whether a session may swap a parameter's master in, so that it is 16-bit in some steps and not in others."""
         return self._lent and not self._masters.shadows and param in self._masters
@@ -352,10 +318,6 @@ class FusedOptimizer(Optimizer):
 
     # -- masters
 
-    @property
-    def _master_key(self) -> str:
-        return "master_bits" if self.master == "split" else "master"
-
     def lend(self, masters: Masters | None) -> None:
         """Step with the masters of a session, which saves them itself; None gives them back."""
         self._masters, self._lent = (self._own_masters(), False) if masters is None else (masters, True)
@@ -363,120 +325,8 @@ class FusedOptimizer(Optimizer):
         for state in self.state.values():
             state.pop(self._master_key, None)
 
-    # -- saving and loading
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's, with float32 masters under "master"; every parameter has a step count of its own."""
-        packed = super().state_dict()
-        packed["state"] = {
-            key: {n: v.clone() if n == "step" and isinstance(v, Tensor) else v for n, v in state.items()}
-            if isinstance(state, dict)
-            else state
-            for key, state in packed["state"].items()
-        }
-        return packed
-
-    def check_loadable(self, state_dict: dict[str, Any]) -> None:
-        """`OptimizerError` for a state_dict that holds states of other shapes than the parameters'."""
-        names = (*self.kept, "master", "master_bits")
-        for param, number in self._saved(state_dict):
-            saved = state_dict["state"].get(number, {})
-            coded = is_8bit(saved) and NAMES[1] in self.kept
-            for name in names:
-                if saved.get(name) is None and not (coded and name in NAMES):
-                    continue
-                value = saved.get(name)
-                number_like = isinstance(value, Tensor) and (
-                    value.is_floating_point() or coded or name == "master_bits"
-                )
-                if not number_like or not self._has_form(name, held_here(value), param):
-                    raise OptimizerError(
-                        f"the state {name!r} for a parameter of shape {tuple(param.shape)} is {_told(value)}, which is "
-                        "none of this parameter. Was the order of layers changed since it was saved? Give the "
-                        "optimizer its parameters in the order in which they were"
-                    )
-            if isinstance(step := saved.get("step", 0), Tensor) and step.numel() != 1:
-                raise OptimizerError(f"the state 'step' is {_told(step)}, and counts one parameter's steps")
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's. States of 16-bit parameters stay float32, and masters in the state are written to them.
-
-        `OptimizerError`, a ValueError, changing nothing, for states of other shapes than the parameters'.
-        """
-        self.check_loadable(state_dict)
-        low = self._low_params()
-        super().load_state_dict(self._kept(state_dict, low))
-        self._masters = self._masters if self._lent else self._own_masters()
-        with torch.no_grad():
-            for param in low if self.master is not None and not self._lent else ():
-                master = self.state.get(param, {}).get(self._master_key)
-                if master is not None and self.master == "split":
-                    self.state[param][self._master_key] = master.to(torch.int16)  # a float, if torch loaded it before
-                elif master is not None:
-                    param.copy_(master)
-            for group in self.param_groups:
-                for param in group["params"]:
-                    if param in self.state:
-                        self._mend(param, self.state[param])
-
-    def _low_params(self) -> set[Parameter]:
-        params = (p for group in self.param_groups for p in group["params"] if p.dtype in LOW_DTYPES)
-        lent = self._masters if self._lent else ()  # the session makes those float32 itself
-        return {p for p in params if p not in lent and self._has_wide_states(p)}
-
-    def _kept(self, state_dict: dict[str, Any], low: set[Parameter]) -> dict[str, Any]:
-        """A state_dict whose states of `low` parameters torch does not cast to 16 bits: wrapped, for `__setstate__`."""
-        states = dict(state_dict["state"])
-        for param, number in self._saved(state_dict):
-            if param in low and number in states:
-                states[number] = {
-                    name: _Kept(value) if isinstance(value, Tensor) else value for name, value in states[number].items()
-                }
-        return {**state_dict, "state": states}
-
-    def _saved(self, state_dict: dict[str, Any]) -> Iterator[tuple[Parameter, Any]]:
-        """The parameters, each with the number under which states are saved for it."""
-        own = (p for group in self.param_groups for p in group["params"])
-        saved = (i for group in state_dict["param_groups"] for i in group["params"])
-        return zip(own, saved, strict=False)  # torch says so if there are more of one than of the other
-
-    def _has_wide_states(self, param: Parameter) -> bool:
-        """Whether a 16-bit parameter without a lent master has float32 states."""
-        return self.master is not None and not self._lent
-
-    def _mend(self, param: Parameter, state: dict[str, Any]) -> None:
-        """Give loaded states back what torch took: their dtypes, where those are neither float32 nor the weight's."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if "_plan" not in self.__dict__:  # unpickled, or copied
-            self._prepare()
-        self._plan, self.state = None, State(self.state)
-        for param, own in self.state.items():
-            for name, value in own.items():
-                if isinstance(value, _Kept):
-                    own[name] = value.on(param.device)
-
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "master": self.master, "flat": self.flat}
-
-
-class _Kept:
-    """A loaded state on its way past torch, which would cast it to the dtype of its parameter."""
-
-    def __init__(self, value: Tensor) -> None:
-        self._value = value
-
-    def on(self, device: torch.device) -> Tensor:
-        """The state on a device; 16 bits, of a checkpoint of torch's, as float32."""
-        return self._value.to(device, torch.float32 if self._value.dtype in LOW_DTYPES else None)
-
-
-def _told(value: Any) -> str:
-    """What somebody has put where a state was to be."""
-    if not isinstance(value, Tensor):
-        return f"a {type(value).__name__}"
-    return f"a tensor of shape {tuple(held_here(value).shape)}, {value.dtype} on {value.device}"
 
 
 def check_hyper(name: str, value: Any, *, low: float = 0.0, high: float = float("inf")) -> None:
