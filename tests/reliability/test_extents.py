@@ -54,6 +54,23 @@ def test_tensors_that_show_more_than_they_hold(tmp_path: Path, tensor: torch.Ten
         checkpoint.load(path)
 
 
+class Made:
+    """What a file may ask torch to make, by a call that it takes for harmless."""
+
+    def __init__(self, kind: Any) -> None:
+        self.kind = kind
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.kind, (10**8,)
+
+
+@pytest.mark.parametrize("kind", [bytearray, torch.Tensor])
+def test_things_made_at_loading(tmp_path: Path, kind: Any) -> None:
+    path = saved(tmp_path / "small.pt", x=[Made(kind)])
+    with pytest.raises(CheckpointError):
+        checkpoint.load(path)
+
+
 def test_they_are_not_saved_either(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"extra.*contiguous"):
         checkpoint.save(tmp_path / "own.pt", model=nn.Linear(2, 2), extra=torch.zeros(1).expand(10**10))

@@ -12,7 +12,7 @@ TEXT = (HERE.parents[1] / "docs" / "reliability.md").read_text(encoding="utf-8")
 
 def rows() -> list[tuple[str, list[tuple[str, str]]]]:
     lines = [line.strip("| ").split(" | ") for line in TEXT.splitlines() if line.startswith("| ") and "::" in line]
-    return [(cells[0], re.findall(r"`((?:distributed/)?\w+\.py)::(\w+)`", cells[-1])) for cells in lines]
+    return [(cells[0], re.findall(r"`((?:\w+/)?\w+\.py)::(\w+)`", cells[-1])) for cells in lines]
 
 
 def test_each_row_names_a_test_that_exists() -> None:

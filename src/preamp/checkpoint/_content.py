@@ -70,7 +70,7 @@ def check_extents(content: Any, size: int, where: Any) -> None:
     An expanded tensor shows one number as often as it likes: a file of a few bytes could ask for any amount of memory
     as soon as somebody copies what is in it. So could one that states more than it holds.
     """
-    memory: dict[int, int] = {}
+    memory = {id(value): len(value) for value in _raw(content)}
     for tensor in tensors(content):
         for part in _parts(tensor):
             if part.device.type == "meta":
@@ -85,6 +85,18 @@ def check_extents(content: Any, size: int, where: Any) -> None:
                 )
     if sum(memory.values()) > size:
         raise CheckpointError(f"{where} states more than it holds: its tensors have {sum(memory.values())} bytes")
+
+
+def _raw(content: Any) -> Iterator[bytes | bytearray]:
+    """The bytes in nested containers, each once."""
+    left, seen = [content], set()
+    while left:
+        value = left.pop()
+        if isinstance(value, (bytes, bytearray)):
+            yield value
+        elif isinstance(value, (Mapping, *_LISTS, set)) and id(value) not in seen:
+            seen.add(id(value))
+            left += [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
 
 
 def digest(content: Mapping[str, Any]) -> str:
