@@ -40,6 +40,8 @@ def check_states(what: str, optimizer: Any, state: Any, path: Any) -> None:
             optimizer.check_loadable(state)
         except OptimizerError as error:
             raise CheckpointError(f"{path} does not fit the {what}, and nothing was loaded: {error}") from error
+        except (AttributeError, KeyError, TypeError):
+            pass  # no optimizer's state at all
         return
     known = inspect.unwrap(getattr(type(optimizer), "step", len)).__module__.startswith("torch.optim.")
     named: dict[str, list[tuple[Parameter, tuple[int, ...]]]] = defaultdict(list)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -84,6 +84,8 @@ class Loading(Optimizer):
         names = (*self.kept, "master", "master_bits")
         for param, number in self._saved(state_dict):
             saved = state_dict["state"].get(number, {})
+            if not isinstance(saved, Mapping):
+                raise OptimizerError(f"the states saved for a parameter are a {type(saved).__name__}, not a dict")
             coded = is_8bit(saved) and NAMES[1] in self.kept
             for name in names:
                 if saved.get(name) is None and not (coded and name in NAMES):
