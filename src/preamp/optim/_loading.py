@@ -90,7 +90,7 @@ class Loading(Optimizer):
             for name in names:
                 if saved.get(name) is None and not (coded and name in NAMES):
                     continue
-                value = saved.get(name)
+                value: Any = saved.get(name)
                 number_like = isinstance(value, Tensor) and (
                     value.is_floating_point() or coded or name == "master_bits"
                 )
