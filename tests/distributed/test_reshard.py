@@ -123,6 +123,7 @@ def test_a_save_that_was_killed_leaves_the_one_before(tmp_path: Path) -> None:
     made = _made()
     preamp.checkpoint.save_sharded(tmp_path / "run", **made)
     (tmp_path / "run" / "00000002").mkdir()  # the next one, of which a rank wrote half
+    (tmp_path / "run" / "00000002" / ".preamp-generation").write_text("00000002")
     (tmp_path / "run" / "00000002" / "__0_0.distcp").write_bytes(b"half")
     preamp.checkpoint.load_sharded(tmp_path / "run", **made)
     preamp.checkpoint.save_sharded(tmp_path / "run", **made)
