@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from itertools import chain
 from typing import Any, ClassVar
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -133,7 +132,7 @@ class FusedOptimizer(Loading):
             found = None
         factor = self._factor()
         at_hand = getattr(self, "gradients_at_hand", None)
-        if closure is not None or self.is_hooked:
+        if at_hand is not None and (closure is not None or self.is_hooked):
             at_hand = None
         gathered = self._gathered() if at_hand is None else at_hand
         self._survey(gathered, factor)
@@ -197,7 +196,7 @@ class FusedOptimizer(Loading):
         return step
 
     _own_step = step
-    _steps: ClassVar[WeakSet[Any]] = WeakSet()
+    _steps: ClassVar[set[Any]] = set()
     """What `step` is of classes that have not made one of their own."""
 
     @property

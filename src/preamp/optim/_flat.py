@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from itertools import groupby, repeat
-from operator import attrgetter, is_
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -168,7 +168,7 @@ class Flat:
         if not all(map(Tensor.is_contiguous, self._turnable)) or list(map(_users, self._memory)) != self._users:
             return False
         if self.lying == "copied":
-            return all(map(is_, map(_DTYPE, self._params), repeat(torch.float32)))
+            return set(map(_DTYPE, self._params)) == {torch.float32}
         return self._addresses == self._now()
 
     def take_in(self) -> None:
