@@ -30,9 +30,9 @@ def torch_stays_as_it_was() -> Iterator[None]:
     assert torch.get_autocast_dtype("cpu") is torch.bfloat16
     assert torch.get_default_dtype() is torch.float32
     assert torch.is_grad_enabled()
-    left_open = REGISTRY._holders
-    for _ in range(left_open):  # else every test after this one would fail with it
-        REGISTRY.release()
+    left_open = list(REGISTRY._holders)
+    for holder in left_open:  # else every test after this one would fail with it
+        REGISTRY.release(holder)
     REGISTRY.uninstall()
-    assert not left_open, f"{left_open} sessions were left open"
+    assert not left_open, f"{len(left_open)} sessions were left open"
     assert torch.compiler.config.cache_key_tag == tag

@@ -47,7 +47,8 @@ def test_operators_without_a_rule_of_ours_run_no_python(calls: Counter[str]) -> 
         F.cross_entropy(x, torch.zeros(4).long())
         torch.conv1d(x, torch.randn(4, 4, 1))
     y.float().mean().backward()
-    assert not calls, calls
+    assert calls == {"cat": 1}, calls  # which fails in torch's CPU autocast for the other 16-bit dtype
+    calls.clear()
     with preamp.autocast("cpu", dtype=BF16):
         x.softmax(-1)
         x.exp()

@@ -36,6 +36,10 @@ class _Here(threading.local):
     def __init__(self) -> None:
         self.passes: dict[int, _Pass] = {}
         """Those of this thread that have not ended, by the number of their task; the innermost is the last."""
+        self.seen = 0
+        """The number of the next node when it was last known what kind of region this thread is in."""
+        self.compiled = False
+        """Whether that was one of preamp's in compiled code, which enters and leaves it without a word."""
 
 
 class RegionNodes:
@@ -58,7 +62,8 @@ class RegionNodes:
         """Nodes from number `begin` until now were made in a region."""
         if self._here.passes and torch._C._current_graph_task_id() == -1:
             self._here.passes.clear()  # of a backward pass that failed
-        end = self.now()
+        end = self._here.seen = self.now()
+        self._here.compiled = False
         if begin >= end:
             return
         with self._lock:
@@ -69,12 +74,24 @@ class RegionNodes:
             if len(self._ends) > KEPT:
                 del self._begins[0], self._ends[0]
 
+    def note(self, compiled: bool) -> None:
+        """A ruled operator is called in a region of preamp's in compiled code, or in one of torch's.
+
+        Nodes since the last such call are of this one's region, or are none for which that makes a difference: those
+        that recompute have ruled operators around them.
+        """
+        if compiled:
+            self.add(self._here.seen)
+        self._here.seen, self._here.compiled = self.now(), compiled
+
     def is_running(self) -> bool:
         """Whether the node that this thread's backward pass is running was made in a region. Asked in backward only."""
         if _peek is None:  # a release of torch that does not tell: in every backward pass
             return True
         task, passes = torch._C._current_graph_task_id(), self._here.passes
         if task not in passes:
+            if self._here.compiled:  # what came after the last ruled operator
+                self.add(self._here.seen)
             within = bool(passes) and passes[next(reversed(passes))].holds
             passes[task] = _Pass(within)
             _engine.queue_callback(lambda: passes.pop(task, None))

@@ -13,7 +13,7 @@ from ..compiling import traced_by_callers, uncompiled
 from ..errors import PolicyError, kind_of
 from ..rules import OpRules
 from ._nodes import NODES
-from ._registry import MARKER, MARKER_DTYPES, REGISTRY
+from ._registry import COMPILED, MARKER, MARKER_DTYPES, REGISTRY
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -132,7 +132,7 @@ def _traced(device_type: str, dtype: torch.dtype | None, enabled: bool, cache_en
 
     The marker's dtype need not name the rules here: `REGISTRY.stamp`, which has been read, does.
     """
-    with torch.autocast(MARKER, dtype=torch.bfloat16), torch.autocast(device_type, dtype, enabled, cache_enabled):
+    with torch.autocast(MARKER, dtype=COMPILED), torch.autocast(device_type, dtype, enabled, cache_enabled):
         yield
 
 

@@ -19,6 +19,8 @@ from __future__ import annotations
 import hashlib
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +33,9 @@ from . import _kernels
 from ._nodes import NODES
 
 MARKER = "ipu"
+
+COMPILED = torch.bfloat16
+"""The marker's dtype in regions of compiled code, which torch enters and leaves by itself."""
 
 # Another set of rules has another marker dtype, so that code compiled under one set is not reused under another.
 MARKER_DTYPES = (
@@ -47,7 +52,7 @@ class Registry:
         self.stamp = ""
         """Names the rules in the dispatcher ("" for none). Traced code reads it, and so is guarded on it."""
         self._numbers: dict[OpRules, int] = {}
-        self._holders = 0
+        self._holders: set[object] = set()
         self._lingering = False
         self._libraries: dict[str, list[torch.library.Library]] = {}
         self._tag = ""
@@ -62,24 +67,42 @@ class Registry:
             self._lingering |= lingering
             return self._numbers[self.rules]  # type: ignore[index]
 
-    def hold(self, rules: OpRules, device_type: str) -> None:
-        """Rules for a session: kept until the matching `release()`."""
+    def hold(self, rules: OpRules, device_type: str) -> object:
+        """Rules for a session: kept until `release()` of what is returned."""
         with self._lock:
             self._ensure(rules, device_type)
-            self._holders += 1
+            holder = object()
+            self._holders.add(holder)
+            return holder
 
-    def release(self) -> None:
-        """Give up one `hold()`. The last one clears the dispatcher, unless regions outside sessions were entered."""
+    def release(self, holder: object) -> None:
+        """Give up a `hold()`, once. The last one clears the dispatcher, unless regions of others were entered."""
         with self._lock:
-            self._holders -= 1
-            if self._holders == 0 and not self._lingering:
+            if holder in self._holders:
+                self._holders.remove(holder)
+                if not self._holders and not self._lingering:
+                    self._clear()
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Inside, the dispatcher is as torch made it, though sessions are open."""
+        with self._lock:
+            rules, devices, lingering = self.rules, list(self._libraries), self._lingering
+            self._clear()
+        try:
+            yield
+        finally:
+            with self._lock:
                 self._clear()
+                for device_type in devices if self._holders or lingering else ():
+                    self._ensure(rules, device_type)
+                self._lingering = lingering
 
     def uninstall(self) -> None:
         """Clear the dispatcher now; `PolicyError` while a session is open."""
         with self._lock:
             if self._holders:
-                raise PolicyError(f"{self._holders} open session(s) need the operator rules: close them first")
+                raise PolicyError(f"{len(self._holders)} open session(s) need the operator rules: close them first")
             self._clear()
 
     def _ensure(self, rules: OpRules | None, device_type: str) -> None:
@@ -170,11 +193,18 @@ def _gate(op: Any, ours: _kernels.Kernel, torchs: _kernels.Kernel | None, device
     parts apply: exactly as if no kernel were here.
     """
     below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, autocast_key(device_type)))
-    enabled, graph_task = torch.is_autocast_enabled, torch._C._current_graph_task_id
+    enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
+    graph_task = torch._C._current_graph_task_id
 
     @traced_by_callers
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if enabled(MARKER) or (graph_task() != -1 and NODES.is_running()):
+        if enabled(MARKER):
+            if dtype_of(MARKER) is COMPILED and graph_task() == -1:
+                NODES.note(compiled=True)
+            return ours(*args, **kwargs)
+        if graph_task() == -1:
+            NODES.note(compiled=False)
+        elif NODES.is_running():
             return ours(*args, **kwargs)
         if torchs is None:
             return op.redispatch(keyset & below, *args, **kwargs)

@@ -234,17 +234,16 @@ class Masters:
         if not self._inside:
             return []
         leaving = list(self._inside if parameters is None else (p for p in parameters if p in self._inside))
-        for parameter in leaving:
-            entry = self._inside[parameter]
-            other = entry.other
-            if other is None or other.dtype is torch.float32:  # an interrupt has left it here, with its 16-bit tensor
-                continue
-            entry.master = parameter.data  # an optimizer may have put another tensor there
-            with torch.no_grad():
-                entry.take_back(parameter, scale, changed)
-            other.requires_grad_(parameter.requires_grad)  # who freezes it meanwhile means it for good
-            change_places(parameter, other)
         with torch.no_grad():
+            for parameter in leaving:
+                entry = self._inside[parameter]
+                other = entry.other
+                if other is None or other.dtype is torch.float32:  # an interrupt has left it here, 16-bit as it is
+                    continue
+                entry.master = parameter.data  # an optimizer may have put another tensor there
+                entry.take_back(parameter, scale, changed)
+                other.requires_grad_(parameter.requires_grad)  # who freezes it meanwhile means it for good
+                change_places(parameter, other)
             self._publish(leaving, lazily)
         others = []
         for parameter in leaving:

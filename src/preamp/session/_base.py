@@ -80,8 +80,10 @@ class SessionBase:
                 optimizer.lend(masters)
         if policy.has_regions:
             assert policy.ops is not None
-            REGISTRY.hold(policy.ops, device_type)
-            self._rules = weakref.finalize(self, REGISTRY.release)  # also of a session that is lost before it is closed
+            holder = REGISTRY.hold(policy.ops, device_type)
+            self._rules = weakref.finalize(
+                self, REGISTRY.release, holder
+            )  # also of a session that is lost before it is closed
             self._rules.atexit = False
         self._handles = [
             handle

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ... import optim
-from ...autocast import REGISTRY
 from ...errors import PreampWarning
 from ...session import Session, prepare
 from ._works import Batch, Work
@@ -228,17 +227,3 @@ class Trainer:
             self.session.close()
         for name in ("train", "_run", "_model", "_optimizer", "_batches", "scaler", "session"):
             self.__dict__.pop(name, None)
-
-
-@contextlib.contextmanager
-def rules_away(sessions: Iterable[Session]) -> Iterator[None]:
-    """Inside, the dispatcher is as torch made it, though sessions are open: contenders of torch pay for no rules."""
-    held = [(s.policy.ops, s.device_type) for s in sessions if s.policy.has_regions and s.policy.ops is not None]
-    for _ in held:
-        REGISTRY.release()
-    REGISTRY.uninstall()
-    try:
-        yield
-    finally:
-        for rules, device_type in held:
-            REGISTRY.hold(rules, device_type)

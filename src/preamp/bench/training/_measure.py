@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from ...autocast import REGISTRY
 from .._counting import launches
-from ._contenders import Contender, Trainer, rules_away
+from ._contenders import Contender, Trainer
 from ._rows import TrainingRow
 from ._works import Work
 
@@ -87,14 +88,14 @@ def heat(
             if clock.left <= reserve:
                 entry.error = f"left out: {clock.used:.0f} s of {clock.budget:.0f} s were used"
             else:
-                with _turn(entry, entries):
+                with _turn(entry):
                     _begin(entry, work, device, pace)
         for index in range(pace.rounds):
             if index and clock.left <= reserve / 2:
                 break
             for entry in entries if index % 2 == 0 else entries[::-1]:
                 if entry.trainer is not None:
-                    with _turn(entry, entries):
+                    with _turn(entry):
                         entry.rounds.append(_round(entry, device))
     finally:
         for entry in entries:
@@ -107,10 +108,9 @@ def heat(
 
 
 @contextlib.contextmanager
-def _turn(entry: _Entry, entries: Sequence[_Entry]) -> Iterator[None]:
+def _turn(entry: _Entry) -> Iterator[None]:
     """Whatever goes wrong inside is the entry's error; it gets no further turn."""
-    sessions = [e.trainer.session for e in entries if e.trainer is not None and e.trainer.session is not None]
-    away = contextlib.nullcontext() if entry.contender.ours else rules_away(sessions)
+    away = contextlib.nullcontext() if entry.contender.ours else REGISTRY.away()  # torch's pay for no rules
     try:
         with away:
             yield
