@@ -580,3 +580,26 @@ def test_float16_gradients_in_a_step_of_ones_own() -> None:
     with pytest.raises(ValueError, match="FP16"):
         scaler.step(optimizer)
     assert bool((param == 1).all())
+
+
+@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
+@pytest.mark.parametrize("kind", ["Adam", "SGD"])
+def test_steps_in_inference_mode(level: str, kind: str) -> None:
+    """What a step makes is there for the next backward pass."""
+
+    def run(inference: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        more = {"momentum": 0.9} if kind == "SGD" else {}
+        optimizer = getattr(preamp.optim, kind)(model.parameters(), lr=0.1, **more)
+        with preamp.prepare(model, optimizer, level=level) as session:
+            for _ in range(3):
+                with session.autocast():
+                    loss = model(torch.ones(2, 4)).float().square().sum()
+                session.backward(loss)
+                with torch.inference_mode(inference):
+                    session.step()
+                    session.zero_grad()
+        return [p.detach() for p in model.parameters()]
+
+    assert all(map(torch.equal, run(True), run(False)))

@@ -131,3 +131,22 @@ def test_a_copy_of_the_optimizer_is_nobodys() -> None:
         for parameter in twin.param_groups[0]["params"]:
             parameter.grad = torch.ones_like(parameter)
         twin.step()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("kind", ["foreach", "fused", "preamp"])
+def test_in_full_precision_a_step_is_torchs_and_reaches_the_masters(level: str, kind: str) -> None:
+    """As torch.distributed.checkpoint takes one to make states that are missing."""
+    model, optimizer, session, loss_now = regression(level, kind)
+    with session.autocast():
+        session.backward(loss_now())
+    with session.full_precision():
+        optimizer.zero_grad()
+        before = weights(model)
+        loss_now().backward()
+        optimizer.step()
+        after = weights(model)
+        optimizer.zero_grad()
+    assert not same(before, after)
+    session.close()
+    assert same(after, weights(model))

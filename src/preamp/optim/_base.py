@@ -260,6 +260,7 @@ class FusedOptimizer(Loading):
             return factor
         return reciprocal(scale) if factor is None else reciprocal(scale) * factor
 
+    @torch.inference_mode(False)  # states last, and parameters may be laid elsewhere
     def _planned(self, present: Sequence[list[Parameter]]) -> Plan:
         for params in present:
             for param in params:

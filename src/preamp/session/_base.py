@@ -261,7 +261,7 @@ class SessionBase:
 
     def _before_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Refuse a step that nobody but the caller takes, where it would do harm."""
-        if self._stepping is optimizer:
+        if self._stepping is optimizer or self._full.depth:  # where parameters are masters, and gradients true
             return
         check_own_step(optimizer, self._masters, self._round.running and any(map(self._scales, self._losses)))
 
