@@ -11,8 +11,9 @@ from torch.nn import Parameter
 from ..errors import OptimizerError
 from ..fused import join, split
 from ..sharding import held_here, placed_like
+from ._entry import Entry
 from ._exchange import become, rebuild_reducers
-from ._whole import Entry, Masters
+from ._whole import Masters
 
 
 class SplitMasters(Masters):
@@ -93,6 +94,7 @@ class SplitMasters(Masters):
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take float32 masters by name. `StateError`, changing nothing, if not fitting."""
+        self._loaded, self.rounded = False, None
         self.full()
         try:
             super()._check_fit(state)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,61 +22,11 @@ from torch.nn import Parameter
 
 from ..errors import PreampWarning, SessionError, StateError
 from ..sharding import held_here, is_sharded
+from ._entry import Entry, Verdict
 from ._exchange import become, change_places, rebuild_reducers
 
 AUDITS = 4
 """Steps at the start in which parameters are compared with their masters."""
-
-
-@dataclass(slots=True)
-class Entry:
-    name: str
-    master: Tensor
-    """float32, of the parameter's shape; what the parameter is while swapped in."""
-    low: Tensor
-    """The 16-bit data that the model computes with."""
-    version: int
-    """The parameter's version counter when master and low last agreed."""
-    other: Parameter | None = None
-    """What the parameter is else, with its 16-bit gradient and its hooks, while the master is in its place."""
-    shown: Tensor | None = None
-    """The float32 gradient that stands for the 16-bit one meanwhile; None where that is only put aside."""
-    shown_version: int = 0
-
-    def take_back(self, parameter: Parameter, scale: Tensor | None, changed: bool) -> None:
-        """Let the 16-bit gradient be what became of the float32 one, times `scale`: of one that is gone nothing."""
-        assert self.other is not None
-        shown, now, low = self.shown, parameter.grad, self.other.grad
-        if shown is None or (now is shown and now._version == self.shown_version and not changed):
-            return
-        if now is None:
-            self.other.grad = None
-            return
-        wide = now if scale is None else now * scale.to(now.device)
-        if low is None or low.layout is not torch.strided:
-            self.other.grad = wide.to(self.low.dtype)
-        else:
-            low.copy_(wide)  # in place: a communication bucket may hold it
-
-
-class _Verdict:
-    """A flag on its way from an accelerator to the host."""
-
-    def __init__(self, name: str, flag: Tensor) -> None:
-        self.name = name
-        self._here = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=flag.device.type == "cuda")
-        self._here.copy_(flag, non_blocking=True) if flag.device.type != "meta" else self._here.zero_()
-        self._event = torch.Event(flag.device) if flag.device.type != "meta" else None
-        if self._event is not None:
-            self._event.record()
-
-    def ready(self) -> bool:
-        """Whether it has arrived; asking does not wait."""
-        return self._event is None or bool(self._event.query())
-
-    def guilty(self) -> bool:
-        """The flag."""
-        return bool(self._here)
 
 
 class Masters:
@@ -93,7 +43,10 @@ class Masters:
         self._entries: dict[Parameter, Entry] = {}
         self._inside: dict[Parameter, Entry] = {}
         self._audits_left = AUDITS
-        self._verdicts: list[_Verdict] = []
+        self._loaded = False
+        self.rounded: str | None = None
+        """A parameter whose master was replaced by 16-bit values that were loaded, if there is one."""
+        self._verdicts: list[Verdict] = []
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -138,6 +91,8 @@ class Masters:
             data = parameter.data
             master = entry.master.to(data.device)
             kept = data == master.to(data.dtype)
+            if self._loaded and not bool(held_here(kept).all()):
+                self.rounded = entry.name
             written = torch.where(kept, master, data.float()) if data.dtype is not torch.float32 else data.detach()
             entry.master = master.detach().copy_(written)  # in place: an optimizer's state may hold it too
             entry.low, entry.version = data, parameter._version
@@ -193,7 +148,7 @@ class Masters:
             return
         names = ", ".join(self._entries[p].name for p in parameters[:3])
         found = torch.stack([one.to(differ[0].device) for one in differ]).any()  # stages may lie on several devices
-        self._verdicts.append(_Verdict(f"one of {names}, ...", found))
+        self._verdicts.append(Verdict(f"one of {names}, ...", found))
         self._audits_left -= 1
 
     def _agrees(self, parameter: Parameter) -> bool:
@@ -311,6 +266,18 @@ class Masters:
         rebuild_reducers(self._entries)
         self._entries.clear()
 
+    @contextmanager
+    def loading(self, named: Mapping[str, Parameter], state: Mapping[str, Any]) -> Iterator[None]:
+        """Around a load of a model's state: masters take what it has in float32, and parameters would round."""
+        known = [(p, state[name]) for name, p in named.items() if p in self._entries and name in state]
+        wide = [p for p, value in known if getattr(value, "dtype", None) is torch.float32 and p not in self._inside]
+        self._loaded = self._loaded or len(wide) < len(known)
+        self.swap_in(wide)
+        try:
+            yield
+        finally:
+            self.swap_out(wide)
+
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """(name, master) pairs, the masters being the live tensors."""
         self.refresh()
@@ -319,6 +286,7 @@ class Masters:
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take masters by name, and round them into the parameters. `StateError`, changing nothing, if not fitting."""
+        self._loaded, self.rounded = False, None
         self.swap_out()
         self._check_fit(state)
         by_name = {entry.name: (parameter, entry) for parameter, entry in self._entries.items()}

@@ -11,7 +11,7 @@ import copy
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from types import FunctionType
@@ -43,6 +43,9 @@ class Casting:
 
     computes: torch.dtype | None = None
     """The dtype in which a whole model computes, whatever region a framework enters around it."""
+
+    keeper: weakref.ref[Any] | None = None
+    """Who has a whole model's masters, and has to know of states that are loaded into it."""
 
     wide_weights: bool = False
     """A batch norm computes with its weights in float32, as its statistics are: FSDP2 has given it 16-bit ones."""
@@ -87,6 +90,13 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(self, *args, **kwargs)
     outputs = came_in.dtype if casting.outputs_as_inputs and came_in is not None else casting.outputs
     return result if outputs is None else cast_floating(result, outputs)
+
+
+def _load_state_dict(self: Any, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """The original's, with masters in the place of the parameters that the state has in float32."""
+    keeper = None if self._preamp_casting.keeper is None else self._preamp_casting.keeper()
+    with nullcontext() if keeper is None else keeper.loading(dict(self.named_parameters()), state_dict):
+        return self._preamp_original.load_state_dict(self, state_dict, *args, **kwargs)
 
 
 def _reduce_ex(self: Any, protocol: Any) -> Any:
@@ -221,7 +231,8 @@ def _made_from(original: type[nn.Module]) -> type[nn.Module]:
     forward.__qualname__ = getattr(original.forward, "__qualname__", "forward")
     with suppress(TypeError, ValueError):  # of a forward that is no Python function
         forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
-    body |= {"forward": forward, "__reduce_ex__": _reduce_ex, "__deepcopy__": _deepcopy}
+    body |= {"forward": forward, "load_state_dict": _load_state_dict}
+    body |= {"__reduce_ex__": _reduce_ex, "__deepcopy__": _deepcopy}
     body |= {"__module__": original.__module__, "__doc__": original.__doc__}
     return type(original.__name__, (original, CastingModule), body)
 

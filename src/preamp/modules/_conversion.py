@@ -196,7 +196,7 @@ class Conversion:
             if low and precision is None and casting == NOTHING:
                 casting = replace(casting, inputs=low)
             if low and precision is None:
-                casting = replace(casting, computes=low)
+                casting = replace(casting, computes=low, keeper=weakref.ref(self._keeper))
             if policy.output is not None:
                 casting = replace(casting, outputs=policy.output, outputs_as_inputs=False)
         return casting

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..autocast import REGISTRY
 from ..compiling import traced_by_callers
-from ..errors import SessionError
+from ..errors import PreampWarning, SessionError
 from ..masters import Masters
 from ..modules import Conversion
 from ..optim import FusedOptimizer
@@ -228,6 +229,17 @@ class SessionBase:
 
     def _settle(self, name: str | None) -> None:
         self._round.settle(name, lambda: first_nonfinite(self._named()))
+
+    def _tell_rounded(self) -> None:
+        warnings.warn(
+            f"{self._masters.rounded} and others were loaded from a state that has them in 16 bits, and their float32 "
+            "masters with them: what was below that precision is lost. To go back to an earlier point (a range test of "
+            "learning rates, the best weights so far), keep session.state_dict() beside model.state_dict() and load "
+            "both, or take and load the model's inside session.full_precision(values_only=True)",
+            PreampWarning,
+            stacklevel=5,
+        )
+        self._masters.rounded = None
 
     def _rest(self) -> None:
         """Let gradients be as backward leaves them, and parameters 16-bit; not in `full_precision()`."""

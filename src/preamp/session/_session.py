@@ -224,6 +224,8 @@ class Session(SessionBase):
             for each in chosen:
                 self._book.forget(each)
             self._reshard()  # what an evaluation since backward has gathered is out of date
+        if self._masters.rounded is not None:
+            self._tell_rounded()
         read = functools.reduce(Reading.merged, readings)
         names = functools.partial(names_of, parameters, self._named)
         report = StepReport(self._attempts, read.found, scales[0], norm, read.nonfinite, names)
