@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import preamp
@@ -67,10 +68,11 @@ def trained(model: nn.Module, name: str, level: str, *, shadow: bool = False, **
         session = preamp.prepare(model, optimizer, policy=level, shadow=shadow, scale=1.0)
     mastered = [p for p in model.parameters() if p in session._masters and not shadow]
     wide: list[int] = []
-    optimizer.register_step_pre_hook(
+    # of all optimizers: to a hook of its own one of preamp.optim would show true gradients, in float32
+    hook = register_optimizer_step_pre_hook(
         lambda *_: wide.append(sum(p.grad.nbytes for p in mastered if p.grad is not None and p.grad.itemsize == 4))
     )
-    with session:
+    with session, hook:
         for _ in range(2):
             session.zero_grad()
             with Casts(model.parameters()) as casts, session.autocast():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import preamp
-from preamp.errors import CheckpointError, MissingExtra, SessionError
+from preamp.errors import CheckpointError, MissingExtra
 
 from ..session.toys import loss_of
 from .runs import LEVELS, OPTIMIZERS, Run
@@ -62,7 +62,7 @@ def test_split_masters_and_low_buffers_keep_their_bits(tmp_path: Path) -> None:
     with preamp.prepare(model, optimizer, level="O5") as session:
         session.backward(loss_of(model, 0))
         session.step()
-        assert model.table.dtype is torch.bfloat16
+        assert model.table.dtype is torch.float32, "which 16 bits would round"
         export(path, session)
         got = safetensors.load_file(path)
         assert torch.equal(got["table"], table)
@@ -122,8 +122,8 @@ def test_what_cannot_be_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     whole = path.read_bytes()
     run.session.backward(loss_of(run.model, 0))
     run.session.unscale_()
-    with pytest.raises(SessionError, match="call step"):
-        export(path, run.session)
+    export(path, run.session)
+    assert path.read_bytes() == whole, "gradients that wait for a step are no hindrance"
     run.session.step()
     run.model.register_buffer("sparse", torch.eye(3).to_sparse())
     with pytest.raises(CheckpointError, match="sparse is"):

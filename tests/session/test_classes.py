@@ -247,3 +247,32 @@ def test_float32_buffers_that_rounding_would_change_stay(level: str) -> None:
         assert model.steps.item() == 302
     assert (found - expected).norm() / expected.norm() < 0.01
     assert model.mask.dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_table_of_positions_that_stays_float32_meets_16_bit_weights(level: str, inside: bool) -> None:
+    """In a session's region and outside of any: there the model enters one of its own."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.randn(5, 8))
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.last(torch.tanh(self.first(x + self.table) + self.table))
+            return result
+
+    torch.manual_seed(0)
+    model, x = Positions(), torch.randn(3, 5, 8)
+    expected = model(x)
+    with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level=level, scale=2.0) as session:
+        with session.autocast(enabled=inside):
+            found = model(x).float()
+        assert not torch.is_autocast_enabled("cpu")
+        assert torch.allclose(found, expected, atol=3e-2)
+        session.backward(found.square().mean())
+        assert not session.step().skipped
+        with session.full_precision(), torch.no_grad():
+            assert model(x).dtype is torch.float32

@@ -44,6 +44,8 @@ class Casting:
     computes: torch.dtype | None = None
     """The dtype in which a whole model computes, whatever region a framework enters around it."""
 
+    ambient: torch.dtype | None = None
+    """The dtype of a region that a whole model enters where there is none, since float32 buffers meet its weights."""
     keeper: weakref.ref[Any] | None = None
     """Who has a whole model's masters, and has to know of states that are loaded into it."""
 
@@ -74,14 +76,17 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(self, CastingModule):  # it is over, and somebody has kept this method
         return type(self).forward(self, *args, **kwargs)
     casting, original = self._preamp_casting, self._preamp_original.forward
-    came_in = _first_floating(args, kwargs) if casting.outputs_as_inputs or casting.region is not None else None
+    region = casting.region
+    if casting.ambient is not None and region is None and not _in_region(self):
+        region = casting.ambient
+    came_in = _first_floating(args, kwargs) if casting.outputs_as_inputs or region is not None else None
     if casting.mixes and came_in is not None and _is_transformed(came_in):
         casting = _APART
     if casting.computes is not None:
         _tell_foreign_region(casting.computes, self)
     if casting.inputs is not None:
         args, kwargs = cast_floating(args, casting.inputs), cast_floating(kwargs, casting.inputs)
-    with _region(casting.region, self, came_in, args, kwargs):
+    with _region(region, self, came_in, args, kwargs):
         if casting.through is not None and _in_low_region(self):
             result = _computed_through(self, casting.through, *args, **kwargs)
         elif casting.wide_weights:
@@ -118,6 +123,11 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
     memo[id(self)] = clone
     clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
     return clone
+
+
+def _in_region(module: nn.Module) -> bool:
+    device_type = next((p.device.type for p in module.parameters()), "cpu")
+    return not torch.amp.is_autocast_available(device_type) or torch.is_autocast_enabled(device_type)
 
 
 def _in_low_region(module: Any) -> bool:

@@ -50,6 +50,7 @@ class Conversion:
         self._changed: dict[CastingModule, Casting] = {}
         self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         self._owned: list[nn.Module] = []
+        self._wide_buffers = False
         precisions = self._precisions = dict(precisions_of(root, policy))
         self._sparse = _sparse_embeddings(root) if policy.masters else set()
         plan = list(self._plan_parameters(root, precisions))  # raises before anything is changed
@@ -164,6 +165,8 @@ class Conversion:
                     low = buffer.to(dtype)
                     module._buffers[key] = low
                     self._buffers.append((module, key, buffer, low))
+                else:
+                    self._wide_buffers = True
 
     def _casting(
         self, module: nn.Module, precision: torch.dtype | None, parent: torch.dtype | None, *, is_root: bool
@@ -197,6 +200,7 @@ class Conversion:
                 casting = replace(casting, inputs=low)
             if low and precision is None:
                 casting = replace(casting, computes=low, keeper=weakref.ref(self._keeper))
+                casting = replace(casting, ambient=low if self._wide_buffers else None)
             if policy.output is not None:
                 casting = replace(casting, outputs=policy.output, outputs_as_inputs=False)
         return casting
