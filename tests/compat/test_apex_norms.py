@@ -227,3 +227,36 @@ def test_layers_compile_whole(kind: Any) -> None:
     assert torch.equal(compiled(x), layer(x))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert compiled(x).dtype is torch.bfloat16
+
+
+FUNCTIONS = {
+    "FusedLayerNormFunction": 1, "FusedLayerNormAffineFunction": 3, "FusedLayerNormAffineMixedDtypesFunction": 3,
+    "FusedRMSNormFunction": 1, "FusedRMSNormAffineFunction": 2, "FusedRMSNormAffineMixedDtypesFunction": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "tensors"), FUNCTIONS.items())
+def test_forward_and_backward_of_the_functions(name: str, tensors: int) -> None:
+    """Megatron looks at forward's arguments; others call both from a function of their own."""
+    kind = getattr(module, name)
+    assert inspect.getfullargspec(kind.forward).args[0] == "ctx"
+    assert inspect.getfullargspec(kind.forward).args[-3:] == ["normalized_shape", "eps", "memory_efficient"]
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> Tensor:
+            return kind.forward(ctx, *arguments)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            return kind.backward(ctx, gradient)
+
+    values = [torch.randn(3, 4), torch.rand(4), torch.rand(4)][:tensors]
+    grads = []
+    for call in (kind.apply, lambda *x: Own.apply(*x, False)):
+        inputs = [x.clone().requires_grad_() for x in values]
+        out = call(*inputs, (4,), 1e-5)
+        (out * torch.arange(4.0)).sum().backward()
+        grads.append([out, *(x.grad for x in inputs)])
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other)

@@ -142,12 +142,14 @@ class _Finder(importlib.abc.MetaPathFinder):
         try:
             module = importlib.import_module(ours)
         except ModuleNotFoundError as missing:
+            if missing.name == fullname and self.real is not None:  # `from apex import RNN` would swallow this kind
+                raise ImportError(str(missing), name=fullname) from None
             if missing.name != ours:
                 raise
             raise ModuleNotFoundError(
-                f"No module named {fullname!r}: preamp has apex.amp, fp16_utils, parallel, optimizers, normalization "
-                f"and multi_tensor_apply, and not {rest}. For the rest, install NVIDIA's Apex; preamp then adds to it "
-                "what was removed there",
+                f"No module named {fullname!r}: preamp has apex.amp, fp16_utils, parallel, optimizers, normalization, "
+                f"multi_tensor_apply, mlp, fused_dense and some of contrib, and not {rest}. For the rest, install "
+                "NVIDIA's Apex; preamp then adds to it what was removed there",
                 name=fullname,
             ) from None
         return importlib.machinery.ModuleSpec(
@@ -168,7 +170,11 @@ class _ExtensionFinder(importlib.abc.MetaPathFinder):
 
 
 class _Alias(importlib.abc.Loader):
-    """Loads what is loaded already, and leaves the module's own name and spec alone."""
+    """Loads what is loaded already, with the modules in it, and leaves the module's own name and spec alone.
+
+    An import of `apex.amp._amp_state` that finds no such module sets it as an attribute of `apex.amp`, where Apex has
+    an object of that name; one that is in sys.modules, as it is in Apex once the package was imported, is only found.
+    """
 
     def __init__(self, module: ModuleType) -> None:
         self._module, self._spec = module, module.__spec__
@@ -178,3 +184,6 @@ class _Alias(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self._spec
+        for name, inner in [*sys.modules.items()]:
+            if name.startswith(f"{module.__name__}.") and inner is not None:
+                sys.modules.setdefault(f"apex{name.removeprefix(_OURS)}", inner)

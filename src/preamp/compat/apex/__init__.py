@@ -8,24 +8,33 @@ says `import apex`.
 from importlib import import_module as _import_module
 from types import ModuleType as _ModuleType
 
+from ._absent import complain_when_imported as _complain_when_imported
+from ._absent import no_attribute as _no_attribute
 from ._notice import DeprecatedFeatureWarning, check_cudnn_version_and_warn, deprecated_warning
 
 __all__ = [
     "DeprecatedFeatureWarning",
     "amp",
     "check_cudnn_version_and_warn",
+    "contrib",
     "deprecated_warning",
     "fp16_utils",
+    "fused_dense",
+    "mlp",
     "multi_tensor_apply",
     "normalization",
     "optimizers",
     "parallel",
 ]
 
-_PARTS = ("RNN", "amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
+_PARTS = (
+    "amp", "contrib", "fp16_utils", "fused_dense", "mlp", "multi_tensor_apply", "normalization", "optimizers",
+    "parallel",
+)  # fmt: skip
+_complain_when_imported()
 
 
 def __getattr__(name: str) -> _ModuleType:
     if name in _PARTS:  # each when it is first asked for: `import apex` alone brought them all
         return _import_module(f".{name}", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise _no_attribute(__name__, name)

@@ -10,6 +10,7 @@ float64; computed in float32 (float64 for float64). Empty lists are fine. Runtim
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from ...formats import LOW_DTYPES
 from ...gradients import check_and_unscale_
 from ...multi_tensor import l2_norms
-from .optimizers import _steps
+from . import _steps
 
 Lists = Sequence[Sequence[Tensor]]
 
@@ -215,3 +216,11 @@ def _flag(noop_flag: Tensor, bad: Tensor) -> None:
 
 def _found(noop_flag: Tensor) -> Tensor:
     return noop_flag.reshape(-1)[0].to(torch.float32)
+
+
+def __getattr__(name: str) -> NoReturn:
+    there = ", ".join(sorted(each for each in globals() if each.startswith("multi_tensor_")))
+    raise AttributeError(
+        f"module 'amp_C' has no attribute {name!r}: preamp's has {there}. The capturable variants and LAMB's "
+        "two stages need NVIDIA's Apex"
+    )

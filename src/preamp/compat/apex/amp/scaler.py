@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,8 @@ class LossScaler:
     `loss_scale`: "dynamic" or a number. A dynamic scale starts at `init_scale` or `max_loss_scale`, whichever is less;
     it is halved, not below `min_loss_scale`, when a gradient is not finite, and doubled, not above `max_loss_scale`,
     after `scale_window` clean updates. A static one is never checked and never changes. `scale_factor` is accepted and,
-    as in Apex, without effect: both factors are 2.
+    as in Apex, without effect: both factors are 2. `_overflow_buf`, an integer tensor of one entry on the gradients'
+    device, is what `update_scale` reads; scripts that reduce gradients by themselves put one of their own there.
     """
 
     warned_no_fused_kernel = False
@@ -42,7 +42,7 @@ class LossScaler:
         self._scale_seq_len = scale_window
         self._unskipped = 0
         self._has_overflow = False
-        self._flags: list[Tensor] = []
+        self._overflow_buf = torch.zeros(1, dtype=torch.int32)
 
     def loss_scale(self) -> float:
         """The scale as it stands."""
@@ -51,7 +51,7 @@ class LossScaler:
     def clear_overflow_state(self) -> None:
         """Forget what the last gradients were like."""
         self._has_overflow = False
-        self._flags = []
+        self._overflow_buf.zero_()
 
     def unscale(
         self,
@@ -102,16 +102,15 @@ class LossScaler:
     def note(self, gradients: Sequence[Tensor]) -> None:
         """Have a dynamic scale look at gradients, and leave them as they are."""
         if self.dynamic and gradients:
-            self._flags.append(check_and_unscale_(gradients, None))
+            self._flag(check_and_unscale_(gradients, None))
 
     def update_scale(self) -> bool:
         """Move a dynamic scale by what the gradients were like; True if the step must be skipped.
 
         This is where the host waits for the device, once for each update.
         """
-        if self._flags and not self._has_overflow:
-            self._has_overflow = any(bool(flag.item()) for flag in self._flags)
-        self._flags = []
+        if self.dynamic and not self._has_overflow:
+            self._has_overflow = bool(self._overflow_buf.item())
         if self._has_overflow and self.dynamic:
             self._unskipped = 0
             lowered = self._loss_scale / 2.0
@@ -135,10 +134,12 @@ class LossScaler:
         inverse = torch.full((), factor, dtype=torch.float32, device=gradients[0].device)
         found = check_and_unscale_(gradients, inverse)
         if self.dynamic:
-            self._flags.append(found)
+            self._flag(found)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_flags": []}
+    def _flag(self, found: Tensor) -> None:
+        """Note on the device whether `found`, 0-d, is above 0."""
+        self._overflow_buf = self._overflow_buf.to(found.device)
+        self._overflow_buf.masked_fill_(found > 0, 1)
 
 
 def _alike(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:

@@ -9,6 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from ._autograd import (
+    FusedLayerNormAffineFunction,
+    FusedLayerNormAffineMixedDtypesFunction,
+    FusedLayerNormFunction,
+    FusedRMSNormAffineFunction,
+    FusedRMSNormAffineMixedDtypesFunction,
+    FusedRMSNormFunction,
+)
 from ._functions import (
     Shape,
     fused_layer_norm,
@@ -156,39 +164,3 @@ def _take_affine(name: str, kwargs: dict[str, Any]) -> None:
             f"{name} does not support `elementwise_affine = False`: its result has the dtype of its parameters, and "
             f"there would be none. Use {name.removeprefix('Mixed')}"
         )
-
-
-class FusedLayerNormFunction:
-    """`fused_layer_norm` under the name that Megatron and its like call by `.apply`; so are the five below."""
-
-    apply = staticmethod(fused_layer_norm)
-
-
-class FusedLayerNormAffineFunction:
-    """`fused_layer_norm_affine` as `.apply`."""
-
-    apply = staticmethod(fused_layer_norm_affine)
-
-
-class FusedLayerNormAffineMixedDtypesFunction:
-    """`mixed_dtype_fused_layer_norm_affine` as `.apply`."""
-
-    apply = staticmethod(mixed_dtype_fused_layer_norm_affine)
-
-
-class FusedRMSNormFunction:
-    """`fused_rms_norm` as `.apply`."""
-
-    apply = staticmethod(fused_rms_norm)
-
-
-class FusedRMSNormAffineFunction:
-    """`fused_rms_norm_affine` as `.apply`."""
-
-    apply = staticmethod(fused_rms_norm_affine)
-
-
-class FusedRMSNormAffineMixedDtypesFunction:
-    """`mixed_dtype_fused_rms_norm_affine` as `.apply`."""
-
-    apply = staticmethod(mixed_dtype_fused_rms_norm_affine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from ....errors import OptimizerError
 from ....formats import LOW_DTYPES
 from ....masters import Masters
+from .. import _amp_c
 
 MASTER = "master_param"
 """The name of a parameter's float32 master in its state."""
@@ -31,11 +33,18 @@ class ApexOptimizer(Optimizer):
     own_attributes: tuple[str, ...] = ("set_grad_none",)
     """What a copy or a pickle has to keep besides groups and states."""
     set_grad_none = True
+    multi_tensor_l2norm = staticmethod(_amp_c.multi_tensor_l2norm)
     _masters: Masters
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._masters = Masters()
         super().__init__(params, defaults)
+
+    @cached_property
+    def _dummy_overflow_buf(self) -> Tensor:
+        """What subclasses that step by themselves hand to `multi_tensor_applier` as `noop_flag_buffer`: int32, (1,)."""
+        params = self.param_groups[0]["params"]
+        return torch.zeros(1, dtype=torch.int32, device=params[0].device if params else None)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Gradients become None or zeros: as `set_to_none` says, else as `set_grad_none` of the constructor did."""

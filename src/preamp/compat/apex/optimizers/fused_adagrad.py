@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _steps
+from .. import _amp_c, _steps
 from ._base import ApexOptimizer, Closure, check_hypers, evaluated
 
 
@@ -20,6 +20,7 @@ class FusedAdagrad(ApexOptimizer):
     """
 
     wide_states = ("sum",)
+    multi_tensor_adagrad = staticmethod(_amp_c.multi_tensor_adagrad)
     own_attributes = ("set_grad_none", "adagrad_w_mode")
 
     def __init__(

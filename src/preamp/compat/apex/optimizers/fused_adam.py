@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....formats import LOW_DTYPES
-from . import _steps
+from .. import _amp_c, _steps
 from ._base import MASTER, ApexOptimizer, Closure, check_hypers, evaluated, refuse_amsgrad
 from ._scaling import scaling_of
+
+OF_2018 = frozenset(("amp_scale_adjustment", "eps_inside_sqrt", "max_grad_norm", "use_mt"))
 
 
 class FusedAdam(ApexOptimizer):
@@ -25,7 +28,16 @@ class FusedAdam(ApexOptimizer):
     """
 
     wide_states = ("exp_avg", "exp_avg_sq", MASTER)
+    multi_tensor_adam = staticmethod(_amp_c.multi_tensor_adam)
     own_attributes = ("set_grad_none", "adam_w_mode", "capturable", "master_weights", "_step_supports_amp_scaling")
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """With arguments of 2018, the optimizer of 2018, which was imported from this place then."""
+        if cls is FusedAdam and not OF_2018.isdisjoint(kwargs):
+            from ..contrib.optimizers.fused_adam import FusedAdam as Of2018
+
+            return super().__new__(Of2018)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -130,3 +142,6 @@ class FusedAdam(ApexOptimizer):
         else:
             step.add_((found.to(step.device) <= 0).to(step.dtype))
         return number
+
+
+FusedAdam.__new__.__signature__ = inspect.signature(FusedAdam.__init__)  # type: ignore[attr-defined]

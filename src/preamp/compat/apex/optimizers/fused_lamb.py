@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _steps
+from .. import _amp_c, _steps
 from ._base import ApexOptimizer, Closure, check_hypers, evaluated, refuse_amsgrad
 
 
@@ -24,6 +24,7 @@ class FusedLAMB(ApexOptimizer):
     """
 
     wide_states = ("exp_avg", "exp_avg_sq")
+    multi_tensor_lamb = staticmethod(_amp_c.multi_tensor_lamb)
     own_attributes = ("set_grad_none", "adam_w_mode", "use_nvlamb")
 
     def __init__(

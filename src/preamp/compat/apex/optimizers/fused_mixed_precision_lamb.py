@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ....formats import LOW_DTYPES
-from . import _steps
+from .. import _steps
 from ._base import MASTER, ApexOptimizer, Closure, check_hypers, evaluated, refuse_amsgrad
 from ._scaling import scaling_of
 from .fused_lamb import lamb_options

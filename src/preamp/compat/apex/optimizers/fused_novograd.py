@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from ....errors import StateError
 from ....formats import LOW_DTYPES
-from . import _steps
+from .. import _amp_c, _steps
 from ._base import ApexOptimizer, Closure, check_hypers, evaluated, refuse_amsgrad
 
 
@@ -28,6 +28,7 @@ class FusedNovoGrad(ApexOptimizer):
     """
 
     wide_states = ("exp_avg",)
+    multi_tensor_novograd = staticmethod(_amp_c.multi_tensor_novograd)
     own_attributes = ("set_grad_none", "moment_mode")
 
     def __init__(

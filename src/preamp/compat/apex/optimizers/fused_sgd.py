@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from torch.optim.optimizer import required
 
 from ....errors import OptimizerError
-from . import _steps
+from .. import _amp_c, _steps
 from ._base import ApexOptimizer, Closure, check_hypers, evaluated
 
 
@@ -26,6 +26,7 @@ class FusedSGD(ApexOptimizer):
     """
 
     wide_states = ("momentum_buffer",)
+    multi_tensor_sgd = staticmethod(_amp_c.multi_tensor_sgd)
     own_attributes = (
         "set_grad_none", "wd_after_momentum", "materialize_master_grads", "most_recent_scale",
         "scale_set_by_backward",

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....formats import LOW_DTYPES
-from ....fused import adagrad_, adam_, lamb_, novograd_, sgd_
-from ....gradients import global_norm
+from ...formats import LOW_DTYPES
+from ...fused import adagrad_, adam_, lamb_, novograd_, sgd_
+from ...gradients import global_norm
 
 Masters = Sequence[Tensor | None] | None
 

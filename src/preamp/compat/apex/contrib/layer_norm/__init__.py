@@ -1,0 +1,5 @@
+"""FastLayerNorm."""
+
+from .layer_norm import FastLayerNorm
+
+__all__ = ["FastLayerNorm"]

@@ -1,0 +1,5 @@
+"""FusedSGD, which is that of apex.optimizers."""
+
+from ...optimizers import FusedSGD
+
+__all__ = ["FusedSGD"]

@@ -1,0 +1,5 @@
+"""SoftmaxCrossEntropyLoss."""
+
+from .softmax_xentropy import SoftmaxCrossEntropyLoss
+
+__all__ = ["SoftmaxCrossEntropyLoss"]

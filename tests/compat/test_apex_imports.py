@@ -1,0 +1,138 @@
+"""Names of Apex's packages are what Apex's are, whichever way and order they are imported; what is missing says so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+
+
+def good(text: str, folder: Path) -> str:
+    """What a script prints under `preamp run`."""
+    file = folder / "script.py"
+    file.write_text(textwrap.dedent(text), encoding="utf-8")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCE)}
+    line = [sys.executable, "-W", "ignore", "-m", "preamp", "run", str(file)]
+    done = subprocess.run(line, capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+WAYS = (
+    "import apex.amp._amp_state",
+    "from apex.amp._amp_state import _amp_state",
+    "from apex.amp import _amp_state",
+    "importlib.import_module('apex.amp._amp_state')",
+    "import apex.parallel.LARC",
+    "from apex.parallel.LARC import LARC",
+    "from apex.parallel import LARC",
+    "import apex.parallel.LARC as module",
+)
+OBJECTS = """
+assert type(apex.amp._amp_state).__name__ == "AmpState" and isinstance(apex.parallel.LARC, type), ways
+assert apex.amp._amp_state is importlib.import_module("apex.amp._amp_state")._amp_state is apex.amp._amp_state
+assert apex.parallel.LARC is importlib.import_module("apex.parallel.LARC").LARC is apex.parallel.LARC
+modules = ("amp.amp amp.handle amp.frontend amp._initialize amp.lists.torch_overrides parallel.distributed "
+           "parallel.sync_batchnorm normalization.fused_layer_norm fp16_utils.loss_scaler mlp.mlp "
+           "fused_dense.fused_dense contrib.layer_norm.layer_norm contrib.clip_grad.clip_grad optimizers.fused_adam "
+           "multi_tensor_apply.multi_tensor_apply")
+for name in modules.split():
+    module = importlib.import_module(f"apex.{name}")
+    parent = sys.modules[f"apex.{name}".rpartition(".")[0]]
+    assert module is getattr(parent, name.rpartition(".")[2]) and type(module).__name__ == "module", name
+"""
+
+
+def test_names_that_are_modules_and_objects_at_once(tmp_path: Path) -> None:
+    """Two spellings at a time: what has been imported stays what it was."""
+    lines: list[str] = []
+    for one, other in zip(WAYS, (*WAYS[3:], *WAYS[:3]), strict=True):
+        lines += [f"ways = ({one!r}, {other!r})", "preamp.install_as_apex()", one, other, "import apex", OBJECTS]
+        lines += ["preamp.uninstall_as_apex()"]
+        lines += ["for name in [n for n in sys.modules if n.startswith('preamp.compat.apex')]: del sys.modules[name]"]
+        lines += ["del sys.modules['preamp.compat'].apex"]
+    text = "\n".join(["import importlib, sys, preamp", "preamp.uninstall_as_apex()", *lines, "print('done')"])
+    assert good(text, tmp_path) == "done\n"
+
+
+def test_the_state_that_scripts_reach_for(tmp_path: Path) -> None:
+    out = good("""
+        import apex.amp._amp_state
+        import torch
+        from apex.parallel.LARC import LARC
+        import apex
+        from apex.parallel import LARC as Again
+        m = torch.nn.Linear(2, 2)
+        o = torch.optim.SGD(m.parameters(), lr=0.1)
+        assert LARC is Again is apex.parallel.LARC and apex.parallel.LARC(o)
+        m, o = apex.amp.initialize(m, o, opt_level="O1", verbosity=0)
+        print(apex.amp._amp_state.loss_scalers[0].loss_scale())
+    """, tmp_path)  # fmt: skip
+    assert out == "65536.0\n"
+
+
+ABSENT = {
+    "transformer": "megatron.core", "RNN": "torch.nn.LSTM", "pyprof": "torch.profiler",
+    "reparameterization": "weight_norm", "contrib.multihead_attn": "MultiheadAttention",
+    "contrib.groupbn": "channels_last", "contrib.sparsity": "semi_structured", "contrib.fmha": "scaled_dot_product",
+    "contrib.transducer": "rnnt_loss",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("door", ["apex", "preamp.compat.apex"])
+def test_what_stays_out_is_one_error(tmp_path: Path, door: str) -> None:
+    """In all spellings, several times; also for scripts that catch ImportError or ModuleNotFoundError."""
+    lines = []
+    for name, alternative in ABSENT.items():
+        parent, _, child = f"{door}.{name}".rpartition(".")
+        ways = (
+            f"import {door}.{name}", f"from {parent} import {child}", f"from {door}.{name} import Something",
+            f"from {door}.{name}.part import Something", f"import {door}.{name}.part as part",
+            f"importlib.import_module('{door}.{name}')", f"__import__('{door}.{name}')",
+        )  # fmt: skip
+        lines += [f"refused({way!r}, 'apex.{name}', {alternative!r})" for way in (*ways, ways[1])]
+        lines += [f"absent('import {parent}; {parent}.{child}', {alternative!r})"]
+        lines += [f"import {parent}", f"assert not hasattr({parent}, {child!r})"]
+    head = """
+import importlib
+
+def refused(way, name, alternative):
+    try:
+        exec(way, {"importlib": importlib})
+    except ModuleNotFoundError as error:
+        assert name in str(error) and alternative in str(error) and error.name == name, (way, str(error))
+    else:
+        raise AssertionError(way)
+
+def absent(way, alternative):
+    try:
+        exec(way, {})
+    except AttributeError as error:
+        assert alternative in str(error), (way, str(error))
+    else:
+        raise AssertionError(way)
+
+"""
+    assert good("\n".join([head.strip(), *lines, "print('done')"]), tmp_path) == "done\n"
+
+
+def test_names_that_nobody_knows(tmp_path: Path) -> None:
+    out = good("""
+        for way in ("import apex.nothing", "from apex.nothing.at import All", "from apex.contrib.nothing import At"):
+            try:
+                exec(way)
+            except ModuleNotFoundError as error:
+                assert "nothing" in error.name and "install NVIDIA's Apex" in str(error), error
+        import amp_C
+        try:
+            amp_C.multi_tensor_lamb_stage1_cuda
+        except AttributeError as error:
+            print("multi_tensor_lamb" in str(error), hasattr(amp_C, "multi_tensor_nothing"))
+    """, tmp_path)  # fmt: skip
+    assert out == "True False\n"
