@@ -4,5 +4,8 @@ from ._casting import SHADOWED, Casting, CastingModule
 from ._conversion import Conversion, check_free
 from ._norms import NORMS, is_norm
 from ._precisions import unwrapped
+from ._subclasses import Subclasses
 
-__all__ = ["NORMS", "SHADOWED", "Casting", "CastingModule", "Conversion", "check_free", "is_norm", "unwrapped"]
+__all__ = [
+    "NORMS", "SHADOWED", "Casting", "CastingModule", "Conversion", "Subclasses", "check_free", "is_norm", "unwrapped",
+]  # fmt: skip

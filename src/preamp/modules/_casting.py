@@ -8,13 +8,11 @@ forward on a copy.
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from torch import Tensor, nn
 from ..errors import PreampWarning
 from ..formats import name_of
 from ..tree import cast_floating, tensors
+from ._subclasses import Subclasses
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,49 +213,15 @@ def _tell_foreign_region(wanted: torch.dtype, module: nn.Module) -> None:
     )
 
 
-_SUBCLASSES: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]] = weakref.WeakValueDictionary()
-"""Casting classes by what they are made from, while modules of them are there."""
-
-
-def casting_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The class of `original`s that cast."""
-    if _is_parametrized(original):  # it was made for one module
-        return _made_from(original)
-    made = _SUBCLASSES.get(original)
-    if made is None:
-        made = _SUBCLASSES[original] = _made_from(original)
-    return made
-
-
-def _made_from(original: type[nn.Module]) -> type[nn.Module]:
-    """A subclass; of a class that torch.nn.utils.parametrize has made for one module, one like it over a casting class,
-    since to remove the parametrization is to go back to its base.
-    """
-    body: dict[str, Any] = {"_preamp_original": original}
-    if _is_parametrized(original):
-        own = {name: value for name, value in vars(original).items() if name not in ("__dict__", "__weakref__")}
-        return type(original.__name__, (casting_class(original.__bases__[0]),), {**own, **body})
-    forward = FunctionType(_forward.__code__, _forward.__globals__, "forward", None, _forward.__closure__)
-    forward.__doc__, forward.__module__ = original.forward.__doc__, original.__module__
-    forward.__qualname__ = getattr(original.forward, "__qualname__", "forward")
-    with suppress(TypeError, ValueError):  # of a forward that is no Python function
-        forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
-    body |= {"forward": forward, "load_state_dict": _load_state_dict}
-    body |= {"__reduce_ex__": _reduce_ex, "__deepcopy__": _deepcopy}
-    body |= {"__module__": original.__module__, "__doc__": original.__doc__}
-    return type(original.__name__, (original, CastingModule), body)
-
-
-def _is_parametrized(kind: type[nn.Module]) -> bool:
-    base = kind.__bases__[0]
-    return kind.__module__ == "torch.nn.utils.parametrize" and kind.__name__ == f"Parametrized{base.__name__}"
+_SUBCLASSES = Subclasses(
+    CastingModule, "_preamp_original", forward=_forward, load_state_dict=_load_state_dict, __reduce_ex__=_reduce_ex,
+    __deepcopy__=_deepcopy,
+)  # fmt: skip
+casting_class = _SUBCLASSES.of
+"""The class of `original`s that cast."""
 
 
 def uncast(module: nn.Module) -> None:
     """Give a casting module the class that it would have else, whatever was made of its class meanwhile."""
-    kind: Any = type(module)
-    if "_preamp_original" in vars(kind):
-        module.__class__ = kind._preamp_original
-    else:  # somebody has made a subclass for it: torch.nn.utils.parametrize
-        kind.__bases__ = tuple(vars(base).get("_preamp_original", base) for base in kind.__bases__)
+    _SUBCLASSES.leave(module)
     module.__dict__.pop("_preamp_casting", None)

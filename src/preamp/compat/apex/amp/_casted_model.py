@@ -14,44 +14,43 @@ import torch
 from torch import Tensor, nn
 
 from ....formats import LOW_DTYPES
+from ....modules import Subclasses
 from ....tree import map_tensors
 from ._masters import follow
 
-_SUBCLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-
 
 class CastedModel(nn.Module):
-    """The mixin in front of the model's own class."""
+    """The mixin that a casting model's class gets."""
 
     _amp_dtypes: tuple[torch.dtype | None, torch.dtype | None]
     _amp_witness: nn.Parameter | None
-    _amp_forward: Any
+    _amp_original: type[nn.Module]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward between the casts of positional and keyword arguments, and of outputs."""
-        inputs, outputs = self._amp_dtypes
-        if inputs is not None and self._amp_witness is not None:
-            inputs = self._amp_witness.dtype  # follows model.float(), which some call to validate
-        if inputs is not None:
-            args = tuple(cast_nested(value, inputs) for value in args)
-            kwargs = {key: cast_nested(value, inputs) for key, value in kwargs.items()}
-        inner = self.__dict__.get("_amp_forward")
-        result = super().forward(*args, **kwargs) if inner is None else inner(*args, **kwargs)
-        return result if outputs is None else cast_nested(result, outputs)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (type(self).__mro__[2],), self.__dict__
+def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The model's forward between the casts of positional and keyword arguments, and of outputs."""
+    inner = self.__dict__.get("_amp_forward")
+    if not isinstance(self, CastedModel):  # amp is closed, and somebody has kept this method
+        return type(self).forward(self, *args, **kwargs) if inner is None else inner(*args, **kwargs)
+    inputs, outputs = self._amp_dtypes
+    if inputs is not None and self._amp_witness is not None:
+        inputs = self._amp_witness.dtype  # follows model.float(), which some call to validate
+    if inputs is not None:
+        args = tuple(cast_nested(value, inputs) for value in args)
+        kwargs = {key: cast_nested(value, inputs) for key, value in kwargs.items()}
+    result = self._amp_original.forward(self, *args, **kwargs) if inner is None else inner(*args, **kwargs)
+    return result if outputs is None else cast_nested(result, outputs)
+
+
+def _reduce_ex(self: Any, protocol: Any) -> Any:
+    return _rebuild, (self._amp_original,), self.__dict__
 
 
 def _rebuild(original: type[nn.Module]) -> nn.Module:
-    return object.__new__(_casted_class(original))
+    return object.__new__(_SUBCLASSES.of(original))
 
 
-def _casted_class(original: type[nn.Module]) -> type[nn.Module]:
-    if original not in _SUBCLASSES:
-        body = {"__module__": original.__module__, "__doc__": original.__doc__, "__qualname__": original.__qualname__}
-        _SUBCLASSES[original] = type(original.__name__, (CastedModel, original), body)
-    return _SUBCLASSES[original]
+_SUBCLASSES = Subclasses(CastedModel, "_amp_original", forward=_forward, __reduce_ex__=_reduce_ex)
 
 
 def patch_forward(model: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
@@ -60,20 +59,22 @@ def patch_forward(model: nn.Module, inputs: torch.dtype | None, outputs: torch.d
     model.__dict__["_amp_witness"] = next((p for p in model.parameters() if p.dtype is inputs), None)
     if isinstance(model, CastedModel):
         return
-    if "forward" in model.__dict__:  # somebody replaced it on the instance; his is what runs
+    if "forward" in model.__dict__ and "_amp_forward" not in model.__dict__:
+        # somebody replaced it on the instance; his is what runs
         model.__dict__["_amp_forward"] = model.__dict__.pop("forward")
-    model.__class__ = _casted_class(type(model))
+    model.__class__ = _SUBCLASSES.of(type(model))
 
 
 def unpatch_forward(model: nn.Module) -> None:
-    """Undo `patch_forward`."""
+    """Undo `patch_forward`; a forward that somebody has put on the model since stays, and may call the one he found."""
     if isinstance(model, CastedModel):
-        model.__class__ = type(model).__mro__[2]
+        _SUBCLASSES.leave(model)
         for name in ("_amp_dtypes", "_amp_witness"):
             model.__dict__.pop(name)
-        inner = model.__dict__.pop("_amp_forward", None)
-        if inner is not None:
-            model.__dict__["forward"] = inner
+        if "forward" in model.__dict__:
+            model.__dict__.setdefault("_amp_forward", None)  # so that amp, begun again, lets it stand outside
+        elif "_amp_forward" in model.__dict__:
+            model.__dict__["forward"] = model.__dict__.pop("_amp_forward")
 
 
 def cast_nested(value: Any, dtype: torch.dtype) -> Any:
