@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....formats import LOW_DTYPES
+from ._shown import Shown, multiply
 from .scaler import LossScaler
 
 MASTER_OF: Any = WeakTensorKeyDictionary()
@@ -35,6 +36,7 @@ class MastersOfOptimizer:
         self.all_fp32_from_fp32_params: list[Parameter] = []
         self.all_fp32_params = self.all_fp32_from_fp32_params
         self.all_fp32_from_fp32_grad_stash: list[Tensor | None] = []
+        self.shown = Shown()
 
     def lazy_init(self) -> None:
         """Make the masters, once."""
@@ -75,10 +77,15 @@ class MastersOfOptimizer:
 
     def prepare_backward(self) -> None:
         """Put gradients aside: backward then writes new ones instead of adding to them."""
+        self.prepare_low()
+        put_aside(self.all_fp32_from_fp32_params, self.all_fp32_from_fp32_grad_stash)
+
+    def prepare_low(self) -> None:
+        """Clear the model's 16-bit gradients, which the masters have."""
         self.lazy_init()
         for parameter in self.all_fp16_params:
             parameter.grad = None
-        put_aside(self.all_fp32_from_fp32_params, self.all_fp32_from_fp32_grad_stash)
+        self.shown.forget()
 
     def post_backward(self, scaler: LossScaler) -> None:
         """Unscale the model's gradients into the masters', added to what those hold; the model's stay scaled."""
@@ -99,11 +106,27 @@ class MastersOfOptimizer:
         totals = [m for _, m in added]
         scaler.unscale_with_stashed([g for g, _ in added], totals, totals)
         unscale_and_add(self.all_fp32_from_fp32_params, self.all_fp32_from_fp32_grad_stash, scaler)
+        self.shown.show(self.all_fp16_params)
+
+    def follow_gradients(self, stepping: bool = False) -> None:
+        """Follow those who clear the model's gradients; RuntimeError for such as no master has learnt of."""
+        self.lazy_init()
+        self.shown.follow(self.all_fp16_params, self.all_fp32_from_fp16_params, stepping)
+
+    def bring_under(self, scale: float) -> None:
+        """Before a pass whose gradients rest scaled: true gradients are scaled too, or in the masters already."""
+        self.prepare_low()
+        multiply(self.all_fp32_from_fp32_params, scale)
+
+    def rescale(self, factor: float) -> None:
+        """Multiply gradients that rest scaled."""
+        multiply([*self.all_fp16_params, *self.all_fp32_from_fp32_params], factor)
 
     def abandon_backward(self) -> None:
         """The backward pass failed: its gradients are dropped, and those from before it are back."""
         for parameter in self.all_fp16_params:
             parameter.grad = None
+        self.shown.forget()
         put_back(self.all_fp32_from_fp32_params, self.all_fp32_from_fp32_grad_stash)
 
     @torch.no_grad()
@@ -182,6 +205,12 @@ class PlainParameters:
     def post_backward(self, scaler: LossScaler) -> None:
         """Unscale the gradients, and add those from before."""
         unscale_and_add(self._parameters(), self._stash.all_fp32_from_fp32_grad_stash, scaler)
+
+    def bring_under(self, scale: float) -> None:
+        """Before a pass whose gradients rest scaled: those that are there are scaled, too."""
+        multiply(self._parameters(), scale)
+
+    rescale = bring_under
 
     def abandon_backward(self) -> None:
         """Bring back the gradients from before."""

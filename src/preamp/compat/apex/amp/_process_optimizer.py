@@ -34,12 +34,41 @@ class AmpOptimizerState(MastersOfOptimizer):
         super().__init__(optimizer)
         self.master_weights = master_weights
         self.params_have_scaled_gradients = False
+        self.delayed_scale = 1.0
+        """The scale that gradients carry while they rest scaled."""
         self.already_patched = False
         """Whether the next step is skipped."""
         self.without_casts: Any = None
         """The handle whose casts `step` runs without."""
         self.undo: list[Callable[[], None]] = []
         self._reason = (0, 1.0)
+        self.kind: Any = self if master_weights else PlainParameters(self)
+
+    def check_gradients(self, stepping: bool = False) -> None:
+        """RuntimeError for gradients that no master has learnt of, where there are masters."""
+        if self.master_weights and not self.params_have_scaled_gradients:
+            self.follow_gradients(stepping)
+
+    def rest_under(self, scale: float) -> None:
+        """Bring gradients that rest scaled under another scale: one of the losses may have moved, or has its own."""
+        if scale != self.delayed_scale:
+            self.kind.rescale(scale / self.delayed_scale)
+            self.delayed_scale = scale
+
+    def begin_to_rest(self, scale: float) -> None:
+        """The gradients of the pass to come rest scaled; those that are there are brought under its scale."""
+        self.kind.bring_under(scale)
+        self.params_have_scaled_gradients, self.delayed_scale = True, scale
+
+    def check_unscaled(self) -> None:
+        """RuntimeError for gradients that still rest scaled."""
+        params = [*self.all_fp16_params, *(p for group in self._optimizer.param_groups for p in group["params"])]
+        if self.params_have_scaled_gradients and any(p.grad is not None and bool(p.grad.any()) for p in params):
+            raise RuntimeError(
+                f"step() while gradients carry the loss scale of {self.delayed_scale:g}: they come from "
+                "amp.scale_loss(..., delay_unscale=True), which leaves them to the next pass. Write "
+                "delay_unscale=False for the last backward pass before step()"
+            )
 
     def skip_next(self, loss_id: int, scale: float) -> None:
         """Have the next step do nothing but say so; if that is settled already, leave the first reason."""
@@ -78,7 +107,7 @@ def _process_optimizer(optimizer: Any, properties: Any) -> Any:
             )
     stash = AmpOptimizerState(optimizer, bool(properties.master_weights))
     optimizer._amp_stash = stash
-    kind = stash if stash.master_weights else PlainParameters(stash)
+    kind = stash.kind
     optimizer._lazy_init_maybe_master_weights = optimizer._amp_lazy_init = kind.lazy_init
     optimizer._prepare_amp_backward = kind.prepare_backward
     optimizer._post_amp_backward = kind.post_backward
@@ -130,10 +159,13 @@ def _stepping(inner: Any, stash: AmpOptimizerState) -> Any:
         if stash.already_patched:
             self._opt_called = True  # schedulers are told: the step came first, it was only skipped
             return stash.skipped(closure)
+        if stash.params_have_scaled_gradients and closure is None:
+            stash.check_unscaled()
         if stash.master_weights:
             if closure is not None:
                 raise RuntimeError(_NO_CLOSURE)
             stash.lazy_init()
+            stash.check_gradients(stepping=True)
         if closure is not None:
             args = (closure, *args)
         handle = stash.without_casts
@@ -168,6 +200,7 @@ def _zeroing(stash: AmpOptimizerState) -> Any:
             torch._foreach_zero_(kept)
         for master in stash.all_fp32_from_fp16_params:
             master.grad = None
+        stash.shown.show(stash.all_fp16_params)
 
     return zero_grad
 

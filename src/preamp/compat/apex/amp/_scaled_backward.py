@@ -35,10 +35,17 @@ def scaled_backward(
                 "neither its masters nor how to skip its step. Pass the optimizer that amp.initialize returned; one "
                 "made anew (after a checkpoint, say) has to go through amp.initialize as well."
             )
-    if not delay_unscale:
-        for optimizer in optimizers:
-            if not optimizer._amp_stash.params_have_scaled_gradients:
-                optimizer._prepare_amp_backward()
+    scale = scaler.loss_scale()
+    for optimizer in optimizers:  # all of them before any is changed
+        optimizer._amp_stash.check_gradients()
+    for optimizer in optimizers:
+        stash = optimizer._amp_stash
+        if stash.params_have_scaled_gradients:
+            stash.rest_under(scale)
+        elif delay_unscale:
+            stash.begin_to_rest(scale)
+        else:
+            optimizer._prepare_amp_backward()
     try:
         yield
     except BaseException:
@@ -47,8 +54,6 @@ def scaled_backward(
                 optimizer._abandon_amp_backward()
         raise
     if delay_unscale:
-        for optimizer in optimizers:
-            optimizer._amp_stash.params_have_scaled_gradients = True
         return
     scaler.clear_overflow_state()
     for optimizer in optimizers:

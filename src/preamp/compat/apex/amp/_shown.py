@@ -1,0 +1,88 @@
+"""What the model's 16-bit gradients were when they were last unscaled or cleared, and what was done to them since.
+
+The optimizer steps masters, which have gradients of their own. Loops of others know the model's: they clear those to
+give a step up, or write new ones by a backward pass without `scale_loss`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+_SEEN = "_amp_seen_version"
+"""A mark on a gradient: a reference would keep its memory where a script has set it to None."""
+
+
+class Shown:
+    """The gradients of a list of parameters as amp left them."""
+
+    def __init__(self) -> None:
+        self._had: list[bool] = []
+
+    def show(self, parameters: Sequence[Parameter]) -> None:
+        """These gradients are known."""
+        self._had = [parameter.grad is not None for parameter in parameters]
+        for parameter in parameters:
+            if parameter.grad is not None:
+                setattr(parameter.grad, _SEEN, parameter.grad._version)
+
+    def forget(self) -> None:
+        """No gradient is there that could be cleared."""
+        self._had = []
+
+    def follow(self, parameters: Sequence[Parameter], masters: Sequence[Parameter], stepping: bool) -> None:
+        """Clear the masters' gradients whose parameters' were cleared, by whichever call.
+
+        `stepping`: the step comes next. Where all were cleared before it, somebody saves memory, and the masters'
+        stay; otherwise the pass is given up. RuntimeError for gradients that came from a backward pass elsewhere.
+        """
+        had = [*self._had, *[False] * (len(parameters) - len(self._had))]
+        odd = [p.grad for p in parameters if p.grad is not None and getattr(p.grad, _SEEN, None) != p.grad._version]
+        zeros = {id(gradient) for gradient in odd if not gradient.numel()} | _zeros(odd)
+        cleared = [(p, m) for p, m, h in zip(parameters, masters, had, strict=True) if h and _is_cleared(p, zeros)]
+        whole = bool(cleared) and len(cleared) == sum(had)
+        if not (whole and stepping):
+            for parameter, master in cleared:
+                if parameter.grad is None or master.grad is None:
+                    master.grad = None
+                else:
+                    master.grad.zero_()
+            if whole:
+                for master in masters:
+                    master.grad = None
+        for parameter, master in zip(parameters, masters, strict=True):
+            gradient = parameter.grad
+            if gradient is None or id(gradient) in zeros or getattr(gradient, _SEEN, None) == gradient._version:
+                continue
+            if not hasattr(gradient, _SEEN) or master.grad is None:
+                raise RuntimeError(
+                    f"a gradient of a 16-bit parameter of shape {tuple(parameter.shape)} was written outside of "
+                    "amp.scale_loss for this optimizer, which steps float32 masters that do not have it: it would be "
+                    "lost. Write `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()` for every "
+                    "backward pass, with all optimizers that are to step for it; change gradients through "
+                    "amp.master_params(optimizer); and clear what another loss left with optimizer.zero_grad()"
+                )
+
+
+def _is_cleared(parameter: Parameter, zeros: set[int]) -> bool:
+    return parameter.grad is None or id(parameter.grad) in zeros
+
+
+def _zeros(gradients: Sequence[Tensor]) -> set[int]:
+    """Which gradients hold nothing but zeros. Waits for the device, if there are any to look at."""
+    dense = [gradient for gradient in gradients if gradient.layout is torch.strided and gradient.numel()]
+    if not dense:
+        return set()
+    largest = torch.stack([norm.to(dense[0].device) for norm in torch._foreach_norm(dense, float("inf"))])
+    return {id(gradient) for gradient, size in zip(dense, largest.tolist(), strict=True) if size == 0}
+
+
+def multiply(parameters: Sequence[Parameter], factor: float) -> None:
+    """Multiply the gradients that are there."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            with torch.no_grad():
+                parameter.grad.mul_(factor)

@@ -1,0 +1,207 @@
+"""Gradients that a loop throws away, leaves scaled or makes by itself: as in float32, or one clear error."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from preamp.compat.apex import amp
+
+from .toys import Weights
+
+pytestmark = pytest.mark.filterwarnings("ignore::preamp.compat.apex.DeprecatedFeatureWarning")
+OUTLIER, BATCH, OTHER = torch.tensor([100.0, 0, 0]), torch.tensor([0, 1.0, 0]), torch.tensor([0, 0, 1.0])
+EXPECTED = torch.tensor([1.0, 0.0, 1.0])
+
+
+def by_hand(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+CLEARS: dict[str, Callable[..., Any]] = {
+    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "optimizer, to None": lambda model, optimizer: optimizer.zero_grad(set_to_none=True),
+    "optimizer, to zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model": lambda model, optimizer: model.zero_grad(),
+    "model, to zero": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "by hand": lambda model, optimizer: by_hand(model),
+}
+
+
+def made(level: str, **options: Any) -> tuple[nn.Module, Any]:
+    model = Weights()
+    if level in ("O1", "O2"):
+        options.setdefault("loss_scale", 8.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)  # type: ignore[no-any-return]
+
+
+def backward(model: nn.Module, optimizer: Any, given: torch.Tensor, **how: Any) -> None:
+    with amp.scale_loss(model(given), optimizer, **how) as scaled:
+        scaled.backward()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("clear", CLEARS)
+@pytest.mark.parametrize("passes", [(False,), (True,), (False, False), (True, True), (True, False)])
+def test_a_step_that_is_given_up(level: str, clear: str, passes: tuple[bool, ...]) -> None:
+    """`clear; continue` after one or several backward passes, `delay_unscale` or not; then a step that counts."""
+    model, optimizer = made(level)
+    for delay in passes:
+        backward(model, optimizer, OUTLIER, delay_unscale=delay)
+    CLEARS[clear](model, optimizer)
+    backward(model, optimizer, BATCH)
+    optimizer.step()
+    assert torch.equal(model.weight.float(), EXPECTED)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("passes", list(itertools.product([True, False], repeat=2)))
+def test_gradients_add_up_in_any_order_of_delays(level: str, passes: tuple[bool, ...]) -> None:
+    model, optimizer = made(level)
+    for delay, given in zip((*passes, False), (BATCH, OTHER, BATCH), strict=True):
+        backward(model, optimizer, given, delay_unscale=delay)
+    optimizer.step()
+    assert torch.equal(model.weight.float(), torch.tensor([1.0, -1.0, 0.0]))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_scale_that_moves_while_gradients_rest_scaled(level: str) -> None:
+    model, optimizer = made(level, num_losses=2)
+    amp._amp_state.loss_scalers[1]._loss_scale = 64.0
+    backward(model, optimizer, BATCH, delay_unscale=True)
+    amp._amp_state.loss_scalers[0]._loss_scale = 4.0
+    backward(model, optimizer, OTHER, delay_unscale=True)
+    backward(model, optimizer, BATCH, loss_id=1)
+    optimizer.step()
+    assert torch.equal(model.weight.float(), torch.tensor([1.0, -1.0, 0.0]))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_failed_pass_that_was_to_rest_scaled(level: str) -> None:
+    model, optimizer = made(level)
+    backward(model, optimizer, BATCH)
+    with pytest.raises(KeyError), amp.scale_loss(model(OTHER), optimizer, delay_unscale=True):
+        raise KeyError
+    backward(model, optimizer, OTHER)
+    optimizer.step()
+    assert torch.equal(model.weight.float(), torch.tensor([1.0, 0.0, 0.0]))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_step_with_scaled_gradients_is_refused(level: str) -> None:
+    model, optimizer = made(level)
+    backward(model, optimizer, BATCH, delay_unscale=True)
+    with pytest.raises(RuntimeError, match="delay_unscale=False"):
+        optimizer.step()
+    assert torch.equal(model.weight.float(), torch.ones(3))
+    backward(model, optimizer, OTHER)
+    optimizer.step()
+    assert torch.equal(model.weight.float(), torch.tensor([1.0, 0.0, 0.0]))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("before", ["nothing", "a step", "a step, zeroed", "a step, cleared"])
+def test_a_backward_pass_outside_of_scale_loss(level: str, before: str) -> None:
+    """Without masters its gradients are true ones; with them, no master would learn of them."""
+    model, optimizer = made(level)
+    if before != "nothing":
+        backward(model, optimizer, OTHER)
+        optimizer.step()
+        model.zero_grad(set_to_none="cleared" in before) if "," in before else optimizer.zero_grad()
+    model(BATCH).backward()
+    if level in ("O2", "O5"):
+        for attempt in (optimizer.step, lambda: backward(model, optimizer, OTHER)):
+            with pytest.raises(RuntimeError, match=r"outside of amp\.scale_loss"):
+                attempt()
+        optimizer.zero_grad()
+        backward(model, optimizer, BATCH)
+    optimizer.step()
+    assert torch.equal(model.weight.float(), torch.tensor([1.0, 0.0, 1.0 if before == "nothing" else 0.0]))
+
+
+def two(level: str) -> tuple[nn.Module, Any]:
+    model = nn.ModuleDict({"head": Weights(), "prototypes": Weights()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scale = 8.0 if level in ("O1", "O2") else None
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=scale)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_one_parameters_gradient_is_cancelled_before_the_step(level: str) -> None:
+    """As self-supervised trainings freeze their prototypes for the first epochs."""
+    model, optimizer = two(level)
+    for i in range(3):
+        with amp.scale_loss(model["head"](BATCH) + model["prototypes"](BATCH), optimizer) as scaled:
+            scaled.backward()
+        if i < 2:
+            by_hand(model["prototypes"])
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(model["head"].weight.float(), torch.tensor([1.0, -2.0, 1.0]))
+    assert torch.equal(model["prototypes"].weight.float(), EXPECTED)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_memory_of_the_models_gradients_may_be_freed_before_the_step(level: str) -> None:
+    """Apex steps masters, so scripts that know it let the 16-bit gradients go."""
+    model, optimizer = made(level)
+    backward(model, optimizer, BATCH)
+    by_hand(model)
+    optimizer.step()
+    assert torch.equal(model.weight.float(), EXPECTED)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_loss_of_another_optimizer_leaves_gradients(level: str) -> None:
+    """Two networks against each other: the second's loss goes through the first, which is cleared before its own."""
+    first, second = Weights(), Weights()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in (first, second)]
+    scale = 8.0 if level == "O2" else None
+    amp.initialize([first, second], optimizers, opt_level=level, verbosity=0, loss_scale=scale)
+    for _ in range(2):
+        first.zero_grad()
+        backward(first, optimizers[0], BATCH)
+        optimizers[0].step()
+        second.zero_grad()
+        with amp.scale_loss(second(BATCH) + first(OUTLIER), optimizers[1]) as scaled:
+            scaled.backward()
+        optimizers[1].step()
+    for model in (first, second):
+        assert torch.equal(model.weight.float(), torch.tensor([1.0, -1.0, 1.0]))
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_an_optimizer_that_was_not_handed_over_is_told_at_its_step(level: str) -> None:
+    first, second = Weights(), Weights()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in (first, second)]
+    amp.initialize([first, second], optimizers, opt_level=level, verbosity=0)
+    with amp.scale_loss((first(BATCH) + second(BATCH)) * 1e-3, optimizers[0]) as scaled:
+        scaled.backward()
+    optimizers[0].step()
+    with pytest.raises(RuntimeError, match="all optimizers"):
+        optimizers[1].step()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_copies_belong_to_no_amp(level: str) -> None:
+    """A copied model computes as the first; a copied optimizer says that amp has not seen it."""
+    model, optimizer = made(level)
+    backward(model, optimizer, OTHER)
+    twin, copied = copy.deepcopy((model, optimizer))
+    optimizer.step()
+    assert torch.equal(twin(BATCH), model(BATCH)) and torch.equal(twin.weight.float(), torch.ones(3))
+    if level != "O4":
+        with pytest.raises(RuntimeError, match="has not seen"):
+            backward(twin, copied, BATCH)
+    average = copy.deepcopy(model)
+    backward(model, optimizer, BATCH)
+    optimizer.step()
+    assert not torch.equal(average.weight, model.weight)
