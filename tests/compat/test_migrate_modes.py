@@ -253,7 +253,7 @@ def test_preamp_run_is_advised_for_what_it_runs() -> None:
     for other in (
         "apex.contrib.sparsity.ASP",
         "apex.transformer.tensor_parallel",
-        "apex.mlp.MLP",
+        "apex.contrib.multihead_attn.SelfMultiheadAttn",
         "apex.nothing.at.all",
     ):
         (_, told), (_, larc) = by_hand(f"import apex\na = {other}\nb = apex.parallel.LARC(b)\n")
@@ -272,6 +272,8 @@ def test_what_preamp_run_has_is_there() -> None:
         assert all(hasattr(found, name) for name in names), module
         assert runs(f"{module}.{names[0]}" if names else module)
     assert not runs("amp_C.multi_tensor_adam_capturable") and not runs("RNN") and not runs("contrib.sparsity")
+    assert not runs("contrib") and runs("contrib.xentropy.SoftmaxCrossEntropyLoss") and runs("mlp.MLP")
+    assert "preamp run" in by_hand("import apex\na = apex.mlp.MLP([1, 2])\n")[0][1]
 
 
 # -- lines

@@ -68,8 +68,11 @@ KEEP = "or keep the script as it is and start it with `preamp run`, or call prea
 _RUNS: dict[str, tuple[str, ...]] = {
     "": (), "amp": (), "parallel": (), "fp16_utils": (),
     "optimizers": (
-        "FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad", "FusedSGD",
+        "FP16_Optimizer", "FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad",
+        "FusedSGD",
     ),
+    "mlp": (), "fused_dense": (), "contrib.clip_grad": (), "contrib.layer_norm": (), "contrib.optimizers": (),
+    "contrib.xentropy": (),
     "normalization": ("FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm"),
     "multi_tensor_apply": ("MultiTensorApply", "multi_tensor_applier"),
     "amp_C": (
@@ -119,18 +122,29 @@ ADVICE = {
     "fp16_utils.network_to_half": 'leave the model in float32: preamp.prepare(model, optimizer, level="O2") casts it',
     "fp16_utils": "preamp.prepare keeps 16-bit parameters and float32 masters itself: remove this",
     "contrib": "is no mixed precision: it stays NVIDIA's Apex, which has to be installed",
+    "contrib.clip_grad": "write `session.clip_grad_norm_(max_norm)`",
+    "contrib.layer_norm": "write torch.nn.LayerNorm",
+    "contrib.xentropy": (
+        'write torch.nn.functional.cross_entropy(logits.float(), labels, reduction="none", label_smoothing=smoothing, '
+        "ignore_index=padding_idx)"
+    ),
     "transformer": "is no mixed precision: it stays NVIDIA's Apex, which has to be installed",
-    "mlp": "is no mixed precision: it stays NVIDIA's Apex, which has to be installed",
-    "fused_dense": "is no mixed precision: it stays NVIDIA's Apex, which has to be installed",
+    "mlp": "write torch.nn.Sequential of torch.nn.Linear and torch.nn.ReLU",
+    "fused_dense": "write torch.nn.Linear, with torch.nn.functional.gelu between two",
 }
-_KEPT = ("amp.init", "parallel.LARC", "parallel.Reducer", "fp16_utils", "multi_tensor_apply", "amp_C", "apex_C")
+_KEPT = (
+    "amp.init", "parallel.LARC", "parallel.Reducer", "fp16_utils", "multi_tensor_apply", "amp_C", "apex_C", "mlp",
+    "fused_dense", "contrib.clip_grad", "contrib.layer_norm", "contrib.xentropy",
+)  # fmt: skip
 """Where `preamp run` is what one would rather do."""
 
 
 def runs(name: str) -> bool:
     """Whether `preamp run` has something of Apex, `name` without "apex."."""
-    first, _, rest = name.partition(".")
-    return first in _RUNS and (not rest or not _RUNS[first] or rest.partition(".")[0] in _RUNS[first])
+    parts = name.split(".")
+    length = 2 if parts[0] == "contrib" else 1
+    module, rest = ".".join(parts[:length]), parts[length:]
+    return module in _RUNS and (not rest or not _RUNS[module] or rest[0] in _RUNS[module])
 
 
 def advice(name: str, keep: bool = True) -> str:
