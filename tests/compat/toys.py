@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 import torch
@@ -47,3 +48,23 @@ class Weights(nn.Module):
 
     def forward(self, given: Tensor) -> Tensor:
         return (self.weight * given).sum()
+
+
+PROGRAM = """
+import math
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+torch.manual_seed(0)
+DATA = [(torch.randn(16, 8), torch.randint(0, 4, (16,))) for _ in range(4)]
+losses = []
+"""
+
+
+def trains(program: str, **names: Any) -> dict[str, Any]:
+    """Run a program that finds `apex`, and see that its `losses` fall; what it defined."""
+    space: dict[str, Any] = {"__name__": "__main__", **names}
+    exec(compile(PROGRAM + textwrap.dedent(program), "program.py", "exec"), space)
+    losses = space["losses"]
+    assert sum(losses[-4:]) < 0.8 * sum(losses[:4]), losses
+    return space
