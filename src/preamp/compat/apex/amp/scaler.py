@@ -138,7 +138,8 @@ class LossScaler:
 
     def _flag(self, found: Tensor) -> None:
         """Note on the device whether `found`, 0-d, is above 0."""
-        self._overflow_buf = self._overflow_buf.to(found.device)
+        if self._overflow_buf.device != found.device:  # only what goes to the host has to be waited for
+            self._overflow_buf = self._overflow_buf.to(found.device, non_blocking=found.device.type != "cpu")
         self._overflow_buf.masked_fill_(found > 0, 1)
 
 
