@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from preamp.compat.apex import amp
+from preamp.compat.apex.fp16_utils import FP16_Optimizer
 
 from .toys import Weights
 
@@ -205,3 +206,32 @@ def test_copies_belong_to_no_amp(level: str) -> None:
     backward(model, optimizer, BATCH)
     optimizer.step()
     assert not torch.equal(average.weight, model.weight)
+
+
+@pytest.mark.parametrize("clear", CLEARS)
+def test_an_fp16_optimizer_whose_step_is_given_up(clear: str) -> None:
+    model = Weights().half()
+    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=1.0), static_loss_scale=8.0, verbose=False)
+    optimizer.backward(model(OUTLIER.half()))
+    if clear.startswith("optimizer,"):
+        optimizer.zero_grad(set_grads_to_None=clear.endswith("None"))
+    else:
+        CLEARS[clear](model, optimizer)
+    optimizer.backward(model(BATCH.half()))
+    optimizer.step()
+    assert torch.equal(model.weight.float(), EXPECTED)
+
+
+def test_an_fp16_optimizer_that_has_not_seen_the_backward_pass() -> None:
+    model = Weights().half()
+    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=1.0), static_loss_scale=8.0, verbose=False)
+    for _ in range(2):
+        model(BATCH.half()).backward()
+        with pytest.raises(RuntimeError, match=r"optimizer\.backward\(loss\)"):
+            optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()  # of nothing
+    (model(BATCH.half()) * optimizer.loss_scale).backward()
+    optimizer.update_master_grads()
+    optimizer.step()
+    assert torch.equal(model.weight.float(), EXPECTED)

@@ -123,6 +123,13 @@ def test_grafted_onto_an_apex_without_amp(tmp_path: Path) -> None:
         assert apex.optimizers.FROM == apex.contrib.thing.FROM == "nvidia" and not hasattr(apex, "_notice")
         assert apex.amp.initialize.__module__.startswith("preamp") and apex.parallel.LARC
         from apex.fp16_utils import FP16_Optimizer
+        for way in ("from apex import RNN", "import apex.RNN", "from apex.RNN.cells import mLSTM"):
+            try:
+                exec(way)
+            except ImportError as error:
+                assert "torch.nn.LSTM" in str(error), way
+            else:
+                raise AssertionError(way)
         preamp.uninstall_as_apex()
         assert not hasattr(apex, "amp") and "apex.amp" not in sys.modules and apex.optimizers.FROM == "nvidia"
         preamp.install_as_apex()  # onto one that is loaded already

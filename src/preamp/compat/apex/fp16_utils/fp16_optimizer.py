@@ -188,12 +188,25 @@ class FP16_Optimizer:
         `backward` of this object and returns the loss; it is called again until it does not overflow (RuntimeError
         if the scale does not help).
         """
+        if closure is None:
+            self._check_masters_know()
         if self.overflow and closure is None:
             print(f"Gradient overflow.  Skipping step, reducing loss scale to {self.loss_scaler.loss_scale()}")
             return None
         value = self.optimizer.step() if closure is None else self._step_with_closure(closure)
         self._master_params_to_model_params()
         return value
+
+    def _check_masters_know(self) -> None:
+        """RuntimeError for gradients of the model that the masters were not given: a step would lose them."""
+        if self._scale_on_fp16 is not None or self._fp32_are_true:
+            return
+        if any(p.grad is not None and bool(p.grad.any()) for p in self.all_fp16_params):
+            raise RuntimeError(
+                "the model's 16-bit gradients come from a backward pass that this optimizer has not seen, and the "
+                "masters that it steps do not have them: write optimizer.backward(loss) for loss.backward(), or call "
+                "optimizer.update_master_grads() before step()"
+            )
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
         def evaluated() -> Any:
