@@ -158,6 +158,10 @@ def test_memory_of_the_models_gradients_may_be_freed_before_the_step(level: str)
     by_hand(model)
     optimizer.step()
     assert torch.equal(model.weight.float(), EXPECTED)
+    backward(model, optimizer, BATCH)
+    model.zero_grad(set_to_none=False)
+    optimizer.step()  # of zeros
+    assert torch.equal(model.weight.float(), EXPECTED)
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])

@@ -7,11 +7,14 @@ give a step up, or write new ones by a backward pass without `scale_loss`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+_GRAD, _VERSION = attrgetter("grad"), attrgetter("_version")
 _SEEN = "_amp_seen_version"
 """A mark on a gradient: a reference would keep its memory where a script has set it to None."""
 
@@ -24,10 +27,11 @@ class Shown:
 
     def show(self, parameters: Sequence[Parameter]) -> None:
         """These gradients are known."""
-        self._had = [parameter.grad is not None for parameter in parameters]
-        for parameter in parameters:
-            if parameter.grad is not None:
-                setattr(parameter.grad, _SEEN, parameter.grad._version)
+        gradients = list(map(_GRAD, parameters))
+        self._had = [gradient is not None for gradient in gradients]
+        for gradient in gradients:
+            if gradient is not None:
+                gradient._amp_seen_version = gradient._version
 
     def forget(self) -> None:
         """No gradient is there that could be cleared."""
@@ -36,15 +40,19 @@ class Shown:
     def follow(self, parameters: Sequence[Parameter], masters: Sequence[Parameter], stepping: bool) -> None:
         """Clear the masters' gradients whose parameters' were cleared, by whichever call.
 
-        `stepping`: the step comes next. Where all were cleared before it, somebody saves memory, and the masters'
-        stay; otherwise the pass is given up. RuntimeError for gradients that came from a backward pass elsewhere.
+        `stepping`: the step comes next. Where all are None before it, somebody saves memory, and the masters' stay;
+        otherwise the pass is given up. RuntimeError for gradients that came from a backward pass elsewhere.
         """
+        gradients = list(map(_GRAD, parameters))
+        with suppress(AttributeError):  # of one that is not there, or was never seen
+            if list(map(attrgetter(_SEEN), gradients)) == list(map(_VERSION, gradients)):
+                return
         had = [*self._had, *[False] * (len(parameters) - len(self._had))]
-        odd = [p.grad for p in parameters if p.grad is not None and getattr(p.grad, _SEEN, None) != p.grad._version]
+        odd = [g for g in gradients if g is not None and getattr(g, _SEEN, None) != g._version]
         zeros = {id(gradient) for gradient in odd if not gradient.numel()} | _zeros(odd)
         cleared = [(p, m) for p, m, h in zip(parameters, masters, had, strict=True) if h and _is_cleared(p, zeros)]
         whole = bool(cleared) and len(cleared) == sum(had)
-        if not (whole and stepping):
+        if not (stepping and whole and all(parameter.grad is None for parameter, _ in cleared)):
             for parameter, master in cleared:
                 if parameter.grad is None or master.grad is None:
                     master.grad = None
@@ -53,8 +61,7 @@ class Shown:
             if whole:
                 for master in masters:
                     master.grad = None
-        for parameter, master in zip(parameters, masters, strict=True):
-            gradient = parameter.grad
+        for parameter, gradient, master in zip(parameters, gradients, masters, strict=True):
             if gradient is None or id(gradient) in zeros or getattr(gradient, _SEEN, None) == gradient._version:
                 continue
             if not hasattr(gradient, _SEEN) or master.grad is None:
