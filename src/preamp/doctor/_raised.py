@@ -23,6 +23,14 @@ _KNOWN: tuple[tuple[str, str, str, str], ...] = (
      "scaler.step(optimizer)\nscaler.update()  # once a step"),
     ("No inf checks were recorded for this optimizer", "PA107", "scaler.step() of an optimizer without gradients",
      "scaler.scale(loss).backward()  # before scaler.step(optimizer), with this optimizer's parameters in the loss"),
+    ("was called by itself after session.backward()", "PA107",
+     "optimizer.step() takes gradients that are still multiplied by the loss scale",
+     "session.step()  # in place of optimizer.step(); or session.step(optimizer)"),
+    ("was called by itself, and the session keeps float32 masters", "PA107",
+     "loss.backward() and optimizer.step() pass by the session, which scales losses and steps float32 masters: what "
+     "the optimizer would write into the 16-bit copies is lost",
+     "session.backward(loss)  # in place of loss.backward()\n"
+     "session.step()  # in place of optimizer.step(); or session.step(optimizer)"),
     ("unscale_() has already been called", "PA106", "gradients are unscaled twice in one step",
      "# call scaler.unscale_(optimizer) once a step"),
     ("Attempting to unscale FP16 gradients", "PA111", "the parameters are float16: GradScaler wants float32 ones",

@@ -18,7 +18,7 @@ def all_findings(ranks: list[Rank], base: Path) -> tuple[Finding, ...]:
     found: dict[Any, list[tuple[Finding, int]]] = {}
     for rank in ranks:
         for finding in (*rank.findings, *(_relative(one, base) for one in judge(rank))):
-            key = (finding.code, finding.module, finding.op, finding.file, finding.line)
+            key = (finding.code, finding.severity, finding.module, finding.op, finding.file, finding.line)
             found.setdefault(key, []).append((finding, rank.rank))
     several = len({rank.rank for rank in ranks}) > 1
     told = [_as_one(same) if several else same[0][0] for same in found.values()]

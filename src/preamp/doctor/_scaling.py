@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..errors import PreampError
 from ..report import Finding
 from ..session import Session
+from ..session import _base as session_base
 from ..tree import tensors
 from ._apex import Apex
 from ._patches import Patches
@@ -54,9 +56,11 @@ class Scaling:
         self._followed: set[type] = set()
         self._stepping = False
         self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-        """Those that went back."""
+        """Those that were made, or went back."""
         self._made: Line | None = None
         self._used = self._session = False
+        self._apart = False
+        """Whether a session goes back whose losses have scales of their own: it leaves true gradients."""
         self._apex = Apex(self, watch)
         self._scaled_now = False
         """Whether a loss that went back since the last look was scaled."""
@@ -79,6 +83,8 @@ class Scaling:
             self._follow(kind)
         patches.wrap(torch.autograd, "backward", self._backward)
         patches.on_close(base.register_optimizer_step_pre_hook(self._about_to_step).remove)
+        patches.wrap(Session, "__init__", self._made_session)
+        patches.wrap(session_base, "check_own_step", self._watch.errors.telling(_as_it_is))
         patches.wrap(Session, "scale", self._session_scale)
         patches.wrap(Session, "backward", self._session_backward)
         patches.wrap(Session, "unscale_", self._session_unscale)
@@ -184,19 +190,23 @@ class Scaling:
 
     # -- preamp's session
 
+    def _made_session(self, original: Any, session: Session, *args: Any, **kwargs: Any) -> None:
+        original(session, *args, **kwargs)
+        self.sessions.add(session)
+
     def _session_scale(self, original: Any, session: Session, *args: Any, **kwargs: Any) -> Any:
         out = original(session, *args, **kwargs)
         self._session = True
         self.sessions.add(session)
-        self._from_session(session, out)
+        self._from_session(session, out, kwargs.get("name", args[1] if len(args) > 1 else None))
         return out
 
-    def _from_session(self, session: Session, scaled: Tensor | None) -> None:
+    def _from_session(self, session: Session, scaled: Tensor | None, name: str | None) -> None:
         try:
-            scale = session.loss_scale()
-        except Exception:  # several losses, each with a scale of its own
+            scale = session.loss_scale(name)
+        except PreampError:  # several losses and none named: the session itself will say so
             return
-        if scale != 1:
+        if scale != 1 or self.active:  # one that has come down to 1 is one all the same
             self.active, self.scale = True, scale
             if scaled is not None:
                 self.note(scaled, scale)
@@ -204,13 +214,14 @@ class Scaling:
     def _session_backward(self, original: Any, session: Session, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         self._session = True
         self.sessions.add(session)
-        self._from_session(session, None)
+        self._from_session(session, None, kwargs.get("name"))
         self._stepping, before = True, self._stepping
+        self._apart = session._losses.apart
         try:
             return original(session, loss, *args, **kwargs)
         finally:
             self._stepping = before
-            self._pending = self.active
+            self._pending, self._apart = self.active and not self._apart, False
 
     def _session_unscale(self, original: Any, session: Session, *args: Any, **kwargs: Any) -> Any:
         self._pending = False
@@ -271,7 +282,7 @@ class Scaling:
 
     def before_backward(self, losses: list[Tensor], low: set[torch.dtype]) -> None:
         """The second loss of a step may have no model call of its own to be judged by: its graph tells."""
-        if self._used and not self._session and torch.float16 in low and self._watch.step < 3:
+        if self._used and not self._stepping and torch.float16 in low and self._watch.step < 3:
             self._half_unscaled |= any(self._noted(loss) is None and goes_back_in_half(loss) for loss in losses)
 
     def after_backward(self, losses: list[Tensor]) -> None:
@@ -280,9 +291,10 @@ class Scaling:
         scaled = any(self.scale_of(loss) != 1 for loss in losses) or self._apex.inside
         # A scale that has come down to 1 is a scale all the same: PA203 tells of that.
         by_scaler = scaled or any(self._noted(loss) is not None for loss in losses)
+        by_scaler |= self._used and self._session and self._stepping
         self._used |= by_scaler
         self._scaled_now |= by_scaler
-        self._pending = scaled
+        self._pending = scaled and not self._apart
         self._backward_scale = (self.scale or 1.0) if scaled else 1.0
 
     def unscaled_backward(self, place: Line, low: set[torch.dtype], now: set[torch.dtype]) -> Finding | None:
@@ -292,17 +304,24 @@ class Scaling:
         half, self._half_unscaled = self._half_unscaled or torch.float16 in now, False
         if self._apex.inside or self._watch.scaled_by_hand or torch.float16 not in low:
             return None
-        if self._used and (scaled or self._session or not half):
+        if self._used and (scaled or not half):
             return None
         why = "a GradScaler was made and scale() is not called" if self._made else "nothing scales the loss"
-        why = "a GradScaler is used elsewhere, and not here" if self._used else why
+        why = "a loss scale is used elsewhere, and not here" if self._used else why
+        prepared = any(one.policy.compute is torch.float16 for one in self.sessions)
+        fix = "session.backward(loss)  # in place of loss.backward(): it multiplies by the loss scale\nsession.step()"
+        if self._session and not self._used:
+            why = "the session was prepared without a loss scale"
+            fix = (
+                "session = preamp.prepare(model, optimizer, level='O2')  # its scale is 'dynamic' unless you say scale="
+            )
         return Finding(
             "PA107", "warning",
             f"float16 gradients without a loss scale: {why}, so gradients below 6e-8 are flushed to zero",
             direction="backward", file=place[0], line=place[1],
             evidence={"compute dtype": "fp16", "scale": 1, "scaler made at": _spelt(self._made)},
-            fix="scaler = torch.amp.GradScaler()\nscaler.scale(loss).backward()\nscaler.step(optimizer)\n"
-            "scaler.update()\n# or bfloat16, which needs no scale",
+            fix=fix if prepared else "scaler = torch.amp.GradScaler()\nscaler.scale(loss).backward()\n"
+            "scaler.step(optimizer)\nscaler.update()\n# or bfloat16, which needs no scale",
         )  # fmt: skip
 
     def before_step(self, optimizer: Optimizer, place: Line) -> None:
@@ -366,6 +385,10 @@ class Scaling:
     def counts(self) -> dict[str, Any]:
         """For the last record."""
         return {**self.since_last(), "scaler_at": _spelt(self._made)}
+
+
+def _as_it_is(original: Any, *args: Any) -> Any:
+    return original(*args)
 
 
 def _spelt(place: Line | None) -> str | None:

@@ -151,7 +151,7 @@ class Watch:
             below = os.path.relpath(file, self._base)
             file = file if below.startswith("..") else below
         finding = replace(finding, file=file, step=self.step if finding.step is None else finding.step)
-        key = (finding.code, finding.module, finding.op, finding.file, finding.line)
+        key = (finding.code, finding.severity, finding.module, finding.op, finding.file, finding.line)
         if key not in self._told:
             self._told.add(key)
             self.recorder.finding(finding)
@@ -223,7 +223,8 @@ class Watch:
             self._awaits_attempt, self._saw_step = True, False
             self.scaling.after_backward(losses)
             self.scaled_by_hand |= any(
-                not self.scaling.is_scaled(loss) and self.tape.scaled_by_hand(loss) for loss in losses
+                not self.scaling.is_scaled(loss) and self.scaling.scale_of(loss) == 1 and self.tape.scaled_by_hand(loss)
+                for loss in losses
             )
             self.soundness.look_at(losses)
             self._went_back = True

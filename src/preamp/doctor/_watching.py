@@ -36,6 +36,7 @@ class Watching:
             self._watch = Watch(recorder, self._base, every, None, replay, Names(models))
             if isinstance(watched, Session):
                 self._watch.optimizers.update({id(o): o for o in watched.optimizers.values()})
+                self._watch.scaling.sessions.add(watched)
             set_current(self._watch)
             self._watch.start()
         else:

@@ -1,0 +1,109 @@
+"""What `watch` says of loops around a session: steps past it, losses past it, regions that are not its own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import preamp
+from preamp.errors import SessionError
+from preamp.report import Finding
+
+Made = tuple[nn.Module, Any, preamp.Session, Callable[[], Tensor]]
+
+
+def prepared(level: str, kind: Callable[..., Any] = torch.optim.AdamW, **options: Any) -> Made:
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 8), torch.randn(64, 8)
+    optimizer = kind(model.parameters(), lr=0.01, eps=1e-4)
+    session = preamp.prepare(model, optimizer, level=level, **options)
+    return model, optimizer, session, lambda: F.mse_loss(model(x).float(), x.sum(1, keepdim=True).expand(64, 8))
+
+
+def line_of(function: Callable[..., Any], text: str) -> int:
+    lines, first = inspect.getsourcelines(function)
+    (found,) = (first + number for number, line in enumerate(lines) if text in line and "line_of" not in line)
+    return found
+
+
+def told(findings: tuple[Finding, ...], code: str) -> list[Finding]:
+    return [one for one in findings if one.code == code]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_raw_loop_where_masters_exist(level: str, fused: bool) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 8), torch.randn(64, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4, fused=fused)
+    with preamp.prepare(model, optimizer, level=level) as session, preamp.doctor.watch(session) as seen:
+        model(x).float().square().mean().backward()
+        with pytest.raises(SessionError):
+            optimizer.step()  # here
+    found = [one for one in told(seen.findings, "PA107") if one.severity == "error"]
+    assert [one.line for one in found] == [line_of(test_a_raw_loop_where_masters_exist, "# here")]
+    assert "session.backward(loss)" in str(found[0].fix) and "session.step()" in str(found[0].fix)
+    assert not told(seen.findings, "PA111"), "the session has masters, and has refused the step"
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_raw_step_of_scaled_gradients_also_where_its_error_is_caught(level: str) -> None:
+    _, optimizer, session, loss_now = prepared(level)
+    with preamp.doctor.watch(session) as seen:
+        for _ in range(3):
+            with session.autocast():
+                loss = loss_now()
+            session.backward(loss)
+            try:
+                optimizer.step()  # here
+            except RuntimeError:
+                session.zero_grad()
+    session.close()
+    line = line_of(test_a_raw_step_of_scaled_gradients_also_where_its_error_is_caught, "# here")
+    assert [(one.line, one.severity) for one in told(seen.findings, "PA107")] == [(line, "error")]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_float16_backward_past_the_session_has_no_loss_scale(mixed: bool) -> None:
+    _, optimizer, session, loss_now = prepared("O2", preamp.optim.AdamW)
+    with preamp.doctor.watch(session) as seen:
+        for _ in range(2):
+            loss = loss_now()
+            if mixed:
+                session.backward(loss)
+                session.step()
+                session.zero_grad()
+                loss = loss_now()
+            loss.backward()  # here
+            optimizer.step()
+            optimizer.zero_grad()
+    session.close()
+    (found,) = told(seen.findings, "PA107")
+    assert found.line == line_of(test_float16_backward_past_the_session_has_no_loss_scale, "# here")
+    assert str(found.fix).startswith("session.backward(loss)")
+    assert not told(seen.findings, "PA111"), "preamp.optim steps the session's masters"
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_losses_with_scales_of_their_own_are_scaled(level: str) -> None:
+    models = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4) for model in models]
+    x = torch.randn(64, 8)
+    with (
+        preamp.prepare(models, optimizers, level=level, losses=["g", "d"]) as session,
+        preamp.doctor.watch(session) as seen,
+    ):
+        for _ in range(2):
+            for name, model in zip(("g", "d"), models, strict=True):
+                with session.autocast():
+                    loss = model(x).float().square().mean()
+                session.backward(loss, name=name)
+            session.step()
+            session.zero_grad()
+    assert not seen.findings
