@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -107,3 +108,41 @@ def test_losses_with_scales_of_their_own_are_scaled(level: str) -> None:
             session.step()
             session.zero_grad()
     assert not seen.findings
+
+
+@pytest.mark.parametrize(("level", "wanted", "foreign"), [
+    ("O1", "fp16", torch.bfloat16), ("O2", "fp16", torch.bfloat16), ("O3", "fp16", torch.bfloat16),
+    ("O4", "bf16", torch.float16), ("O5", "bf16", torch.float16),
+])  # fmt: skip
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_region_that_is_not_the_sessions(level: str, wanted: str, foreign: torch.dtype, inside: bool) -> None:
+    model, optimizer, session, loss_now = prepared(level)
+    with warnings.catch_warnings(), preamp.doctor.watch(session) as seen:
+        warnings.simplefilter("ignore")
+        if inside:  # as Accelerate does it: whatever region is around the model's call, this one is within
+            model.forward = torch.autocast("cpu", foreign)(model.forward)  # type: ignore[method-assign]  # here
+        with session.autocast() if inside else torch.autocast("cpu", foreign):  # there
+            loss = loss_now()
+        session.backward(loss)
+        session.step()
+    session.close()
+    (found,) = told(seen.findings, "PA109")
+    assert found.evidence == {"prepared for": wanted, "observed": "bf16" if wanted == "fp16" else "fp16"}
+    assert found.line == line_of(test_a_region_that_is_not_the_sessions, "# here" if inside else "# there")
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_a_region_of_another_model_is_its_own(level: str) -> None:
+    model, _, session, loss_now = prepared(level)
+    other, x = nn.Linear(8, 8), torch.randn(4, 8)
+    dtype = torch.bfloat16 if level in ("O1", "O2") else torch.float16
+    with preamp.doctor.watch({"own": model, "other": other}) as seen:
+        seen._watch.scaling.sessions.add(session)
+        with session.autocast():
+            loss = loss_now()
+        with torch.autocast("cpu", dtype):
+            loss = loss + other(x).float().mean()
+        session.backward(loss)
+        session.step()
+    session.close()
+    assert not told(seen.findings, "PA109")

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..autocast import autocast
 from ..formats import LOW_DTYPES, name_of
 from ..report import Finding
+from ..session import Session
 from ._live import Live
 from ._names import WRAPPERS, unwrapped
 from ._patches import Patches
@@ -29,6 +31,8 @@ class Asked:
         self.compiled: str | None = None
         """"module" or "function" once torch.compile was called on one."""
         self._regions: list[tuple[str, torch.dtype, bool, Line]] = []
+        self._foreign: dict[torch.dtype, Line] = {}
+        """Dtypes of regions that are not preamp's, and where the first of each was made."""
         self._depth = 0
         self._versions: dict[int, int] = {}
 
@@ -78,6 +82,8 @@ class Asked:
         dtype = getattr(region, "fast_dtype", None)
         if asked and not got and place[0] is not None:
             self._watch.tell(_no_effect(str(device_type), dtype, place))
+        if got and dtype is not None and not isinstance(region, autocast):
+            self._foreign.setdefault(dtype, place)
         self._regions = [*self._regions[-20:], (str(device_type), dtype, got, place)]  # type: ignore[list-item]
 
     def _enter(self, original: Any, region: Any) -> Any:
@@ -167,10 +173,35 @@ class Asked:
                 module=owner, direction="forward", file=place.file, line=place.line,
                 fix="# change weights outside of the region, or compute a new tensor: w = weight.clamp(-1, 1)",
             )  # fmt: skip
+        for session in self._watch.scaling.sessions:
+            yield from self._overruled(session, live)
         products = live.products
         if not products.total or live.low:
             return
         yield from _in_vain(self._regions, products)
+
+    def _overruled(self, session: Session, live: Live) -> Iterator[Finding]:
+        """PA109: a region that is not the session's has its models compute in another dtype."""
+        own = {part for model in session.models.values() for part in unwrapped(model).modules()}
+        paths = {path for path, part in self._watch.names.items() if part in own}
+        flops: dict[torch.dtype, float] = {}
+        for product in live.products.products.values():
+            if product.module in paths:
+                flops[product.dtype] = flops.get(product.dtype, 0.0) + product.flops
+        wanted, masters = session.policy.compute, session.policy.masters
+        for dtype in sorted((flops.keys() & self._foreign.keys() & set(LOW_DTYPES)) - {wanted}, key=str):
+            seen, (file, line) = name_of(dtype), self._foreign[dtype]
+            level = {torch.float16: "O2" if masters else "O1"}.get(dtype, "O5" if masters else "O4")
+            yield Finding(
+                "PA109", "warning",
+                f"the session was prepared to compute in {name_of(wanted)}, and {flops[dtype] / sum(flops.values()):.0%} "
+                f"of its products ran in {seen}: an autocast region of {seen} that is not the session's lies around "
+                "the model's call, and the innermost region decides",
+                module=min(paths, key=len), direction="forward", file=file, line=line,
+                evidence={"prepared for": name_of(wanted), "observed": seen},
+                fix="# switch the framework's own mixed precision off: Accelerator(mixed_precision='no'), bf16=False, "
+                f"precision='32-true'\n# or: session = preamp.prepare(model, optimizer, level={level!r})  # {seen}",
+            )  # fmt: skip
 
 
 def _in_vain(regions: list[Any], products: Any) -> Iterator[Finding]:
