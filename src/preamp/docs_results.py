@@ -306,6 +306,7 @@ FINDINGS = {
     "PA205": "values near the end of the range",
     "PA206": "a loss that leaves the full-precision run",
     "PA207": "one batch that is not finite by itself",
+    "PA211": "moments that cannot move",
 }
 """The titles of the pages in docs/findings, by code."""
 

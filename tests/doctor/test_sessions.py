@@ -116,7 +116,7 @@ def test_losses_with_scales_of_their_own_are_scaled(level: str) -> None:
 ])  # fmt: skip
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_region_that_is_not_the_sessions(level: str, wanted: str, foreign: torch.dtype, inside: bool) -> None:
-    model, optimizer, session, loss_now = prepared(level)
+    model, _, session, loss_now = prepared(level)
     with warnings.catch_warnings(), preamp.doctor.watch(session) as seen:
         warnings.simplefilter("ignore")
         if inside:  # as Accelerate does it: whatever region is around the model's call, this one is within

@@ -191,11 +191,12 @@ class Asked:
         wanted, masters = session.policy.compute, session.policy.masters
         for dtype in sorted((flops.keys() & self._foreign.keys() & set(LOW_DTYPES)) - {wanted}, key=str):
             seen, (file, line) = name_of(dtype), self._foreign[dtype]
+            share = flops[dtype] / sum(flops.values())
             level = {torch.float16: "O2" if masters else "O1"}.get(dtype, "O5" if masters else "O4")
             yield Finding(
                 "PA109", "warning",
-                f"the session was prepared to compute in {name_of(wanted)}, and {flops[dtype] / sum(flops.values()):.0%} "
-                f"of its products ran in {seen}: an autocast region of {seen} that is not the session's lies around "
+                f"the session was prepared to compute in {name_of(wanted)}, and {share:.0%} of its products ran in "
+                f"{seen}: an autocast region of {seen} that is not the session's lies around "
                 "the model's call, and the innermost region decides",
                 module=min(paths, key=len), direction="forward", file=file, line=line,
                 evidence={"prepared for": name_of(wanted), "observed": seen},

@@ -1,4 +1,4 @@
-"""Findings that only the whole run shows: PA203 about the loss scale, PA108 about schedules, PA107 about updates."""
+"""Findings that only the whole run shows: PA203 of the loss scale, PA108 of schedules, PA107 of updates, PA211."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from ._records import Rank
 
 START = 5
 """Skips in a row at the start by which a scale that began too high finds its place, and a schedule loses little."""
+FROZEN = 0.5
+"""Share of the second moments that a step leaves as they were, from which it is reported. In float32, or with a beta2
+of 0.95, it is a few percent at the most; from half on what Adam divides by is mostly a memory of the first steps."""
 COLLAPSED = 1.0
 """A scale at or below this protects nothing."""
 
@@ -24,6 +27,7 @@ def judge(rank: Rank) -> Iterator[Finding]:
     yield from _schedule(steps)
     yield from _updates(rank)
     yield from _unexplained(rank)
+    yield from _moments(rank)
 
 
 def _started(steps: list[dict[str, Any]]) -> int:
@@ -135,3 +139,37 @@ def _unexplained(rank: Rank) -> Iterator[Finding]:
         file=file, line=line, step=first["step"], direction="forward" if first["what"] == "loss" else "backward",
         fix="origin = preamp.doctor.find_origin(lambda: loss_fn(model(x), y), models=model)  # where it can be called",
     )  # fmt: skip
+
+
+def _moments(rank: Rank) -> Iterator[Finding]:
+    """PA211, of each optimizer, by the last step that was looked at."""
+    by_optimizer: dict[Any, list[dict[str, Any]]] = {}
+    for one in rank.many.get("moments", []):
+        if one["total"]:
+            by_optimizer.setdefault((one["optimizer"], one["file"], one["line"]), []).append(one)
+    for (optimizer, file, line), seen in by_optimizer.items():
+        last, shares = seen[-1], {one["step"]: one["same"] / one["total"] for one in seen}
+        if shares[last["step"]] < FROZEN:
+            continue
+        evidence = {"moments unchanged": {f"step {step}": round(share, 3) for step, share in _some(shares)}}
+        evidence["dtype"] = last["dtype"]
+        far = ""
+        if last["stored"] and last["exact"]:
+            ratio = last["stored"] / last["exact"]
+            evidence["stored mean over that in float32"] = round(ratio, 3)
+            far = f"; on average they are {ratio:.2g} times what the same gradients give in float32"
+        yield Finding(
+            "PA211", "warning",
+            f"step {last['step']} left {shares[last['step']]:.0%} of the second moments with a gradient as they were: "
+            f"{last['dtype']} cannot hold changes as small as 1 - beta2 of them, so they hardly fall any more{far}",
+            module=last["module"], op=optimizer, file=file, line=line,
+            step=next(step for step, share in shares.items() if share >= FROZEN), evidence=evidence,
+            fix="session = preamp.prepare(model.float(), optimizer, level='O5')  # masters and moments in float32\n"
+            "# or preamp.optim.AdamW in place of torch.optim.AdamW",
+        )  # fmt: skip
+
+
+def _some(shares: dict[int, float]) -> list[tuple[int, float]]:
+    """Up to five, spread evenly, the last among them."""
+    rows = list(shares.items())
+    return rows[:: -max(1, len(rows) // 4)][:5][::-1]

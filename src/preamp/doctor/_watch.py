@@ -26,6 +26,7 @@ from ._asked import Asked
 from ._calls import Calls
 from ._clock import Clock
 from ._look import Look
+from ._moments import Moments
 from ._names import Names, unwrapped
 from ._patches import Patches
 from ._raised import Errors
@@ -57,6 +58,7 @@ class Watch:
         self.errors = Errors(recorder, self.tell)
         self.names, self.tape = names or Names(), Tape(self.clock, self.errors.seen)
         self.scaling, self.asked, self._updates = Scaling(self), Asked(self), Updates(self)
+        self._moments = Moments(self)
         self._look = Look(self, every, replay)
         self.optimizers: dict[int, Optimizer] = {}
         self.places: dict[int, Line] = {}
@@ -321,8 +323,11 @@ class Watch:
                     self.tell(finding)
             self.stepped_at = users_line()
             self.scaling.before_step(optimizer, self.stepped_at)
-            if self._every is not None and self.step % self._every == 0:
-                self._updates.before(optimizer)
+            if self._every is not None:
+                close = self.step % self._every == 0
+                self._moments.before(optimizer, close)
+                if close:
+                    self._updates.before(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self.recorder.is_own:
@@ -332,6 +337,7 @@ class Watch:
             return
         with self.clock:
             findings = list(self._updates.after(optimizer))
+            self._moments.after(optimizer)
             if id(optimizer) in self._look_at_state and optimizer.state:
                 self._look_at_state.remove(id(optimizer))
                 findings += after_first_step(self, optimizer)
