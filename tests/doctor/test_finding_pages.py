@@ -12,27 +12,12 @@ from preamp.doctor._pages import glossary, page
 from preamp.errors import PreampError
 from preamp.report import Finding, Report, Section
 
-from ..sick.expect import doctor
+from .finding_pages import CODES, PAGES, alike, run, said, script, shown, text_of
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ROOT / "docs" / "findings"
-CODES = sorted(path.stem for path in PAGES.glob("PA*.md"))
 
 EVERY_TIME = frozenset({"PA107", "PA201", "PA204"})
 """The others take minutes together and run with `./dev test --all`."""
-
-BY_COMPARE = frozenset({"PA206"})
-"""What only runs beside one another show."""
-
-
-def text_of(code: str) -> str:
-    return (PAGES / f"{code}.md").read_text(encoding="utf-8")
-
-
-def script(code: str, kind: str) -> str:
-    """The block below `<!-- sick -->` or `<!-- cure -->`."""
-    (block,) = re.findall(rf"<!-- {kind} -->\n```python\n(.*?)```", text_of(code), re.DOTALL)
-    return str(block)
 
 
 def test_every_code_has_a_page() -> None:
@@ -66,21 +51,25 @@ def _by_doctor() -> list[object]:
 
 @pytest.mark.parametrize("code", _by_doctor())
 def test_the_sick_script_has_it_and_the_cure_has_not(code: str, tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(script(code, "sick"), encoding="utf-8")
-    asked = ("--compare", "--seeds", "2") if code in BY_COMPARE else ()
-    report, ran = doctor(path, tmp_path / "sick", *asked)
-    found = {(finding["severity"], finding["code"]) for finding in report["findings"]}
-    assert code in {each for _, each in found}, ran.stderr
-    shown = re.search(r"```text\n(\w+) (PA\d{3}): ", text_of(code))
-    assert shown and shown.groups() in found, "the page shows what the doctor does not say"
+    report, ran = run(code, "sick", tmp_path)
+    assert code in {finding["code"] for finding in report["findings"]}, ran.stderr
+    told = said(ran)
+    assert alike(shown(code), told), f"python -m tests.doctor.finding_pages {code} writes into the page:\n{told}"
 
-    path.write_text(script(code, "cure"), encoding="utf-8")
-    report, ran = doctor(path, tmp_path / "cure", *asked)
+    report, ran = run(code, "cure", tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert report["steps"] > 0
     left = [finding for finding in report["findings"] if finding["code"] == code or finding["severity"] != "info"]
     assert left == []
+
+
+def test_what_a_page_shows_is_compared_whole() -> None:
+    page = "warning PA202: 12% of it\n  seen:  scale 1, size 1.788e-6, a bound 2**12\n"
+    assert alike(page, "warning PA202: 12% of\nit\n  seen: scale 1, size 1.79e-6, a bound 2**12")
+    for old, new in (("scale 1,", "scale 2,"), ("1.788e-6", "1.4e-6"), ("2**12", "2**13"), ("of it", "of her")):
+        changed = page.replace(old, new)
+        assert changed != page and not alike(page, changed)
+    assert not alike(page, page + "info PA105: more")
 
 
 def test_the_report_says_what_its_findings_mean() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -60,14 +61,18 @@ class Asked:
         compiled = module._compiled_call_impl
         watch = self._watch
 
+        held = weakref.ref(module)  # it is the script's to let go of
+
         def called(*args: Any, **kwargs: Any) -> Any:
             return watch.calls.compiled(module, compiled, args, kwargs)
 
+        called.of = compiled  # type: ignore[attr-defined]
         module._compiled_call_impl = called
 
         def undo() -> None:
-            if module._compiled_call_impl is called:
-                module._compiled_call_impl = compiled
+            there: Any = held()
+            if there is not None and hasattr(there._compiled_call_impl, "of"):
+                there._compiled_call_impl = there._compiled_call_impl.of
 
         if self._patches is not None:
             self._patches.on_close(undo)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from inspect import CO_OPTIMIZED
 from types import FrameType
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ._places import named_parts
+from ._stack import is_users
 
 WRAPPERS = frozenset({
     "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule", "_ForwardRedirection",
@@ -38,18 +41,27 @@ def is_trainable(module: nn.Module) -> bool:
 class Names:
     """Module paths by module, as `Mapping.get`; looks for models anew when it meets one that it does not know.
 
-    `fixed`: the models by name, where they are known and no others are meant.
+    `fixed`: the models by name, where they are known and no others are meant. All others are held by weak references:
+    a script that makes one model after another has the memory of one.
     """
 
     def __init__(self, fixed: Mapping[str, nn.Module] | None = None) -> None:
         self._fixed = fixed
-        self.models: dict[str, nn.Module] = {}
+        self._models: dict[str, weakref.ref[nn.Module]] = {}
         self.owners: dict[int, str] = {}
-        self._paths: dict[nn.Module, str] = {}
-        self._parameters: list[nn.Parameter] = []
+        """Paths by the ids of parameters and buffers that are there."""
+        self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._parameters: list[weakref.ref[nn.Parameter]] = []
+        self._watched: list[weakref.ref[Any]] = []
+        """Keeps what takes a tensor out of `owners` when it goes: an id is given again."""
         self._unknown = WeakIdKeyDictionary()
         self.is_sharded = False
         """Whether processes hold parts of the models: then a call is one of all of them, and none can call alone."""
+
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        """Those that are there."""
+        return {name: model for name, ref in self._models.items() if (model := ref()) is not None}
 
     def get(self, module: nn.Module, default: str | None = None) -> str | None:
         """The path of a module within its model; `default` for what belongs to none."""
@@ -64,7 +76,7 @@ class Names:
 
     def items(self) -> Iterator[tuple[str, nn.Module]]:
         """(path, module) of all models."""
-        return ((path, module) for module, path in self._paths.items())
+        return ((path, module) for module, path in list(self._paths.items()))
 
     def wants(self, module: nn.Module) -> bool:
         """Whether a call of this module is one of a model to look at."""
@@ -124,12 +136,14 @@ class Names:
             self._take(kept)
 
     def _take(self, models: dict[str, nn.Module]) -> None:
-        self.models = models
-        paths, owners, _ = named_parts(models)
-        self._paths, self.owners = paths, owners
-        self._parameters = list({id(p): p for model in models.values() for p in model.parameters()}.values())
+        self._models = {name: weakref.ref(model) for name, model in models.items()}
+        paths, self.owners, held = named_parts(models)
+        self._paths = weakref.WeakKeyDictionary(paths)
+        parameters = list({id(p): p for model in models.values() for p in model.parameters()}.values())
+        self._parameters = [weakref.ref(p) for p in parameters]
+        self._watched = [weakref.ref(t, _forget(self.owners, id(t))) for _, t in held]
         self._unknown = WeakIdKeyDictionary()
-        self.is_sharded |= any(type(p).__name__ == "DTensor" for p in self._parameters)
+        self.is_sharded |= any(type(p).__name__ == "DTensor" for p in parameters)
 
     def common(self, parameters: Iterable[Tensor]) -> str | None:
         """The innermost module that holds all of these parameters."""
@@ -144,7 +158,14 @@ class Names:
 
     def parameters(self) -> list[nn.Parameter]:
         """All parameters to train, each once."""
-        return [p for p in self._parameters if p.requires_grad]
+        return [p for ref in self._parameters if (p := ref()) is not None and p.requires_grad]
+
+
+def _forget(owners: dict[int, str], key: int) -> Callable[[Any], None]:
+    def forget(_: Any) -> None:
+        owners.pop(key, None)
+
+    return forget
 
 
 def _subclasses(kind: type) -> set[type]:
@@ -160,15 +181,35 @@ def _subclasses(kind: type) -> set[type]:
 
 def _variable(module: nn.Module) -> str | None:
     """The name by which the script knows a model."""
-    spaces = [vars(sys.modules["__main__"])] if "__main__" in sys.modules else []
+    found = _name_in(vars(sys.modules["__main__"]), module) if "__main__" in sys.modules else None
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        spaces.append(frame.f_locals)
+    while frame is not None and found is None:
+        if is_users(frame.f_code.co_filename):
+            space = frame.f_locals
+            found = _name_in(space, module)
+            if frame.f_code.co_flags & CO_OPTIMIZED and isinstance(space, dict):
+                _let_go(space)
         frame = frame.f_back
-    for space in spaces:
-        if space.get("__name__", "__main__") != "__main__" or "found" in space:
-            continue
-        for name, value in list(space.items()):
-            if isinstance(value, nn.Module) and name not in ("self", "module", "model_") and unwrapped(value) is module:
-                return name
+    return found
+
+
+def _name_in(space: Mapping[str, Any], module: nn.Module) -> str | None:
+    if space.get("__name__", "__main__") != "__main__":
+        return None
+    for name, value in list(space.items()):
+        if isinstance(value, nn.Module) and name not in ("self", "module", "model_") and unwrapped(value) is module:
+            return name
     return None
+
+
+def _let_go(space: dict[str, Any]) -> None:
+    """Empty the copy of a function's variables that Python before 3.13 keeps in the frame until somebody asks again.
+
+    It would hold a model that the function has deleted. Left alone where somebody else has it, or a debugger reads it.
+    """
+    if sys.gettrace() is None and sys.getrefcount(space) <= _OURS:
+        space.clear()
+
+
+_OURS = 4
+"""References to that copy: the frame's, `_variable`'s, `_let_go`'s and the count's own."""

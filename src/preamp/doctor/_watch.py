@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -60,10 +61,13 @@ class Watch:
         self.scaling, self.asked, self._updates = Scaling(self), Asked(self), Updates(self)
         self._moments = Moments(self)
         self._look = Look(self, every, replay)
-        self.optimizers: dict[int, Optimizer] = {}
+        self.optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
+        """By their ids; they and the models are the script's to let go of."""
         self.places: dict[int, Line] = {}
         """Where each optimizer was made."""
         self._attempts: dict[int, int] = {}
+        self._most = 0
+        """Attempts of one that is gone."""
         self._examined: set[int] = set()
         """Optimizers whose first step was looked at."""
         self._look_at_state: set[int] = set()
@@ -132,7 +136,7 @@ class Watch:
     @property
     def step(self) -> int:
         """Attempts so far, of the optimizer that made most."""
-        return max(self._attempts.values(), default=0)
+        return max((self._most, *self._attempts.values()))
 
     @property
     def _turn(self) -> int:
@@ -262,13 +266,20 @@ class Watch:
     # -- steps --------------------------------------------------------------------------------------------------
 
     def _made_optimizer(self, original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        self.places.setdefault(id(optimizer), users_line())
+        self._forget(id(optimizer))
+        self.places[id(optimizer)] = users_line()
         original(optimizer, *args, **kwargs)
         self.optimizers[id(optimizer)] = optimizer
         if not self.names.models and self.recorder.is_own:
             with self.clock:
                 self.names.look([optimizer])
                 self._look_without_model(0)
+
+    def _forget(self, key: int) -> None:
+        """An optimizer that is gone had this id."""
+        self._most = max(self._most, self._attempts.pop(key, 0))
+        self._examined.discard(key)
+        self._look_at_state.discard(key)
 
     def _look_without_model(self, turn: int) -> None:
         """Bare parameters and functions call no model that could be waited for: a step begins where the last ended."""

@@ -1,0 +1,86 @@
+"""What a script lets go of, the doctor lets go of: a sweep over many models has the memory of one."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from preamp.doctor._records import Rank, Recorder
+from preamp.doctor._stack import Line
+from preamp.doctor._watch import Watch
+
+
+@pytest.fixture
+def watch() -> Iterator[Watch]:
+    rank = Rank(0)
+    made = Watch(Recorder(rank), Path.cwd(), 1, None, True)
+    made.start()
+    try:
+        yield made
+    finally:
+        made.end()
+        assert "failed" not in rank.facts, rank.facts["failed"]["trace"]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, region: bool, steps: int = 2) -> None:
+    for _ in range(steps):
+        with torch.autocast("cpu", torch.bfloat16, enabled=region):
+            loss = model(torch.ones(2, 10)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("region", [False, True])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_models_and_optimizers_go_when_their_script_lets_go(watch: Watch, region: bool, wrapped: bool) -> None:
+    models, optimizers, weights = [], [], []
+    for _ in range(6):
+        inner = nn.Sequential(nn.Linear(10, 20), nn.BatchNorm1d(20), nn.Linear(20, 4))
+        model = nn.DataParallel(inner) if wrapped else inner
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        train(model, optimizer, region)
+        models.append(weakref.ref(inner))
+        optimizers.append(weakref.ref(optimizer))
+        weights.append(weakref.ref(inner[0].weight))
+        del model, inner, optimizer
+        gc.collect()
+        assert [ref() for ref in models] == [None] * len(models)
+        assert [ref() for ref in optimizers] == [None] * len(optimizers)
+        assert sum(ref() is not None for ref in weights) <= 1, "those of a step whose updates are yet to be counted"
+    assert watch.step == 2
+
+
+def test_an_id_that_is_given_again_is_another_optimizers(watch: Watch) -> None:
+    model = nn.Linear(10, 4)
+    seen: set[int] = set()
+    lines: set[Line] = set()
+    again = 0
+    for turn in range(20):  # CPython gives the memory of the one to the next
+        if turn % 2:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+        again += id(optimizer) in seen
+        seen.add(id(optimizer))
+        lines.add(watch.places[id(optimizer)])
+        assert watch.step <= 1 and not watch._attempts.get(id(optimizer))
+        train(model, optimizer, region=False, steps=1)
+        assert watch._attempts[id(optimizer)] == 1 and len(watch.optimizers) == 1
+        del optimizer
+        gc.collect()
+    assert again, "or nothing was tested"
+    assert len(lines) == 2
+
+
+def test_what_a_function_asked_for_of_its_variables_is_its_own(watch: Watch) -> None:
+    model, kept = nn.Linear(10, 4), "here"
+    own = locals()
+    train(model, torch.optim.SGD(model.parameters(), lr=0.01), region=False)
+    assert own["kept"] == kept and own["model"] is model
