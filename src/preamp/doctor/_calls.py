@@ -58,7 +58,7 @@ class Calls:
         return out
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if not self._begins(module):
+        if torch.compiler.is_compiling() or not self._begins(module):
             return
         call = self._open(module, args, sys._getframe(1).f_locals.get("kwargs", {}))
 

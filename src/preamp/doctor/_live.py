@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from types import CodeType
 from typing import Any
 
 import torch
@@ -84,11 +85,13 @@ class Live(TorchDispatchMode):
     """Shows forward operators to the lint's watchers."""
 
     def __init__(
-        self, names: Names, weights: Mapping[int, Tensor], clock: Clock, keeps_casts: Callable[[], bool]
-    ) -> None:
+        self, names: Names, weights: Mapping[int, Tensor], clock: Clock, keeps_casts: Callable[[], bool],
+        stop: CodeType | None = None,
+    ) -> None:  # fmt: skip
+        """`stop`: code of the function whose callers are not looked at, of a step that is done again."""
         super().__init__()
         self._keeps_casts = keeps_casts
-        self.places = Places(names.get, names.owners, Places.close.__code__)
+        self.places = Places(names.get, names.owners, stop or Places.close.__code__)
         self.products = ProductWatcher()
         self._eps, self._constants, self._ranges = EpsWatcher(_Whole(names)), ConstantWatcher(), RangeWatcher()
         self._sigmoids, self._tops = SigmoidWatcher(), TopWatcher()

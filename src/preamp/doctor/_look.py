@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..autocast import MARKER
@@ -47,6 +47,11 @@ class Look:
         self._left: list[Live | Between] = []
         self._taken = False
         self._turn, self._opened = -1, 0
+        self._again, self._again_in, self._replayed = False, -1, False
+        """Whether this step is to be done again to be looked at, the last turn of which that was so, and whether what
+        is looked at was."""
+        self._regions = False, False
+        """Whether the model was called in a region, and in one of preamp's."""
         self._pending: Pending | None = None
         self.low_now: set[torch.dtype] = set()
         """The same, of this step only; empty where operators were not looked at."""
@@ -68,6 +73,8 @@ class Look:
                 self._telemetry.close()
             return
         compiled = watch.asked.compiled
+        if compiled and self._live is None and self._is_close(turn) and turn != self._again_in:
+            self._again_in, self._again = turn, True
         if self._live is None and not compiled and self._is_close(turn):
             weights = {id(p): p for p in watch.names.parameters()}
             self._live = Live(watch.names, weights, watch.clock, lambda: watch.asked.keeps_casts)
@@ -75,10 +82,10 @@ class Look:
                 self._live.places.entered(module)
             self._live.__enter__()
             self._recomputed = Recomputed(watch.names)
+        on = torch.is_autocast_enabled(MARKER)
+        self._regions = on or any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")), on
         if self._live is not None:
-            on = torch.is_autocast_enabled(MARKER)
-            self._live.autocast_on = on or any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
-            self._live.torchs_own = self._live.autocast_on and not on
+            self._tell_regions(self._live)
         if self._telemetry is None and turn % self._every == 0:
             self._telemetry = Telemetry(watch.names, watch.step, watch.clock)
         if self._telemetry is not None and not compiled:
@@ -94,8 +101,40 @@ class Look:
         every = self._every or 1
         return turn == 0 or (turn % every == 0 and (turn // every).bit_count() == 1)
 
-    def before_backward(self, scale: float) -> None:
-        """The loss is there, with this scale on it."""
+    def _tell_regions(self, live: Live) -> None:
+        live.autocast_on, ours = self._regions
+        live.torchs_own = live.autocast_on and not ours
+
+    def _look_again(self, loss: Tensor) -> None:
+        """Do a step of compiled code again, as written and with autograd, and look at that."""
+        watch = self._watch
+        weights = {id(p): p for p in watch.names.parameters()}
+        live = Live(watch.names, weights, watch.clock, lambda: False, Look._look_again.__code__)
+        self._tell_regions(live)
+        if self._telemetry is not None:
+            self._telemetry.open()
+        try:
+            with watch.tape.done_again(watch.calls), live:
+                if watch.tape.knows(loss):
+                    again = watch.tape.replay(loss, live.places, watch.names.get)
+                    if self._telemetry is not None and again.requires_grad:
+                        self._telemetry.in_backward = True
+                        torch.autograd.grad(again, list(weights.values()), torch.ones_like(again), allow_unused=True)
+                else:
+                    watch.tape.replay_calls(live.places, watch.names.get)
+        except Exception:  # a model that cannot be called a second time
+            live.places.close()
+        else:
+            self._live, self._replayed = live, True
+        finally:
+            if self._telemetry is not None:
+                self._telemetry.close()
+
+    def before_backward(self, scale: float, losses: Sequence[Tensor]) -> None:
+        """The losses are there, with this scale on them."""
+        if self._again and losses:
+            self._again = False
+            self._look_again(losses[0])
         if self._live is not None:
             self._live.grad_keys = frozenset()  # what autograd and we do with gradients is no reading of the script's
             self._live.backward_scale = scale
@@ -257,7 +296,11 @@ class Look:
             )
             watch.tell(clipped_scaled(f"a hook with {base}", live.backward_scale, place.own or (None, None), fix))
         for finding in live.findings():
+            if self._replayed and finding.file is None:
+                file, line = watch.tape.called_at(finding.module, watch.names.get)
+                finding = replace(finding, file=file, line=line)
             watch.tell(finding)
+        self._replayed = False
         self.low_now = set(live.products.trained_low)
         self.low |= self.low_now
         for finding in watch.asked.findings(live):

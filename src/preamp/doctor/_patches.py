@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 
 class Patches:
     """Replacements that `close` takes back, the last first."""
@@ -20,8 +22,11 @@ class Patches:
 
         @functools.wraps(original)
         def replaced(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # inside of what the script compiles there is nobody to tell
+                return original(*args, **kwargs)
             return around(original, *args, **kwargs)
 
+        _never_compiled(replaced)
         setattr(owner, name, replaced)
 
         def undo() -> None:
@@ -41,3 +46,13 @@ class Patches:
         """Take everything back."""
         while self._undo:
             self._undo.pop()()
+
+
+def _never_compiled(function: Any) -> None:
+    """Have the compiler leave alone what we do between two pieces of a function that it has cut."""
+    frames: Any = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    else:
+        frames.skip_code(function.__code__)

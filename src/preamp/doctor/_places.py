@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import cache
 from types import CodeType
@@ -285,6 +287,24 @@ def eager() -> Iterator[None]:
         # The hooks also fire for the compiler's wrapper; it has the path of what it wraps, so nothing is off.
         warnings.filterwarnings("ignore", message="Using `torch.compile", category=UserWarning)
         yield
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """What a model prints, logs or warns of it has said when it ran for the script."""
+    silenced = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with (
+            open(os.devnull, "w", encoding="utf-8") as nowhere,
+            redirect_stdout(nowhere),
+            redirect_stderr(nowhere),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(silenced)
 
 
 def numbers_in(arguments: Any) -> Iterator[float]:

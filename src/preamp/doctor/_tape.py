@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_map
 
 from ..formats import LOW_DTYPES
@@ -35,9 +35,12 @@ from ._entries import (
     put_back,
     tensor_key,
 )
-from ._places import Place, Places, written_by
-from ._random import others_drew, random_state, set_random_state
+from ._places import Place, Places, eager, unheard, untouched, written_by
+from ._random import others_drew, random_kept, random_state, set_random_state
 from ._stack import Line, line_and_modules, users_line
+
+if TYPE_CHECKING:
+    from ._calls import Calls
 
 CALLS = 16
 """Model calls of one step that are kept even when their backward pass was sound."""
@@ -247,13 +250,35 @@ class Tape:
         float32, whatever was cast and kept in 16 bits.
         """
         wanted = tensor_key(loss)
+        last = max(i for i, e in enumerate(self._entries) if wanted in getattr(e, "outputs", ()))
+        return self._again(last, places, named, full)[wanted]
+
+    @contextmanager
+    def done_again(self, calls: Calls) -> Iterator[None]:
+        """Inside, models may be called again: nothing is left of it, and nobody looks but who begins to inside."""
+        parts = [part for model in self.models() for part in model.modules()]
+        flags = {part: attributes_of(part) for part in parts}
+        try:
+            with calls.ours(), _disable_current_modes(), random_kept(), untouched(parts), eager():
+                yield
+        finally:
+            put_back(flags)
+
+    def replay_calls(self, places: Places, named: Callable[[nn.Module], str | None]) -> None:
+        """Call the models again, where what was computed from what they gave is not kept."""
+        calls = [i for i, entry in enumerate(self._entries) if isinstance(entry, ModelCall)]
+        if calls and self.whole:
+            self._again(calls[-1], places, named, False)
+
+    def _again(
+        self, last: int, places: Places | None, named: Callable[[nn.Module], str | None] | None, full: bool
+    ) -> dict[Key, Tensor]:
         env: dict[Key, Tensor] = {}
 
         def look_up(leaf: Any) -> Any:
             found = env[leaf.key] if isinstance(leaf, Ref) else leaf
             return _in_full(found) if full else found
 
-        last = max(i for i, e in enumerate(self._entries) if wanted in getattr(e, "outputs", ()))
         for entry in self._entries[: last + 1]:
             if isinstance(entry, RandomState):
                 set_random_state(entry.state)
@@ -261,7 +286,8 @@ class Tape:
                 env[entry.key] = entry.value.clone()
             elif isinstance(entry, ModelCall):
                 given = tree_map(look_up, entry.args), tree_map(look_up, entry.kwargs)
-                out = list(tensors(_call_again(entry, *given, full=full)))
+                with unheard():
+                    out = list(tensors(_call_again(entry, *given, full=full)))
                 env.update({key: t for key, t in zip(entry.outputs, out, strict=False) if key is not None})
             else:
                 with _said_to_run(entry, places, named), torch.set_grad_enabled(entry.grad):
@@ -270,7 +296,7 @@ class Tape:
                 for key, tensor in zip(entry.outputs, tensors(out), strict=False):
                     if not (alias and key in env):
                         env[key] = tensor
-        return env[wanted]
+        return env
 
 
 @contextmanager

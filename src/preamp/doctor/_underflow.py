@@ -17,12 +17,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..formats import FP16
 from ..report import Finding
-from ._entries import attributes_of, put_back
 from ._exponents import Exponents, count_exponents
 from ._magnitudes import FLUSHED, SPARE_BITS
 from ._patches import Patches
-from ._places import eager, untouched
-from ._random import random_kept
 
 if TYPE_CHECKING:
     from ._watch import Watch
@@ -95,20 +92,16 @@ def _window(spread: Exponents) -> tuple[int, int]:
 
 def _in_full(watch: Watch, loss: Tensor, parameters: list[Any]) -> list[Tensor | None] | None:
     """Their gradients in float32, without a scale; nothing is left of the attempt."""
-    models = watch.tape.models()
-    parts = [part for model in models for part in model.modules()]
-    flags = {part: attributes_of(part) for part in parts}
     patches = Patches()
     patches.wrap(torch.autocast, "__enter__", _switched_off)
     try:
-        with watch.calls.ours(), _disable_current_modes(), random_kept(), untouched(parts), eager():
+        with watch.tape.done_again(watch.calls):
             again = watch.tape.replay(loss, full=True)
             return list(torch.autograd.grad(again, parameters, torch.ones_like(again), allow_unused=True))
     except Exception:  # a model that cannot be called a second time, or not in float32
         return None
     finally:
         patches.close()
-        put_back(flags)
 
 
 def _switched_off(original: Any, region: Any) -> Any:

@@ -219,7 +219,7 @@ class Watch:
             self._note_loss(losses, place)
             self.losses += losses
             self.scaling.before_backward(losses, self._look.low)
-            self._look.before_backward(self.scaling.scale_of(losses[0]) if losses else 1.0)
+            self._look.before_backward(self.scaling.scale_of(losses[0]) if losses else 1.0, losses)
         self.in_backward = True
         try:
             out = original(tensors_, *args, **kwargs)
