@@ -1,27 +1,31 @@
 """preamp: automatic mixed precision for PyTorch.
 
-session = preamp.prepare(model, optimizer, level="O2")
-for x, y in loader:
-with session.autocast():
-loss = loss_fn(model(x), y)
-session.backward(loss)
-session.clip_grad_norm_(1.0)
-session.step()
-session.zero_grad()
+A training loop with it:
+
+    session = preamp.prepare(model, optimizer, level="O2")
+    for x, y in loader:
+        with session.autocast():
+            loss = loss_fn(model(x), y)
+        session.backward(loss)
+        session.clip_grad_norm_(1.0)
+        session.step()
+        session.zero_grad()
 """
 
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
-from . import errors, optim
-from ._version import __version__
-from .autocast import autocast, float_function, half_function, promote_function
-from .eps import safe_eps
-from .errors import PreampError, PreampWarning
-from .policy import Policy, policy
-from .rules import OpRules
-from .scaling import DynamicScale, GradScaler, HysteresisScale, NoScale, StaticScale, WindowScale
-from .session import Session, StepReport, prepare
+from ._version import __version__, only_version_is_asked
+
+if TYPE_CHECKING or not only_version_is_asked():
+    from . import errors, optim
+    from .autocast import autocast, float_function, half_function, promote_function
+    from .eps import safe_eps
+    from .errors import PreampError, PreampWarning
+    from .policy import Policy, policy
+    from .rules import OpRules
+    from .scaling import DynamicScale, GradScaler, HysteresisScale, NoScale, StaticScale, WindowScale
+    from .session import Session, StepReport, prepare
 
 if TYPE_CHECKING:
     from . import checkpoint, compat, doctor, lr_finder, parallel, plan, report, zoo

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -57,7 +58,10 @@ def _run(script: Path, *options: str) -> tuple[subprocess.CompletedProcess[str],
     ran = subprocess.run(_command(script, *options), capture_output=True, text=True, timeout=120, cwd=script.parent)
     report = json.loads((script.parent / "out" / "report.json").read_text())
     jsonschema.validate(report, schema())
-    assert (script.parent / "out" / "report.html").read_text().startswith("<!DOCTYPE html>")
+    page = (script.parent / "out" / "report.html").read_text()
+    assert page.startswith("<!DOCTYPE html>")
+    (data,) = re.findall(r'<script type="application/json" id="report-data">(.*?)</script>', page, re.DOTALL)
+    assert json.loads(data) == report, "the page says that the raw data is in it"
     return ran, report
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import math
+import re
 from pathlib import Path
 
 import pytest
@@ -82,3 +84,15 @@ def test_the_test_sees_imports() -> None:
     assert "report" in imported(SOURCE / "cli" / "_app.py")
     assert imported(SOURCE / "zoo" / "bert.py") >= {"zoo"}
     assert FLOOR.keys() >= {room(path) for path in SOURCE.rglob("*.py")}
+
+
+def test_the_table_of_rooms_is_the_house() -> None:
+    text = (SOURCE.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    told = {}
+    for floor, rooms in re.findall(r"^\| (\d)\S* ?[^|]*\| (.*) \|$", text, re.MULTILINE):
+        told.update({room: int(floor) for room in re.findall(r"`(\w+)`", rooms) if room not in told})
+    assert told == {
+        room: math.floor(floor) + (room == "multi_tensor")
+        for room, floor in FLOOR.items()
+        if room.strip("_") not in ("", "main")
+    }

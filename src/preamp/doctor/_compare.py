@@ -140,7 +140,8 @@ def with_comparison(report: Report, content: dict[str, Any], runs: Sequence[Ran]
         merged = replace(merged, status=None)
     kept = {name: value for name, value in more.items() if name not in ("schema", "environment", "findings")}
     told = [finding.to_dict() for finding in items]
-    return merged, {**content, "verdict": merged.verdict, "findings": to_json(told), "comparison": kept}
+    content = {**content, "verdict": merged.verdict, "findings": to_json(told), "comparison": kept}
+    return replace(merged, data=content), content
 
 
 def compare_script(

@@ -52,14 +52,6 @@ def build_comparison(
     status: Status | None = "good" if found.verdict == "equivalent" else "neutral"
     if any(finding.severity != "info" for finding in findings):
         status = None
-    report = Report(
-        f"Compare: {Path(command[0]).name}",
-        line,
-        sections,
-        environment=environment,
-        status=status,
-        glossary=glossary(f.code for f in findings),
-    )
     content: dict[str, Any] = to_json({
         "schema": "preamp-compare/1", "verdict": line, "result": found.verdict, "difference": found.difference,
         "interval": found.interval, "margin": found.margin, "parted": found.parted,
@@ -68,6 +60,15 @@ def build_comparison(
         "gradients": [asdict(error) for error in errors.gradients],
         "environment": environment,
     })  # fmt: skip
+    report = Report(
+        f"Compare: {Path(command[0]).name}",
+        line,
+        sections,
+        environment=environment,
+        status=status,
+        data=content,
+        glossary=glossary(f.code for f in findings),
+    )
     return report, content
 
 

@@ -97,16 +97,16 @@ def build(
             measured = underflow_table(first.facts.get("underflow"))
             spread_out = replace(spread_out, items=(*measured, *spread_out.items))
         sections += [_timeline(first), spread_out, really, _advice(findings)]
-    report = Report(
-        f"Doctor: {Path(command[0]).name}", line, [s for s in sections if s is not None],
-        environment=environment, status=None if serious else "good" if steps else "neutral",
-        glossary=glossary(finding.code for finding in findings),
-    )  # fmt: skip
     content: dict[str, Any] = to_json({
         "schema": "preamp-doctor/1", "verdict": line, "exit_code": exit_code, "ended": ended, "steps": steps,
         "policy": spoken, "findings": [finding.to_dict() for finding in findings],
         "environment": environment, "processes": [_process(rank) for rank in ranks],
     })  # fmt: skip
+    report = Report(
+        f"Doctor: {Path(command[0]).name}", line, [s for s in sections if s is not None],
+        environment=environment, status=None if serious else "good" if steps else "neutral",
+        data=content, glossary=glossary(finding.code for finding in findings),
+    )  # fmt: skip
     return report, content
 
 

@@ -146,6 +146,26 @@ APEX_CLIP = (
 )
 
 
+SESSION_BACKWARD = (
+    "session.backward(loss)  # in place of loss.backward(): it multiplies by the loss scale\nsession.step()"
+)
+SCALED_SESSION = (
+    "session = preamp.prepare(model, optimizer, level='O2')  # its scale is 'dynamic' unless told by scale="
+)
+
+
+def never_scaled(why: str, made: str | None, cure: str | None, place: Line) -> Finding:
+    """PA107: float16 products, and no scale on the loss."""
+    return Finding(
+        "PA107", "warning",
+        f"float16 gradients without a loss scale: {why}, so gradients below 6e-8 are flushed to zero",
+        direction="backward", file=place[0], line=place[1],
+        evidence={"compute dtype": "fp16", "scale": 1, "scaler made at": made},
+        fix=cure or "scaler = torch.amp.GradScaler()\nscaler.scale(loss).backward()\n"
+        "scaler.step(optimizer)\nscaler.update()\n# or bfloat16, which needs no scale",
+    )  # fmt: skip
+
+
 def clipped_scaled(name: str, scale: float | None, place: Line, fix: str | None) -> Finding:
     """PA106: clipping of gradients that still have a scale on them."""
     return Finding(

@@ -18,12 +18,15 @@ from ._apex import Apex
 from ._patches import Patches
 from ._scaled import (
     APEX_CLIP,
+    SCALED_SESSION,
+    SESSION_BACKWARD,
     Gradients,
     clipped_scaled,
     goes_back_in_half,
     left_out,
     like_a_scale,
     mixed_up,
+    never_scaled,
     never_taken_off,
     unguarded,
     updated_between,
@@ -308,21 +311,12 @@ class Scaling:
             return None
         why = "a GradScaler was made and scale() is not called" if self._made else "nothing scales the loss"
         why = "a loss scale is used elsewhere, and not here" if self._used else why
-        prepared = any(one.policy.compute is torch.float16 for one in self.sessions)
-        fix = "session.backward(loss)  # in place of loss.backward(): it multiplies by the loss scale\nsession.step()"
+        cure = None
         if self._session and not self._used:
-            why = "the session was prepared without a loss scale"
-            fix = (
-                "session = preamp.prepare(model, optimizer, level='O2')  # its scale is 'dynamic' unless you say scale="
-            )
-        return Finding(
-            "PA107", "warning",
-            f"float16 gradients without a loss scale: {why}, so gradients below 6e-8 are flushed to zero",
-            direction="backward", file=place[0], line=place[1],
-            evidence={"compute dtype": "fp16", "scale": 1, "scaler made at": _spelt(self._made)},
-            fix=fix if prepared else "scaler = torch.amp.GradScaler()\nscaler.scale(loss).backward()\n"
-            "scaler.step(optimizer)\nscaler.update()\n# or bfloat16, which needs no scale",
-        )  # fmt: skip
+            why, cure = "the session was prepared without a loss scale", SCALED_SESSION
+        elif any(one.policy.compute is torch.float16 for one in self.sessions):
+            cure = SESSION_BACKWARD
+        return never_scaled(why, _spelt(self._made), cure, place)
 
     def before_step(self, optimizer: Optimizer, place: Line) -> None:
         """PA107: a step taken outside of the scaler with gradients that are still scaled."""
