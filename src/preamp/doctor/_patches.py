@@ -56,3 +56,15 @@ def _never_compiled(function: Any) -> None:
         frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     else:
         frames.skip_code(function.__code__)
+
+
+def subclasses_with(kind: type, name: str) -> list[type]:
+    """Subclasses, at any depth, that define a method anew."""
+    found: list[type] = []
+    queue: list[type] = list(kind.__subclasses__())
+    while queue:
+        one = queue.pop()
+        queue += one.__subclasses__()
+        if name in vars(one):
+            found.append(one)
+    return found

@@ -15,7 +15,7 @@ from ..session import Session
 from ..session import _base as session_base
 from ..tree import tensors
 from ._apex import Apex
-from ._patches import Patches
+from ._patches import Patches, subclasses_with
 from ._scaled import (
     APEX_CLIP,
     SCALED_SESSION,
@@ -82,7 +82,7 @@ class Scaling:
         scaler = torch.amp.grad_scaler.GradScaler
         patches.wrap(scaler, "__init__", self._made_scaler)
         self._follow(scaler)
-        for kind in _subclasses_with(scaler, "step"):
+        for kind in subclasses_with(scaler, "step"):
             self._follow(kind)
         patches.wrap(torch.autograd, "backward", self._backward)
         patches.on_close(base.register_optimizer_step_pre_hook(self._about_to_step).remove)
@@ -95,7 +95,7 @@ class Scaling:
         patches.wrap(Session, "clip_grad_value_", self._session_quiet)
         patches.wrap(Session, "step", self._session_step)
         patches.wrap(torch.optim.lr_scheduler.LRScheduler, "step", self._schedule)
-        for kind in _subclasses_with(torch.optim.lr_scheduler.LRScheduler, "step"):
+        for kind in subclasses_with(torch.optim.lr_scheduler.LRScheduler, "step"):
             patches.wrap(kind, "step", self._schedule)
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
             for name in ("clip_grad_norm_", "clip_grad_value_"):
@@ -387,15 +387,3 @@ def _as_it_is(original: Any, *args: Any) -> Any:
 
 def _spelt(place: Line | None) -> str | None:
     return None if place is None or place[0] is None else f"{place[0]}:{place[1]}"
-
-
-def _subclasses_with(kind: type, name: str) -> list[type]:
-    """Subclasses, at any depth, that define a method anew."""
-    found: list[type] = []
-    queue: list[type] = list(kind.__subclasses__())
-    while queue:
-        one = queue.pop()
-        queue += one.__subclasses__()
-        if name in vars(one):
-            found.append(one)
-    return found
