@@ -210,8 +210,7 @@ def test_buffers_and_attributes_beyond_fp16():
     [
         lambda self, x: x.exp(),
         lambda self, x: (x.tanh() * 200).pow(2).mean(),
-        lambda self, x: x.repeat(1, 100).sum(-1),
-        lambda self, x: x.repeat(1, 100).cumsum(-1),
+        lambda self, x: (1 + x.tanh().abs()).repeat(1, 400).cumsum(-1),
     ],
 )
 def test_operators_in_fp16_are_found_where_no_rule_rescues_them(then):
@@ -220,6 +219,31 @@ def test_operators_in_fp16_are_found_where_no_rule_rescues_them(then):
     assert not found("PA104", Run(then), "O2")
     assert not found("PA104", Run(then), "O1")
     assert not found("PA104", Run(lambda self, x: then(self, x.float())), HALF)
+
+
+def _spread(x):
+    return (16 + x.tanh()).repeat(1, 220)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_are_judged_by_their_measured_error(dtype):
+    def rows(then):
+        return found("PA104", Run(lambda self, x: then(_spread(x.to(dtype)))), HALF)
+
+    for then in (lambda x: x.sum(-1), lambda x: x.mean(-1), lambda x: x.var(-1), lambda x: x.std(-1)):
+        assert not rows(then), "torch adds up in float32: right to the last bit, however long"
+    (row,) = rows(lambda x: x.mul(x).mean(-1) - x.mean(-1).mul(x.mean(-1)))
+    assert row.severity == "warning" and row.op == "sub" and "% off" in row.message
+    assert row.evidence["error against float32"] > 0.1
+    (row,) = rows(lambda x: x.cumsum(-1))
+    assert row.severity == "warning" and row.evidence["in"] == "terms" and row.evidence["terms"] > 256
+    assert not rows(lambda x: (x - x.mean(-1, keepdim=True)).square().mean(-1)), "a variance as it should be written"
+    assert not rows(lambda x: x[..., :8].cumsum(-1))
+
+
+def test_a_sum_that_overflows_is_an_error():
+    (row,) = found("PA104", Run(lambda self, x: (x.abs() + 200).repeat(1, 400).sum(-1)), HALF)
+    assert row.severity == "error" and "largest number, 65504" in row.message
 
 
 def test_an_overflow_that_is_seen_is_an_error_and_a_stable_exp_is_nothing():

@@ -21,6 +21,7 @@ from ._lint_observe import Watcher, observe
 from ._lint_range import RangeWatcher, SigmoidWatcher, static_cross_entropy
 from ._lint_shapes import ProductWatcher, not_in_effect, unaligned
 from ._lint_state import state_findings
+from ._lint_sums import SumWatcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +45,14 @@ def lint(
     """
     products = ProductWatcher()
     eps, constants, ranges, sigmoids = EpsWatcher(model), ConstantWatcher(), RangeWatcher(), SigmoidWatcher()
+    sums = SumWatcher()
     out_dtype: torch.dtype | None = None
     ran = example is not None
     if ran:
-        watchers: tuple[Watcher, ...] = (eps, constants, ranges, sigmoids, products)
+        watchers: tuple[Watcher, ...] = (eps, constants, ranges, sigmoids, sums, products)
         given = observe(model, policy, example, watchers)
         out_dtype = next((t.dtype for t in tensors(given) if t.is_floating_point()), None)
-    found = [*eps.findings, *constants.findings, *ranges.findings, *sigmoids.findings]
+    found = [*eps.findings, *constants.findings, *ranges.findings, *sigmoids.findings, *sums.findings]
     if optimizer is not None:
         found += optimizer_eps(optimizer, policy)
     found += module_eps(model, policy, ran)

@@ -16,9 +16,6 @@ from ..policy import Policy
 from ..report.finding import Finding, Severity
 from ._lint_observe import Call, Watcher
 
-LONG = 1024
-"""Terms of a sum from which float16 loses what it adds: above 1024 its numbers are 1 apart."""
-
 _STEEP = frozenset({"exp", "expm1", "cosh", "sinh", "prod", "cumprod"})
 _INSIDE_FULL = frozenset({
     "_softmax", "_log_softmax", "native_layer_norm", "native_group_norm", "_fused_rms_norm", "logsumexp",
@@ -33,7 +30,7 @@ class RangeWatcher(Watcher):
         self.findings: list[Finding] = []
 
     def after(self, call: Call) -> None:
-        """Judge one call by its inputs, its result and how many terms it added."""
+        """Judge one call by its inputs and its result."""
         inputs = call.inputs
         out = next((t for t in (call.out if isinstance(call.out, (tuple, list)) else (call.out,)) if _float(t)), None)
         if not inputs or out is None or out.numel() == 0:
@@ -47,17 +44,10 @@ class RangeWatcher(Watcher):
             self._warn(call, out, f"{base} in float16 overflows for ordinary inputs: exp(12) is already infinite")
         elif base == "pow" and _grows(call.args) and _strays(first, out):
             self._warn(call, out, "a power in float16: squares overflow above 255 and vanish below 2**-12.5")
-        elif base in ("sum", "nansum") and first.numel() // out.numel() >= LONG:
-            terms = first.numel() // out.numel()
-            self._warn(call, out, f"a sum of {terms} terms with a float16 result saturates at 65504", terms)
-        elif base == "cumsum":
-            terms = first.shape[call.args[1]] if first.dim() else 1
-            if terms >= LONG:
-                self._warn(call, out, f"a cumsum over {terms} terms in float16 stops growing or overflows", terms)
         elif base in _INSIDE_FULL and _broke(first, out):
             self._warn(call, out, f"{base} gave a number beyond float16's range")
 
-    def _warn(self, call: Call, out: Tensor, message: str, terms: int | None = None) -> None:
+    def _warn(self, call: Call, out: Tensor, message: str) -> None:
         broke = _broke(call.inputs[0], out)
         evidence: dict[str, Any] = {
             "dtype": "fp16",
@@ -65,8 +55,6 @@ class RangeWatcher(Watcher):
             "result range": _span(out),
             "overflowed here": broke,
         }
-        if terms is not None:
-            evidence["terms"] = terms
         severity: Severity = "error" if broke else "warning"
         file, line = call.place()
         self.findings.append(

@@ -25,6 +25,7 @@ from ._lint_eps import EpsWatcher
 from ._lint_observe import Call, Watcher
 from ._lint_range import RangeWatcher, SigmoidWatcher
 from ._lint_shapes import ProductWatcher, unaligned
+from ._lint_sums import SumWatcher
 from ._names import Names
 from ._places import Place, Places, key_of, written_by
 
@@ -94,9 +95,9 @@ class Live(TorchDispatchMode):
         self.places = Places(names.get, names.owners, stop or Places.close.__code__)
         self.products = ProductWatcher()
         self._eps, self._constants, self._ranges = EpsWatcher(_Whole(names)), ConstantWatcher(), RangeWatcher()
-        self._sigmoids, self._tops = SigmoidWatcher(), TopWatcher()
+        self._sigmoids, self._tops, self._sums = SigmoidWatcher(), TopWatcher(), SumWatcher()
         self._watchers: tuple[Watcher, ...] = (
-            self._eps, self._constants, self._ranges, self._sigmoids, self._tops, self.products,
+            self._eps, self._constants, self._ranges, self._sigmoids, self._tops, self._sums, self.products,
         )  # fmt: skip
         self._names, self._weights, self._clock = names, weights, clock
         self.autocast_on = self.torchs_own = False
@@ -175,7 +176,7 @@ class Live(TorchDispatchMode):
     def findings(self) -> tuple[Finding, ...]:
         """What the watchers found, most harmful first."""
         found = [*self._eps.findings, *self._constants.findings, *self._ranges.findings, *self._sigmoids.findings]
-        found += [*self._tops.findings]
+        found += [*self._tops.findings, *self._sums.findings]
         if self.products.total:
             found += unaligned(self.products, _Whole(self._names))
         return without_repeats(found)

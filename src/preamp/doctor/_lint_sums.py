@@ -1,0 +1,119 @@
+"""PA104 of sums: by how much a sum, a running sum or a variance in 16 bits differs from float32 of the same input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..formats import LOW_DTYPES, name_of
+from ..report.finding import Finding, Severity
+from ..tree import map_tensors
+from ._lint_observe import Call, Watcher
+
+OFF = 0.02
+"""Relative error of a sum, mean or variance from which it is reported: five times bfloat16's rounding. torch adds up in
+float32 inside, and so most sums in 16 bits are right to their last bit, however long they are."""
+TERM = 0.25
+"""Error of a running sum from which it is reported, in terms: then what was added can no longer be told from it."""
+
+_SUMS = frozenset({"sum", "nansum", "mean", "var", "std", "prod"})
+_SQUARES = frozenset({"pow", "square", "mul"})
+_LARGEST = 1 << 24
+"""Numbers of a tensor that is kept in float32 besides."""
+
+
+class SumWatcher(Watcher):
+    """Computes sums again in float32. A variance that is written as a difference is followed from its squares on."""
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+        self._exact: Any = WeakTensorKeyDictionary()
+
+    def after(self, call: Call) -> None:
+        """Judge one call by its result."""
+        out, inputs, base = call.out, call.inputs, call.base
+        if not isinstance(out, Tensor) or out.dtype not in LOW_DTYPES or not inputs or not out.numel():
+            return
+        if "out" in call.kwargs or call.name.partition(".")[0].endswith("_"):
+            return  # what it read is gone
+        if any(t.dtype not in LOW_DTYPES for t in inputs) or max(t.numel() for t in inputs) > _LARGEST:
+            return
+        if base in _SUMS or base == "cumsum":
+            exact = _again(call, {id(t): self._wide(t) for t in inputs})
+            self._judge(call, out, exact)
+            self._exact[out] = exact
+        elif base in _SQUARES and _is_square(call):
+            self._exact[out] = self._wide(inputs[0]).square()
+        elif base == "mul" and len(inputs) == 2 and all(t in self._exact for t in inputs):
+            self._exact[out] = self._exact[inputs[0]] * self._exact[inputs[1]]
+        elif base == "sub" and len(inputs) == 2 and all(t in self._exact for t in inputs):
+            self._judge(call, out, _again(call, {id(t): self._exact[t] for t in inputs}))
+
+    def _wide(self, tensor: Tensor) -> Tensor:
+        exact = self._exact.get(tensor)
+        return tensor.float() if exact is None else exact
+
+    def _judge(self, call: Call, out: Tensor, exact: Tensor) -> None:
+        dtype, first = name_of(out.dtype), call.inputs[0]
+        whole = bool(exact.isfinite().all()) and bool(first.isfinite().all())
+        broke = whole and not bool(out.isfinite().all())
+        if not whole:
+            return
+        measure = first.float() if call.base == "cumsum" else exact
+        size = float(measure.square().mean().sqrt())
+        error = float((out.float() - exact).square().mean().sqrt()) / size if size and not broke else 0.0
+        if not broke and error < (TERM if call.base == "cumsum" else OFF):
+            return
+        terms = first.numel() // out.numel() if call.base != "cumsum" else first.shape[call.args[1]]
+        if broke:
+            said = (
+                f"a {call.base} over {terms} terms is beyond {dtype}'s largest number, {torch.finfo(out.dtype).max:g}"
+            )
+        elif call.base == "cumsum":
+            said = f"a cumsum over {terms} terms in {dtype} is off by {error:.2g} terms: what is added gets lost in it"
+        elif call.base == "sub":
+            said = f"a difference of means in {dtype}, as E[x^2] - E[x]^2 is, is {error:.0%} off"
+        else:
+            said = f"a {call.base} over {terms} terms in {dtype} is {error:.0%} off"
+        severity: Severity = "error" if broke else "warning"
+        file, line = call.place()
+        self.findings.append(
+            Finding(
+                "PA104",
+                severity,
+                said,
+                module=call.module,
+                op=call.base,
+                direction="forward",
+                file=file,
+                line=line,
+                evidence={
+                    "dtype": dtype,
+                    "terms": terms,
+                    "overflowed here": broke,
+                    "error against float32": round(error, 4),
+                    "in": "terms" if call.base == "cumsum" else "results",
+                },
+                fix="x = x.float()  # before this line\n"
+                "# or train under O1 or O2, whose regions run it in float32: preamp.prepare(model, optimizer, "
+                "level='O2')",
+            )
+        )
+
+
+def _is_square(call: Call) -> bool:
+    if call.base == "pow":
+        return len(call.args) > 1 and call.args[1] == 2
+    return call.base == "square" or (len(call.inputs) == 2 and call.inputs[0] is call.inputs[1])
+
+
+def _again(call: Call, wide: dict[int, Tensor]) -> Tensor:
+    """The same operator on these tensors in place of its own."""
+    function = getattr(getattr(torch.ops.aten, call.base), call.name.partition(".")[2] or "default")
+    kwargs = {name: torch.float32 if value in LOW_DTYPES else value for name, value in call.kwargs.items()}
+    with torch.no_grad():
+        found: Tensor = function(*(map_tensors(lambda t: wide[id(t)], value) for value in call.args), **kwargs)
+    return found
