@@ -46,7 +46,7 @@ def _scale(rank: Rank) -> Iterator[Finding]:
     where = lows[-1] if lows else {}
     evidence = {"first scale": scales[0], "last scale": scales[-1], "skipped": len(skips), "steps": len(steps)}
     named = {name: where.get(name) for name in ("module", "op", "direction", "file", "line")}
-    if start == len(steps) and len(steps) >= START:
+    if start == len(steps) and len(steps) >= START and not _without_update(rank):
         yield Finding(
             "PA203", "error",
             f"all {len(steps)} steps were skipped: the scale went from {scales[0]:g} to {scales[-1]:g} and nothing was "
@@ -65,6 +65,8 @@ def _scale(rank: Rank) -> Iterator[Finding]:
             step=skips[-1], evidence=evidence, **named,
             fix="# find what overflows (PA201), or train in bfloat16; preamp.GradScaler(min_scale=1.0) stops the fall",
         )  # fmt: skip
+    elif _without_update(rank):
+        return  # the scale cannot do what is expected of it: PA107 tells
     elif len(steps) >= 6 and len(later) > max(2, len(steps) // 5):
         grows = any(after > before for before, after in pairwise(scales))
         many = f"{len(later)} of {len(steps) - start} steps after the start were skipped"
@@ -122,6 +124,34 @@ def _updates(rank: Rank) -> Iterator[Finding]:
             file=file, line=int(line), evidence={"steps": len(rank.steps), "updates": 0},
             fix="scaler.step(optimizer)\nscaler.update()  # once a step",
         )  # fmt: skip
+    elif stuck := _without_update(rank):
+        file, _, line = made.rpartition(":")
+        scale = rank.steps[stuck[0]]["scale"]
+        yield Finding(
+            "PA107", "error",
+            f"{len(stuck)} steps in a row were skipped and scaler.update() was not called after any of them: the scale "
+            f"stays at {scale or 0:g}, at which gradients overflow",
+            file=file, line=int(line), step=rank.steps[stuck[0]]["step"],
+            evidence={"skipped": len(stuck), "scale": scale, "steps": len(rank.steps)},
+            fix="scaler.step(optimizer)  # also where gradients are not finite: it skips by itself\n"
+            "scaler.update()  # in every branch, whether the step was taken or not",
+        )  # fmt: skip
+
+
+def _without_update(rank: Rank) -> range | None:
+    """The longest run of skipped steps between which the script never updated its scaler, of START or more."""
+    end = rank.facts.get("end", {})
+    updates = [step["updates"] for step in rank.steps[1:]] + [end.get("updates", 0)]
+    if not end.get("scaler_at") or not sum(updates):
+        return None
+    longest = range(0)
+    first = 0
+    for index, step in enumerate(rank.steps):
+        if not step["skipped"] or updates[index]:
+            first = index + 1
+        elif index + 1 - first > len(longest):
+            longest = range(first, index + 1)
+    return longest if len(longest) >= START else None
 
 
 def _unexplained(rank: Rank) -> Iterator[Finding]:

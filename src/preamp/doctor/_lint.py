@@ -15,6 +15,7 @@ from ..policy import Policy
 from ..report.document import Report
 from ..report.finding import Finding
 from ..tree import tensors
+from ._lint_buffers import BufferWatcher
 from ._lint_constants import ConstantWatcher, static_constants
 from ._lint_eps import EpsWatcher, module_eps, optimizer_eps
 from ._lint_observe import Watcher, observe
@@ -45,14 +46,21 @@ def lint(
     """
     products = ProductWatcher()
     eps, constants, ranges, sigmoids = EpsWatcher(model), ConstantWatcher(), RangeWatcher(), SigmoidWatcher()
-    sums = SumWatcher()
+    sums, buffers = SumWatcher(), BufferWatcher()
     out_dtype: torch.dtype | None = None
     ran = example is not None
     if ran:
-        watchers: tuple[Watcher, ...] = (eps, constants, ranges, sigmoids, sums, products)
+        watchers: tuple[Watcher, ...] = (eps, constants, ranges, sigmoids, sums, buffers, products)
         given = observe(model, policy, example, watchers)
         out_dtype = next((t.dtype for t in tensors(given) if t.is_floating_point()), None)
-    found = [*eps.findings, *constants.findings, *ranges.findings, *sigmoids.findings, *sums.findings]
+    found = [
+        *eps.findings,
+        *constants.findings,
+        *ranges.findings,
+        *sigmoids.findings,
+        *sums.findings,
+        *buffers.findings,
+    ]
     if optimizer is not None:
         found += optimizer_eps(optimizer, policy)
     found += module_eps(model, policy, ran)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,6 +68,9 @@ class Call:
 
 class Watcher:
     """Looks at operator calls. The base class does nothing."""
+
+    def begin(self, parts: Iterable[tuple[str, nn.Module]]) -> None:
+        """Of the model that is about to run, with their paths."""
 
     def before(self, call: Call) -> None:
         """Before the operator runs; may put other values into `call.args`."""
@@ -161,6 +164,8 @@ def observe(model: nn.Module, policy: Policy, example: Any, watchers: Sequence[W
         had_rules = bool(REGISTRY.stamp)
         state = _State(error=sys.exc_info()[1])
         hooks = list(_tracked(twin, state))
+        for watcher in watchers:
+            watcher.begin(twin.named_modules())
         region: Any = nullcontext()
         if policy.has_regions:
             region = autocast(device_type, dtype=policy.compute, rules=None if prepared else policy.ops)

@@ -10,7 +10,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from ..formats import LOW_DTYPES, format_of, name_of
 from ..modules import NORMS, CastingModule
+from ..modules._conversion import _loses_nothing
 from ..policy import Policy
 from ..report.finding import Finding, Severity
 from ._lint_constants import kept_full
@@ -23,7 +25,31 @@ def state_findings(model: nn.Module, optimizer: Optimizer | None, policy: Policy
         yield from _cast_by_hand(model, policy)
         yield from _unmastered(model, optimizer, policy)
     yield from norm_statistics(model, policy)
+    yield from _rounded_buffers(model, policy)
     yield from not_finite(model)
+
+
+def _rounded_buffers(model: nn.Module, policy: Policy) -> Iterator[Finding]:
+    """Buffers that a policy without regions stores in 16 bits, whatever they hold; others keep those that matter."""
+    if policy.params not in LOW_DTYPES or policy.has_regions:
+        return
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or buffer.dtype is not torch.float32 or isinstance(module, NORMS):
+                continue
+            if kept_full(path, policy) or _loses_nothing(buffer, policy.params):
+                continue
+            dtype, exact = name_of(policy.params), buffer.detach()
+            off = ((exact.to(policy.params).float() - exact).abs() / exact.abs()).nan_to_num(0.0).max().item()
+            limit = round(2 / format_of(policy.params).epsilon)
+            yield Finding(
+                "PA111", "warning" if off else "info",
+                f"the buffer {name} will be {dtype}"
+                + (f" and up to {off:.1%} off: frequencies and positions turn that into large angles" if off else "")
+                + f"; a count in it would stop at {limit}",
+                module=path, evidence={"buffer": name, "dtype": dtype, "relative error": round(off, 5)},
+                fix="session = preamp.prepare(model, optimizer, level='O2')  # keeps buffers that would be rounded",
+            )  # fmt: skip
 
 
 def _cast_by_hand(model: nn.Module, policy: Policy) -> Iterator[Finding]:

@@ -20,6 +20,7 @@ from ..report import Finding
 from ..tree import tensors
 from ._clock import Clock
 from ._lint import without_repeats
+from ._lint_buffers import BufferWatcher
 from ._lint_constants import ConstantWatcher
 from ._lint_eps import EpsWatcher
 from ._lint_observe import Call, Watcher
@@ -96,8 +97,11 @@ class Live(TorchDispatchMode):
         self.products = ProductWatcher()
         self._eps, self._constants, self._ranges = EpsWatcher(_Whole(names)), ConstantWatcher(), RangeWatcher()
         self._sigmoids, self._tops, self._sums = SigmoidWatcher(), TopWatcher(), SumWatcher()
+        self._buffers = BufferWatcher()
+        self._buffers.begin(names.items())
         self._watchers: tuple[Watcher, ...] = (
-            self._eps, self._constants, self._ranges, self._sigmoids, self._tops, self._sums, self.products,
+            self._eps, self._constants, self._ranges, self._sigmoids, self._tops, self._sums, self._buffers,
+            self.products,
         )  # fmt: skip
         self._names, self._weights, self._clock = names, weights, clock
         self.autocast_on = self.torchs_own = False
@@ -176,7 +180,7 @@ class Live(TorchDispatchMode):
     def findings(self) -> tuple[Finding, ...]:
         """What the watchers found, most harmful first."""
         found = [*self._eps.findings, *self._constants.findings, *self._ranges.findings, *self._sigmoids.findings]
-        found += [*self._tops.findings, *self._sums.findings]
+        found += [*self._tops.findings, *self._sums.findings, *self._buffers.findings]
         if self.products.total:
             found += unaligned(self.products, _Whole(self._names))
         return without_repeats(found)
