@@ -531,3 +531,33 @@ def test_buffers_that_a_level_casts():
     model.register_buffer("inv_freq", 1 / 10000 ** (torch.arange(0, 64, 2) / 64))
     rows = [row for row in found("PA111", model, "O3", example=None) if row.evidence.get("buffer") == "inv_freq"]
     assert [row.severity for row in rows] == ["warning"] and 0 < rows[0].evidence["relative error"] < 0.01
+
+
+# -- PA201 of infinities that leave no trace
+
+
+@pytest.mark.parametrize(("op", "then"), [
+    ("pow", lambda x: x * x.pow(2).mean(-1, keepdim=True).rsqrt()),
+    ("mul", lambda x: x / (x * x).mean(-1, keepdim=True).sqrt()),
+    ("sum", lambda x: x / x.abs().repeat(1, 60).sum(-1, keepdim=True)),
+    ("pow", lambda x: x.float() * x.pow(2).float().sum(-1, keepdim=True).pow(-0.5)),
+])  # fmt: skip
+def test_infinities_that_become_zeros_are_told_where_they_are_made(op, then):
+    def large(self, x):
+        return then(600 + 0 * x)
+
+    rows = found("PA201", Run(large), HALF)
+    assert [(row.op, row.severity, row.direction) for row in rows] == [(op, "error", "forward")]
+    assert rows[0].line and "made zeros of it" in rows[0].message
+    assert not found("PA201", Run(lambda self, x: then(1 + 0 * x)), HALF)
+    assert not found("PA201", Run(lambda self, x: then((600 + 0 * x).float())), HALF)
+
+
+@pytest.mark.parametrize("then", [
+    lambda x: 1 / (1 + (12 + 0 * x).exp()),  # a sigmoid by hand: zero is right
+    lambda x: x.masked_fill(x > 0, -torch.inf).softmax(-1),
+    lambda x: (600 + 0 * x).pow(2).clamp(max=100),
+    lambda x: x / torch.full_like(x, torch.inf),
+])  # fmt: skip
+def test_infinities_that_are_meant_are_not(then):
+    assert not found("PA201", Run(lambda self, x: then(x)), HALF)

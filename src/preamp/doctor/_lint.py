@@ -23,6 +23,7 @@ from ._lint_range import RangeWatcher, SigmoidWatcher, static_cross_entropy
 from ._lint_shapes import ProductWatcher, not_in_effect, unaligned
 from ._lint_state import state_findings
 from ._lint_sums import SumWatcher
+from ._lint_vanished import VanishedWatcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +40,18 @@ class Linted:
 def lint(
     model: nn.Module, optimizer: Optimizer | None, policy: Policy, example: Any = None, loss: Any = None
 ) -> Linted:
-    """PA101 to PA105, PA109 and PA111, statically and, with an example, by one observed forward pass.
+    """PA101 to PA105, PA109, PA111 and PA201, statically and, with an example, by one observed forward pass.
 
     `example`: a sequence of positional inputs or a mapping of keyword inputs. Raises `SessionError` for an example that
     does not run.
     """
     products = ProductWatcher()
     eps, constants, ranges, sigmoids = EpsWatcher(model), ConstantWatcher(), RangeWatcher(), SigmoidWatcher()
-    sums, buffers = SumWatcher(), BufferWatcher()
+    sums, buffers, vanished = SumWatcher(), BufferWatcher(), VanishedWatcher()
     out_dtype: torch.dtype | None = None
     ran = example is not None
     if ran:
-        watchers: tuple[Watcher, ...] = (eps, constants, ranges, sigmoids, sums, buffers, products)
+        watchers: tuple[Watcher, ...] = (eps, constants, ranges, sigmoids, sums, buffers, vanished, products)
         given = observe(model, policy, example, watchers)
         out_dtype = next((t.dtype for t in tensors(given) if t.is_floating_point()), None)
     found = [
@@ -60,6 +61,7 @@ def lint(
         *sigmoids.findings,
         *sums.findings,
         *buffers.findings,
+        *vanished.findings,
     ]
     if optimizer is not None:
         found += optimizer_eps(optimizer, policy)

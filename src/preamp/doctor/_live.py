@@ -27,6 +27,7 @@ from ._lint_observe import Call, Watcher
 from ._lint_range import RangeWatcher, SigmoidWatcher
 from ._lint_shapes import ProductWatcher, unaligned
 from ._lint_sums import SumWatcher
+from ._lint_vanished import VanishedWatcher
 from ._names import Names
 from ._places import Place, Places, key_of, written_by
 
@@ -99,8 +100,10 @@ class Live(TorchDispatchMode):
         self._sigmoids, self._tops, self._sums = SigmoidWatcher(), TopWatcher(), SumWatcher()
         self._buffers = BufferWatcher()
         self._buffers.begin(names.items())
+        self._vanished = VanishedWatcher()
         self._watchers: tuple[Watcher, ...] = (
             self._eps, self._constants, self._ranges, self._sigmoids, self._tops, self._sums, self._buffers,
+            self._vanished,
             self.products,
         )  # fmt: skip
         self._names, self._weights, self._clock = names, weights, clock
@@ -180,7 +183,7 @@ class Live(TorchDispatchMode):
     def findings(self) -> tuple[Finding, ...]:
         """What the watchers found, most harmful first."""
         found = [*self._eps.findings, *self._constants.findings, *self._ranges.findings, *self._sigmoids.findings]
-        found += [*self._tops.findings, *self._sums.findings, *self._buffers.findings]
+        found += [*self._tops.findings, *self._sums.findings, *self._buffers.findings, *self._vanished.findings]
         if self.products.total:
             found += unaligned(self.products, _Whole(self._names))
         return without_repeats(found)
