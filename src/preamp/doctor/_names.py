@@ -79,10 +79,14 @@ class Names:
         return ((path, module) for module, path in list(self._paths.items()))
 
     def wants(self, module: nn.Module) -> bool:
-        """Whether a call of this module is one of a model to look at."""
+        """Whether a call of this module is one of a model to look at.
+
+        A part without weights counts, too: a framework may call the parts of a model whose own forward never runs, and
+        what a norm made not finite is not to be taken for data that came in so.
+        """
         if self._fixed is not None:
             return any(unwrapped(module) is unwrapped(one) for one in self._fixed.values())
-        return is_trainable(module)
+        return is_trainable(module) or module in self._paths
 
     def parameter(self, parameter: Tensor) -> tuple[str | None, str]:
         """Path of the module that owns a parameter, and the parameter's own name."""
