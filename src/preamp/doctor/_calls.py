@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -92,3 +92,19 @@ class Calls:
         self.listen()
         if out is not None:
             self._watch.model_returned(call, out)
+
+
+def telling_closure(args: Any, kwargs: Any, tell: Callable[[], None]) -> tuple[Any, Any] | None:
+    """The arguments of an optimizer's step with a closure that tells when it has made the gradients; None without."""
+    closure = kwargs.get("closure") or next((one for one in args[1:] if callable(one)), None)
+    if closure is None:
+        return None
+
+    def watched() -> Any:
+        out = closure()
+        tell()
+        return out
+
+    swap = {id(closure): watched}
+    named = {name: swap.get(id(value), value) for name, value in kwargs.items()}
+    return tuple(swap.get(id(value), value) for value in args), named

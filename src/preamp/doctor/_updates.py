@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ..formats import FP16, LOW_DTYPES, name_of
 from ..report import Finding
 from ._finite import values_here
+from ._moments import Moments
 
 if TYPE_CHECKING:
     from ._watch import Watch
@@ -27,9 +28,13 @@ class Updates:
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._moments = Moments(watch)
 
-    def before(self, optimizer: Optimizer) -> None:
-        """Keep the 16-bit weights that are about to be stepped, and which of them have a gradient."""
+    def before(self, optimizer: Optimizer, close: bool) -> None:
+        """Keep the 16-bit weights that are about to be stepped, and which of them have a gradient, if `close`."""
+        self._moments.before(optimizer, close)
+        if not close:
+            return
         self._before = [
             (p, values_here(p.detach()).clone(), values_here(p.grad) != 0)
             for group in optimizer.param_groups
@@ -39,6 +44,7 @@ class Updates:
 
     def after(self, optimizer: Optimizer) -> Iterator[Finding]:
         """PA204, of the module with the largest share lost."""
+        self._moments.after(optimizer)
         kept, self._before = self._before, []
         worst: tuple[float, Tensor] | None = None
         unmoved: list[Tensor] = []

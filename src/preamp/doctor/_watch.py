@@ -24,10 +24,9 @@ from ..autocast import MARKER
 from ..report import Finding
 from ..tree import tensors
 from ._asked import Asked
-from ._calls import Calls
+from ._calls import Calls, telling_closure
 from ._clock import Clock
 from ._look import Look
-from ._moments import Moments
 from ._names import Names, unwrapped
 from ._patches import Patches
 from ._raised import Errors
@@ -59,15 +58,13 @@ class Watch:
         self.errors = Errors(recorder, self.tell)
         self.names, self.tape = names or Names(), Tape(self.clock, self.errors.seen)
         self.scaling, self.asked, self._updates = Scaling(self), Asked(self), Updates(self)
-        self._moments = Moments(self)
         self._look = Look(self, every, replay)
         self.optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
         """By their ids; they and the models are the script's to let go of."""
         self.places: dict[int, Line] = {}
         """Where each optimizer was made."""
         self._attempts: dict[int, int] = {}
-        self._most = 0
-        """Attempts of one that is gone."""
+        self._most = 0  # of an optimizer that is gone
         self._examined: set[int] = set()
         """Optimizers whose first step was looked at."""
         self._look_at_state: set[int] = set()
@@ -302,19 +299,10 @@ class Watch:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if not self.recorder.is_own:
             return None
-        closure = kwargs.get("closure") or next((one for one in args[1:] if callable(one)), None)
-        if closure is None:
+        given = telling_closure(args, kwargs, lambda: self._about_to_step(optimizer))
+        if given is None:
             self._about_to_step(optimizer)
-            return None
-
-        def watched() -> Any:  # a closure makes the gradients of the step inside of it
-            out = closure()
-            self._about_to_step(optimizer)
-            return out
-
-        swap = {id(closure): watched}
-        named = {name: swap.get(id(value), value) for name, value in kwargs.items()}
-        return tuple(swap.get(id(value), value) for value in args), named
+        return given
 
     def _about_to_step(self, optimizer: Optimizer) -> None:
         first = id(optimizer) not in self._examined
@@ -335,10 +323,7 @@ class Watch:
             self.stepped_at = users_line()
             self.scaling.before_step(optimizer, self.stepped_at)
             if self._every is not None:
-                close = self.step % self._every == 0
-                self._moments.before(optimizer, close)
-                if close:
-                    self._updates.before(optimizer)
+                self._updates.before(optimizer, close=self.step % self._every == 0)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self.recorder.is_own:
@@ -348,7 +333,6 @@ class Watch:
             return
         with self.clock:
             findings = list(self._updates.after(optimizer))
-            self._moments.after(optimizer)
             if id(optimizer) in self._look_at_state and optimizer.state:
                 self._look_at_state.remove(id(optimizer))
                 findings += after_first_step(self, optimizer)
