@@ -76,7 +76,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             _, ran = run(code, "sick", Path(folder))
         told = said(ran)
-        (PAGES / f"{code}.md").write_text(_SHOWN.sub(lambda _, told=told: told, text_of(code)), encoding="utf-8")
+        (PAGES / f"{code}.md").write_text(
+            _SHOWN.sub(lambda _, told=told: told, text_of(code), count=1), encoding="utf-8"
+        )
         print(code)
 
 
