@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..formats import FP16
-from ..modules import NORMS, CastingModule
+from ..modules import CastingModule, is_norm
 from ..policy import Policy
 from ..report.finding import Finding, Severity
 from ._lint_eps import class_place
@@ -107,7 +107,7 @@ def static_constants(model: nn.Module, policy: Policy, ran: bool) -> Iterator[Fi
     """Buffers and parameters that the policy casts to float16 and that do not fit; without a run, named attributes."""
     prepared = any(isinstance(module, CastingModule) for module in model.modules())
     for path, module in model.named_modules():
-        norm_full = isinstance(module, NORMS) and policy.norms is not torch.float16
+        norm_full = is_norm(module) and policy.norms is not torch.float16
         if policy.params is torch.float16 and not prepared and not norm_full and not kept_full(path, policy):
             yield from _tensors_beyond(path, module)
         if ran or policy.compute is not torch.float16:

@@ -11,8 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ..formats import LOW_DTYPES, format_of, name_of
-from ..modules import NORMS, CastingModule
-from ..modules._conversion import _loses_nothing
+from ..modules import CastingModule, is_norm, loses_nothing
 from ..policy import Policy
 from ..report.finding import Finding, Severity
 from ._lint_constants import kept_full
@@ -35,9 +34,9 @@ def _rounded_buffers(model: nn.Module, policy: Policy) -> Iterator[Finding]:
         return
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
-            if buffer is None or buffer.dtype is not torch.float32 or isinstance(module, NORMS):
+            if buffer is None or buffer.dtype is not torch.float32 or is_norm(module):
                 continue
-            if kept_full(path, policy) or _loses_nothing(buffer, policy.params):
+            if kept_full(path, policy) or loses_nothing(buffer, policy.params):
                 continue
             dtype, exact = name_of(policy.params), buffer.detach()
             off = ((exact.to(policy.params).float() - exact).abs() / exact.abs()).nan_to_num(0.0).max().item()
@@ -56,7 +55,7 @@ def _cast_by_hand(model: nn.Module, policy: Policy) -> Iterator[Finding]:
     """Parameters that are float16 already where the policy stores float32."""
     names = []
     for path, module in model.named_modules():
-        norm_full = isinstance(module, NORMS) and policy.norms is not torch.float16
+        norm_full = is_norm(module) and policy.norms is not torch.float16
         full = policy.params is not torch.float16 or norm_full or kept_full(path, policy)
         if full:
             names += [

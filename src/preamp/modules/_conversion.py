@@ -161,7 +161,7 @@ class Conversion:
             for key, buffer in module._buffers.items():
                 if buffer is None or buffer.dtype is not torch.float32 or dtype not in LOW_DTYPES:
                     continue
-                if not self._policy.has_regions or is_norm(module) or _loses_nothing(buffer, dtype):
+                if not self._policy.has_regions or is_norm(module) or loses_nothing(buffer, dtype):
                     low = buffer.to(dtype)
                     module._buffers[key] = low
                     self._buffers.append((module, key, buffer, low))
@@ -303,7 +303,7 @@ def check_free(root: nn.Module) -> None:
             )
 
 
-def _loses_nothing(buffer: Tensor, dtype: torch.dtype) -> bool:
+def loses_nothing(buffer: Tensor, dtype: torch.dtype) -> bool:
     """Whether a float32 buffer may be a 16-bit one: no entry is rounded, and it looks like a table, say a mask.
 
     Frequencies and positions must not be rounded, as errors grow with what they are multiplied by. One whose entries
