@@ -72,6 +72,8 @@ class Scaling:
         self._updated_at: Line | None = None
         self._schedules = self._updates = 0
         self._schedule_place: Line = (None, None)
+        self._loss_place: Line = (None, None)
+        """Where a loss was last scaled."""
         self._patches: Patches | None = None
 
     def start(self, patches: Patches) -> None:
@@ -151,7 +153,7 @@ class Scaling:
 
     def note(self, scaled: Tensor, scale: float) -> None:
         """A loss with a scale on it."""
-        self.active, self.scale = True, scale
+        self.active, self.scale, self._loss_place = True, scale, users_line()
         self._scaled = [(ref, s) for ref, s in self._scaled if ref() is not None][-8:]
         self._scaled.append((weakref.ref(scaled), scale))
 
@@ -210,7 +212,7 @@ class Scaling:
         except PreampError:  # several losses and none named: the session itself will say so
             return
         if scale != 1 or self.active:  # one that has come down to 1 is one all the same
-            self.active, self.scale = True, scale
+            self.active, self.scale, self._loss_place = True, scale, users_line()
             if scaled is not None:
                 self.note(scaled, scale)
 
@@ -372,7 +374,10 @@ class Scaling:
 
     def since_last(self) -> dict[str, Any]:
         """Events since the last attempt to step."""
-        facts = {"schedules": self._schedules, "updates": self._updates, "schedule_at": _spelt(self._schedule_place)}
+        facts = {
+            "schedules": self._schedules, "updates": self._updates, "schedule_at": _spelt(self._schedule_place),
+            "loss_at": _spelt(self._loss_place),
+        }  # fmt: skip
         self._schedules = self._updates = 0
         return facts
 
