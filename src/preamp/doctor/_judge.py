@@ -47,9 +47,7 @@ def _scale(rank: Rank) -> Iterator[Finding]:
     evidence = {"first scale": scales[0], "last scale": scales[-1], "skipped": len(skips), "steps": len(steps)}
     named = {name: where.get(name) for name in ("module", "op", "direction", "file", "line")}
     loss_at = next((step["loss_at"] for step in reversed(steps) if step["skipped"] and step.get("loss_at")), None)
-    if (
-        named["line"] is None and loss_at is not None
-    ):  # nothing overflows but gradients: it is the loss that is too large
+    if named["line"] is None and loss_at is not None:  # nothing but gradients overflows: the loss is too large
         file, _, line = loss_at.rpartition(":")
         named |= {"file": file, "line": int(line)}
     if start == len(steps) and len(steps) >= START and not _without_update(rank):
