@@ -57,6 +57,7 @@ def test_models_and_optimizers_go_when_their_script_lets_go(watch: Watch, region
     assert watch.step == 2
 
 
+@pytest.mark.slow
 def test_an_id_that_is_given_again_is_another_optimizers(watch: Watch) -> None:
     model = nn.Linear(10, 4)
     seen: set[int] = set()

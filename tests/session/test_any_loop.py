@@ -20,7 +20,7 @@ MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "preamp": lambda params: preamp.optim.SGD(params, 0.05, momentum=0.5),
     "preamp, apart": lambda params: preamp.optim.SGD(params, 0.05, momentum=0.5, flat=False),
 }
-SEEDS = 10
+SEEDS = 6
 
 
 class Plain:
