@@ -206,6 +206,25 @@ def test_buffers_and_attributes_beyond_fp16():
 # -- PA104
 
 
+def large_leftovers(like):
+    """Fill and free memory of a tensor's size, so that the next ones of that size find it there."""
+    del [torch.full(like.shape, 60000.0, dtype=like.dtype) for _ in range(50)][:]
+
+
+@pytest.mark.parametrize("make", [torch.empty_like, lambda x: x.new_empty(x.shape)])
+def test_memory_that_nobody_has_written_yet_is_not_looked_at(make):
+    def then(_, x):
+        large_leftovers(x)
+        return x + make(x).normal_()
+
+    model, x = Run(then), X[0]
+    with preamp.doctor.watch(model, every=1) as seen:
+        for _ in range(5):
+            with autocast("cpu", dtype=torch.float16):
+                model(x).float().square().mean().backward()
+    assert "PA205" not in {one.code for one in seen.findings}
+
+
 @pytest.mark.parametrize(
     "then",
     [

@@ -26,6 +26,7 @@ from ..masters import Masters, NoMasters
 from ..modules import CastingModule, Conversion
 from ..policy import Policy
 from ..tree import map_tensors, tensors
+from ._places import UNINITIALISED
 from ._random import random_kept
 from ._stack import Line, walk
 
@@ -132,7 +133,7 @@ class _Operators(TorchDispatchMode):
         for watcher in self._watchers:
             watcher.before(call)
         call.out = func(*call.args, **call.kwargs)
-        for watcher in self._watchers:
+        for watcher in self._watchers if call.base not in UNINITIALISED else ():
             watcher.after(call)
         return call.out
 

@@ -16,9 +16,9 @@ from ._stack import Line
 
 _MEANT = frozenset({
     "full", "full_like", "new_full", "fill", "masked_fill", "scalar_tensor", "index_fill", "constant_pad_nd", "where",
-    "empty", "empty_like", "new_empty", "empty_strided", "lift_fresh", "exp", "expm1",
+    "lift_fresh", "exp", "expm1",
 })  # fmt: skip
-"""Operators that write a constant or nothing yet, and those whose infinity a division rightly makes a zero: sigmoids
+"""Operators that write a constant, and those whose infinity a division rightly makes a zero: sigmoids
 that are written by hand."""
 
 

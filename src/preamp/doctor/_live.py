@@ -29,7 +29,7 @@ from ._lint_shapes import ProductWatcher, unaligned
 from ._lint_sums import SumWatcher
 from ._lint_vanished import VanishedWatcher
 from ._names import Names
-from ._places import Place, Places, key_of, written_by
+from ._places import UNINITIALISED, Place, Places, key_of, written_by
 
 NEAR_TOP = FP16.max / 4
 """Two bits below float16's largest number."""
@@ -51,7 +51,7 @@ class TopWatcher(Watcher):
     def after(self, call: Call) -> None:
         """Look at one result."""
         out = call.out if isinstance(call.out, Tensor) else None
-        if out is None or out.dtype is not torch.float16 or not out.numel() or call.base in ("full", "fill", "empty"):
+        if out is None or out.dtype is not torch.float16 or not out.numel() or call.base in ("full", "fill"):
             return
         if not any(t.dtype is torch.float16 for t in call.inputs):
             return  # a cast: the number is older than this line
@@ -141,7 +141,7 @@ class Live(TorchDispatchMode):
             return func(*args, **kwargs)
         call.out = out = func(*args, **kwargs)
         with self._clock, torch.no_grad():
-            for watcher in self._watchers:
+            for watcher in self._watchers if call.base not in UNINITIALISED else ():
                 watcher.after(call)
             self._count(call)
         return out

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..report import Finding
 from ..tree import tensors
 from ._places import (
+    UNINITIALISED,
     Models,
     Operand,
     Place,
@@ -42,9 +43,6 @@ from ._places import (
 _CARRIERS = 20
 _NO_NAMES: MappingProxyType[str, Any] = MappingProxyType({})
 
-_UNINITIALISED = frozenset({
-    "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
-})  # fmt: skip
 _CONSTANTS = frozenset({
     "full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "scalar_tensor",
     "index_fill", "index_fill_", "constant_pad_nd", "lift", "lift_fresh", "lift_fresh_copy",
@@ -176,7 +174,7 @@ class _Observer(TorchDispatchMode):
         self, func: Any, read: list[Tensor], old: Any, arguments: Any, wrote: list[Tensor], place: Place
     ) -> None:
         name = func._schema.name.rpartition("::")[2]
-        sick = [] if name in _UNINITIALISED else [tensor for tensor in wrote if not is_finite(tensor)]
+        sick = [] if name in UNINITIALISED else [tensor for tensor in wrote if not is_finite(tensor)]
         keys, aliased = {key_of(tensor) for tensor in sick}, {key_of(tensor) for tensor in read}
         for tensor in wrote:
             # A part that is finite says nothing of the rest of its storage.

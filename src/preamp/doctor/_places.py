@@ -25,6 +25,11 @@ from ._stack import Frames, walk
 
 Models = nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]
 
+UNINITIALISED = frozenset({
+    "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
+})  # fmt: skip
+"""Operators whose results are whatever lay there."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
