@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 from preamp.migrate import Migration, migrate_source
+
+from .. import forks
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
@@ -93,9 +93,7 @@ sys.stderr.write(json.dumps(found))
 def trained(mode: str, folder: Path, files: list[Path]) -> dict[str, list[float]]:
     harness = folder / "harness.py"
     harness.write_text(HARNESS, encoding="utf-8")
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCE)}
-    line = [sys.executable, str(harness), mode, *map(str, files)]
-    done = subprocess.run(line, capture_output=True, text=True, env=env, timeout=120)
+    done = forks.run([str(harness), mode, *map(str, files)], env={**os.environ, "PYTHONPATH": str(SOURCE)})
     assert done.returncode == 0, done.stderr
     found: dict[str, list[float]] = json.loads(done.stderr)
     return found

@@ -37,6 +37,7 @@ def check(told: dict[str, dict[str, Any]], *, exact: bool = False) -> None:
         assert facts["apart"] <= (0.0 if exact else TOLERANCE[level]), (what, facts["apart"])
 
 
+@pytest.mark.slow
 def test_two_ranks_end_where_one_does(tmp_path: Path) -> None:
     check(run(tmp_path, 2, "ddp", *LEVELS))
 
@@ -56,6 +57,7 @@ def test_options_of_the_wrapper_change_nothing(tmp_path: Path) -> None:
     check(run(tmp_path, 2, "ddp,gradient_as_bucket_view,find_unused_parameters", "O2", "O5"))
 
 
+@pytest.mark.slow
 def test_gradients_in_16_bits_on_the_wire(tmp_path: Path) -> None:
     check(run(tmp_path, 2, "ddp,hook", "O1"))
 

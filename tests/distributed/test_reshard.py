@@ -27,10 +27,9 @@ def run(folder: Path, ranks: int, level: str, kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("level", "kind"),
     [
-        ("O2", "8bit"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("O0", "torch"), ("O2", "preamp"), ("O4", "preamp"), ("O5", "torch"))
+            for case in (("O2", "8bit"), ("O0", "torch"), ("O2", "preamp"), ("O4", "preamp"), ("O5", "torch"))
         ),
     ],
 )

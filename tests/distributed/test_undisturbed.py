@@ -18,6 +18,7 @@ def told(ranks: int, first: int, of_each_kind: int, folder: Path) -> dict[str, l
     return {run: changed for each in every for run, changed in each.items() if changed}
 
 
+@pytest.mark.slow
 def test_neutral_events(tmp_path: Path) -> None:
     assert told(2, 0, 6, tmp_path) == {}
 

@@ -14,6 +14,8 @@ import pytest
 from preamp.doctor._compare_report import schema
 from preamp.doctor._diagnosis import schema as doctor_schema
 
+from .. import forks
+
 SICK = Path(__file__).parents[1] / "sick" / "scripts" / "fourier_phase.py"
 
 SEEDED = """
@@ -86,8 +88,7 @@ HEAD += "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
 
 def compare(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     out = folder / "out"
-    line = [sys.executable, "-m", "preamp", "compare", "--out", str(out), *arguments]
-    ran = subprocess.run(line, capture_output=True, text=True, timeout=300, cwd=folder)
+    ran = forks.run(["-m", "preamp", "compare", "--out", str(out), *arguments], timeout=300, cwd=folder)
     content = {}
     if (out / "compare.json").exists():
         content = json.loads((out / "compare.json").read_text())

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from preamp.doctor._ranks import all_findings
 from preamp.doctor._records import Rank
 from preamp.report import Finding
@@ -90,6 +92,7 @@ def shard(model):
 )
 
 
+@pytest.mark.slow
 def test_sharded_models_are_looked_at_and_never_called_by_one_process_alone(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(FSDP)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]

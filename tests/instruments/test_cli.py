@@ -15,6 +15,8 @@ import preamp
 from preamp.cli._app import app
 from preamp.rules import TABLE
 
+from .. import forks
+
 runner = CliRunner()
 
 
@@ -106,7 +108,7 @@ def test_bench_writes_every_sample(tmp_path: Path) -> None:
     ],
 )
 def test_an_error_is_one_message_and_status_2(arguments: tuple[str, ...], message: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "preamp", *arguments], capture_output=True, text=True)
+    done = forks.run(["-m", "preamp", *arguments])
     assert done.returncode == 2
     assert message in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr

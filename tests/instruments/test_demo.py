@@ -162,6 +162,7 @@ def test_the_histogram_agrees_with_numpy_float16() -> None:
         assert found.counts[exponent - EXPONENTS.start] == (exponents == exponent).sum()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_run_is_told() -> None:
     for arguments, message in (
         ((["resnet"], None, "ci", True, 1, "cpu"), "no model 'resnet'"),

@@ -16,7 +16,9 @@ ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no device that is none: {missing()}")
 
-NAMES = ["captured", "cuda", "doctor", "one_rank", "rules", "schedules_cuda", "several", "step_engine", "threads"]
+NAMES = ["cuda", "doctor", "one_rank", "rules", "schedules_cuda", "several", "step_engine", "threads"]
+ONE_OPTIMIZER = "adam or not a_captured_step"
+"""A captured step of each other optimizer takes a minute more."""
 
 WHOLE = "not full_size and not large_parameter"
 """Without networks of full size, which a CPU takes minutes for."""
@@ -33,19 +35,26 @@ def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", NAMES)
-def test_what_wants_a_gpu(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "which"),
+    [
+        *((name, WHOLE) for name in NAMES),
+        ("captured", f"{WHOLE} and ({ONE_OPTIMIZER})"),
+        pytest.param("captured", WHOLE, marks=pytest.mark.slow),
+    ],
+)
+def test_what_wants_a_gpu(name: str, which: str) -> None:
     plugin = ["-m", "pytest", "-p", "tests.pretend.plugin", "-p", "no:cacheprovider", "-p", "no:xdist", "-q"]
     settings = ["-c", os.devnull, "--rootdir", str(ROOT)]  # as `./dev gpu`
-    done = run(*plugin, *settings, "-m", "gpu", "-k", WHOLE, f"tests/gpu/test_{name}.py")
+    done = run(*plugin, *settings, "-m", "gpu", "-k", which, f"tests/gpu/test_{name}.py")
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout.splitlines()[-1]
 
 
-SEVERAL = ["sharded", *(pytest.param(name, marks=pytest.mark.slow) for name in (
+SEVERAL = [pytest.param(name, marks=pytest.mark.slow) for name in (
     "equal", "framed", "gathered", "meshes", "parted", "piped", "reshard", "rivals", "saving", "scaled",
-    "undisturbed", "wrapped",
-))]  # fmt: skip
+    "sharded", "undisturbed", "wrapped",
+)]  # fmt: skip
 
 
 @pytest.mark.timeout(600)

@@ -6,8 +6,6 @@ import copy
 import io
 import itertools
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from torch import nn
 import preamp
 from preamp.errors import CheckpointError, PolicyError, SessionError, StateError
 
+from .. import forks
 from .toys import LEVELS, MASTER_LEVELS, loss_of, mlp, same, weights
 
 RESUME = Path(__file__).parent / "resume_script.py"
@@ -33,12 +32,11 @@ def train(session: preamp.Session, model: nn.Module, steps: range, inf_at: int =
 
 def test_resume_in_a_new_process_is_bit_exact(tmp_path: Path) -> None:
     """20 steps = 10 steps, save, new process, load, 10 steps; a step is skipped before the save."""
-    run = [sys.executable, str(RESUME), str(tmp_path)]
-    whole = subprocess.run([*run, "whole"], capture_output=True, text=True, check=True).stdout
-    subprocess.run([*run, "first"], capture_output=True, text=True, check=True)
-    halves = subprocess.run([*run, "second"], capture_output=True, text=True, check=True).stdout
-    assert whole == halves
-    assert [line.split()[0] for line in whole.splitlines()] == list(LEVELS)
+    run = [str(RESUME), str(tmp_path)]
+    whole, first, second = (forks.run([*run, part]) for part in ("whole", "first", "second"))
+    assert not any(each.returncode for each in (whole, first, second)), whole.stderr + first.stderr + second.stderr
+    assert whole.stdout == second.stdout
+    assert [line.split()[0] for line in whole.stdout.splitlines()] == list(LEVELS)
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(("model", "optimizer", "session"))))

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import forks
+
 HERE = Path(__file__).parent
 _MARK = re.compile(r"#\s*sick:\s*(?P<codes>PA\d{3}(?:\|PA\d{3})*)\s+module=(?P<module>\S+)(?P<any>\s+line=any)?")
 
@@ -50,9 +52,8 @@ def options(wanted: Disease | None) -> tuple[str, ...]:
 
 def doctor(script: Path, out: Path, *asked: str) -> tuple[dict[str, Any], subprocess.CompletedProcess[str]]:
     """The report of one script, run as a user would; it lies in `out`."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "preamp", "doctor", "--out", str(out), *asked, str(script)]
-    ran = subprocess.run(command, capture_output=True, text=True, env=env, timeout=200, cwd=out.parent)
+    command = ["-m", "preamp", "doctor", "--out", str(out), *asked, str(script)]
+    ran = forks.run(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, timeout=200, cwd=out.parent)
     return json.loads((out / "report.json").read_text()), ran
 
 

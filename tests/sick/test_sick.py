@@ -9,7 +9,7 @@ import pytest
 from .expect import disease, doctor, options, scripts
 
 EVERY_TIME = frozenset({
-    "acos_angle", "adam_eps_half", "additive_mask", "apex_clip_inside", "checkpointed_square", "clip_while_scaled",
+    "acos_angle", "adam_eps_half", "apex_clip_inside", "checkpointed_square", "clip_while_scaled",
     "cuda_region_on_cpu", "custom_backward", "half_sgd", "long_cumsum", "loop_inside_region", "near_the_maximum",
     "no_scaler", "odd_vocabulary", "one_bad_target", "optimizer_before_cast", "scale_collapse", "scaler_bypassed",
     "scheduler_runs_ahead", "sigmoid_log", "sqrt_at_zero_backward", "tiny_gradients", "clip_after_unscale",
