@@ -60,6 +60,24 @@ def test_parts_are_stepped_as_the_whole(name: str, options: dict[str, Any], low:
     compare(name, options, low, "cpu")
 
 
+@pytest.mark.parametrize(("name", "options"), LAYERWISE, ids=[f"{name}-{i}" for i, (name, _) in enumerate(LAYERWISE)])
+def test_a_skipped_step_tells_no_number_that_nobody_wrote(name: str, options: dict[str, Any]) -> None:
+    told = []
+
+    def whole(numbers: Tensor, most: bool) -> Tensor:
+        told.append(numbers.clone())
+        return numbers
+
+    norm = {"grad_norm": torch.tensor(1.0)} if name == "lamb" else {}
+    run = Run(name, {**options, **norm, "whole": whole}, [torch.randn(size) for size in SIZES], None)
+    torch.use_deterministic_algorithms(True)  # torch fills new memory with NaN then
+    try:
+        run.take([torch.randn(size) for size in SIZES], torch.tensor(0.5), torch.tensor(1.0))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(bool(numbers.isfinite().all()) for numbers in told)
+
+
 def compare(name: str, options: dict[str, Any], low: torch.dtype | None, device: str) -> None:
     """Three processes' parts beside the whole."""
     torch.manual_seed(2)

@@ -38,8 +38,9 @@ def lamb(lists: Lists, lows: Lows, step: Tensor, o: LambOptions) -> None:
         )  # fmt: skip
         weights = (o.betas[0], o.one_beta1, o.betas[1], 1 - o.betas[1], o.eps)
         surveyed: list[Surveyed] = []
+        made = torch.empty if o.whole is None else torch.zeros  # added up also where a skipped step leaves them so
         for bucket, part in parts:
-            partials = torch.empty(2 * part.plan.chunks if o.trusts else 1, dtype=torch.float32, device=device)
+            partials = made(2 * part.plan.chunks if o.trusts else 1, dtype=torch.float32, device=device)
             launch(
                 _kernels.lamb_moments, part, (scalars, partials), (*map(float, weights), inside, outside),
                 GRAD=type_of(bucket.grad), TRUSTS=o.trusts,
