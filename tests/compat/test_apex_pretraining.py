@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-import preamp
-
 from .toys import trains
 
-pytestmark = pytest.mark.filterwarnings("ignore::preamp.compat.apex.DeprecatedFeatureWarning")
-
-
-@pytest.fixture(autouse=True)
-def apex() -> Iterator[None]:
-    preamp.install_as_apex()
-    yield
-    preamp.uninstall_as_apex()
+pytestmark = [
+    pytest.mark.usefixtures("installed_as_apex"),
+    pytest.mark.filterwarnings("ignore::preamp.compat.apex.DeprecatedFeatureWarning"),
+]
 
 
 def test_pretraining_that_reduces_gradients_by_itself() -> None:

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-import preamp
-
 from .toys import trains
 
-pytestmark = pytest.mark.filterwarnings("ignore::preamp.compat.apex.DeprecatedFeatureWarning")
-
-
-@pytest.fixture(autouse=True)
-def apex() -> Iterator[None]:
-    preamp.install_as_apex()
-    yield
-    preamp.uninstall_as_apex()
+pytestmark = [
+    pytest.mark.usefixtures("installed_as_apex"),
+    pytest.mark.filterwarnings("ignore::preamp.compat.apex.DeprecatedFeatureWarning"),
+]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

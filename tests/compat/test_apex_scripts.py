@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import preamp
 from preamp.zoo import TASKS
 
-pytestmark = pytest.mark.filterwarnings("ignore::preamp.compat.apex.DeprecatedFeatureWarning")
-
-
-@pytest.fixture(autouse=True)
-def apex() -> Iterator[None]:
-    preamp.install_as_apex()
-    yield
-    preamp.uninstall_as_apex()
+pytestmark = [
+    pytest.mark.usefixtures("installed_as_apex"),
+    pytest.mark.filterwarnings("ignore::preamp.compat.apex.DeprecatedFeatureWarning"),
+]
 
 
 def network() -> nn.Module:

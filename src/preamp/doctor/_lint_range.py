@@ -55,24 +55,7 @@ class RangeWatcher(Watcher):
             "result range": _span(out),
             "overflowed here": broke,
         }
-        severity: Severity = "error" if broke else "warning"
-        file, line = call.place()
-        self.findings.append(
-            Finding(
-                "PA104",
-                severity,
-                message,
-                module=call.module,
-                op=call.base,
-                direction="forward",
-                file=file,
-                line=line,
-                evidence=evidence,
-                fix="x = x.float()  # before this line\n"
-                "# or train under O1 or O2, whose regions run it in float32: preamp.prepare(model, optimizer, "
-                "level='O2')",
-            )
-        )
+        self.findings.append(in_low_precision(call, message, broke, evidence))
 
     def _left_low(self, call: Call, dtype: torch.dtype) -> None:
         file, line = call.place()
@@ -95,6 +78,18 @@ class RangeWatcher(Watcher):
                 fix=f"with preamp.autocast({kind!r}, dtype={dtype}): ...  # in place of torch.autocast",
             )
         )
+
+
+def in_low_precision(call: Call, said: str, broke: bool, evidence: dict[str, Any]) -> Finding:
+    """PA104 of an operator whose result 16 bits spoil: an error where it is beyond their range (`broke`)."""
+    severity: Severity = "error" if broke else "warning"
+    file, line = call.place()
+    return Finding(
+        "PA104", severity, said,
+        module=call.module, op=call.base, direction="forward", file=file, line=line, evidence=evidence,
+        fix="x = x.float()  # before this line\n"
+        "# or train under O1 or O2, whose regions run it in float32: preamp.prepare(model, optimizer, level='O2')",
+    )  # fmt: skip
 
 
 def _float(value: Any) -> bool:

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..formats import LOW_DTYPES, name_of
-from ..report.finding import Finding, Severity
+from ..report.finding import Finding
 from ..tree import map_tensors
 from ._lint_observe import Call, Watcher
+from ._lint_range import in_low_precision
 
 OFF = 0.02
 """Relative error of a sum, mean or variance from which it is reported: five times bfloat16's rounding. torch adds up in
@@ -78,30 +79,11 @@ class SumWatcher(Watcher):
             said = f"a difference of means in {dtype}, as E[x^2] - E[x]^2 is, is {error:.0%} off"
         else:
             said = f"a {call.base} over {terms} terms in {dtype} is {error:.0%} off"
-        severity: Severity = "error" if broke else "warning"
-        file, line = call.place()
-        self.findings.append(
-            Finding(
-                "PA104",
-                severity,
-                said,
-                module=call.module,
-                op=call.base,
-                direction="forward",
-                file=file,
-                line=line,
-                evidence={
-                    "dtype": dtype,
-                    "terms": terms,
-                    "overflowed here": broke,
-                    "error against float32": round(error, 4),
-                    "in": "terms" if call.base == "cumsum" else "results",
-                },
-                fix="x = x.float()  # before this line\n"
-                "# or train under O1 or O2, whose regions run it in float32: preamp.prepare(model, optimizer, "
-                "level='O2')",
-            )
-        )
+        evidence = {
+            "dtype": dtype, "terms": terms, "overflowed here": broke, "error against float32": round(error, 4),
+            "in": "terms" if call.base == "cumsum" else "results",
+        }  # fmt: skip
+        self.findings.append(in_low_precision(call, said, broke, evidence))
 
 
 def _is_square(call: Call) -> bool:
