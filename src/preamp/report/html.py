@@ -22,7 +22,7 @@ CONTENTS_FROM = 4
 """A table of contents appears from this many sections on."""
 
 
-BRIEF = 24
+BRIEF = 16
 """Cells up to this many characters stay on one line."""
 
 
