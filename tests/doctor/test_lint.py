@@ -259,6 +259,7 @@ def test_sums_are_judged_by_their_measured_error(dtype):
     assert row.severity == "warning" and row.evidence["in"] == "terms" and row.evidence["terms"] > 256
     assert not rows(lambda x: (x - x.mean(-1, keepdim=True)).square().mean(-1)), "a variance as it should be written"
     assert not rows(lambda x: x[..., :8].cumsum(-1))
+    assert not rows(lambda x: x.mean(-1) - x.std(-1).mul_(8)), "changed in place: no longer what was summed"
 
 
 def test_a_sum_that_overflows_is_an_error():

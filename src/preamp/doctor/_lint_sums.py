@@ -32,6 +32,7 @@ class SumWatcher(Watcher):
     def __init__(self) -> None:
         self.findings: list[Finding] = []
         self._exact: Any = WeakTensorKeyDictionary()
+        """What a tensor would be in float32, and the version at which it would be that."""
 
     def after(self, call: Call) -> None:
         """Judge one call by its result."""
@@ -45,16 +46,28 @@ class SumWatcher(Watcher):
         if base in _SUMS or base == "cumsum":
             exact = _again(call, {id(t): self._wide(t) for t in inputs})
             self._judge(call, out, exact)
-            self._exact[out] = exact
+            self._keep(out, exact)
         elif base in _SQUARES and _is_square(call):
-            self._exact[out] = self._wide(inputs[0]).square()
-        elif base == "mul" and len(inputs) == 2 and all(t in self._exact for t in inputs):
-            self._exact[out] = self._exact[inputs[0]] * self._exact[inputs[1]]
-        elif base == "sub" and len(inputs) == 2 and all(t in self._exact for t in inputs):
-            self._judge(call, out, _again(call, {id(t): self._exact[t] for t in inputs}))
+            self._keep(out, self._wide(inputs[0]).square())
+        elif base in ("mul", "sub") and len(inputs) == 2:
+            wide = {id(t): kept for t in inputs if (kept := self._kept(t)) is not None}
+            if len(wide) == len({id(t) for t in inputs}):
+                exact = _again(call, wide)
+                if base == "mul":
+                    self._keep(out, exact)
+                else:
+                    self._judge(call, out, exact)
+
+    def _keep(self, out: Tensor, exact: Tensor) -> None:
+        if not out.is_inference():  # these have no version
+            self._exact[out] = exact, out._version
+
+    def _kept(self, tensor: Tensor) -> Tensor | None:
+        exact, version = self._exact.get(tensor, (None, None))
+        return exact if exact is not None and version == tensor._version else None
 
     def _wide(self, tensor: Tensor) -> Tensor:
-        exact = self._exact.get(tensor)
+        exact = self._kept(tensor)
         return tensor.float() if exact is None else exact
 
     def _judge(self, call: Call, out: Tensor, exact: Tensor) -> None:
