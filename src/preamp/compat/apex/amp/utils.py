@@ -110,6 +110,18 @@ def maybe_float(x: Any, name: str = "", verbose: bool = False) -> Any:
     return mapped(verbosify(caster_to(torch.float32), name, verbose), x)
 
 
+def cached_cast(cast: Caster, x: Any, cache: dict[Tensor, Tensor]) -> Any:
+    """`x`, or each tensor nested in it, cast once for one `cache`; again where a kept cast would take no gradient."""
+
+    def kept(tensor: Tensor) -> Tensor:
+        found = cache.get(tensor)
+        if found is None or (torch.is_grad_enabled() and tensor.requires_grad and not found.requires_grad):
+            found = cache[tensor] = cast(tensor)
+        return found
+
+    return mapped(kept, x)
+
+
 def verbosify(cast: Caster, name: str, verbose: bool) -> Caster:
     """A cast that prints what it does, such as "Float->Half (conv2d)", if it is to be verbose."""
     if not verbose:
