@@ -28,34 +28,40 @@ POINTERS = {
     ),
 }  # fmt: skip
 WHOLE = {"tensors": "i32", "seed_high": "i32", "seed_low": "i32", "tiny": "i32", "base": "i32", "chunks": "i32"}
-ADAM = {"DECAY": 2, "AMSGRAD": True, "ALIGNED": True, "CHUNK": 1024}
+ADAM = {"DECAY": 2, "AMSGRAD": False, "ALIGNED": True, "CHUNK": 1024}
+WARPS = 8
 CASES: list[tuple[Any, dict[str, Any], int]] = [
-    (_kernels.adam, {**ADAM, "GRAD": tl.float16, "LOW": tl.float16, "KIND": 0}, 4),
-    (_kernels.adam, {**ADAM, "GRAD": tl.bfloat16, "LOW": tl.bfloat16, "KIND": 0}, 4),
-    (_kernels.adam, {**ADAM, "GRAD": tl.float32, "LOW": None, "KIND": 0}, 4),
-    (_kernels.adam, {**ADAM, "GRAD": tl.bfloat16, "LOW": None, "KIND": 1}, 4),
-    (_kernels.adam, {**ADAM, "GRAD": tl.bfloat16, "LOW": None, "KIND": 2}, 4),
+    *[
+        (_kernels.adam, {**ADAM, "AMSGRAD": maxima, "GRAD": grad, "LOW": low, "KIND": kind}, WARPS)
+        for maxima in (False, True)
+        for kind, grad, low in (
+            (0, tl.float16, tl.float16), (0, tl.bfloat16, tl.bfloat16), (0, tl.float32, None), (1, tl.bfloat16, None),
+            (2, tl.bfloat16, None),
+        )
+    ],
     *[
         (_kernels.simple, {"GRAD": tl.float16, "LOW": tl.float16, "RULE": rule, "NESTEROV": rule == 2, "ALIGNED": True,
-                           "CHUNK": 1024}, 4)
+                           "CHUNK": 1024}, WARPS)
         for rule in range(4)
     ],
     (_kernels.prepare, dict.fromkeys(
         ("COUNTS", "HAS_FOUND", "HAS_FACTOR", "HAS_RATE", "CLIPS", "UPHILL", "CORRECTS", "FOLDS"), True), 1),
     (_layerwise_kernels.chunk_norms, {"GRAD": tl.float16, "HAS_FACTOR": True, "SQUARES": True, "ALIGNED": True,
-                                      "CHUNK": 1024}, 4),
+                                      "CHUNK": 1024}, WARPS),
     (_layerwise_kernels.novograd_norms, {"SQUARES": True, "FROM_ZERO": False, "ROW": 3, "BLOCK": 1024}, 4),
     (_layerwise_kernels.tensor_numbers, {"SQUARES": True, "EACH": 2, "ROW": 4, "BLOCK": 1024}, 4),
     (_layerwise_kernels.novograd, {"GRAD": tl.float16, "LOW": tl.bfloat16, "INSIDE": False, "ALIGNED": True,
-                                   "CHUNK": 1024}, 4),
-    (_layerwise_kernels.lamb_moments, {"GRAD": tl.float16, "TRUSTS": True, "ALIGNED": True, "CHUNK": 1024}, 4),
+                                   "CHUNK": 1024}, WARPS),
+    (_layerwise_kernels.lamb_moments, {"GRAD": tl.float16, "TRUSTS": True, "ALIGNED": True, "CHUNK": 1024}, WARPS),
     (_layerwise_kernels.lamb_ratios, {"BLOCK": 1024}, 4),
-    (_layerwise_kernels.lamb_apply, {"LOW": tl.float16, "TRUSTS": True, "ALIGNED": True, "CHUNK": 1024}, 4),
+    (_layerwise_kernels.lamb_apply, {"LOW": tl.float16, "TRUSTS": True, "ALIGNED": True, "CHUNK": 1024}, WARPS),
     *[
-        (reading.read, {"KIND": kind, "INTEGER": integer, "ALIGNED": True, "CHUNK": 16384, "BLOCK": 2048}, 8)
+        (reading.read, {"KIND": kind, "INTEGER": integer, "COUNTS": counts, "ALIGNED": True, "CHUNK": 16384,
+                        "BLOCK": 2048}, 8)
         for kind, integer in ((0, tl.int16), (1, tl.int16), (2, tl.int32))
+        for counts in (False, True)
     ],
-    (reading.finish, {"BLOCK": 1024}, 4),
+    (reading.finish, {"COUNTS": True, "BLOCK": 1024}, 4),
     *[
         (_eight_bit_kernels.adam_8bit, {"GRAD": tl.bfloat16, "LOW": low, "KIND": kind, "DECAY": 2, "ALIGNED": True,
                                         "CHUNK": 1024}, 4)

@@ -178,6 +178,7 @@ def test_reading(case: int) -> None:
     sizes = [g.double().abs().reshape(-1) for g in grads]
     assert float(got.found) == 0 and not got.nonfinite.any()
     assert float(got.amax) == max(float(s.max()) for s in sizes if len(s))
+    assert got.counts is not None
     assert int(got.counts[1]) == sum(int((s == 0).sum()) for s in sizes)
     assert int(got.counts[0]) == sum(int(((s > 0) & (s < tiny)).sum()) for s in sizes)
     norm = math.sqrt(sum(float(s.square().sum()) for s in sizes))

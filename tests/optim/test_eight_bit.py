@@ -151,7 +151,7 @@ def test_states_of_one_kind_load_into_the_other(kind: dict[str, Any]) -> None:
             for name in ("exp_avg", "exp_avg_sq"):
                 a, b = (dequantize(s[name], s[f"{name}_scale"]) if f"{name}_scale" in s else s[name] for s in moments)
                 assert a.dtype is b.dtype is torch.float32
-                assert torch.allclose(a, b, rtol=0.05, atol=float(b.abs().max()) * 1e-4 if b.numel() else 0)
+                assert torch.allclose(a, b, rtol=0.0626, atol=float(b.abs().max()) * 1e-4 if b.numel() else 0)
             assert ("exp_avg_scale" in twin.state[q]) == (theirs == "8bit" and q.numel() >= 4096)
         train(twins, twin, range(5, 7))
         assert all(bool(q.isfinite().all()) for q in twins)

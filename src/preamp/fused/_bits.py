@@ -64,7 +64,7 @@ def chances_like(tensor: Tensor, seed: int, step: Tensor, position: int, start: 
     key = mix((mix((seed & 0x7FFFFFFF) ^ mix(seed >> 31 & 0x7FFFFFFF)) + count) & _MASK)
     of_tensor = mix((key + position * 0x9E3779B9) & _MASK)
     places = torch.arange(start, start + tensor.numel(), device=tensor.device)
-    made = mix((mix((places & _MASK) ^ of_tensor) + (places >> 32)) & _MASK)
+    made = mix((places & _MASK) ^ mix(of_tensor + (places >> 32) & _MASK))
     ordered = torch.empty_like(tensor, dtype=torch.int64)
     ordered.as_strided((tensor.numel(),), (1,)).copy_(made)
     return ordered

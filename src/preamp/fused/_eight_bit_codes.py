@@ -1,21 +1,21 @@
 """Moments of Adam in 8 bits: blocks of 256 elements in memory order, one float32 scale a block.
 
 Block-wise scales are those of Dettmers, Lewis, Shleifer and Zettlemoyer 2022 (8-bit optimizers via block-wise
-quantization). Their codes are nearest entries of a table; here they are powers in closed form, and chance decides:
+quantization). Their codes are entries of a table; here they are small floating-point numbers, of which the largest
+magnitude of a block is 1:
 
-    first moment   int8   c  means  sign(c) * (|c| / 127)^4 * scale
-    second moment  uint8  c  means            (c / 255)^8  * scale
+    first moment   int8   sign, 4 bits of exponent, 3 of mantissa   1 is code 120, subnormal below 2^-14, to 2^-17
+    second moment  uint8  5 bits of exponent, 3 of mantissa         1 is code 240, subnormal below 2^-29, to 2^-32
 
-A quarter power needs two square roots, which every device rounds alike, and no table. The root of the second moment
-has the same spacing as the first, and both reach far down: to 4e-9 of a block's largest first moment, and to 2e-10 of
-the root of its largest second one.
+Such a code is the upper end of a float32's bits, so that a GPU finds it by a shift, without roots or tables: it would
+else be bound by instructions, and not by memory. The root of the second moment reaches as far down as the first.
 
-By chance, because these are moving averages: a step changes a second moment by about a thousandth, and codes are 3 %
-apart or more. Rounded to nearest, the moment of an element that falls silent in a block that does not would stay for
-ever, and with it a step that is far too small; rounded by chance it is right in the mean.
+Chance decides between the two codes around a number, because these are moving averages: a step changes a second moment
+by about a thousandth, and codes are 6 to 12 % apart. Rounded to nearest, the moment of an element that falls silent in
+a block that does not would stay for ever, and with it a step that is far too small; rounded by chance it is right in
+the mean.
 
-A second moment above 0 never becomes 0, which beside a first moment that does not would make an enormous step: it
-gets at least code 2, whose root is as far below the largest as code 1 of the first moment is.
+A second moment above 0 never becomes 0, which beside a first moment that does not would make an enormous step.
 """
 
 from __future__ import annotations
@@ -25,13 +25,8 @@ from torch import Tensor
 
 BLOCK = 256
 """Elements that share a scale."""
-LEAST = 2
-"""The least code of a second moment above 0."""
-
-
-def levels_of(codes: torch.dtype) -> tuple[int, int]:
-    """The largest code of a dtype (int8, uint8), and how often its share of it is squared."""
-    return (127, 2) if codes is torch.int8 else (255, 3)
+_ONE = {torch.int8: 15, torch.uint8: 30}
+"""The exponent of 1, where float16 has 15 and float32 127."""
 
 
 def blocks_of(count: int) -> int:
@@ -49,9 +44,9 @@ def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
 
     `scales`: float32 (blocks,). Where a scale is not finite, the block is NaN.
     """
-    level, squarings = levels_of(codes.dtype)
-    places = flat(codes).to(torch.float32)
-    share = _power(places.abs(), level, squarings)
+    places = flat(codes)
+    share = (places.to(torch.int16).abs_() << 7).view(torch.float16).to(torch.float32)
+    share *= 2.0 ** (15 - _ONE[codes.dtype])
     if codes.dtype is torch.int8:
         share.copysign_(places)
     values = torch.empty_like(codes, dtype=torch.float32)
@@ -65,35 +60,26 @@ def quantize(values: Tensor, codes: torch.dtype, chances: Tensor | None = None) 
     `values`: walkable; not negative for codes of `torch.uint8`. `chances`: whole numbers in [0, 65536), (n,) in memory
     order: a value goes up to the next code with the probability that makes the mean right; None: it goes to the
     nearest. The largest magnitude of a block is kept exactly, what is a code already keeps it, and a second moment
-    above 0 gets at least code 2. A block with a number that is not finite gets a scale that is not.
+    above 0 gets a code above 0. A block with a number that is not finite gets a scale that is not; one whose largest
+    is below 2^-126 becomes zeros.
     """
-    level, squarings = levels_of(codes)
-    count = values.numel()
+    one, count = _ONE[codes], values.numel()
     padded = torch.zeros(blocks_of(count) * BLOCK, dtype=torch.float32, device=values.device)
     padded[:count] = flat(values)
     blocks = padded.view(-1, BLOCK)
     scales = blocks.abs().amax(1)
-    usable = scales.isfinite() & (scales > 0)
-    share = blocks.abs() / torch.where(usable, scales, 1.0)[:, None]
+    usable = scales.isfinite() & (scales >= 2.0**-126)
+    share = blocks.abs() * torch.where(usable, scales, 1.0).reciprocal()[:, None]
     share = torch.where(usable[:, None], share, 0.0).view(-1)[:count]
-    root = share
-    for _ in range(squarings):
-        root = root.sqrt()
-    lower = (root * level).floor().clamp_(max=level - 1)
-    below, above = _power(lower, level, squarings), _power(lower + 1, level, squarings)
-    chance = 0.5 if chances is None else (chances.to(torch.float32) + 0.5) * 2.0**-16
-    chosen = lower + (share > below + (above - below) * chance)
+    normal = 2.0 ** (1 - one)
+    small = share < normal  # beside `normal` the spacing of codes is that of subnormal ones
+    bits = torch.where(small, share + normal, share).view(torch.int32)
+    bits += 0x80000 if chances is None else (chances.to(torch.int32) << 4) + 8
+    chosen = (bits >> 20) - ((127 - one) << 3) - (small.to(torch.int32) << 3)
     if codes is torch.int8:
-        chosen.copysign_(padded[:count])
+        chosen = torch.where(padded[:count] < 0, -chosen, chosen)
     else:
-        chosen = torch.where(share > 0, chosen.clamp_min(LEAST), chosen)
+        chosen = torch.maximum(chosen, (share > 0).to(torch.int32))
     made = torch.empty_like(values, dtype=codes)
     flat(made).copy_(chosen)
     return made, scales
-
-
-def _power(places: Tensor, level: int, squarings: int) -> Tensor:
-    share = places * (1 / level)
-    for _ in range(squarings):
-        share = share * share
-    return share

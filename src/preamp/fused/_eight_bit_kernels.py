@@ -2,8 +2,8 @@
 # Triton's language: its values have no Python types.
 """Adam with moments in 8 bits as one Triton kernel. What the codes mean is told in `_eight_bit_codes`.
 
-A program works on rows of 256 elements, which are the blocks; a row is eight elements of each thread of one warp, so
-that its largest magnitude is found within the warp.
+A program works on rows of 256 elements, which are the blocks. A row belongs to one warp, which finds its largest
+magnitude by itself: its threads hold four elements of each half, so that every access is one run of memory.
 """
 
 from __future__ import annotations
@@ -16,41 +16,34 @@ from ._kernels import FACTOR, GO, KEEP, PLAIN, RATE, ROOT, SPLIT, chances, joine
 
 NEAREST = tl.constexpr(3)  # 16-bit weights without masters, rounded to nearest even
 BLOCK = tl.constexpr(256)
-FIRST_LEVEL = tl.constexpr(127)
-FIRST_SQUARINGS = tl.constexpr(2)
-SECOND_LEVEL = tl.constexpr(255)
-SECOND_SQUARINGS = tl.constexpr(3)
-LEAST = tl.constexpr(2.0)
+FIRST_ONE = tl.constexpr(15)  # exponents of 1 in codes of the two moments
+SECOND_ONE = tl.constexpr(30)
+LEAST_SCALE = tl.constexpr(2.0**-126)
 
 
 @triton.jit
-def power(places, LEVEL: tl.constexpr, SQUARINGS: tl.constexpr):
-    """What codes 0, 1, ... `LEVEL` mean as shares of the scale."""
-    share = places * (1.0 / LEVEL)
-    for _ in tl.static_range(SQUARINGS):
-        share = share * share
-    return share
+def decode(code, ONE: tl.constexpr):
+    """What the magnitudes of codes, int32, mean as shares of the scale: they are float16 numbers cut short."""
+    share = (code << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return share if ONE == 15 else share * 2.0 ** (15 - ONE)
 
 
 @triton.jit
 def largest(values):
     """The largest magnitude of each row, as the bits of a float32; they order as numbers do, and NaN above all."""
-    return tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    return tl.max(
+        tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1, keep_dims=True), axis=2, keep_dims=True
+    )
 
 
 @triton.jit
-def encode(values, scale, usable, chance, LEVEL: tl.constexpr, SQUARINGS: tl.constexpr):
-    """The code of each magnitude as a float32 whole number, and whether the magnitude is above 0."""
-    share = tl.div_rn(tl.abs(values), tl.broadcast_to(tl.where(usable, scale, 1.0)[:, None], values.shape))
-    share = tl.where(usable[:, None], share, 0.0)
-    root = share
-    for _ in tl.static_range(SQUARINGS):
-        root = tl.sqrt_rn(root)
-    lower = tl.minimum(tl.floor(root * LEVEL), LEVEL - 1.0)
-    below = power(lower, LEVEL, SQUARINGS)
-    above = power(lower + 1.0, LEVEL, SQUARINGS)
-    middle = (chance.to(tl.float32) + 0.5) * (1.0 / 65536)
-    return tl.where(share > below + (above - below) * middle, lower + 1.0, lower), share > 0
+def encode(magnitude, scale, chance, ONE: tl.constexpr):
+    """The code, int32, of each magnitude, and its share of the row's scale. `chance`: 20 bits."""
+    usable = (scale >= LEAST_SCALE) & (scale < float("inf"))
+    inverse = 1.0 / tl.where(usable, scale, 1.0)
+    share = tl.where(usable, magnitude * inverse, 0.0)
+    bits = (share * 2.0 ** (ONE - 127)).to(tl.int32, bitcast=True)  # of float32's subnormal numbers, too
+    return (bits + chance) >> 20, share
 
 
 @triton.jit
@@ -61,8 +54,9 @@ def adam_8bit_chunk(
 ):  # fmt: skip
     """Step one chunk. Rows: parameters, gradients, codes 1 and 2, scales 1 and 2, twins or low bits if any."""
     ROWS: tl.constexpr = CHUNK // BLOCK
-    rows = tl.arange(0, ROWS)
-    places = start + (rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :])
+    rows = tl.arange(0, ROWS)[:, None, None]
+    columns = tl.arange(0, 2)[None, :, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, None, :]
+    places = start + tl.max_contiguous(tl.multiple_of(rows * BLOCK + columns, (1, 1, 4)), (1, 1, 4))
     f32: tl.constexpr = tl.float32
     grad = take(address(table, 1, tensors, tensor, GRAD, ALIGNED), places, size, FULL).to(f32)
     if KIND == PLAIN:
@@ -83,13 +77,13 @@ def adam_8bit_chunk(
     second_at = address(table, 3, tensors, tensor, tl.uint8, ALIGNED)
     first_scale_at = address(table, 4, tensors, tensor, f32, ALIGNED)
     second_scale_at = address(table, 5, tensors, tensor, f32, ALIGNED)
-    first_code = take(first_at, places, size, FULL).to(f32)
-    second_code = take(second_at, places, size, FULL).to(f32)
+    first_code = take(first_at, places, size, FULL).to(tl.int32)
+    second_code = take(second_at, places, size, FULL).to(tl.int32)
     first_scale = take(first_scale_at, block, blocks, FULL)
     second_scale = take(second_scale_at, block, blocks, FULL)
-    first = power(tl.abs(first_code), FIRST_LEVEL, FIRST_SQUARINGS)
-    first = tl.where(first_code < 0, -first, first) * first_scale[:, None]
-    second = power(second_code, SECOND_LEVEL, SECOND_SQUARINGS) * second_scale[:, None]
+    first = decode(tl.abs(first_code), FIRST_ONE)
+    first = tl.where(first_code < 0, -first, first) * first_scale
+    second = decode(second_code, SECOND_ONE) * second_scale
 
     grad = grad * tl.load(scalars + FACTOR)
     if DECAY == 1:
@@ -98,23 +92,19 @@ def adam_8bit_chunk(
         param = param * tl.load(scalars + KEEP)
     first = first + one_beta1 * (grad - first)
     second = beta2 * second + one_beta2 * (grad * grad)
-    below = tl.sqrt_rn(second) * tl.load(scalars + ROOT) + eps
-    param = param - tl.load(scalars + RATE) * tl.div_rn(first, below)
+    inverse = tl.rsqrt(tl.sqrt(second) * tl.load(scalars + ROOT) + eps)
+    param = param - tl.load(scalars + RATE) * first * (inverse * inverse)
 
     count = tl.load(step).to(tl.int32).to(tl.uint32)
     key = mix(mix(tl.full((), seed_low, tl.uint32) ^ mix(tl.full((), seed_high, tl.uint32))) + count)
     chance = chances(key, tl.load(table + (6 if (KIND != SPLIT and (LOW is None or KIND == NEAREST)) else 7) * tensors
                                   + tensor), places)  # fmt: skip
-    first_bits = largest(first)
-    second_bits = largest(second)
-    first_scale = first_bits.to(f32, bitcast=True)
-    second_scale = second_bits.to(f32, bitcast=True)
-    usable = (first_bits > 0) & (first_bits < 0x7F800000)
-    code, _ = encode(first, first_scale, usable, (chance >> 16).to(tl.int32), FIRST_LEVEL, FIRST_SQUARINGS)
+    first_scale = largest(first).to(f32, bitcast=True)
+    second_scale = largest(second).to(f32, bitcast=True)
+    code, _ = encode(tl.abs(first), first_scale, (chance >> 12 & 0xFFFF0 | 8).to(tl.int32), FIRST_ONE)
     code = tl.where(first < 0, -code, code)
-    usable = (second_bits > 0) & (second_bits < 0x7F800000)
-    upper, some = encode(second, second_scale, usable, (chance & 0xFFFF).to(tl.int32), SECOND_LEVEL, SECOND_SQUARINGS)
-    upper = tl.where(some, tl.maximum(upper, LEAST), upper)
+    upper, share = encode(second, second_scale, (chance << 4 & 0xFFFF0 | 8).to(tl.int32), SECOND_ONE)
+    upper = tl.maximum(upper, (share > 0).to(tl.int32))
 
     if KIND == PLAIN:
         if LOW is not None:
@@ -130,8 +120,8 @@ def adam_8bit_chunk(
         else:
             bits = bits + (mix(chance) >> 16).to(tl.int32)
         put(param_at, places, (bits >> 16).to(tl.int16), size, FULL)
-    put(first_at, places, code.to(tl.int32).to(tl.int8), size, FULL)
-    put(second_at, places, upper.to(tl.int32).to(tl.uint8), size, FULL)
+    put(first_at, places, code.to(tl.int8), size, FULL)
+    put(second_at, places, upper.to(tl.uint8), size, FULL)
     put(first_scale_at, block, first_scale, blocks, FULL)
     put(second_scale_at, block, second_scale, blocks, FULL)
 

@@ -10,6 +10,8 @@ from ._options import AdamOptions, Lists, Lows
 from ._triton import DECAYS, PLAIN, SPLIT, STOCHASTIC, launch, on, pieces, prepare, type_of, wrote
 
 NEAREST = int(_kernels.NEAREST.value)
+WARPS = 4
+"""One for each row of a chunk."""
 
 
 def adam(lists: Lists, lows: Lows, step: Tensor, o: AdamOptions, seed: int, by_chance: bool, *, split: bool) -> None:
@@ -30,7 +32,8 @@ def adam(lists: Lists, lows: Lows, step: Tensor, o: AdamOptions, seed: int, by_c
         for bucket, part in pieces(lists, lows):
             low = param.dtype if kind == NEAREST else bucket.low
             launch(
-                _kernels.adam_8bit, part, (scalars, step), (*map(float, numbers), *seeds), GRAD=type_of(bucket.grad),
-                LOW=type_of(low), KIND=kind, DECAY=DECAYS[o.decoupled if o.weight_decay else None],
+                _kernels.adam_8bit, part, (scalars, step), (*map(float, numbers), *seeds), warps=WARPS, fuses=True,
+                GRAD=type_of(bucket.grad), LOW=type_of(low), KIND=kind,
+                DECAY=DECAYS[o.decoupled if o.weight_decay else None],
             )  # fmt: skip
     wrote(lists[0], lows)

@@ -91,7 +91,7 @@ def chances(key, spot, places):
     """32 random bits for each element: a function of the key, the tensor's position and the element's place."""
     low = (places & 0xFFFFFFFF).to(tl.uint32)
     high = (places >> 32).to(tl.uint32)
-    return mix(mix(low ^ mix(key + spot.to(tl.uint32) * 0x9E3779B9)) + high)
+    return mix(low ^ mix(mix(key + spot.to(tl.uint32) * 0x9E3779B9) + high))
 
 
 @triton.jit

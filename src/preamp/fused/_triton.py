@@ -18,8 +18,10 @@ from ._options import AdagradOptions, AdamOptions, Lists, Lows, Options, SGDOpti
 PLAIN, SPLIT, STOCHASTIC = (int(kind.value) for kind in (_kernels.PLAIN, _kernels.SPLIT, _kernels.STOCHASTIC))
 
 CHUNK = 1024
-"""Elements of one program: with 4 warps 8 a thread, which is one 16-byte load of a 16-bit gradient."""
-WARPS = 4
+"""Elements of one program."""
+WARPS = 8
+"""Four elements a thread: float32 numbers are then 16-byte accesses side by side, and 16-bit ones need no exchange
+between threads, which eight elements a thread would take through shared memory."""
 
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 DECAYS = {None: 0, False: 1, True: 2}
@@ -100,13 +102,13 @@ def pieces(lists: Lists, lows: Lows) -> Iterator[tuple[Bucket, Part]]:
             yield bucket, part
 
 
-def launch(kernel: Callable[..., object], part: Part, before: Sequence[object], after: Sequence[object],
-           **constants: object) -> None:  # fmt: skip
-    """One program for each chunk of a part."""
+def launch(kernel: Callable[..., object], part: Part, before: Sequence[object], after: Sequence[object], *,
+           warps: int = WARPS, fuses: bool = False, **constants: object) -> None:  # fmt: skip
+    """One program for each chunk of a part. `fuses`: multiplications and additions may become one rounding."""
     plan = part.plan
     kernel[(plan.chunks,)](  # type: ignore[index]
         *before, plan.tensor_of, plan.block_of, plan.sizes, part.table, plan.tensors, *after,
-        ALIGNED=part.aligned, CHUNK=plan.chunk, num_warps=WARPS, enable_fp_fusion=False, **constants,
+        ALIGNED=part.aligned, CHUNK=plan.chunk, num_warps=warps, enable_fp_fusion=fuses, **constants,
     )  # fmt: skip
 
 

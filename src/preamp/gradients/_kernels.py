@@ -15,8 +15,6 @@ from ..multi_tensor.device import address, start_of, take
 FOUND = tl.constexpr(0)
 NORM = tl.constexpr(1)
 AMAX = tl.constexpr(2)
-SUBNORMALS = tl.constexpr(3)
-ZEROS = tl.constexpr(4)
 INFINITY = tl.constexpr(0x7F800000)
 
 
@@ -42,22 +40,23 @@ def magnitudes(pointer, places, size, KIND: tl.constexpr, FULL: tl.constexpr):
 @triton.jit
 def read_chunk(
     pointer, start, size, tiny, spot, squares, tops, lows, zeros,
-    KIND: tl.constexpr, FULL: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, COUNTS: tl.constexpr, FULL: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Read one chunk, and write its four numbers."""
+    """Read one chunk, and write its two numbers, or four."""
     top = tl.zeros((BLOCK,), tl.int32)
-    low = tl.zeros((BLOCK,), tl.int32)
-    zero = tl.zeros((BLOCK,), tl.int32)
     total = tl.zeros((BLOCK,), tl.float32)
+    if COUNTS:
+        low = tl.zeros((BLOCK,), tl.int32)
+        zero = tl.zeros((BLOCK,), tl.int32)
     length = tl.minimum(size - start, CHUNK).to(tl.int32)
     for block in range(0, CHUNK if FULL else length, BLOCK):
         bits = magnitudes(pointer, start + block + tl.arange(0, BLOCK), size, KIND, FULL)
         values = as_float(bits, KIND)
         top = tl.maximum(top, bits)
-        low += (bits < tiny).to(tl.int32)
-        zero += (bits == 0).to(tl.int32)
+        if COUNTS:
+            low += (bits < tiny).to(tl.int32)
+            zero += (bits == 0).to(tl.int32)
         total += values * values
-    padding = (length + BLOCK - 1) // BLOCK * BLOCK - length  # loaded as zeros
     largest = as_float(tl.max(top, 0), KIND)
     square = tl.sum(total, 0).to(tl.float64)
     if KIND != 0:  # squares of float16 numbers neither overflow nor vanish in float32
@@ -74,16 +73,19 @@ def read_chunk(
             square = tl.sum(total, 0).to(tl.float64) * back * back
     tl.store(squares + spot, square)
     tl.store(tops + spot, largest)
-    tl.store(lows + spot, tl.sum(low, 0) - padding)
-    tl.store(zeros + spot, tl.sum(zero, 0) - padding)
+    if COUNTS:
+        padding = (length + BLOCK - 1) // BLOCK * BLOCK - length  # loaded as zeros
+        tl.store(lows + spot, tl.sum(low, 0) - padding)
+        tl.store(zeros + spot, tl.sum(zero, 0) - padding)
 
 
 @triton.jit(do_not_specialize=["tensors", "tiny", "base"])
 def read(
     tensor_of, block_of, sizes, table, tensors, tiny, base, squares, tops, lows, zeros,
-    KIND: tl.constexpr, INTEGER: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, INTEGER: tl.constexpr, COUNTS: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """For each chunk: sum of squares (float64), largest magnitude (float32), and two counts (int32).
+    """For each chunk: sum of squares (float64), largest magnitude (float32), and with `COUNTS` two counts (int32).
 
     Chunks' numbers begin at `base`. `lows` counts entries whose magnitude as an integer is below `tiny`, and zeros.
     """
@@ -93,9 +95,13 @@ def read(
     size = tl.load(sizes + tensor)
     pointer = address(table, 0, tensors, tensor, INTEGER, ALIGNED)
     if start + CHUNK <= size:
-        read_chunk(pointer, start, size, tiny, base + program, squares, tops, lows, zeros, KIND, True, CHUNK, BLOCK)
+        read_chunk(
+            pointer, start, size, tiny, base + program, squares, tops, lows, zeros, KIND, COUNTS, True, CHUNK, BLOCK
+        )
     else:
-        read_chunk(pointer, start, size, tiny, base + program, squares, tops, lows, zeros, KIND, False, CHUNK, BLOCK)
+        read_chunk(
+            pointer, start, size, tiny, base + program, squares, tops, lows, zeros, KIND, COUNTS, False, CHUNK, BLOCK
+        )
 
 
 @triton.jit
@@ -110,7 +116,8 @@ def highest(tops, begin, end, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tensors", "base", "chunks"])
-def finish(first, table, tensors, base, chunks, squares, tops, lows, zeros, flags, floats, counts, BLOCK: tl.constexpr):
+def finish(first, table, tensors, base, chunks, squares, tops, lows, zeros, flags, floats, counts,
+           COUNTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """A flag for each gradient of a part, whose chunks begin at `base`; one program more sums over all `chunks`."""
     tensor = tl.program_id(0)
     if tensor < tensors:
@@ -121,20 +128,20 @@ def finish(first, table, tensors, base, chunks, squares, tops, lows, zeros, flag
     else:
         top = highest(tops, 0, chunks, BLOCK)
         square = tl.zeros((BLOCK,), tl.float64)
-        low = tl.zeros((BLOCK,), tl.int64)
-        zero = tl.zeros((BLOCK,), tl.int64)
+        if COUNTS:
+            low = tl.zeros((BLOCK,), tl.int64)
+            zero = tl.zeros((BLOCK,), tl.int64)
         for block in range(0, chunks, BLOCK):
             places = block + tl.arange(0, BLOCK)
             inside = places < chunks
             square += tl.load(squares + places, mask=inside, other=0.0)
-            low += tl.load(lows + places, mask=inside, other=0).to(tl.int64)
-            zero += tl.load(zeros + places, mask=inside, other=0).to(tl.int64)
-        nothing = tl.sum(zero, 0)
+            if COUNTS:
+                low += tl.load(lows + places, mask=inside, other=0).to(tl.int64)
+                zero += tl.load(zeros + places, mask=inside, other=0).to(tl.int64)
         tl.store(floats + FOUND, (top >= INFINITY).to(tl.float32))
         tl.store(floats + NORM, tl.sqrt(tl.sum(square, 0)).to(tl.float32))
         tl.store(floats + AMAX, top.to(tl.float32, bitcast=True))
-        below = tl.sum(low, 0) - nothing
-        tl.store(floats + SUBNORMALS, below.to(tl.float32))
-        tl.store(floats + ZEROS, nothing.to(tl.float32))
-        tl.store(counts, below)
-        tl.store(counts + 1, nothing)
+        if COUNTS:
+            nothing = tl.sum(zero, 0)
+            tl.store(counts, tl.sum(low, 0) - nothing)
+            tl.store(counts + 1, nothing)

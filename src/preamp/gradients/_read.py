@@ -93,9 +93,10 @@ def read(
         from . import _triton
 
         if _triton.readable(gradients):
-            seen = _triton.read(gradients, tiny)
+            seen = _triton.read(gradients, tiny if statistics else None)
             entries = sum(map(Tensor.numel, gradients))
-            told = Reading(seen.found, seen.norm, seen.nonfinite, entries, seen.amax, *seen.counts.unbind())
+            more = () if seen.counts is None else (seen.amax, *seen.counts.unbind())
+            told = Reading(seen.found, seen.norm, seen.nonfinite, entries, *more)
             return told.on(device or told.found.device)
     groups = grouped(list(gradients))
     entries = sum(sum(map(Tensor.numel, group)) for group in groups)

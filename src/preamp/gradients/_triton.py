@@ -35,12 +35,8 @@ class Numbers(NamedTuple):
     """(number of gradients,) bool: which have an entry that is inf or nan."""
     amax: Tensor
     """0-d float32: the largest magnitude; inf or nan if `found`."""
-    subnormals: Tensor
-    """0-d float32: how many entries are not 0 and below `tiny`."""
-    zeros: Tensor
-    """0-d float32: how many entries are 0."""
-    counts: Tensor
-    """(2,) int64: the two numbers above, exact."""
+    counts: Tensor | None
+    """(2,) int64: how many entries are not 0 and below `tiny`, and how many are 0; None where these were not asked."""
 
 
 def readable(gradients: Sequence[Tensor]) -> bool:
@@ -49,10 +45,11 @@ def readable(gradients: Sequence[Tensor]) -> bool:
     return all(g.dtype in _KINDS and g.device == device and g.layout is torch.strided for g in gradients)
 
 
-def read(gradients: Sequence[Tensor], tiny: float) -> Numbers:
+def read(gradients: Sequence[Tensor], tiny: float | None) -> Numbers:
     """Read every entry of `gradients` (one at least, `readable`) once.
 
-    `tiny`: entries that are not 0 and below it in magnitude are counted as subnormal. A finite float32 or bfloat16
+    `tiny`: entries that are not 0 and below it in magnitude are counted as subnormal, and zeros as such; None: nothing
+    is counted, which a GPU would spend a quarter of the time on. A finite float32 or bfloat16
     entry does not overflow the norm, whatever its square is. One launch for each dtype, and one to finish; views that
     do not fill their memory are copied first.
     """
@@ -69,13 +66,15 @@ def read(gradients: Sequence[Tensor], tiny: float) -> Numbers:
     if not chunks:
         nothing = torch.zeros((), device=device)
         none = torch.zeros(len(dense), dtype=torch.bool, device=device)
-        return Numbers(nothing, nothing, none, nothing, nothing, nothing, nothing.to(torch.int64).expand(2))
+        return Numbers(nothing, nothing, none, nothing, None if tiny is None else nothing.to(torch.int64).expand(2))
 
     squares = torch.empty(chunks, dtype=torch.float64, device=device)
     tops = torch.empty(chunks, dtype=torch.float32, device=device)
-    lows, zeros = torch.empty((2, chunks), dtype=torch.int32, device=device).unbind()
-    floats = torch.empty(5, dtype=torch.float32, device=device)
-    counts = torch.empty(2, dtype=torch.int64, device=device)
+    floats = torch.empty(3, dtype=torch.float32, device=device)
+    lows = zeros = counts = None
+    if tiny is not None:
+        lows, zeros = torch.empty((2, chunks), dtype=torch.int32, device=device).unbind()
+        counts = torch.empty(2, dtype=torch.int64, device=device)
     covered = sum(part.plan.tensors for _, part in work) == len(dense)
     flags = (torch.empty if covered else torch.zeros)(len(dense), dtype=torch.uint8, device=device)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -83,9 +82,10 @@ def read(gradients: Sequence[Tensor], tiny: float) -> Numbers:
         for dtype, part in work:
             plan, (kind, integer) = part.plan, _KINDS[dtype]
             _kernels.read[(plan.chunks,)](
-                plan.tensor_of, plan.block_of, plan.sizes, part.table, plan.tensors, _integer_of(tiny, dtype),
-                base, squares, tops, lows, zeros, KIND=kind, INTEGER=integer,
-                ALIGNED=part.aligned, CHUNK=plan.chunk, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False,
+                plan.tensor_of, plan.block_of, plan.sizes, part.table, plan.tensors,
+                0 if tiny is None else _integer_of(tiny, dtype), base, squares, tops, lows, zeros,
+                KIND=kind, INTEGER=integer, COUNTS=tiny is not None, ALIGNED=part.aligned, CHUNK=plan.chunk,
+                BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False,
             )  # fmt: skip
             base += plan.chunks
         base = 0
@@ -93,11 +93,11 @@ def read(gradients: Sequence[Tensor], tiny: float) -> Numbers:
             plan, last = part.plan, i == len(work) - 1
             _kernels.finish[(plan.tensors + last,)](
                 plan.first, part.table, plan.tensors, base, chunks, squares, tops, lows, zeros, flags, floats, counts,
-                BLOCK=1024, num_warps=4, enable_fp_fusion=False,
+                COUNTS=tiny is not None, BLOCK=1024, num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
             base += plan.chunks
-    found, norm, amax, subnormals, nothing = floats.unbind()
-    return Numbers(found, norm, flags.view(torch.bool), amax, subnormals, nothing, counts)
+    found, norm, amax = floats.unbind()
+    return Numbers(found, norm, flags.view(torch.bool), amax, counts)
 
 
 @lru_cache
