@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,8 @@ LONG = 8 * BLOCK
 MANY = 2**23
 """From so many entries on programs are long."""
 
+_DTYPE = attrgetter("dtype")
+_FORM = attrgetter("device", "dtype", "layout")
 _KINDS = {torch.float16: (0, tl.int16), torch.bfloat16: (1, tl.int16), torch.float32: (2, tl.int32)}
 
 
@@ -41,8 +44,10 @@ class Numbers(NamedTuple):
 
 def readable(gradients: Sequence[Tensor]) -> bool:
     """Whether `read` takes them: strided, of float16, bfloat16 or float32, all on one device."""
-    device = gradients[0].device
-    return all(g.dtype in _KINDS and g.device == device and g.layout is torch.strided for g in gradients)
+    forms = set(map(_FORM, gradients))  # of a thousand gradients two or three
+    return len({device for device, _, _ in forms}) == 1 and all(
+        dtype in _KINDS and layout is torch.strided for _, dtype, layout in forms
+    )
 
 
 def read(gradients: Sequence[Tensor], tiny: float | None) -> Numbers:
@@ -54,9 +59,11 @@ def read(gradients: Sequence[Tensor], tiny: float | None) -> Numbers:
     do not fill their memory are copied first.
     """
     device = gradients[0].device
-    dense = [gradient if walkable(gradient) else gradient.contiguous() for gradient in gradients]
+    dense = gradients
+    if not all(map(Tensor.is_contiguous, gradients)):
+        dense = [gradient if walkable(gradient) else gradient.contiguous() for gradient in gradients]
     chunk = LONG if sum(map(Tensor.numel, dense)) >= MANY else BLOCK
-    dtypes = list(dict.fromkeys(gradient.dtype for gradient in dense))
+    dtypes = list(dict.fromkeys(map(_DTYPE, dense)))
     work = []
     for dtype in dtypes:
         places = [i for i, gradient in enumerate(dense) if gradient.dtype is dtype] if len(dtypes) > 1 else None

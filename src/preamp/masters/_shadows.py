@@ -76,7 +76,7 @@ class Shadows(NoMasters):
         """The copies of parameters that have one."""
         return [self._shadow.get(parameter) for parameter in parameters]
 
-    def published(self, parameters: Iterable[Parameter]) -> None:
+    def published(self, parameters: Sequence[Parameter]) -> None:
         """A step has written parameters and copies."""
         for parameter in parameters:
             if parameter in self._versions:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -45,19 +45,16 @@ class SplitMasters(Masters):
         self._keep(name, parameter, torch.zeros_like(parameter, dtype=torch.int16) if master is None else master)
 
     def _keep(self, name: str, parameter: Parameter, bits: Tensor) -> None:
-        self._entries[parameter] = Entry(name, bits, parameter.data, parameter._version)
+        self._know(parameter, Entry(name, bits, parameter.data, parameter._version))
         self._bits[parameter] = bits
 
     def of(self, parameter: Parameter) -> Tensor:
         """The bits beside a parameter, int16."""
         return self._bits[parameter]
 
-    def refresh(self, parameters: Iterable[Parameter] | None = None) -> None:
-        """Note where parameters lie that were given other data."""
-        for parameter in self._entries if parameters is None else parameters:
-            entry = self._entries.get(parameter)
-            if entry is not None and parameter not in self._inside:
-                entry.low = parameter.data
+    def _follow(self, parameter: Parameter, entry: Entry) -> None:
+        """Note where a parameter lies that was given other data."""
+        entry.low = parameter.data
 
     def refresh_before_step(self, parameters: Sequence[Parameter]) -> None:
         """The same: a weight and its bits always agree."""
@@ -84,6 +81,7 @@ class SplitMasters(Masters):
             become(parameter, self._in_float32(parameter, entry))
         rebuild_reducers(self._entries)
         self._entries.clear()
+        self._columns.clear()
         self._bits.clear()
 
     def named(self) -> Iterator[tuple[str, Tensor]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,9 +22,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..errors import PreampWarning, SessionError, StateError
+from ..formats import LOW_DTYPES
 from ..sharding import held_here, is_sharded
+from ._column import Column
 from ._entry import Entry, Verdict
 from ._exchange import become, change_places, rebuild_reducers
+
+_MASTER = attrgetter("master")
 
 AUDITS = 4
 """Steps at the start in which parameters are compared with their masters."""
@@ -42,6 +47,7 @@ class Masters:
     def __init__(self) -> None:
         self._entries: dict[Parameter, Entry] = {}
         self._inside: dict[Parameter, Entry] = {}
+        self._columns: dict[tuple[int, ...], Column] = {}
         self._audits_left = AUDITS
         self._loaded = False
         self.rounded: str | None = None
@@ -71,31 +77,53 @@ class Masters:
         """Turn a float32 parameter into a low one; its present data becomes the master."""
         master = parameter.data
         become(parameter, master.to(dtype))
-        self._entries[parameter] = Entry(name, master, parameter.data, parameter._version)
+        self._know(parameter, Entry(name, master, parameter.data, parameter._version))
 
     def adopt(self, name: str, parameter: Parameter, master: Tensor | None = None) -> None:
         """Make a master for a parameter that is already low, or take the one that was kept for it."""
         kept = parameter.data.float() if master is None else master
-        self._entries[parameter] = Entry(name, kept, parameter.data, parameter._version)
+        self._know(parameter, Entry(name, kept, parameter.data, parameter._version))
+
+    def _know(self, parameter: Parameter, entry: Entry) -> None:
+        self._entries[parameter] = entry
+        self._columns.clear()
+
+    def _column(self, parameters: Sequence[Parameter]) -> Column:
+        """What a step asks of all its parameters, as it was found for the last one."""
+        key = (len(parameters), *(id(parameter) for parameter in (*parameters[:1], *parameters[-1:])))
+        found = self._columns.get(key)
+        if found is None or not found.is_of(parameters):
+            found = self._columns[key] = Column(parameters, self._entries)
+        return found
+
+    def strangers(self, parameters: Sequence[Parameter]) -> list[Parameter]:
+        """16-bit parameters that should have a master and have none."""
+        return [p for p in self._column(parameters).others if p.dtype in LOW_DTYPES] if self.wanted else []
 
     def refresh(self, parameters: Iterable[Parameter] | None = None) -> None:
         """Let the masters follow parameters that were written from outside since the last step."""
-        if not self._entries:  # asking that of a thousand parameters takes as long as stepping them
+        if not self._entries:
             return
-        for parameter in self._entries if parameters is None else parameters:
-            entry = self._entries.get(parameter)
-            if entry is None or parameter in self._inside:
-                continue
-            if parameter._version == entry.version and parameter.data_ptr() == entry.low.data_ptr():
-                continue
-            data = parameter.data
-            master = entry.master.to(data.device)
-            kept = data == master.to(data.dtype)
-            if self._loaded and not bool(held_here(kept).all()):
-                self.rounded = entry.name
-            written = torch.where(kept, master, data.float()) if data.dtype is not torch.float32 else data.detach()
-            entry.master = master.detach().copy_(written)  # in place: an optimizer's state may hold it too
-            entry.low, entry.version = data, parameter._version
+        column = self._column(list(self._entries if parameters is None else parameters))
+        if column.agrees and not self._inside:
+            return
+        for parameter, entry in zip(column.parameters, column.entries, strict=True):
+            if parameter not in self._inside:
+                self._follow(parameter, entry)
+        if not self._inside:
+            column.agreed()
+
+    def _follow(self, parameter: Parameter, entry: Entry) -> None:
+        if parameter._version == entry.version and parameter.data_ptr() == entry.low.data_ptr():
+            return
+        data = parameter.data
+        master = entry.master.to(data.device)
+        kept = data == master.to(data.dtype)
+        if self._loaded and not bool(held_here(kept).all()):
+            self.rounded = entry.name
+        written = torch.where(kept, master, data.float()) if data.dtype is not torch.float32 else data.detach()
+        entry.master = master.detach().copy_(written)  # in place: an optimizer's state may hold it too
+        entry.low, entry.version = data, parameter._version
 
     def refresh_before_step(self, parameters: Sequence[Parameter]) -> None:
         """`refresh`, and in the first steps a look at the values themselves.
@@ -119,8 +147,9 @@ class Masters:
             return
         written = [p for p in own if not self._agrees(p)]
         for parameter in written:
-            self._entries[parameter].version = -1
-        self.refresh(written)
+            entry = self._entries[parameter]
+            entry.version = -1
+            self._follow(parameter, entry)
         self._judge(self._entries[written[0]].name if written else None)
 
     def _judge(self, culprit: str | None) -> None:
@@ -220,13 +249,14 @@ class Masters:
     def followed(self, parameters: Sequence[Parameter]) -> list[Tensor]:
         """Masters, up to date, for a step that writes them and their parameters itself; `published` comes after it."""
         self.refresh(parameters)
-        return [self._entries[parameter].master for parameter in parameters]
+        return list(map(_MASTER, self._column(parameters).entries))
 
-    def published(self, parameters: Iterable[Parameter]) -> None:
+    def published(self, parameters: Sequence[Parameter]) -> None:
         """Parameters were written with what their masters round to."""
-        for parameter in parameters if self._entries else ():
-            if parameter in self._entries:
-                self._entries[parameter].version = parameter._version
+        if self._entries:
+            column = self._column(parameters)
+            for entry, version in zip(column.entries, column.agreed(), strict=True):
+                entry.version = version
 
     def twins(self, parameters: Sequence[Parameter]) -> list[Tensor | None] | None:
         """16-bit copies that a step of float32 parameters writes too; None where there are none at all."""
@@ -265,6 +295,7 @@ class Masters:
             become(parameter, entry.master)
         rebuild_reducers(self._entries)
         self._entries.clear()
+        self._columns.clear()
 
     @contextmanager
     def loading(self, named: Mapping[str, Parameter], state: Mapping[str, Any]) -> Iterator[None]:

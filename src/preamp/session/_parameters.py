@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -11,11 +13,12 @@ from torch.optim import Optimizer
 
 from ..masters import Masters
 
+_PARAMS = itemgetter("params")
+
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Parameter]:
     """Every parameter in an optimizer's groups."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
+    return chain.from_iterable(map(_PARAMS, optimizer.param_groups))
 
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:
@@ -30,10 +33,7 @@ def dtype_of_gradient(parameter: Parameter) -> torch.dtype:
 
 def low_strangers(optimizer: Optimizer, masters: Masters) -> list[Parameter]:
     """16-bit parameters that were added to an optimizer after the session began, and have no master yet."""
-    if not masters.wanted:
-        return []
-    low = (torch.float16, torch.bfloat16)
-    return [p for p in parameters_of(optimizer) if p.dtype in low and p not in masters]
+    return masters.strangers(list(parameters_of(optimizer)))
 
 
 def state_like_parameters(optimizer: Optimizer) -> None:
