@@ -145,7 +145,7 @@ def gradients(params: Sequence[Tensor], dtype: torch.dtype, seed: int, *, same_l
     generator = torch.Generator().manual_seed(seed)
     made = []
     for p in params:
-        values = torch.randn(p.shape, generator=generator).to(p.device, dtype)
+        values = torch.randn(p.shape, generator=generator, device="cpu").to(p.device, dtype)
         made.append(torch.empty_like(p, dtype=dtype).copy_(values) if same_layout else values)
     return made
 
@@ -160,7 +160,7 @@ def far(got: Sequence[Tensor], wanted: Sequence[Tensor], *, but: float = 0.0) ->
     `but`: a share of the entries that may be farther off. Where weight decay takes all of a gradient away but its
     rounding, which a contracted product and sum have another of, Adam makes a step of that as of any other gradient.
     """
-    gaps = [torch.zeros(1)]
+    gaps = [torch.zeros(1, dtype=torch.float64, device="cpu")]
     for a, b in zip(got, wanted, strict=True):
         gap = (a.double() - b.double()).abs() / b.double().abs().clamp_min(1.0)
         assert not gap.isnan().any()
