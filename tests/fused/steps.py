@@ -92,15 +92,24 @@ class Run:
         return [*self.params, *lows, *(t for state in self.states for t in state), self.step, self.norms]
 
     def twin(self) -> Run:
-        """An independent copy, strides kept."""
-        lows = None if self.lows is None else [None if low is None else low.clone() for low in self.lows]
-        copy = Run(self.name, self.options, [p.clone() for p in self.params], lows, first=self.first)
+        """An independent copy, strides and alignment kept: other alignment is another kernel, with other sums."""
+        lows = None if self.lows is None else [None if low is None else cloned(low) for low in self.lows]
+        copy = Run(self.name, self.options, list(map(cloned, self.params)), lows, first=self.first)
         for mine, theirs in zip(self.states, copy.states, strict=True):
             for a, b in zip(mine, theirs, strict=True):
                 b.copy_(a)
         copy.step.copy_(self.step)
         copy.norms.copy_(self.norms)
         return copy
+
+
+def cloned(tensor: Tensor) -> Tensor:
+    """A copy that begins as far from an aligned address as the tensor does."""
+    if not tensor.data_ptr() % 16:
+        return tensor.clone()
+    offset = tensor.data_ptr() % 16 // tensor.element_size()
+    flat = tensor.new_empty(offset + tensor.numel())[offset:]
+    return flat.as_strided(tensor.shape, torch.empty_like(tensor).stride()).copy_(tensor)
 
 
 def awkward_for(name: str, device: str = "cpu", scale: int = 1) -> list[Tensor]:
@@ -136,17 +145,25 @@ def gradients(params: Sequence[Tensor], dtype: torch.dtype, seed: int, *, same_l
     generator = torch.Generator().manual_seed(seed)
     made = []
     for p in params:
-        values = torch.randn(p.shape, generator=generator).to(p.device, dtype)
+        values = torch.randn(p.shape, generator=generator, device="cpu").to(p.device, dtype)
         made.append(torch.empty_like(p, dtype=dtype).copy_(values) if same_layout else values)
     return made
 
 
-def far(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
-    """The largest distance in units of float32's epsilon times max(1, magnitude)."""
-    worst = 0.0
+CANCELLED = 2.0**-11
+"""The share of entries whose gradient may be nothing but rounding, less than one of each chunk; 2e-4 were seen."""
+
+
+def far(got: Sequence[Tensor], wanted: Sequence[Tensor], *, but: float = 0.0) -> float:
+    """The largest distance in units of float32's epsilon times max(1, magnitude).
+
+    `but`: a share of the entries that may be farther off. Where weight decay takes all of a gradient away but its
+    rounding, which a contracted product and sum have another of, Adam makes a step of that as of any other gradient.
+    """
+    gaps = [torch.zeros(1, dtype=torch.float64, device="cpu")]
     for a, b in zip(got, wanted, strict=True):
-        if a.numel():
-            gap = (a.double() - b.double()).abs() / b.double().abs().clamp_min(1.0)
-            assert not gap.isnan().any()
-            worst = max(worst, float(gap.max()) / 2**-23)
-    return worst
+        gap = (a.double() - b.double()).abs() / b.double().abs().clamp_min(1.0)
+        assert not gap.isnan().any()
+        gaps.append(gap.flatten().cpu())
+    every = torch.cat(gaps)
+    return float(every.topk(1 + int(but * len(every))).values[-1]) / 2**-23

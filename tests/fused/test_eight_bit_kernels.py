@@ -1,8 +1,7 @@
-"""Adam in 8 bits: the Triton kernel beside the reference, in the interpreter that `test_kernels` starts."""
+"""Adam in 8 bits: the Triton kernel beside the reference, where `test_kernels` and `tests/emulator` run it."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -11,11 +10,9 @@ from torch import Tensor
 
 from .eight_bits import KINDS, OPTIONS, SETTINGS, Run
 from .steps import awkward, by_operators, far, gradients
+from .where import inside
 
 pytest.importorskip("triton")
-inside = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="run by test_kernels.test_in_the_interpreter"
-)
 
 CODES = 1
 """Codes of kernel and reference may lie so far apart, where a last bit of float32 decides; 0 were seen."""
@@ -23,7 +20,7 @@ CODES = 1
 
 def layouts() -> list[Tensor]:
     """Odd sizes, none, one, a partial last block, several blocks, channels_last, addresses off alignment."""
-    return [*awkward()[:7], torch.randn(256), torch.randn(255), torch.randn(2, 1025)]
+    return [*awkward(torch.get_default_device().type)[:7], torch.randn(256), torch.randn(255), torch.randn(2, 1025)]
 
 
 CASES = [(kind, SETTINGS[0], torch.bfloat16) for kind in KINDS]

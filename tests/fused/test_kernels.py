@@ -23,11 +23,10 @@ from preamp.fused import _bits
 from preamp.multi_tensor import triton_runs_on
 
 from .steps import ADAM, NAMES, SETTINGS, Run, awkward, awkward_for, by_operators, far, gradients
+from .where import EMULATED, INTERPRETED, inside
 
 triton = pytest.importorskip("triton")
 OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INSIDE, reason="run by test_in_the_interpreter in a process of its own")
 FILES = [
     str(Path(__file__).with_name(name))
     for name in ("test_kernels.py", "test_read_kernel.py", "test_eight_bit_kernels.py", "test_parts.py")
@@ -39,7 +38,7 @@ STEP_ULP = 4
 
 
 @pytest.mark.skipif(OLD, reason="the interpreter of Triton 3.6 breaks on NumPy 2.4; only 3.9 was tried besides")
-@pytest.mark.skipif(INSIDE, reason="this is the process that it starts")
+@pytest.mark.skipif(INTERPRETED or EMULATED, reason="this is the process that it starts")
 def test_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *FILES]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": "", "OMP_NUM_THREADS": "1"}
@@ -51,7 +50,7 @@ def test_in_the_interpreter() -> None:
 
 @inside
 def test_kernels_run_here() -> None:
-    assert triton_runs_on(torch.device("cpu"))
+    assert triton_runs_on(torch.get_default_device())
     assert not triton_runs_on(torch.device("meta"))
 
 
@@ -59,7 +58,7 @@ def test_kernels_run_here() -> None:
 @pytest.mark.parametrize("low", LOWS, ids=str)
 @pytest.mark.parametrize(("name", "options"), SETTINGS, ids=NAMES)
 def test_kernels_do_what_operators_do(name: str, options: dict[str, Any], low: torch.dtype | None) -> None:
-    params = awkward_for(name)
+    params = awkward_for(name, torch.get_default_device().type)
     run = Run(name, options, params, [p.to(low) for p in params] if low else None)
     twin = run.twin()
     for i, factor in enumerate([None, 0.25, 0.3, 2.0**-16, 1.0]):
@@ -79,7 +78,7 @@ def test_kernels_do_what_operators_do(name: str, options: dict[str, Any], low: t
 @inside
 @pytest.mark.parametrize(("name", "options"), SETTINGS, ids=NAMES)
 def test_found_writes_nothing(name: str, options: dict[str, Any]) -> None:
-    params = awkward_for(name)
+    params = awkward_for(name, torch.get_default_device().type)
     run = Run(name, options, params, [p.to(torch.bfloat16) for p in params])
     run.take(gradients(params, torch.bfloat16, 0))
     before = [t.clone() for t in run.everything()]
@@ -144,7 +143,7 @@ def low_steps(options: dict[str, Any]) -> Callable[[Callable[[], Any]], list[lis
 
     def run(context: Callable[[], Any]) -> list[list[Tensor]]:
         with context():
-            masters = [p for p in awkward() if p.dim() != 2 or p.is_contiguous()]
+            masters = [p for p in awkward(torch.get_default_device().type) if p.dim() != 2 or p.is_contiguous()]
             halves = [fused.split(p) for p in masters]
             lows, bits = [w for w, _ in halves], [b for _, b in halves]
             states = [[torch.zeros_like(p) for p in masters] for _ in range(3 if options["amsgrad"] else 2)]

@@ -57,7 +57,7 @@ def take_together(runs: list[Run], grads: list[list[Tensor]], found: Tensor, **g
 @pytest.mark.parametrize("low", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("name", "options"), LAYERWISE, ids=[f"{name}-{i}" for i, (name, _) in enumerate(LAYERWISE)])
 def test_parts_are_stepped_as_the_whole(name: str, options: dict[str, Any], low: torch.dtype | None) -> None:
-    compare(name, options, low, "cpu")
+    compare(name, options, low, torch.get_default_device().type)
 
 
 @pytest.mark.parametrize(("name", "options"), LAYERWISE, ids=[f"{name}-{i}" for i, (name, _) in enumerate(LAYERWISE)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 import torch
@@ -11,9 +10,11 @@ from torch import Tensor
 
 from preamp.formats import FP16
 
+from .where import inside
+
 pytest.importorskip("triton")
 pytestmark = [
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run by test_in_the_interpreter"),
+    inside,
     # the first, unscaled sum of squares of huge numbers overflows by design; the interpreter's NumPy says so
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
@@ -49,9 +50,11 @@ def check(gradients: list[Tensor], tiny: float = TINY) -> None:
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
     """Of many magnitudes, with zeros."""
+    device = torch.get_default_device()
     generator = torch.Generator().manual_seed(seed)
-    powers = torch.randint(-24, 8, shape, generator=generator)
-    return torch.randn(shape, generator=generator).ldexp(powers) * (torch.rand(shape, generator=generator) > 0.1)
+    powers = torch.randint(-24, 8, shape, generator=generator, device="cpu")
+    values = torch.randn(shape, generator=generator, device="cpu").ldexp(powers)
+    return (values * (torch.rand(shape, generator=generator, device="cpu") > 0.1)).to(device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -133,6 +133,65 @@ def test_states_loaded_between_captured_steps_are_trained_on(level: str, through
     assert captured.skipped == 2
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_what_a_capture_launches_has_run_before(decay: float) -> None:
+    """Drivers load no kernel while a graph is captured: not the one without decay, nor that of a second momentum step.
+
+    Rates given as numbers make other kernels than rates in tensors, and a first step others than the second.
+    """
+
+    def change(session: preamp.Session, model: nn.Module, index: int) -> None:
+        for group in session.optimizers[""].param_groups:
+            group["weight_decay"] = decay if index < 8 else 0.5 - decay
+
+    makers: list[Callable[[Any], Optimizer]] = [
+        lambda p: preamp.optim.AdamW(p, 3e-3, eps=EPS),
+        lambda p: preamp.optim.SGD(p, 0.05, momentum=0.9, nesterov=True),
+        lambda p: preamp.optim.LAMB(p, 3e-3),
+    ]
+    for maker in makers:
+        captured, written = (Run("O5", maker, how, between=change) for how in (True, False))
+        captured.is_that_of(written)
+
+
+@pytest.mark.parametrize("lr", [1 / 3, torch.tensor(1 / 3, dtype=torch.float64)], ids=["number", "tensor"])
+def test_rates_are_given_back_when_the_session_ends(lr: float | Tensor) -> None:
+    for schedule in (False, True):
+        model = network()
+        optimizer = preamp.optim.SGD(model.parameters(), lr if isinstance(lr, float) else lr.clone())
+        group = optimizer.param_groups[0]
+        given = group["lr"]
+        with preamp.prepare(model, optimizer, level="O1") as session:
+            step = session.capture(train_step(model, session), warmup=1)
+            step(*batch(0))
+            rate = group["lr"]
+            assert isinstance(rate, Tensor) and rate.device.type == "cuda"
+            if schedule:
+                rate.mul_(0.5)
+            step(*batch(1))
+            assert group["lr"] is rate
+        assert group["lr"] is given if isinstance(given, Tensor) else type(group["lr"]) is float
+        assert float(group["lr"]) == pytest.approx(1 / 6 if schedule else 1 / 3)
+        assert schedule or isinstance(given, Tensor) or group["lr"] == 1 / 3
+
+
+def test_calls_before_a_capture_share_one_stream_with_it() -> None:
+    """Memory that one stream has used is of no use to another, and what a stream keeps is laid out before a capture."""
+    model = network()
+    streams = []
+    with preamp.prepare(model, preamp.optim.AdamW(model.parameters()), level="O2") as session:
+        train = train_step(model, session)
+
+        def noted(x: Tensor, y: Tensor) -> Tensor:
+            streams.append(torch.cuda.current_stream().cuda_stream)
+            return train(x, y)
+
+        step = session.capture(noted)
+        for index in range(6):
+            step(*batch(index))
+    assert len(streams) == 4 and len(set(streams)) == 1 and streams[0] != torch.cuda.default_stream().cuda_stream
+
+
 def test_replays_do_not_wait() -> None:
     model = network()
     batches = [batch(step) for step in range(12)]

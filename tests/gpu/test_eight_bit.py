@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from preamp.optim import AdamW
 from tests.fused.eight_bits import KINDS, OPTIONS, SETTINGS, Run
-from tests.fused.steps import awkward, by_operators, far, gradients
+from tests.fused.steps import CANCELLED, awkward, by_operators, far, gradients
 
 from .training import no_waiting
 
@@ -36,14 +36,14 @@ def test_the_kernel_does_what_operators_do(kind: str, options: dict[str, Any], d
             twin.take([g.clone() for g in grads], number(0.3), number(0.0))
         run.take(grads, number(0.3), number(0.0) if i else None)
         if kind in ("float32", "published", "split"):
-            assert far(run.masters(), twin.masters()) <= 8
+            assert far(run.masters(), twin.masters(), but=CANCELLED) <= 8
         for mine, theirs in zip(run.moments, twin.moments, strict=True):
             for a, b in zip(mine, theirs, strict=True):
                 if a.dtype is torch.float32:
                     assert torch.allclose(a, b, rtol=1e-5, atol=0)
                 elif a.numel():
                     apart = (a.int() - b.int()).abs()
-                    assert int(apart.max()) <= 1
+                    assert int((apart > 1).sum()) <= CANCELLED * a.numel()
                     assert int((apart > 0).sum()) <= 1 + 1e-3 * a.numel()
         for a, b in zip(twin.everything(), run.everything(), strict=True):
             a.copy_(b)  # the next step from one state

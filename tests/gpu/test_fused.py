@@ -12,7 +12,18 @@ from torch import Tensor
 
 from preamp import fused
 from tests.fused import test_parts as parts
-from tests.fused.steps import ADAM, NAMES, SETTINGS, Run, awkward, awkward_for, by_operators, far, gradients
+from tests.fused.steps import (
+    ADAM,
+    CANCELLED,
+    NAMES,
+    SETTINGS,
+    Run,
+    awkward,
+    awkward_for,
+    by_operators,
+    far,
+    gradients,
+)  # fmt: skip
 
 from .training import no_waiting
 
@@ -39,7 +50,7 @@ def test_kernels_do_what_operators_do(name: str, options: dict[str, Any], low: t
             twin.take([g.clone() for g in grads], times, number(0.0))
         run.take(grads, times, number(0.0) if i else None)
     layerwise = name in ("lamb", "novograd")  # norms of hundreds of thousands of numbers, summed in another order
-    assert far(run.params, twin.params) <= (64 if layerwise else 8)
+    assert far(run.params, twin.params, but=CANCELLED) <= (64 if layerwise else 8)
     for a, b in zip(run.states, twin.states, strict=True):
         assert far(a, b) <= (64 if layerwise else 8)
     for p, published in zip(params, run.lows or [], strict=low is not None):

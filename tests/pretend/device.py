@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import importlib.util
-import os
 import shutil
-import subprocess
-import sys
-import sysconfig
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,9 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.cpp_extension import include_paths, library_paths
+
+from .building import built, loaded
 
 HERE = Path(__file__).parent
+NAME = "pretend_cuda"
 SOURCES = ("device.cpp", "kernels.cpp", "group.cpp", "module.cpp")
 WRITTEN_FOR = "2.13"
 """The release of torch whose C++ this is written against: much of what it stands on is not promised to anybody."""
@@ -43,11 +38,7 @@ def pretend(devices: int = 1) -> Any:
     """Put the device under `torch.cuda`, for the rest of this process. Builds the C++ at first, in about a minute."""
     if (reason := missing()) is not None:
         raise RuntimeError(f"no CUDA device that is none: {reason}")
-    file = built()
-    spec = importlib.util.spec_from_file_location(NAME, file)
-    assert spec is not None and spec.loader is not None
-    native = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(native)
+    native = loaded(built(NAME, HERE, SOURCES, "pretend.h"), NAME)
     native.set_devices(devices)
     _as_torch_has_it(native)
     _storages_lie_there(native)
@@ -55,36 +46,6 @@ def pretend(devices: int = 1) -> Any:
     _replicas_are_copies()
     _groups_speak_by_gloo(native)
     return native
-
-
-NAME = "pretend_cuda"
-
-
-def built() -> Path:
-    """The compiled C++, kept in the user's cache under a name of what it was made from."""
-    sources = [*(HERE / name for name in SOURCES), HERE / "pretend.h"]
-    made_from = hashlib.sha256(b"".join(source.read_bytes() for source in sources))
-    made_from.update(f"{torch.__version__} {torch.__path__[0]} {sys.version}".encode())
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "preamp-tests"
-    file = home / f"{NAME}-{made_from.hexdigest()[:16]}.so"
-    if file.exists():
-        return file
-    home.mkdir(parents=True, exist_ok=True)
-    flags = ["-O0", "-std=c++20", "-fPIC", f"-DTORCH_EXTENSION_NAME={NAME}", "-DTORCH_API_INCLUDE_EXTENSION_H"]
-    flags += [f"-I{path}" for path in (*include_paths(), sysconfig.get_paths()["include"])]
-    libraries = [*(f"-L{path}" for path in library_paths()), "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
-    with tempfile.TemporaryDirectory() as folder:
-        objects = [Path(folder) / f"{name}.o" for name in SOURCES]
-        pairs = zip(SOURCES, objects, strict=True)
-        compiling = [subprocess.Popen(["c++", *flags, "-c", HERE / name, "-o", to]) for name, to in pairs]
-        statuses = [process.wait() for process in compiling]
-        if any(statuses):
-            raise RuntimeError("the C++ in tests/pretend does not compile")
-        linked = Path(folder) / file.name
-        subprocess.run(["c++", "-shared", *objects, *libraries, "-o", linked], check=True)
-        shutil.copy(linked, partial := file.with_suffix(f".{os.getpid()}"))
-        partial.rename(file)  # at once, so that no other process loads half a file
-    return file
 
 
 def _as_torch_has_it(native: Any) -> None:
@@ -303,7 +264,7 @@ def _interpreted_kernels_are_recorded(native: Any) -> None:
             finally:
                 native.set_on_wait(mode)
 
-        native.record(run) if native.is_capturing() else run()
+        native.launch(run)
 
     interpreter.GridExecutor.__call__ = launched
 

@@ -33,7 +33,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("generator", &generator);
   m.def("is_capturing", [] { return captured != nullptr; });
-  m.def("record", [](const py::function& function) {
+  m.def("launch", [](const py::function& function) {  // a kernel: now, or, while a graph is captured, at its replays
+    if (!captured) {
+      ++kernels;
+      function();
+      return;
+    }
     // kept for good: a graph may die in a thread without the interpreter's lock
     auto* kept = new py::function(function);
     pretend::now_or_in_graph([kept] {

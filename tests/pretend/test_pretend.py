@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from .device import missing
-
-ROOT = Path(__file__).parents[2]
+from .running import run, run_tests
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no device that is none: {missing()}")
 
@@ -22,16 +18,6 @@ ONE_OPTIMIZER = "adam or not a_captured_step"
 
 WHOLE = "not full_size and not large_parameter"
 """Without networks of full size, which a CPU takes minutes for."""
-
-
-def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    environment = {
-        **os.environ, "PREAMP_NO_TRITON": "1", "PRETEND_CUDA_DEVICES": "2", "PYTEST_ADDOPTS": "",
-        "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), **more,
-    }  # fmt: skip
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500
-    )
 
 
 @pytest.mark.timeout(600)
@@ -44,11 +30,7 @@ def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_what_wants_a_gpu(name: str, which: str) -> None:
-    plugin = ["-m", "pytest", "-p", "tests.pretend.plugin", "-p", "no:cacheprovider", "-p", "no:xdist", "-q"]
-    settings = ["-c", os.devnull, "--rootdir", str(ROOT)]  # as `./dev gpu`
-    done = run(*plugin, *settings, "-m", "gpu", "-k", which, f"tests/gpu/test_{name}.py")
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout and "skipped" not in done.stdout.splitlines()[-1]
+    run_tests("-m", "gpu", "-k", which, f"tests/gpu/test_{name}.py", plugin="tests.pretend.plugin")
 
 
 SEVERAL = [pytest.param(name, marks=pytest.mark.slow) for name in (
@@ -60,12 +42,8 @@ SEVERAL = [pytest.param(name, marks=pytest.mark.slow) for name in (
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", SEVERAL)
 def test_ranks_with_a_gpu_each(name: str) -> None:
-    settings = ["-c", os.devnull, "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-p", "no:xdist", "-q"]
     chosen = ["-k", "test_neutral_events"] if name == "undisturbed" else ["-m", "not slow"]  # all of that are slow
-    several = ["-m", "pytest", *settings, *chosen, f"tests/distributed/test_{name}.py"]
-    done = run(*several, PREAMP_TESTS_DEVICE="cuda")
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout and "skipped" not in done.stdout.splitlines()[-1]
+    run_tests(*chosen, f"tests/distributed/test_{name}.py", PREAMP_TESTS_DEVICE="cuda")
 
 
 @pytest.mark.slow

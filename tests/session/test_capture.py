@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -32,12 +32,22 @@ class Stream:
         pass
 
 
+STREAMS: list[Stream] = []
+"""On which calls ran, and graphs were captured."""
+
+
+def on(stream: Stream) -> AbstractContextManager[None]:
+    STREAMS.append(stream)
+    return nullcontext()
+
+
 @pytest.fixture(autouse=True)
 def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     Graph.replays = 0
+    STREAMS.clear()
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", nullcontext)
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: on(stream))
+    monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
 
@@ -82,7 +92,46 @@ def test_warm_up_then_capture_then_replay() -> None:
         assert step(5) == (0, 5)
         assert step.session.steps == 9
         step.call.reset()
+        assert step(1) == (1, 0)
         assert step(3) == (1, 3)
+
+
+def test_one_stream_for_all_calls_that_run() -> None:
+    """The memory of one stream is of no use to others."""
+    with captured() as step:
+        step(5)
+        step.call.reset()
+        step(3)
+        assert len(STREAMS) == 6 and len(set(STREAMS)) == 1
+
+
+def test_a_first_step_makes_states_and_is_not_what_is_captured() -> None:
+    with captured(warmup=1) as step:
+        assert step(1) == (1, 0)
+        assert step(1) == (1, 0), "the second finds them, and does what a third will do"
+        assert step(1) == (1, 1)
+
+
+def test_other_shapes_after_a_reset_run_as_written_before_they_are_captured() -> None:
+    with captured() as step:
+        step(4)
+        step.call.reset()
+        for size, done in ((2, False), (3, False), (3, True)):
+            step.call(torch.ones(size, 4))
+            assert step.call.captured is done
+
+
+def test_momentum_that_waits_for_a_first_step_is_not_captured() -> None:
+    """With dampening only the host can tell that the first step was skipped, and a capture may not ask."""
+    model = nn.Linear(4, 3)
+    optimizer = preamp.optim.SGD(model.parameters(), 0.1, momentum=0.9, dampening=0.5)
+    with preamp.prepare(model, optimizer, level="O2") as session:
+        step = Captured(session, model, warmup=1)
+        assert step(2) == (2, 0)
+        optimizer.unstarted.update(model.parameters())
+        assert step(1) == (1, 0)
+        optimizer.unstarted.clear()
+        assert step(1) == (1, 1)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
@@ -106,21 +155,43 @@ def test_states_loaded_between_warm_up_and_capture_take_one_more_call_as_written
         assert step(1) == (1, 1)
 
 
-def test_a_rate_becomes_a_tensor_that_schedules_write_into() -> None:
+def test_a_rate_is_a_tensor_from_the_first_call_that_schedules_write_into() -> None:
     with captured() as step:
         group = step.session.optimizers[""].param_groups[0]
-        step(4)
+        step(1)
         rate = group["lr"]
         assert isinstance(rate, Tensor) and float(rate) == pytest.approx(1e-3)
+        step(3)
         torch.optim.lr_scheduler.LambdaLR(step.session.optimizers[""], lambda _: 0.5)
         assert group["lr"] is rate and float(rate) == pytest.approx(5e-4)
         assert step(2) == (0, 2)
         group["lr"] = 1e-2
+        assert step(2) == (0, 2)
+        assert group["lr"] is rate and float(rate) == pytest.approx(1e-2)
+
+
+def test_another_tensor_for_a_rate_is_captured_anew() -> None:
+    with captured() as step:
+        group = step.session.optimizers[""].param_groups[0]
+        step(4)
+        group["lr"] = torch.tensor(0.5)
+        assert step(1) == (1, 0)
         assert step(2) == (1, 2)
-        assert isinstance(group["lr"], Tensor) and float(group["lr"]) == pytest.approx(1e-2)
 
 
-def test_a_hyper_parameter_that_changes_at_each_call_is_told_once() -> None:
+def test_a_loaded_state_has_rates_of_its_own_which_are_given_back_as_numbers() -> None:
+    with captured() as step:
+        optimizer = step.session.optimizers[""]
+        step(4)
+        state = optimizer.state_dict()
+        state["param_groups"][0]["lr"] = torch.tensor(0.25)
+        optimizer.load_state_dict(state)
+        assert step(1) == (1, 0)
+        assert step(2) == (1, 2)
+    assert optimizer.param_groups[0]["lr"] == 0.25 and isinstance(optimizer.param_groups[0]["lr"], float)
+
+
+def test_hyper_parameters_that_change_at_each_call_are_told_once() -> None:
     with captured() as step:
         group = step.session.optimizers[""].param_groups[0]
         step(4)
@@ -128,8 +199,8 @@ def test_a_hyper_parameter_that_changes_at_each_call_is_told_once() -> None:
             warnings.simplefilter("error")
             for decay in (0.1, 0.2):
                 group["weight_decay"] = decay
-                assert step(1) == (1, 1)
-            assert step(1) == (0, 1)  # a call that replays begins the count anew
+                assert step(1) == (1, 0)  # captured it would be another graph at each call
+            assert step(2) == (1, 2)  # a call without a change begins the count anew
             for decay in (0.3, 0.4):
                 group["weight_decay"] = decay
                 step(1)

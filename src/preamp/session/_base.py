@@ -24,6 +24,7 @@ from ._gradients import GradientBook
 from ._losses import Losses
 from ._parameters import parameters_of, state_like_parameters
 from ._precision import FullPrecision
+from ._rates import Rates
 from ._report import StepReport
 from ._round import Round
 from ._state import check_whole
@@ -68,6 +69,7 @@ class SessionBase:
         self._skips = 0
         self._device_skips: Tensor | None = None
         self._loads = 0  # how often states were loaded, which lie in other tensors then
+        self._rates = Rates()
         self._closed = False
         self._full = FullPrecision(models.values(), masters, conversions)
         self._stepping: Optimizer | None = None
@@ -177,6 +179,7 @@ class SessionBase:
                 each.lend(None)
         if self.policy.has_regions:
             self._rules()
+        self._rates.give_back()
 
     def __enter__(self) -> Self:
         self._check_open()

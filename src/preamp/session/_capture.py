@@ -8,7 +8,8 @@ tensors that stay where they are.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from ._session import Session
 
 _PLAIN = (bool, int, float, str, type(None), tuple)
+_NOTED = "initial_lr"
+"""What schedulers note in a group, and no step reads."""
 
 
 class CapturedStep:
@@ -32,6 +35,9 @@ class CapturedStep:
 
     The first `warmup` calls run as written. The next one is captured, and from then on calls copy their arguments into
     the tensors that were captured, start the graph, and return copies of its results.
+
+    A capture may load no kernels and read nothing from the device. So it only records what the call before it, run as
+    written, has done: with the same hyper-parameters, the same states, and arguments of the same shapes.
     """
 
     def __init__(self, session: Session, function: Callable[..., Any], warmup: int) -> None:
@@ -42,8 +48,11 @@ class CapturedStep:
         self._inputs: tuple[Any, dict[str, Any]] = ((), {})
         self._outputs: Any = None
         self._steps = 0
-        self._hyper: list[dict[str, Any]] = []
+        self._hyper: _Hyper | None = None
         self._changes = 0
+        self._ran: tuple[Any, ...] | None = None
+        """What the last call worked on, if it ran as written."""
+        self._stream: Any = None
         self._loads = session._loads
         self._eager = session.device_type != "cuda"
         places = sorted({str(p.device) for o in session.optimizers.values() for p in parameters_of(o)})
@@ -70,39 +79,67 @@ class CapturedStep:
         self._session._check_open()
         if self._eager:
             return self._function(*args, **kwargs)
-        if self._loads != self._session._loads:  # states and counts lie in other tensors now: make all of them first
+        self._look_at_hyper()
+        if self._loads != self._session._loads:  # states and counts lie in other tensors now
+            self._loads = self._session._loads
             self.reset()
-            self._loads, self._warmup = self._session._loads, max(self._warmup, 1)
-        if self._graph is None and self._warmup > 0:
-            self._warmup -= 1
-            return self._on_side_stream(args, kwargs)
-        if self._graph is None or self._hyper != (now := self._hyper_now()):
-            if self._graph is not None:
-                self._warn_of_changes(now)
-            self._capture(args, kwargs)
-        else:
-            self._changes = 0
+        if self._graph is not None:
             self._copy_in(args, kwargs)
             self._session._replayed(self._steps)
+        elif self._may_be_captured(args, kwargs):
+            self._capture(args, kwargs)
+        else:
+            return self._as_written(args, kwargs)
         self._graph.replay()
         self._session._after_replay()
         return map_tensors(Tensor.clone, self._outputs)
 
     def reset(self) -> None:
-        """Forget the graph and free its memory; the next call captures anew."""
-        self._graph, self._outputs, self._inputs = None, None, ((), {})
+        """Forget the graph and free its memory; the next call runs as written, and the one after it is captured."""
+        self._graph, self._outputs, self._inputs, self._ran = None, None, ((), {}), None
 
-    def _on_side_stream(self, args: Any, kwargs: Any) -> Any:
-        """Torch wants the calls before a capture off the default stream."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+    def _look_at_hyper(self) -> None:
+        """Put rates into tensors, in which they may change, and forget the graph where anything else has changed."""
+        optimizers = list(self._session.optimizers.values())
+        if not any(_refuses(o, self._session._skip) for o in optimizers):
+            self._session._rates.become_tensors(optimizers, self._session._device())
+        now = _Hyper.of(optimizers)
+        before, self._hyper = self._hyper, now
+        if before is None or before.values == now.values:
+            self._changes = 0
+            return
+        self.reset()
+        self._changes += 1
+        if self._changes == 3:
+            warnings.warn(
+                f"session.capture(): {before.changed_in(now)} changed before each of the last three calls, so that no "
+                "graph was replayed. Only learning rates may change freely; a OneCycleLR leaves the others alone "
+                "with cycle_momentum=False",
+                PreampWarning,
+                stacklevel=3,
+            )
+
+    def _may_be_captured(self, args: Any, kwargs: Any) -> bool:
+        """Whether a call would do what the last one did, which ran as written; takes note of what it works on."""
+        optimizers = self._session.optimizers.values()
+        states = [len(state) for optimizer in optimizers for state in optimizer.state.values()]
+        shapes = [(t.shape, t.dtype, t.device) for t in tensors((args, kwargs))]
+        before, self._ran = self._ran, (states, shapes)
+        self._warmup -= 1
+        first = any(isinstance(o, FusedOptimizer) and o.unstarted for o in optimizers)  # asks the device
+        return self._warmup < 0 and not first and before == self._ran
+
+    def _as_written(self, args: Any, kwargs: Any) -> Any:
+        """Run off the default stream, as torch wants it before a capture, and on one whose memory calls share."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             results = self._function(*args, **kwargs)
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
         return results
 
     def _capture(self, args: Any, kwargs: Any) -> None:
-        self.reset()
         session = self._session
         waiting = [type(o).__name__ for o in session.optimizers.values() if _refuses(o, session._skip)]
         if waiting:
@@ -111,16 +148,10 @@ class CapturedStep:
                 "capturable=True (fused=True may stay), or prepare(..., skip='device') if it has no such argument"
             )
         torch.clear_autocast_cache()
-        device = session._device()
-        for optimizer in session.optimizers.values():
-            for group in optimizer.param_groups:  # a number would be frozen; schedulers write into a tensor
-                if not isinstance(group["lr"], Tensor) or group["lr"].device != device:
-                    group["lr"] = torch.tensor(float(group["lr"]), device=device)
-        self._hyper = self._hyper_now()
         self._inputs = map_tensors(Tensor.clone, (args, kwargs))
         before = session.steps
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=self._stream):
             self._outputs = self._function(*self._inputs[0], **self._inputs[1])
         torch.clear_autocast_cache()
         self._steps = session.steps - before
@@ -141,28 +172,33 @@ class CapturedStep:
         for mine, theirs in zip(kept, given, strict=True):
             mine.copy_(theirs, non_blocking=True)
 
-    def _warn_of_changes(self, now: list[dict[str, Any]]) -> None:
-        """Warn when a hyper-parameter changes call by call, so that every call is captured and none replayed."""
-        self._changes += 1
-        if self._changes == 3:
-            pairs = zip(self._hyper, now, strict=False)
-            names = sorted(
-                {key for old, new in pairs for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
-            )
-            warnings.warn(
-                f"session.capture(): {', '.join(names) or 'the list of groups'} changed before each of the last three "
-                "calls, and each was captured anew, which costs more than it saves. Only learning rates may change "
-                "freely; a OneCycleLR leaves the others alone with cycle_momentum=False",
-                PreampWarning,
-                stacklevel=3,
-            )
 
-    def _hyper_now(self) -> list[dict[str, Any]]:
-        return [
-            {key: value for key, value in group.items() if isinstance(value, _PLAIN)}
-            for optimizer in self._session.optimizers.values()
-            for group in optimizer.param_groups
+@dataclass(frozen=True, slots=True)
+class _Hyper:
+    """The hyper-parameters of all groups: numbers, which a graph has frozen, and tensors by which ones they are."""
+
+    values: list[dict[str, Any]]
+    kept: list[Tensor]
+    """The tensors, so that no other comes to lie at the place of one."""
+
+    @classmethod
+    def of(cls, optimizers: Iterable[Optimizer]) -> _Hyper:
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        values = [
+            {
+                name: id(value) if isinstance(value, Tensor) else value
+                for name, value in group.items()
+                if isinstance(value, (*_PLAIN, Tensor)) and name != _NOTED
+            }
+            for group in groups
         ]
+        return cls(values, [value for group in groups for value in group.values() if isinstance(value, Tensor)])
+
+    def changed_in(self, other: _Hyper) -> str:
+        """The names of those that are others there."""
+        pairs = zip(self.values, other.values, strict=False)
+        names = {key for old, new in pairs for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
+        return ", ".join(sorted(names)) or "the list of groups"
 
 
 def _refuses(optimizer: Optimizer, skip: str) -> bool:

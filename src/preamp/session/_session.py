@@ -246,9 +246,10 @@ class Session(SessionBase):
     def capture(self, function: Callable[..., Any], *, warmup: int = 3) -> CapturedStep:
         """`function`, a whole training step on tensors, as a CUDA graph: it pays where kernels are short.
 
-        The first `warmup` calls run as written, the next is captured, later ones replay it. Arguments keep their
-        shapes; learning rates become tensors, which schedulers write into; results are copies. Any optimizer that
-        does not need the host will do: fused, capturable, of preamp.optim, or `skip="device"`. Warns and changes
+        The first `warmup` calls run as written, the next is captured, later ones replay it. One call more runs as
+        written where the last one was unlike it: it made states, or had other hyper-parameters. Arguments keep their
+        shapes; learning rates are tensors until `close`, which schedulers write into; results are copies. Any optimizer
+        that does not need the host will do: fused, capturable, of preamp.optim, or `skip="device"`. Warns and changes
         nothing elsewhere than on CUDA. Raises `SessionError` when the parameters lie on several GPUs.
 
         >>> step = session.capture(train_step)

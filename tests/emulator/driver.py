@@ -1,0 +1,109 @@
+"""A driver for Triton: kernels are compiled for a GPU, as far as PTX, and run on the pretended device's memory."""
+
+from __future__ import annotations
+
+import os
+import struct
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import GPUDriver
+from triton.runtime import driver
+
+from ..pretend.building import cache
+from .ptx import Kernel
+
+TARGET = GPUTarget("cuda", 90, 32)
+
+
+class Driver(GPUDriver):  # type: ignore[misc]
+    """What Triton asks of CUDA's driver, about the pretended device."""
+
+    def __init__(self, native: Any) -> None:
+        super().__init__()
+        self.utils = Utilities(native)
+        self.launcher_cls = lambda source, metadata: Launcher(native, source)
+        self.get_current_stream = lambda device: 0
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGET
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def get_benchmarker(self) -> Any:
+        return None
+
+
+class Utilities:
+    """Properties of the device, and the loading of kernels."""
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 232448, "multiprocessor_count": 132, "max_num_regs": 65536, "warpSize": 32}
+
+    def load_binary(self, name: str, ptx: bytes, shared: int, device: int) -> tuple[Any, Kernel, int, int, int]:
+        """Load a kernel; `RuntimeError` during a capture, as drivers have it that load code while none is captured."""
+        if self._native.is_capturing():
+            raise RuntimeError(
+                f"Triton Error [CUDA]: operation not permitted when stream is capturing: the module of {name} is loaded"
+            )
+        kernel = Kernel(ptx.decode(), shared)
+        return kernel, kernel, 0, 0, 1024
+
+
+class Launcher:
+    """Starts one kernel, or lets a graph that is captured start it at every replay."""
+
+    def __init__(self, native: Any, source: Any) -> None:
+        self._native = native
+        self._types = [source.signature[name] for name in source.fn.arg_names]
+
+    def __call__(self, x: int, y: int, z: int, stream: int, kernel: Kernel, *rest: Any) -> None:
+        assert y == z == 1, "the kernels have grids of one dimension"
+        given = rest[len(rest) - len(self._types) :]
+        pairs = [(v, kind) for v, kind in zip(given, self._types, strict=True) if kind != "constexpr"]
+        arguments = [bits(value, kind) for value, kind in pairs]
+        self._native.launch(partial(started, kernel, arguments, x, given))
+
+
+def started(kernel: Kernel, arguments: list[int], programs: int, held: Any) -> None:
+    """Run a kernel. `held`: its arguments, so that tensors of a graph keep their memory until it is replayed."""
+    kernel.run(arguments, programs)
+
+
+def bits(value: Any, kind: str) -> int:
+    """An argument as the 8 bytes of a kernel's parameter."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    if kind in ("fp32", "fp64"):
+        return int.from_bytes(struct.pack("<f" if kind == "fp32" else "<d", value), "little")
+    return int(value) & 0xFFFFFFFFFFFFFFFF
+
+
+def install(native: Any) -> None:
+    """Let Triton compile for the target and run kernels here, for the rest of this process."""
+
+    def stop_at_ptx(backend: Any = None, stages: Any = None, *_: Any) -> tuple[str, str] | None:
+        if stages is None:
+            return "ptx", "ptx"  # part of the keys that compiled kernels are kept by
+        stages["cubin"] = lambda ptx, metadata: ptx.encode()
+        return None
+
+    knobs.runtime.add_stages_inspection_hook = stop_at_ptx
+    # not where real kernels are kept: Triton 3.6 would find this under their keys
+    knobs.cache.dir = os.environ.get("TRITON_CACHE_DIR") or str(cache() / f"triton-{triton.__version__}")
+    driver.set_active(Driver(native))

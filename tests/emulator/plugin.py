@@ -1,0 +1,8 @@
+"""A pytest plugin: `pytest -p tests.emulator.plugin -m gpu` runs GPU tests on the pretended device, kernels too."""
+
+from __future__ import annotations
+
+from ..pretend import plugin
+from .driver import install
+
+install(plugin.NATIVE)

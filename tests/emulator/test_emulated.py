@@ -1,0 +1,85 @@
+"""The kernels that a GPU would run, run on the pretended device: tests of kernels, of captures, of steps."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from ..pretend.device import missing
+from ..pretend.running import run, run_tests
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.skipif(missing() is not None, reason=f"no device that is none: {missing()}"),
+    pytest.mark.timeout(600),
+]
+
+PLUGIN = "tests.emulator.plugin"
+KERNELS = [f"tests/fused/test_{name}.py" for name in ("kernels", "read_kernel", "eight_bit_kernels", "parts")]
+STEPS = "a_captured_step_is_the_step or reading_in_a_graph"
+TRAININGS = "a_captured_step_trains_as_the_written_one and preamp and (O2 or split) or a_capture_launches"
+WHOLE = "not full_size and not large_parameter"
+"""Without networks of full size, which a CPU takes minutes for, and what an allocator of CUDA's own rounds."""
+
+
+def on_the_emulator(*arguments: str, python: str = sys.executable) -> None:
+    run_tests(*arguments, plugin=PLUGIN, python=python, PREAMP_NO_TRITON="")
+
+
+def test_kernels() -> None:
+    """What Triton's interpreter runs in `tests/fused`, as code for a GPU."""
+    on_the_emulator("--deselect", f"{KERNELS[0]}::test_in_the_interpreter", *KERNELS)
+
+
+def test_captures() -> None:
+    """No kernel is loaded while a graph is captured, and replays compute what was captured."""
+    files = ["tests/gpu/test_fused.py", "tests/gpu/test_captured.py"]
+    on_the_emulator("-m", "gpu", "-k", f"{STEPS} or {TRAININGS}", *files)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["captured", "cuda", "eight_bit", "fused", "one_rank", "schedules_cuda", "several", "step_engine", "threads"],
+)
+def test_what_wants_a_gpu(name: str) -> None:
+    on_the_emulator("-m", "gpu", "-k", WHOLE, f"tests/gpu/test_{name}.py")
+
+
+OTHER = Path(sys.prefix) / "triton-3.6" / "bin" / "python"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not OTHER.exists(), reason="no environment with Triton 3.6 beside this one: ./dev setup makes it")
+@pytest.mark.parametrize("name", ["captured", "eight_bit", "fused"])
+def test_with_another_triton(name: str) -> None:
+    """The release that machines with a GPU may have, whose code has other layouts."""
+    on_the_emulator("-m", "gpu", "-k", WHOLE, f"tests/gpu/test_{name}.py", python=str(OTHER))
+
+
+SCRIPT = """
+import torch
+from tests.emulator import plugin
+from preamp import fused
+from tests.fused.steps import ADAM
+params, step = [torch.ones(5, device="cuda")], torch.zeros((), device="cuda")
+
+def take():
+    fused.adam_(params, params, params, params, [], None, step, **ADAM)
+
+{prepared}
+with torch.cuda.graph(torch.cuda.CUDAGraph()):
+    take()
+"""
+
+
+@pytest.mark.parametrize("prepared", ["", "take()"])
+def test_a_capture_loads_no_kernel(prepared: str) -> None:
+    done = run("-c", SCRIPT.format(prepared=prepared), PREAMP_NO_TRITON="")
+    if prepared:
+        assert done.returncode == 0, done.stderr[-2000:]
+    else:
+        assert done.returncode != 0
+        assert "operation not permitted when stream is capturing: the module of prepare is loaded" in done.stderr
