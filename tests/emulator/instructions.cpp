@@ -144,6 +144,16 @@ void compared(const std::string& type) {
   }
 }
 
+// Of two 16-bit numbers in each half of a register.
+template <class T>
+void packed(const std::string& type) {
+  for (bool larger : {false, true})
+    name((larger ? "max." : "min.") + type, each<uint32_t, uint32_t, uint32_t>([=](uint32_t a, uint32_t b) {
+           auto one = [=](T x, T y) { return uint16_t((x > y) == larger ? x : y); };
+           return uint32_t(one(T(a >> 16), T(b >> 16))) << 16 | one(T(a), T(b));
+         }));
+}
+
 // ---- floating point
 
 // The larger, or the smaller: -0 is below 0; a NaN gives way to the other number, or with `lasting` does not.
@@ -157,9 +167,11 @@ T extreme(T a, T b, bool larger, bool lasting) {
 
 template <class T, class U>
 void floating(const std::string& type) {
-  name("add.rn." + type, each<T, T, T>(std::plus<T>{}));
-  name("sub.rn." + type, each<T, T, T>(std::minus<T>{}));
-  name("mul.rn." + type, each<T, T, T>(std::multiplies<T>{}));
+  for (const std::string rounded : {".rn.", "."}) {  // without, two of them may become one fma; here they do not
+    name("add" + rounded + type, each<T, T, T>(std::plus<T>{}));
+    name("sub" + rounded + type, each<T, T, T>(std::minus<T>{}));
+    name("mul" + rounded + type, each<T, T, T>(std::multiplies<T>{}));
+  }
   name("div.rn." + type, each<T, T, T>(std::divides<T>{}));
   name("fma.rn." + type, each<T, T, T, T>([](T a, T b, T c) { return std::fma(a, b, c); }));
   name("sqrt.rn." + type, each<T, T>([](T a) { return std::sqrt(a); }));
@@ -281,6 +293,7 @@ std::map<std::string, Known> made() {
   add_bits();
   compared<uint16_t>("b16"), compared<uint32_t>("b32"), compared<uint64_t>("b64");
   compared<float>("f32"), compared<double>("f64");
+  packed<uint16_t>("u16x2"), packed<int16_t>("s16x2");
   floating<float, uint32_t>("f32"), floating<double, uint64_t>("f64");
   add_approximate(), add_conversions();
   add_memory(all), add_exchanges(all);

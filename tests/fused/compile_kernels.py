@@ -1,4 +1,4 @@
-"""Compiles every kernel for a GPU that need not be there, and prints, as JSON, how each reads memory.
+"""Compiles every kernel for a GPU that need not be there, and prints, as JSON, how each reads memory and what it takes.
 
 Run as a script, without TRITON_INTERPRET: Triton's compiler needs no device, only the name of one.
 """
@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import tempfile
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -45,7 +48,7 @@ CASES: list[tuple[Any, dict[str, Any], int]] = [
         for rule in range(4)
     ],
     (_kernels.prepare, dict.fromkeys(
-        ("COUNTS", "HAS_FOUND", "HAS_FACTOR", "HAS_RATE", "CLIPS", "UPHILL", "CORRECTS", "FOLDS"), True), 1),
+        ("DRAWS", "COUNTS", "HAS_FOUND", "HAS_FACTOR", "HAS_RATE", "CLIPS", "UPHILL", "CORRECTS", "FOLDS"), True), 1),
     (_layerwise_kernels.chunk_norms, {"GRAD": tl.float16, "HAS_FACTOR": True, "SQUARES": True, "ALIGNED": True,
                                       "CHUNK": 1024}, WARPS),
     (_layerwise_kernels.novograd_norms, {"SQUARES": True, "FROM_ZERO": False, "ROW": 3, "BLOCK": 1024}, 4),
@@ -70,14 +73,14 @@ CASES: list[tuple[Any, dict[str, Any], int]] = [
 ]  # fmt: skip
 
 
-def compiled(kernel: Any, constants: dict[str, Any], warps: int) -> str:
+def compiled(kernel: Any, constants: dict[str, Any], warps: int) -> Any:
     signature = {
         name: "constexpr" if name in constants else POINTERS.get(name) or WHOLE.get(name) or "fp32"
         for name in kernel.arg_names
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    made = triton.compile(source, target=TARGET, options={"num_warps": warps, "enable_fp_fusion": False})
-    return str(made.asm["ptx"])
+    fuses = kernel is _eight_bit_kernels.adam_8bit
+    return triton.compile(source, target=TARGET, options={"num_warps": warps, "enable_fp_fusion": fuses})
 
 
 def accesses(ptx: str) -> dict[str, int]:
@@ -86,5 +89,25 @@ def accesses(ptx: str) -> dict[str, int]:
     return Counter(m[0] for line in plain if (m := re.match(r"(ld|st)\.global\S*", line)))
 
 
+def resources(cubin: bytes) -> dict[str, int]:
+    """What a thread takes of registers, and of local memory, to which it spills: bytes."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    return {name.lower(): int(re.findall(rf"{name}:(\d+)", told.stdout)[-1]) for name in ("REG", "STACK", "LOCAL")}
+
+
+def row(kernel: Any, constants: dict[str, Any], warps: int) -> dict[str, Any]:
+    made = compiled(kernel, constants, warps)
+    ptx = str(made.asm["ptx"])
+    return {
+        "name": kernel.__name__, "constants": {name: str(value) for name, value in constants.items()},
+        "accesses": accesses(ptx), "barriers": ptx.count("bar.sync"), "shared": made.metadata.shared,
+        **resources(made.asm["cubin"]),
+    }  # fmt: skip
+
+
 if __name__ == "__main__":
-    print(json.dumps([[kernel.__name__, accesses(compiled(kernel, constants, w))] for kernel, constants, w in CASES]))
+    print(json.dumps([row(*case) for case in CASES]))

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..multi_tensor.device import address, put, start_of, take
-from ._kernels import FACTOR, GO, KEEP, PLAIN, RATE, ROOT, SPLIT, chances, joined, mix, one_nan, publish
+from ._kernels import FACTOR, GO, KEEP, KEY, PLAIN, RATE, ROOT, SPLIT, chances, joined, mix, one_nan, publish
 
 NEAREST = tl.constexpr(3)  # 16-bit weights without masters, rounded to nearest even
 BLOCK = tl.constexpr(256)
@@ -31,9 +31,8 @@ def decode(code, ONE: tl.constexpr):
 @triton.jit
 def largest(values):
     """The largest magnitude of each row, as the bits of a float32; they order as numbers do, and NaN above all."""
-    return tl.max(
-        tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1, keep_dims=True), axis=2, keep_dims=True
-    )
+    bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(tl.max(bits, axis=2, keep_dims=True), axis=1, keep_dims=True)
 
 
 @triton.jit
@@ -48,7 +47,7 @@ def encode(magnitude, scale, chance, ONE: tl.constexpr):
 
 @triton.jit
 def adam_8bit_chunk(
-    scalars, step, table, tensors, tensor, start, size, one_beta1, beta2, one_beta2, eps, decay, seed_high, seed_low,
+    scalars, table, tensors, tensor, start, size, one_beta1, beta2, one_beta2, eps, decay,
     GRAD: tl.constexpr, LOW: tl.constexpr, KIND: tl.constexpr, DECAY: tl.constexpr,
     FULL: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -95,8 +94,7 @@ def adam_8bit_chunk(
     inverse = tl.rsqrt(tl.sqrt(second) * tl.load(scalars + ROOT) + eps)
     param = param - tl.load(scalars + RATE) * first * (inverse * inverse)
 
-    count = tl.load(step).to(tl.int32).to(tl.uint32)
-    key = mix(mix(tl.full((), seed_low, tl.uint32) ^ mix(tl.full((), seed_high, tl.uint32))) + count)
+    key = tl.load(scalars + KEY).to(tl.uint32, bitcast=True)
     chance = chances(key, tl.load(table + (6 if (KIND != SPLIT and (LOW is None or KIND == NEAREST)) else 7) * tensors
                                   + tensor), places)  # fmt: skip
     first_scale = largest(first).to(f32, bitcast=True)
@@ -126,10 +124,9 @@ def adam_8bit_chunk(
     put(second_scale_at, block, second_scale, blocks, FULL)
 
 
-@triton.jit(do_not_specialize=["tensors", "seed_high", "seed_low"])
+@triton.jit(do_not_specialize=["tensors"])
 def adam_8bit(
-    scalars, step, tensor_of, block_of, sizes, table, tensors, one_beta1, beta2, one_beta2, eps, decay,
-    seed_high, seed_low,
+    scalars, tensor_of, block_of, sizes, table, tensors, one_beta1, beta2, one_beta2, eps, decay,
     GRAD: tl.constexpr, LOW: tl.constexpr, KIND: tl.constexpr, DECAY: tl.constexpr,
     ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -141,11 +138,11 @@ def adam_8bit(
         size = tl.load(sizes + tensor)
         if start + CHUNK <= size:
             adam_8bit_chunk(
-                scalars, step, table, tensors, tensor, start, size, one_beta1, beta2, one_beta2, eps, decay,
-                seed_high, seed_low, GRAD, LOW, KIND, DECAY, True, ALIGNED, CHUNK,
+                scalars, table, tensors, tensor, start, size, one_beta1, beta2, one_beta2, eps, decay,
+                GRAD, LOW, KIND, DECAY, True, ALIGNED, CHUNK,
             )  # fmt: skip
         else:
             adam_8bit_chunk(
-                scalars, step, table, tensors, tensor, start, size, one_beta1, beta2, one_beta2, eps, decay,
-                seed_high, seed_low, GRAD, LOW, KIND, DECAY, False, ALIGNED, CHUNK,
+                scalars, table, tensors, tensor, start, size, one_beta1, beta2, one_beta2, eps, decay,
+                GRAD, LOW, KIND, DECAY, False, ALIGNED, CHUNK,
             )  # fmt: skip

@@ -24,15 +24,15 @@ def adam(lists: Lists, lows: Lows, step: Tensor, o: AdamOptions, seed: int, by_c
     else:
         kind = STOCHASTIC if by_chance else NEAREST
     numbers = (1 - o.beta1, o.beta2, 1 - o.beta2, o.eps, o.weight_decay)
-    seeds = (seed >> 31 & 0x7FFFFFFF, seed & 0x7FFFFFFF)
     with on(param.device):
         scalars = prepare(
-            param.device, o, step, betas=(o.beta1, o.beta2), folds=True, decay=o.weight_decay if o.decoupled else 0.0
-        )
+            param.device, o, step, betas=(o.beta1, o.beta2), folds=True, decay=o.weight_decay if o.decoupled else 0.0,
+            seed=seed,
+        )  # fmt: skip
         for bucket, part in pieces(lists, lows):
             low = param.dtype if kind == NEAREST else bucket.low
             launch(
-                _kernels.adam_8bit, part, (scalars, step), (*map(float, numbers), *seeds), warps=WARPS, fuses=True,
+                _kernels.adam_8bit, part, (scalars,), tuple(map(float, numbers)), warps=WARPS, fuses=True,
                 GRAD=type_of(bucket.grad), LOW=type_of(low), KIND=kind,
                 DECAY=DECAYS[o.decoupled if o.weight_decay else None],
             )  # fmt: skip

@@ -19,6 +19,7 @@ RATE = tl.constexpr(2)  # what updates are multiplied by
 ROOT = tl.constexpr(3)  # 1 / sqrt(1 - beta2^t)
 KEEP = tl.constexpr(4)  # 1 - lr * weight decay
 FIRST = tl.constexpr(5)  # 1 / (1 - beta1^t)
+KEY = tl.constexpr(6)  # the bits of what chances of this step are made from
 SCALARS = 8
 
 PLAIN = tl.constexpr(0)  # float32 parameters
@@ -27,11 +28,21 @@ STOCHASTIC = tl.constexpr(2)  # bfloat16 weights, rounded up or down by chance
 
 
 @triton.jit
+def mix(value):
+    """Scramble 32 bits, each of which then depends on all (the finalizer of MurmurHash3)."""
+    value = value ^ (value >> 16)
+    value = value * 0x85EBCA6B
+    value = value ^ (value >> 13)
+    value = value * 0xC2B2AE35
+    return value ^ (value >> 16)
+
+
+@triton.jit(do_not_specialize=["seed_high", "seed_low"])
 def prepare(
     out, step, found, factor, rate, norm, rate_high, rate_low, slowing, decay, most,
-    beta1_high, beta1_low, beta2_high, beta2_low,
-    COUNTS: tl.constexpr, HAS_FOUND: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_RATE: tl.constexpr,
-    CLIPS: tl.constexpr, UPHILL: tl.constexpr, CORRECTS: tl.constexpr, FOLDS: tl.constexpr,
+    beta1_high, beta1_low, beta2_high, beta2_low, seed_high, seed_low,
+    DRAWS: tl.constexpr, COUNTS: tl.constexpr, HAS_FOUND: tl.constexpr, HAS_FACTOR: tl.constexpr,
+    HAS_RATE: tl.constexpr, CLIPS: tl.constexpr, UPHILL: tl.constexpr, CORRECTS: tl.constexpr, FOLDS: tl.constexpr,
 ):  # fmt: skip
     """Write the numbers a step needs to `out`, and count the step if it is taken."""
     go = tl.full((), 1.0, tl.float32)
@@ -56,6 +67,10 @@ def prepare(
         before = tl.load(step)
         if go > 0:
             tl.store(step, before + 1.0)
+        if DRAWS:
+            seed = mix(tl.full((), seed_low, tl.uint32) ^ mix(tl.full((), seed_high, tl.uint32)))
+            key = mix(seed + (before + 1.0).to(tl.int32).to(tl.uint32))
+            tl.store(out + KEY, key.to(tl.float32, bitcast=True))
         lr = lr / (1.0 + before.to(tl.float64) * slowing)
         if CORRECTS:
             left = before.to(tl.int64) + 1
@@ -74,16 +89,6 @@ def prepare(
     tl.store(out + RATE, lr.to(tl.float32))
     tl.store(out + ROOT, second.to(tl.float32))
     tl.store(out + FIRST, first.to(tl.float32))
-
-
-@triton.jit
-def mix(value):
-    """Scramble 32 bits, each of which then depends on all (the finalizer of MurmurHash3)."""
-    value = value ^ (value >> 16)
-    value = value * 0x85EBCA6B
-    value = value ^ (value >> 13)
-    value = value * 0xC2B2AE35
-    return value ^ (value >> 16)
 
 
 @triton.jit
@@ -120,7 +125,7 @@ def publish(table, row, tensors, tensor, places, values, size, LOW: tl.constexpr
 
 @triton.jit
 def adam_chunk(
-    scalars, step, table, tensors, tensor, start, size, one_beta1, beta2, one_beta2, eps, decay, seed_high, seed_low,
+    scalars, table, tensors, tensor, start, size, one_beta1, beta2, one_beta2, eps, decay,
     GRAD: tl.constexpr, LOW: tl.constexpr, KIND: tl.constexpr, DECAY: tl.constexpr, AMSGRAD: tl.constexpr,
     FULL: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -168,8 +173,7 @@ def adam_chunk(
             put(bits_at, places, bits.to(tl.int16), size, FULL)
             bits = bits + 0x8000
         else:
-            count = tl.load(step).to(tl.int32).to(tl.uint32)
-            key = mix(mix(tl.full((), seed_low, tl.uint32) ^ mix(tl.full((), seed_high, tl.uint32))) + count)
+            key = tl.load(scalars + KEY).to(tl.uint32, bitcast=True)
             chance = chances(key, tl.load(table + extra * tensors + tensor), places)
             bits = bits + (chance >> 16).to(tl.int32)
         put(param_at, places, (bits >> 16).to(tl.int16), size, FULL)
@@ -179,10 +183,9 @@ def adam_chunk(
         put(most_at, places, most, size, FULL)
 
 
-@triton.jit(do_not_specialize=["tensors", "seed_high", "seed_low"])
+@triton.jit(do_not_specialize=["tensors"])
 def adam(
-    scalars, step, tensor_of, block_of, sizes, table, tensors, one_beta1, beta2, one_beta2, eps, decay,
-    seed_high, seed_low,
+    scalars, tensor_of, block_of, sizes, table, tensors, one_beta1, beta2, one_beta2, eps, decay,
     GRAD: tl.constexpr, LOW: tl.constexpr, KIND: tl.constexpr, DECAY: tl.constexpr, AMSGRAD: tl.constexpr,
     ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -194,13 +197,13 @@ def adam(
         size = tl.load(sizes + tensor)
         if start + CHUNK <= size:
             adam_chunk(
-                scalars, step, table, tensors, tensor, start, size, one_beta1, beta2, one_beta2, eps, decay,
-                seed_high, seed_low, GRAD, LOW, KIND, DECAY, AMSGRAD, True, ALIGNED, CHUNK,
+                scalars, table, tensors, tensor, start, size, one_beta1, beta2, one_beta2, eps, decay,
+                GRAD, LOW, KIND, DECAY, AMSGRAD, True, ALIGNED, CHUNK,
             )  # fmt: skip
         else:
             adam_chunk(
-                scalars, step, table, tensors, tensor, start, size, one_beta1, beta2, one_beta2, eps, decay,
-                seed_high, seed_low, GRAD, LOW, KIND, DECAY, AMSGRAD, False, ALIGNED, CHUNK,
+                scalars, table, tensors, tensor, start, size, one_beta1, beta2, one_beta2, eps, decay,
+                GRAD, LOW, KIND, DECAY, AMSGRAD, False, ALIGNED, CHUNK,
             )  # fmt: skip
 
 

@@ -68,11 +68,13 @@ def pair(number: float) -> tuple[float, float]:
 def prepare(
     device: torch.device, o: Options, step: Tensor | None = None, *, betas: tuple[float, float] | None = None,
     folds: bool = False, slowing: float = 0.0, decay: float = 0.0, norm: Tensor | None = None, most: float = 1.0,
+    seed: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Launch `prepare`; returns the (8,) float32 numbers that the kernels of a step read.
 
     `betas`: None for no bias correction. `folds`: divide the learning rate by 1 - beta1^t. `decay`: of the decoupled
     kind. `norm`: 0-d float32, the global L2 norm of the true gradients if they are to be clipped to `most`.
+    `seed`: what a step that rounds by chance makes its chances from; 62 bits of it count.
     """
     out = torch.empty(_kernels.SCALARS, dtype=torch.float32, device=device)
     found = None if o.found is None else o.found.to(device)
@@ -83,8 +85,8 @@ def prepare(
     _kernels.prepare[(1,)](
         out, out if step is None else step, out if found is None else found, out if factor is None else factor,
         out if rate is None else rate, out if norm is None else norm, high, low, float(slowing), float(decay),
-        float(most), *pair(beta1), *pair(beta2),
-        COUNTS=step is not None, HAS_FOUND=found is not None, HAS_FACTOR=factor is not None,
+        float(most), *pair(beta1), *pair(beta2), (seed or 0) >> 31 & 0x7FFFFFFF, (seed or 0) & 0x7FFFFFFF,
+        DRAWS=seed is not None, COUNTS=step is not None, HAS_FOUND=found is not None, HAS_FACTOR=factor is not None,
         HAS_RATE=rate is not None, CLIPS=norm is not None, UPHILL=o.maximize, CORRECTS=betas is not None,
         FOLDS=folds, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
@@ -137,17 +139,17 @@ def adam_stochastic(lists: Lists, step: Tensor, o: AdamOptions, seed: int) -> No
     _adam(STOCHASTIC, lists, None, step, o, seed)
 
 
-def _adam(kind: int, lists: Lists, lows: Lows, step: Tensor, o: AdamOptions, seed: int = 0) -> None:
+def _adam(kind: int, lists: Lists, lows: Lows, step: Tensor, o: AdamOptions, seed: int | None = None) -> None:
     device = lists[0][0].device
     numbers = (1 - o.beta1, o.beta2, 1 - o.beta2, o.eps, o.weight_decay)
-    seeds = (seed >> 31 & 0x7FFFFFFF, seed & 0x7FFFFFFF)
     with on(device):
         scalars = prepare(
-            device, o, step, betas=(o.beta1, o.beta2), folds=True, decay=o.weight_decay if o.decoupled else 0.0
-        )
+            device, o, step, betas=(o.beta1, o.beta2), folds=True, decay=o.weight_decay if o.decoupled else 0.0,
+            seed=seed,
+        )  # fmt: skip
         for bucket, part in pieces(lists, lows):
             launch(
-                _kernels.adam, part, (scalars, step), (*map(float, numbers), *seeds), GRAD=type_of(bucket.grad),
+                _kernels.adam, part, (scalars,), tuple(map(float, numbers)), GRAD=type_of(bucket.grad),
                 LOW=type_of(bucket.low), KIND=kind, DECAY=DECAYS[o.decoupled if o.weight_decay else None],
                 AMSGRAD=o.amsgrad,
             )  # fmt: skip
