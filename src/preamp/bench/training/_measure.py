@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from ...autocast import REGISTRY
-from .._counting import launches
+from .._counting import counted_launches
+from .._race import spread
+from .._results import described
 from ._contenders import Contender, Trainer
 from ._rows import TrainingRow
 from ._works import Work
@@ -37,6 +39,11 @@ class Clock:
     def left(self) -> float:
         """Seconds until the end."""
         return self.budget - self.used
+
+    @property
+    def spent(self) -> str:
+        """How much was used, in words."""
+        return f"{self.used:.0f} s of {self.budget:.0f} s were used"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,15 +90,17 @@ def heat(
     out. Those of torch run without preamp's operator rules in the dispatcher.
     """
     entries = [_Entry(contender) for contender in contenders]
+    about: dict[str, Any] = {"parameters": work.parameters, "flop": work.flop()}
     try:
         for entry in entries:
             if clock.left <= reserve:
-                entry.error = f"left out: {clock.used:.0f} s of {clock.budget:.0f} s were used"
+                entry.error = about["cut short"] = f"left out: {clock.spent}"
             else:
                 with _turn(entry):
                     _begin(entry, work, device, pace)
         for index in range(pace.rounds):
             if index and clock.left <= reserve / 2:
+                about["cut short"] = f"{index} of {pace.rounds} rounds: {clock.spent}"
                 break
             for entry in entries if index % 2 == 0 else entries[::-1]:
                 if entry.trainer is not None:
@@ -103,7 +112,6 @@ def heat(
         free()
     reference = entries[0]
     told = [_told(entry, reference, work, speeds) for entry in entries]
-    about = {"parameters": work.parameters, "flop": work.flop()}
     return TrainingRow(part=part, name=name or work.name, what=work.what, contenders=told, about=about)
 
 
@@ -131,12 +139,6 @@ def _mend_generator() -> None:
         generator.graphsafe_set_state(fresh.graphsafe_get_state())
 
 
-def described(error: BaseException) -> str:
-    """The kind of an error and its first line."""
-    first = next((line for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {first.strip()}"[:300]
-
-
 def _begin(entry: _Entry, work: Work, device: torch.device, pace: Pace) -> None:
     """Make the trainer, warm it up, and measure what needs no race: memory, waits, kernels."""
     before = _allocated(device)
@@ -153,8 +155,7 @@ def _begin(entry: _Entry, work: Work, device: torch.device, pace: Pace) -> None:
     torch.cuda.synchronize(device)
     entry.found["peak bytes"] = torch.cuda.max_memory_allocated(device) - before
     entry.found |= waits(trainer)
-    with contextlib.suppress(RuntimeError):  # no profiler on this machine is no reason to measure nothing
-        entry.found["launches"] = launches(trainer.step)
+    entry.found |= counted_launches(trainer.step)
 
 
 def _allocated(device: torch.device) -> int:
@@ -270,6 +271,6 @@ def _told(entry: _Entry, reference: _Entry, work: Work, speeds: Speeds | None) -
 
 
 def ratio(reference: Sequence[Sequence[float]], own: Sequence[Sequence[float]]) -> dict[str, float] | None:
-    """How many times faster than the reference, by rounds: median, smallest, largest. None without common rounds."""
+    """How many times faster than the reference, by rounds, as `spread` has it. None without common rounds."""
     ratios = [statistics.median(theirs) / statistics.median(ours) for theirs, ours in zip(reference, own, strict=False)]
-    return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)} if ratios else None
+    return spread(ratios) if ratios else None

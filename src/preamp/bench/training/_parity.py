@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._results import described
 from ._contenders import EAGER, O2, O5_EIGHT, O5_SPLIT, PARITY, REFERENCE, Contender, Trainer
-from ._measure import Clock, described, free
+from ._measure import Clock, free
 from ._rows import TrainingRow
 from ._works import Work
 
@@ -27,10 +28,12 @@ def parity_row(work: Work, device: torch.device, steps: int, clock: Clock, reser
     runs += [(contender.name, contender, 0) for contender in PARITY]
     runs.insert(3, ("fp32, another seed", FP32, 1))  # behind what matters most, should the time run out
     told: list[dict[str, Any]] = []
+    about: dict[str, Any] = {"steps": steps, "settled after": SETTLED}
     yardstick: float | None = None
     for name, contender, seed in runs:
         if clock.left <= reserve:
-            told.append({"name": name, "error": f"left out: {clock.used:.0f} s of {clock.budget:.0f} s were used"})
+            about["cut short"] = f"left out: {clock.spent}"
+            told.append({"name": name, "error": about["cut short"]})
             continue
         try:
             found = _train(contender, work, device, steps, seed)
@@ -43,7 +46,6 @@ def parity_row(work: Work, device: torch.device, steps: int, clock: Clock, reser
         found["against fp32"] = found["loss"] / yardstick - 1 if yardstick else None
         told.append({"name": name, **found})
         free()
-    about = {"steps": steps, "settled after": SETTLED}
     what = f"{steps} steps, mean loss of the last {min(TAIL, steps)}"
     return TrainingRow(part="parity", name=f"parity, {work.name}", what=what, contenders=told, about=about)
 
@@ -99,16 +101,19 @@ def batch_row(
 ) -> TrainingRow:
     """The largest batch of each contender that trains in `share` of the device's memory."""
     told: list[dict[str, Any]] = []
+    about: dict[str, Any] = {}
     for contender in SEARCHED:
         if clock.left <= 5:
-            told.append({"name": contender.name, "error": "left out: no time"})
+            about["cut short"] = f"left out: {clock.spent}"
+            told.append({"name": contender.name, "error": about["cut short"]})
             continue
         try:
             told.append({"name": contender.name, "batch": largest(sizes, _fitting(contender, work, device, share))})
         except Exception as error:
             told.append({"name": contender.name, "error": described(error)})
     what = f"the largest of {', '.join(map(str, sizes))} that trains in {share:.0%} of the memory"
-    return TrainingRow(part="largest batch", name=f"largest batch, {work.name}", what=what, contenders=told)
+    name = f"largest batch, {work.name}"
+    return TrainingRow(part="largest batch", name=name, what=what, contenders=told, about=about)
 
 
 def _limit(share: float, device: torch.device) -> None:
