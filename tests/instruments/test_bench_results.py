@@ -61,10 +61,12 @@ def test_what_is_missing_and_in_which_order(tmp_path: Path) -> None:
     first.add("step", Plain("hopeless", contenders=[{"name": "a", "error": "gone"}]))
     first.add("step", Plain("failed", error="gone"))
     first.missing("step").begin("killed")
+    first.add("regions", Plain("of another suite"))
     again = Results(tmp_path / "b" / "results.json", {**HERE, "commit": "def"}, 7)
-    assert again.take(tmp_path) == []
+    assert again.take(tmp_path, ["step"]) == []
     order = [*again.missing("step").of(["failed", "killed", "dropped", "whole", "new", "short", "hopeless"], str)]
     assert order == ["dropped", "new", "short", "hopeless", "failed", "killed"]  # what failed may take others along
+    assert set(again.suites) == {"step"}
     assert rows_of(again.path)["whole"]["measured on"]["commit"] == "abc"
 
 
@@ -75,7 +77,7 @@ def test_of_two_rows_the_complete_one_stays(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("[]")
     (tmp_path / "broken.json").write_text("{")
     results = Results(tmp_path / "results.json", HERE, 7)
-    results.take(tmp_path)
+    results.take(tmp_path, ["step"])
     assert [row["value"] for row in results.suites["step"]] == [2]
 
 
@@ -83,13 +85,13 @@ def test_of_two_rows_the_complete_one_stays(tmp_path: Path) -> None:
 def test_rows_of_another_device_or_torch_are_left_aside(tmp_path: Path, other: dict[str, str]) -> None:
     Results(tmp_path / "results.json", {**HERE, **other}, 7).add("step", Plain("x"))
     results = Results(tmp_path / "new" / "results.json", HERE, 7)
-    (told,) = results.take(tmp_path)
+    (told,) = results.take(tmp_path, ["step"])
     assert "1 rows of" in told and next(iter(other.values())) in told
     assert not results.suites and not results.missing("step").done
 
 
 def test_a_row_of_the_step_suite_that_breaks_off_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def works(device: torch.device, rounds: int) -> dict[str, Any]:
+    def works(*_: Any) -> dict[str, Any]:
         def broken() -> dict[str, Any]:
             raise ValueError("no such optimizer\nat all")
 
@@ -153,14 +155,14 @@ def test_a_run_goes_on_where_another_ended(tmp_path: Path, monkeypatch: pytest.M
             yield Plain(name)
         ran.append("whole")
 
-    monkeypatch.setitem(SUITES, "step", suite)
+    monkeypatch.setitem(SUITES, "regions", suite)
     console = Console(file=io.StringIO())
     with pytest.raises(KeyboardInterrupt):
-        run_suites(["step"], 3, "cpu", tmp_path / "a", console)
-    assert rows_of(tmp_path / "a" / "results.json")["two"]["error"] == BEGUN
+        run_suites(["regions"], 3, "cpu", tmp_path / "a", console)
+    assert rows_of(tmp_path / "a" / "results.json", "regions")["two"]["error"] == BEGUN
     ran.append("again")
-    _, path = run_suites(["step"], 3, "cpu", tmp_path / "b", console, earlier=[tmp_path / "a"])
-    rows = rows_of(path)
+    _, path = run_suites(["regions"], 3, "cpu", tmp_path / "b", console, earlier=[tmp_path / "a"])
+    rows = rows_of(path, "regions")
     assert set(rows) == {"one", "two", "three"} and not any(row.get("error") for row in rows.values())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -73,16 +73,17 @@ class Results:
         }  # fmt: skip
         self._here = where(environment)
 
-    def take(self, folder: Path) -> list[str]:
-        """Take the rows of every file of benches in `folder` and below; what is left aside, in words.
+    def take(self, folder: Path, suites: Collection[str]) -> list[str]:
+        """Take the rows of `suites` from every file of benches in `folder` and below; what is left aside, in words.
 
         Only those that were measured on a device of the same name, with the same torch, can stand beside ours. Of two
         rows of a name the complete one stays, and of two complete ones that of the newer file.
         """
         aside: dict[str, int] = {}
         for path in sorted(folder.rglob("*.json"), key=lambda path: (path.stat().st_mtime, str(path))):
-            for suite, rows in _suites_of(path).items():
-                for row in rows:
+            found = _suites_of(path)
+            for suite in suites:
+                for row in found.get(suite, ()):
                     there = row.get(MEASURED_ON, {})
                     if any(there.get(what) != self._here[what] for what in ("device", "torch")):
                         origin = f"{there.get('device', 'an unknown device')}, torch {there.get('torch', 'unknown')}"

@@ -43,6 +43,9 @@ LISTS: dict[str, tuple[list[tuple[int, ...]], int]] = {
 }
 """Shapes, and how many steps are timed at once."""
 
+TINY: dict[str, tuple[list[tuple[int, ...]], int]] = {"8 x 60": ([(6, 10)] * 8, 20)}
+"""In their place where it is to be seen that a suite works."""
+
 KINDS: dict[str, dict[str, Any]] = {"Adam": {"lr": 1e-9}, "SGD": {"lr": 1e-9, "momentum": 0.9}}
 
 LARGEST_ON_CPU = 200_000_000
@@ -50,10 +53,12 @@ LARGEST_ON_CPU = 200_000_000
 
 
 def step(
-    device: torch.device, rounds: int, tell: Callable[[str], None], *, missing: Missing = EVERYTHING
-) -> Iterator[Row]:
+    device: torch.device, rounds: int, tell: Callable[[str], None], *,
+    size: str | None = None, missing: Missing = EVERYTHING,
+) -> Iterator[Row]:  # fmt: skip
     """`scaler.step(optimizer); scaler.update()`, torch's and ours, and the same for 16-bit parameters with masters."""
-    for name, (make, few, number) in missing.of(_works(device, rounds).items(), lambda work: work[0]):
+    lists = TINY if size == "tiny" else LISTS
+    for name, (make, few, number) in missing.of(_works(device, rounds, lists).items(), lambda work: work[0]):
         tell(name)
         try:
             yield _row(name, make(), few, number, device)
@@ -63,11 +68,13 @@ def step(
         gc.collect()
 
 
-def _works(device: torch.device, rounds: int) -> dict[str, tuple[Callable[[], dict[str, Step]], int, int]]:
+def _works(
+    device: torch.device, rounds: int, lists: Mapping[str, tuple[list[tuple[int, ...]], int]]
+) -> dict[str, tuple[Callable[[], dict[str, Step]], int, int]]:
     """By name, what makes the contenders, how many rounds they have, and how many steps are timed at once."""
     found: dict[str, tuple[Callable[[], dict[str, Step]], int, int]] = {}
     for kind, arguments in KINDS.items():
-        for name, (shapes, number) in LISTS.items():
+        for name, (shapes, number) in lists.items():
             entries = sum(torch.Size(shape).numel() for shape in shapes)
             if device.type == "cpu" and entries > LARGEST_ON_CPU:
                 continue

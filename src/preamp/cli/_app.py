@@ -118,9 +118,7 @@ def bench(
     rounds: Annotated[int, typer.Option("--rounds", min=3, help="Rounds; each gives one ratio.")] = 15,
     device: _Device = None,
     out: _Out = Path("preamp-bench"),
-    size: Annotated[
-        str | None, typer.Option("--size", help="Of the suite training: full or tiny; else full on a GPU.")
-    ] = None,
+    size: Annotated[str | None, typer.Option("--size", help="Of the suites training and step: full or tiny.")] = None,
     budget: Annotated[
         float | None, typer.Option("--budget", min=1, help="Seconds for the suite training; else as its size has.")
     ] = None,

@@ -21,8 +21,8 @@ def run_suites(
 ) -> tuple[list[Table], Path]:  # fmt: skip
     """Run the suites named (all), and write `results.json` anew after each row.
 
-    `size`, `budget` (seconds) and `parts` are those of the suite `training`. `earlier`: folders with results of this
-    device, which are taken over; only what they lack is measured.
+    `size` is that of the suites `training` and `step`, `budget` (seconds) and `parts` those of `training`. `earlier`:
+    folders with results of this device, which are taken over; only what they lack is measured.
     """
     heap_kept = keep_heap()
     device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -31,7 +31,7 @@ def run_suites(
     hardware = about.get("gpu") or about["cpu"]
     results = Results(out / "results.json", {**about, "heap kept": heap_kept}, rounds)
     for folder in earlier:
-        for aside in results.take(folder):
+        for aside in results.take(folder, chosen):
             console.print(aside, markup=False, highlight=False, soft_wrap=True)
     tables: list[Table] = []
     for name, suite in chosen.items():
@@ -43,6 +43,8 @@ def run_suites(
         run: Callable[..., Iterable[Any]] = suite
         if name == "training":
             run = functools.partial(run, size=size, budget=budget, parts=parts)
+        elif name == "step":
+            run = functools.partial(run, size=size)
         rows = []
         for row in run(device, rounds, tell, missing=results.missing(name)):
             rows.append(row)

@@ -20,7 +20,7 @@ from ...session import Session, prepare
 from .._counting import counted_launches
 from .._race import race
 from .._results import described
-from .._step_suite import LISTS
+from .._step_suite import LISTS, TINY
 from ._graph import Graphed
 from ._measure import Speeds, free
 from ._rivals import Rival, installed
@@ -30,9 +30,9 @@ Step = Callable[[], Any]
 
 LISTS_BY_SIZE: dict[str, tuple[str, ...]] = {
     "full": ("BERT-large", "1500 x 100k", "1500 x 1k"),
-    "tiny": ("8 x 60",),
+    "tiny": tuple(TINY),
 }
-SHAPES: dict[str, list[tuple[int, ...]]] = {"8 x 60": [(6, 10)] * 8, **{name: LISTS[name][0] for name in LISTS}}
+SHAPES: dict[str, list[tuple[int, ...]]] = {name: shapes for name, (shapes, _) in (LISTS | TINY).items()}
 
 REFERENCE, FOREACH, BF16 = "torch.amp fp16", "torch.amp fp16, foreach", "torch.amp bf16"
 O2, SPLIT, EIGHT = "preamp O2", "preamp O5, split masters", "preamp O5, split masters, 8-bit states"

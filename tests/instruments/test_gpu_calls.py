@@ -1,0 +1,200 @@
+"""`./dev gpu` in calls of ten minutes: parts that fit, outcomes that outlive a kill, going on with what is missing."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from preamp.bench.training import estimates
+from tests.forks import run
+
+ROOT = Path(__file__).parents[2]
+
+TESTS = """
+import os, pytest
+def test_first(): pass
+def test_wrong(): assert [1, 2] == [1, 3], "so it is"
+@pytest.mark.parametrize("x", [1, 2])
+def test_skipped(x): pytest.skip("not here")
+@pytest.mark.xfail
+def test_known(): assert False
+def test_crash():
+    if os.path.exists("crash"): os._exit(9)
+def test_last(): pass
+"""
+
+
+@pytest.fixture(scope="module")
+def dev() -> ModuleType:
+    loader = importlib.machinery.SourceFileLoader("dev", str(ROOT / "dev"))
+    spec = importlib.util.spec_from_loader("dev", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    loader.exec_module(module)
+    sys.dont_write_bytecode = bytecode
+    return module
+
+
+# -- tests
+
+
+@pytest.fixture
+def gpu_tests(tmp_path: Path) -> Callable[..., CompletedProcess[str]]:
+    (tmp_path / "test_some.py").write_text(TESTS)
+
+    def tests(out: str, *more: str) -> CompletedProcess[str]:
+        settings = ["-c", os.devnull, "--rootdir", str(tmp_path), "-p", "no:cacheprovider", "-p", "tests.outcomes"]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
+        outcomes = str(tmp_path / out / "tests.jsonl")
+        given = ["-m", "pytest", *settings, "-q", "-p", "no:timeout", "--outcomes", outcomes, *more, "test_some.py"]
+        return run(given, cwd=tmp_path, env=environment)
+
+    return tests
+
+
+def told(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def last(path: Path) -> dict[str, str]:
+    return {each["test"].partition("::")[2]: each["outcome"] for each in told(path) if "test" in each}
+
+
+def test_outcomes_outlive_a_crash_and_the_rest_is_run_next(
+    gpu_tests: Callable[..., CompletedProcess[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "crash").touch()
+    first = gpu_tests("a", "-p", "no:xdist")
+    assert first.returncode == 9
+    assert "failed: test_some.py::test_wrong" in first.stdout and "so it is" in first.stdout  # at once: it never ended
+    outcomes = last(tmp_path / "a" / "tests.jsonl")
+    assert outcomes == {
+        "test_first": "passed", "test_wrong": "failed", "test_skipped[1]": "skipped", "test_skipped[2]": "skipped",
+        "test_known": "xfailed", "test_crash": "begun",
+    }  # fmt: skip
+    (why,) = [each["why"] for each in told(tmp_path / "a" / "tests.jsonl") if each.get("outcome") == "failed"]
+    assert "assert [1, 2] == [1, 3]" in why
+    (tmp_path / "crash").unlink()
+    second = gpu_tests("b", "-p", "no:xdist", "--missing", str(tmp_path / "a"))
+    assert second.returncode == 1 and "1 failed, 2 passed, 4 deselected" in second.stdout
+    ran = [each["test"].partition("::")[2] for each in told(tmp_path / "b" / "tests.jsonl") if "seconds" in each]
+    assert ran == ["test_last", "test_wrong", "test_crash"]  # what could break off again comes last
+    assert told(tmp_path / "b" / "tests.jsonl")[-1] == {"finished": 1}
+    assert last(tmp_path / "b" / "tests.jsonl").keys() == outcomes.keys() | {"test_last"}
+    assert second.stdout.count("def test_wrong()") == 1  # shown when it failed, and not again at the end
+
+
+def write_outcomes(path: Path, device: str, **outcomes: str) -> None:
+    lines: list[dict[str, str]] = [{"device": device, "torch": torch.__version__}]
+    lines += [{"test": f"test_some.py::{test}", "outcome": outcome} for test, outcome in outcomes.items()]
+    path.mkdir()
+    (path / "tests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_workers_leave_out_the_same(gpu_tests: Callable[..., CompletedProcess[str]], tmp_path: Path) -> None:
+    write_outcomes(tmp_path / "a", "cpu", test_first="passed", test_wrong="failed")
+    workers = gpu_tests("a", "-n", "1", "--missing", str(tmp_path / "a"))
+    assert "1 failed, 2 passed, 2 skipped, 1 xfailed" in workers.stdout, workers.stdout
+    assert list(last(tmp_path / "a" / "tests.jsonl").values()).count("passed") == 3
+
+
+def test_outcomes_of_another_device_do_not_count(
+    gpu_tests: Callable[..., CompletedProcess[str]], tmp_path: Path
+) -> None:
+    write_outcomes(tmp_path / "a", "NVIDIA H100", test_first="passed", test_last="passed")
+    again = gpu_tests("b", "-p", "no:xdist", "-k", "first or last", "--missing", str(tmp_path / "a"))
+    assert "2 passed" in again.stdout
+
+
+# -- parts
+
+
+def test_every_part_fits_and_says_no_less_than_its_suites(dev: ModuleType) -> None:
+    parts = dev.GPU_PARTS
+    assert all(seconds <= 540 for seconds, _ in parts.values())
+    starting, step = 15, 80
+    for name, seconds in estimates().items():
+        suites = parts[name][1]
+        needed = seconds + starting * len(suites) + (step if ("step",) in suites else 0)
+        assert parts[name][0] >= needed, f"{name}: {parts[name][0]} s, and its suites say {needed} s"
+    assert sum(seconds for seconds, _ in parts.values()) <= 3 * dev.GPU_SECONDS
+    assert parts["tests"][0] + parts["lists"][0] <= dev.GPU_SECONDS
+
+
+def test_what_is_no_part_and_no_folder_is_refused(dev: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (("--parts", "lists,nothing"), "no part 'nothing'; the parts are tests (335 s), lists"), (
+        ("--missing", "/nowhere"), "--missing /nowhere: no such folder",
+    ):  # fmt: skip
+        with pytest.raises(SystemExit):
+            dev.gpu(*arguments)
+        assert message in capsys.readouterr().err
+
+
+def test_a_limit_kills_and_what_was_printed_is_in_the_log(dev: ModuleType, tmp_path: Path) -> None:
+    script = "import time; print('measured'); time.sleep(60); print('never')"
+    status = dev.run(sys.executable, "-c", script, check=False, limit=1, log=tmp_path / "log")
+    assert status == 124 and (tmp_path / "log").read_text() == "measured\n"
+
+
+@pytest.fixture
+def call(dev: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A call whose processes end with the statuses in `statuses`, and leave what `after` does; `asked` says of each."""
+    (tmp_path / "earlier").mkdir()
+    made = dev.Gpu(tmp_path, [tmp_path / "earlier"])
+    made.statuses, made.asked, made.after = [], [], lambda: None
+
+    def process(*command: Any, limit: float) -> int:
+        made.asked.append([str(word) for word in command])
+        made.after()
+        return int(made.statuses.pop(0))
+
+    monkeypatch.setattr(made, "run", process)
+    return made
+
+
+@pytest.mark.parametrize(("statuses", "processes"), [([0], 1), ([2], 1), ([124], 1), ([-11, 0], 2), ([1, -9, 1, 0], 3)])
+def test_a_bench_that_crashed_is_begun_anew(call: Any, statuses: list[int], processes: int) -> None:
+    call.statuses = [*statuses]
+    assert call.bench("training", "--part", "eager") == statuses[processes - 1]
+    assert len(call.asked) == processes
+    for asked in call.asked:
+        missing = [asked[index + 1] for index, word in enumerate(asked) if word == "--missing"]
+        assert missing == [str(call.out / "earlier"), str(call.out)]  # also what this call has measured
+        budget = float(asked[asked.index("--budget") + 1])
+        assert 500 < budget < call.left  # the clock starts after imports
+
+
+def test_tests_that_ended_are_not_begun_anew(call: Any) -> None:
+    call.after = lambda: (call.out / "tests.jsonl").write_text('{"finished": 1}\n')
+    call.statuses = [1]
+    assert call.tests(335.0) == 1 and len(call.asked) == 1
+    call.statuses = [5]  # pytest's word for no tests
+    assert call.tests(335.0) == 0
+    call.after = lambda: (call.out / "tests.jsonl").write_text('{"test": "a", "outcome": "begun"}\n')
+    call.statuses, call.asked = [75, -11, 75, 75], []
+    assert call.tests(335.0) == 75 and len(call.asked) == 3
+
+
+def test_what_is_missing_is_named_at_the_end(
+    dev: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "training").mkdir()
+    rows = [{"name": "whole"}, {"name": "late", "dropped": "no time"}, {"name": "broken", "error": "gone"}]
+    content = {"environment": {"gpu": "NVIDIA H100 80GB HBM3", "commit": "abc+"}, "suites": {"training": rows}}
+    (tmp_path / "training" / "results.json").write_text(json.dumps(content))
+    dev.keep_result("training", tmp_path)
+    (named,) = tmp_path.iterdir()
+    assert named.name.startswith("training_h100-80gb-hbm3_") and named.name.endswith("_abc.json")
+    assert "missing in it: late; broken" in capsys.readouterr().out
