@@ -114,6 +114,7 @@ def test_the_training_suite_measures_what_is_missing(monkeypatch: pytest.MonkeyP
 
     assert names(Missing()) == ["machine", "Adam, 8 x 60", "Adam, 8 x 60, clipping"]
     assert names(Missing(done=frozenset(["Adam, 8 x 60", "machine"]))) == ["machine", "Adam, 8 x 60, clipping"]
+    assert names(Missing(done=frozenset(["Adam, 8 x 60", "Adam, 8 x 60, clipping"]))) == []
     tried = Missing(tried=frozenset(["Adam, 8 x 60"]))
     assert names(tried) == ["machine", "Adam, 8 x 60, clipping", "Adam, 8 x 60"]
 

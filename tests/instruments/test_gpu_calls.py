@@ -10,13 +10,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from preamp.bench.training import estimates
+from preamp.bench.training import Clock, estimates
+from preamp.bench.training import _suite as training_suite
 from tests.forks import run
 
 ROOT = Path(__file__).parents[2]
@@ -121,16 +122,60 @@ def test_outcomes_of_another_device_do_not_count(
 # -- parts
 
 
+STEP = 80.0
+"""Seconds of the suite `step`, by estimate."""
+
+
 def test_every_part_fits_and_says_no_less_than_its_suites(dev: ModuleType) -> None:
-    parts = dev.GPU_PARTS
-    assert all(seconds <= 540 for seconds, _ in parts.values())
-    starting, step = 15, 80
+    assert all(seconds <= 540 for seconds in dev.GPU_PARTS.values())
     for name, seconds in estimates().items():
-        suites = parts[name][1]
-        needed = seconds + starting * len(suites) + (step if ("step",) in suites else 0)
-        assert parts[name][0] >= needed, f"{name}: {parts[name][0]} s, and its suites say {needed} s"
-    assert sum(seconds for seconds, _ in parts.values()) <= 3 * dev.GPU_SECONDS
-    assert parts["tests"][0] + parts["lists"][0] <= dev.GPU_SECONDS
+        starts = sum(name in parts for parts in dev.GPU_SUITES.values())
+        needed = seconds + dev.GPU_START * starts + (STEP if name in dev.GPU_SUITES["step"] else 0)
+        assert dev.GPU_PARTS[name] >= needed, f"{name}: {dev.GPU_PARTS[name]} s, and its suites say {needed} s"
+
+
+def test_three_calls_do_everything_by_the_estimates(
+    dev: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes that take what is estimated, on a clock of their own; every row and the tests are done in the end."""
+    clock, done = [0.0], set()
+    monkeypatch.setattr(dev, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setenv("OUT", str(tmp_path))
+    machine, *rows = training_suite._parts(torch.device("cpu"), 7, "full", Clock(1), None)
+
+    def process(self: Any, *command: Any, limit: float) -> int:
+        words = [str(word) for word in command]
+        started = clock[0]
+        if "pytest" in words:
+            clock[0] += dev.GPU_START if "tests" in done else dev.GPU_PARTS["tests"]
+            done.add("tests")
+            (tmp_path / "tests.jsonl").write_text('{"finished": 0}')
+        else:
+            clock[0] += dev.GPU_START
+        if "step" in words:
+            clock[0] += 0 if "step" in done else STEP
+            done.add("step")
+        elif "training" in words:
+            budget = float(words[words.index("--budget") + 1])
+            groups = [words[index + 1] for index, word in enumerate(words) if word == "--part"]
+            begun = clock[0]
+            missing = [row for row in rows if training_suite.GROUPS[row.kind] in groups and row.name not in done]
+            clock[0] += machine.needs if missing else 0
+            for row in missing:
+                if row.needs <= budget - (clock[0] - begun):
+                    clock[0] += row.needs
+                    done.add(row.name)
+        assert clock[0] - started <= limit, f"killed: {words}"
+        return 0
+
+    monkeypatch.setattr(dev.Gpu, "run", process)
+    monkeypatch.setattr(dev.Gpu, "_has", lambda *_: False)
+    for call in range(3):
+        begun = clock[0]
+        with pytest.raises(SystemExit):
+            dev.gpu(*(["--missing", str(tmp_path)] if call else []))
+        assert clock[0] - begun <= dev.GPU_SECONDS, f"call {call + 1}"
+    assert done == {"tests", "step", *(row.name for row in rows)}
 
 
 def test_what_is_no_part_and_no_folder_is_refused(dev: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,7 +209,9 @@ def call(dev: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> An
     return made
 
 
-@pytest.mark.parametrize(("statuses", "processes"), [([0], 1), ([2], 1), ([124], 1), ([-11, 0], 2), ([1, -9, 1, 0], 3)])
+@pytest.mark.parametrize(
+    ("statuses", "processes"), [([0], 1), ([2], 1), ([124], 1), ([-11, 0], 2), ([1, *[-9] * 8], 6)]
+)
 def test_a_bench_that_crashed_is_begun_anew(call: Any, statuses: list[int], processes: int) -> None:
     call.statuses = [*statuses]
     assert call.bench("training", "--part", "eager") == statuses[processes - 1]
@@ -173,18 +220,18 @@ def test_a_bench_that_crashed_is_begun_anew(call: Any, statuses: list[int], proc
         missing = [asked[index + 1] for index, word in enumerate(asked) if word == "--missing"]
         assert missing == [str(call.out / "earlier"), str(call.out)]  # also what this call has measured
         budget = float(asked[asked.index("--budget") + 1])
-        assert 500 < budget < call.left  # the clock starts after imports
+        assert 500 < budget < call.left
 
 
-def test_tests_that_ended_are_not_begun_anew(call: Any) -> None:
+def test_tests_that_ended_are_not_begun_anew(call: Any, dev: ModuleType) -> None:
     call.after = lambda: (call.out / "tests.jsonl").write_text('{"finished": 1}\n')
     call.statuses = [1]
     assert call.tests(335.0) == 1 and len(call.asked) == 1
     call.statuses = [5]  # pytest's word for no tests
     assert call.tests(335.0) == 0
     call.after = lambda: (call.out / "tests.jsonl").write_text('{"test": "a", "outcome": "begun"}\n')
-    call.statuses, call.asked = [75, -11, 75, 75], []
-    assert call.tests(335.0) == 75 and len(call.asked) == 3
+    call.statuses, call.asked = [75, -11, *[75] * 9], []
+    assert call.tests(335.0) == 75 and len(call.asked) == dev.GPU_TRIES
 
 
 def test_what_is_missing_is_named_at_the_end(

@@ -37,6 +37,10 @@ class Missing:
     """Those that failed: they come behind those that nobody tried, which they could take along when they fail again."""
     begin: Callable[[str], None] = lambda name: None
 
+    def any(self, rows: Iterable[T], name: Callable[[T], str]) -> bool:
+        """Whether one of `rows` is missing."""
+        return any(name(row) not in self.done for row in rows)
+
     def of(self, rows: Iterable[T], name: Callable[[T], str]) -> Iterator[T]:
         """Those of `rows` that are missing, in the order in which they are to be measured."""
         left = [row for row in rows if name(row) not in self.done]
