@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from preamp.bench import SUITES, Results
+from preamp.bench import SUITES, Results, environment
 from preamp.bench._machine import DeviceLost, check_device
 from preamp.bench._results import BEGUN, Missing, complete
 from preamp.bench._step_suite import step
@@ -63,11 +63,16 @@ def test_what_is_missing_and_in_which_order(tmp_path: Path) -> None:
     first.missing("step").begin("killed")
     first.add("regions", Plain("of another suite"))
     again = Results(tmp_path / "b" / "results.json", {**HERE, "commit": "def"}, 7)
-    assert again.take(tmp_path, ["step"]) == []
+    assert again.take(tmp_path, ["step"]) == ["1 rows were measured at commit abc and are kept"]
     order = [*again.missing("step").of(["failed", "killed", "dropped", "whole", "new", "short", "hopeless"], str)]
     assert order == ["dropped", "new", "short", "hopeless", "failed", "killed"]  # what failed may take others along
     assert set(again.suites) == {"step"}
     assert rows_of(again.path)["whole"]["measured on"]["commit"] == "abc"
+
+
+def test_a_tree_without_history_can_be_told_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREAMP_COMMIT", "0123456789")
+    assert environment(CPU)["commit"] == "0123456789"
 
 
 def test_of_two_rows_the_complete_one_stays(tmp_path: Path) -> None:

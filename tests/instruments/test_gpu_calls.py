@@ -6,6 +6,7 @@ import importlib.machinery
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +17,11 @@ from typing import Any
 import pytest
 import torch
 
+from preamp.bench._results import complete
 from preamp.bench.training import Clock, estimates
 from preamp.bench.training import _suite as training_suite
 from tests.forks import run
+from tests.pretend.device import missing
 
 ROOT = Path(__file__).parents[2]
 
@@ -159,9 +162,9 @@ def test_three_calls_do_everything_by_the_estimates(
             budget = float(words[words.index("--budget") + 1])
             groups = [words[index + 1] for index, word in enumerate(words) if word == "--part"]
             begun = clock[0]
-            missing = [row for row in rows if training_suite.GROUPS[row.kind] in groups and row.name not in done]
-            clock[0] += machine.needs if missing else 0
-            for row in missing:
+            lacking = [row for row in rows if training_suite.GROUPS[row.kind] in groups and row.name not in done]
+            clock[0] += machine.needs if lacking else 0
+            for row in lacking:
                 if row.needs <= budget - (clock[0] - begun):
                     clock[0] += row.needs
                     done.add(row.name)
@@ -193,6 +196,16 @@ def test_a_limit_kills_and_what_was_printed_is_in_the_log(dev: ModuleType, tmp_p
     assert status == 124 and (tmp_path / "log").read_text() == "measured\n"
 
 
+def test_results_of_an_earlier_call_are_not_mixed_in_unasked(
+    dev: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OUT", str(tmp_path))
+    (tmp_path / "tests.jsonl").touch()
+    with pytest.raises(SystemExit):
+        dev.gpu("--parts", "tests")
+    assert f"go on with --missing {tmp_path}, or move it away" in capsys.readouterr().err
+
+
 @pytest.fixture
 def call(dev: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A call whose processes end with the statuses in `statuses`, and leave what `after` does; `asked` says of each."""
@@ -217,8 +230,8 @@ def test_a_bench_that_crashed_is_begun_anew(call: Any, statuses: list[int], proc
     assert call.bench("training", "--part", "eager") == statuses[processes - 1]
     assert len(call.asked) == processes
     for asked in call.asked:
-        missing = [asked[index + 1] for index, word in enumerate(asked) if word == "--missing"]
-        assert missing == [str(call.out / "earlier"), str(call.out)]  # also what this call has measured
+        folders = [asked[index + 1] for index, word in enumerate(asked) if word == "--missing"]
+        assert folders == [str(call.out / "earlier"), str(call.out)]  # also what this call has measured
         budget = float(asked[asked.index("--budget") + 1])
         assert 500 < budget < call.left
 
@@ -245,3 +258,35 @@ def test_what_is_missing_is_named_at_the_end(
     (named,) = tmp_path.iterdir()
     assert named.name.startswith("training_h100-80gb-hbm3_") and named.name.endswith("_abc.json")
     assert "missing in it: late; broken" in capsys.readouterr().out
+
+
+# -- all of it
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(missing() is not None, reason="no device that is none")
+def test_two_calls_on_the_device_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import tests.pretend.plugin\n")  # in every Python that is begun
+    out = tmp_path / "out"
+    paths = [str(tmp_path), str(ROOT / "src"), str(ROOT)]
+    environment = {
+        **os.environ, "PYTHONPATH": os.pathsep.join(paths), "PREAMP_PYTHON": sys.executable, "PREAMP_NO_TRITON": "1",
+        "OUT": str(out), "PYTEST_ADDOPTS": "-k test_threads", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+
+    def call(*arguments: str) -> dict[str, dict[str, Any]]:
+        asked = [sys.executable, str(ROOT / "dev"), "gpu", "--size", "tiny", *arguments]
+        done = subprocess.run(asked, env=environment, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+        suites = [json.loads(path.read_text())["suites"] for path in out.glob("*_pretended_*.json")]
+        return {row["name"]: row for suite in suites for rows in suite.values() for row in rows}
+
+    first = call("--parts", "tests,lists")
+    assert set(last(out / "tests.jsonl").values()) == {"passed"}
+    assert {"Adam, 8 x 60, 16-bit parameters", "Adam, 8 x 60, clipping", "machine"} <= first.keys()
+    second = call("--parts", "tests,lists,parity", "--missing", str(out))
+    assert second.keys() - first.keys() == {"parity, BERT-base b32", "parity, UNet"}
+    assert all(complete(row) and row["measured on"]["device"] == "pretended" for row in second.values())
+    assert all(second[name] == row for name, row in first.items() if name != "machine")
+    assert {path.suffix for path in out.iterdir()} == {".json", ".jsonl", ".log"} and len([*out.iterdir()]) <= 5

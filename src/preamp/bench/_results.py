@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,23 +79,26 @@ class Results:
         self._here = where(environment)
 
     def take(self, folder: Path, suites: Collection[str]) -> list[str]:
-        """Take the rows of `suites` from every file of benches in `folder` and below; what is left aside, in words.
+        """Take the rows of `suites` from every file of benches in `folder` and below; what is to be said of them.
 
         Only those that were measured on a device of the same name, with the same torch, can stand beside ours. Of two
         rows of a name the complete one stays, and of two complete ones that of the newer file.
         """
-        aside: dict[str, int] = {}
+        told: Counter[str] = Counter()
         for path in sorted(folder.rglob("*.json"), key=lambda path: (path.stat().st_mtime, str(path))):
             found = _suites_of(path)
             for suite in suites:
                 for row in found.get(suite, ()):
                     there = row.get(MEASURED_ON, {})
                     if any(there.get(what) != self._here[what] for what in ("device", "torch")):
-                        origin = f"{there.get('device', 'an unknown device')}, torch {there.get('torch', 'unknown')}"
-                        aside[origin] = aside.get(origin, 0) + 1
+                        device, version = there.get("device", "an unknown device"), there.get("torch", "unknown")
+                        told[f"of {device}, torch {version} are left aside"] += 1
                     elif (held := self._find(suite, row["name"])) is None or complete(row) or not complete(held):
                         self._put(suite, row)
-        return [f"{count} rows of {origin} are left aside" for origin, count in aside.items()]
+        for row in (row for suite in suites for row in self.suites.get(suite, ())):
+            if complete(row) and row[MEASURED_ON]["commit"] != self._here["commit"]:
+                told[f"were measured at commit {row[MEASURED_ON]['commit']} and are kept"] += 1
+        return [f"{count} rows {what}" for what, count in told.items()]
 
     def missing(self, suite: str) -> Missing:
         """What a suite still has to measure; rows that it begins are noted in the file until they are added."""
