@@ -100,6 +100,23 @@ def test_outcomes_outlive_a_crash_and_the_rest_is_run_next(
     assert second.stdout.count("def test_wrong()") == 1  # shown when it failed, and not again at the end
 
 
+def test_a_test_that_takes_the_device_along_ends_the_process(
+    gpu_tests: Callable[..., CompletedProcess[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "conftest.py").write_text("""
+import pytest, torch
+@pytest.fixture(autouse=True)
+def device(request, monkeypatch):
+    if request.node.name == "test_wrong":
+        def lost(): raise RuntimeError("an illegal memory access was encountered")
+        torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, lost
+""")
+    done = gpu_tests("a", "-p", "no:xdist")
+    assert done.returncode == 75
+    assert "answers no more after test_some.py::test_wrong: an illegal memory access" in done.stdout
+    assert last(tmp_path / "a" / "tests.jsonl") == {"test_first": "passed", "test_wrong": "failed"}
+
+
 def write_outcomes(path: Path, device: str, **outcomes: str) -> None:
     lines: list[dict[str, str]] = [{"device": device, "torch": torch.__version__}]
     lines += [{"test": f"test_some.py::{test}", "outcome": outcome} for test, outcome in outcomes.items()]
@@ -144,7 +161,7 @@ def test_three_calls_do_everything_by_the_estimates(
     clock, done = [0.0], set()
     monkeypatch.setattr(dev, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setenv("OUT", str(tmp_path))
-    machine, *rows = training_suite._parts(torch.device("cpu"), 7, "full", Clock(1), None)
+    machine, *rows = training_suite._parts(torch.device("cpu"), 7, "full", Clock(1), None, print)
 
     def process(self: Any, *command: Any, limit: float) -> int:
         words = [str(word) for word in command]

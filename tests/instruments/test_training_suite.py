@@ -184,9 +184,12 @@ def test_a_contender_that_breaks_off_leaves_the_others_and_no_session_open() -> 
             raise torch.OutOfMemoryError("no memory\nfor 3 MiB")
         return F.mse_loss(output.float(), target)
 
-    row = run(toy(loss), [FLOAT32, replace(O2, name="ours"), REFERENCE])
+    told: list[str] = []
+    row = run(toy(loss), [FLOAT32, replace(O2, name="ours"), REFERENCE], tell=told.append)
     errors = {each["name"]: each.get("error") for each in row.contenders}
     assert errors == {"fp32": None, "ours": "OutOfMemoryError: no memory", "torch.amp fp16": None}
+    (failed,) = told  # where it failed, as soon as it did
+    assert failed.startswith("toy: ours failed\nTraceback") and "for 3 MiB" in failed and "in loss" in failed
     REGISTRY.uninstall()  # refuses when a session is open
 
 

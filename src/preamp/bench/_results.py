@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ BEGUN = "begun, and the process ended before it was measured"
 
 MEASURED_ON = "measured on"
 """Key of a row under which it says where: device, torch, commit."""
+
+FRAMES = 12
+"""Of a traceback, the innermost frames, which are told."""
 
 T = TypeVar("T")
 
@@ -65,6 +69,13 @@ def described(error: BaseException) -> str:
     """The kind of an error and its first line."""
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {first.strip()}"[:300]
+
+
+def failure(who: str, error: BaseException, tell: Callable[[str], None]) -> str:
+    """`described(error)`; its traceback is told at once, as a device may be lent for minutes only."""
+    told = "".join(traceback.format_exception(error, limit=-FRAMES)).rstrip()
+    tell(f"{who} failed\n{told}")
+    return described(error)
 
 
 class Results:

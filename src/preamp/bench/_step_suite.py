@@ -16,7 +16,7 @@ from ..scaling import DynamicScale, GradScaler
 from ..session import prepare
 from ._counting import count, counted_launches
 from ._race import Row, race
-from ._results import EVERYTHING, Missing, described
+from ._results import EVERYTHING, Missing, failure
 
 Step = Callable[[], None]
 
@@ -63,8 +63,7 @@ def step(
         try:
             yield _row(name, make(), few, number, device)
         except Exception as error:  # the rows that follow are as good as without it
-            tell(f"{name}: {described(error)}")
-            yield Row(name, WHAT, [], error=described(error))
+            yield Row(name, WHAT, [], error=failure(name, error, tell))
         gc.collect()
 
 

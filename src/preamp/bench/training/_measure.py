@@ -17,10 +17,16 @@ import torch
 from ...autocast import REGISTRY
 from .._counting import counted_launches
 from .._race import spread
-from .._results import described
+from .._results import failure
 from ._contenders import Contender, Trainer
 from ._rows import TrainingRow
 from ._works import Work
+
+Tell = Callable[[str], None]
+
+
+def quiet(what: str) -> None:
+    """Tells nobody."""
 
 
 class Clock:
@@ -82,7 +88,7 @@ class _Entry:
 
 def heat(
     part: str, work: Work, contenders: Sequence[Contender], device: torch.device, pace: Pace, clock: Clock,
-    speeds: Speeds | None, reserve: float = 0.0, name: str | None = None,
+    speeds: Speeds | None, reserve: float = 0.0, name: str | None = None, tell: Tell = quiet,
 ) -> TrainingRow:  # fmt: skip
     """Train a work by every contender, by turns; the first one is the reference.
 
@@ -96,15 +102,15 @@ def heat(
             if clock.left <= reserve:
                 entry.error = about["cut short"] = f"left out: {clock.spent}"
             else:
-                with _turn(entry):
-                    _begin(entry, work, device, pace)
+                with _turn(entry, work, tell):
+                    _begin(entry, work, device, pace, tell)
         for index in range(pace.rounds):
             if index and clock.left <= reserve / 2:
                 about["cut short"] = f"{index} of {pace.rounds} rounds: {clock.spent}"
                 break
             for entry in entries if index % 2 == 0 else entries[::-1]:
                 if entry.trainer is not None:
-                    with _turn(entry):
+                    with _turn(entry, work, tell):
                         entry.rounds.append(_round(entry, device))
     finally:
         for entry in entries:
@@ -116,14 +122,14 @@ def heat(
 
 
 @contextlib.contextmanager
-def _turn(entry: _Entry) -> Iterator[None]:
-    """Whatever goes wrong inside is the entry's error; it gets no further turn."""
+def _turn(entry: _Entry, work: Work, tell: Tell) -> Iterator[None]:
+    """Whatever goes wrong inside is the entry's error, told at once; it gets no further turn."""
     away = contextlib.nullcontext() if entry.contender.ours else REGISTRY.away()  # torch's pay for no rules
     try:
         with away:
             yield
     except Exception as error:
-        entry.error = described(error)
+        entry.error = failure(f"{work.name}: {entry.contender.name}", error, tell)
     if entry.error:
         _end(entry)
         free()
@@ -139,7 +145,7 @@ def _mend_generator() -> None:
         generator.graphsafe_set_state(fresh.graphsafe_get_state())
 
 
-def _begin(entry: _Entry, work: Work, device: torch.device, pace: Pace) -> None:
+def _begin(entry: _Entry, work: Work, device: torch.device, pace: Pace, tell: Tell) -> None:
     """Make the trainer, warm it up, and measure what needs no race: memory, waits, kernels."""
     before = _allocated(device)
     trainer = entry.trainer = Trainer(entry.contender, work, device, backend=pace.backend)
@@ -154,7 +160,7 @@ def _begin(entry: _Entry, work: Work, device: torch.device, pace: Pace) -> None:
             trainer.step()
     torch.cuda.synchronize(device)
     entry.found["peak bytes"] = torch.cuda.max_memory_allocated(device) - before
-    entry.found |= waits(trainer)
+    entry.found |= waits(trainer, tell)
     entry.found |= counted_launches(trainer.step)
 
 
@@ -178,8 +184,8 @@ def warm_up(trainer: Trainer, device: torch.device, fewest: int) -> float:
     return min(times)
 
 
-def waits(trainer: Trainer, steps: int = 3) -> dict[str, Any]:
-    """How often a step waits for the device. preamp's are first run with waiting forbidden."""
+def waits(trainer: Trainer, tell: Tell = quiet, steps: int = 3) -> dict[str, Any]:
+    """How often a step waits for the device. preamp's are first run with waiting forbidden, which tells where."""
     found: dict[str, Any] = {}
     try:
         if trainer.contender.ours:
@@ -189,7 +195,9 @@ def waits(trainer: Trainer, steps: int = 3) -> dict[str, Any]:
                     trainer.step()
                 return {"waits": 0.0}
             except RuntimeError as error:
-                found["wait"] = described(error)
+                found["wait"] = failure(
+                    f"{trainer.work.name}: {trainer.contender.name}: a step that waits", error, tell
+                )
                 torch.cuda.set_sync_debug_mode("default")
                 trainer.recover()
         torch.cuda.set_sync_debug_mode("warn")

@@ -19,10 +19,10 @@ from ...scaling import DynamicScale
 from ...session import Session, prepare
 from .._counting import counted_launches
 from .._race import race
-from .._results import described
+from .._results import failure
 from .._step_suite import LISTS, TINY
 from ._graph import Graphed
-from ._measure import Speeds, free
+from ._measure import Speeds, Tell, free, quiet
 from ._rivals import Rival, installed
 from ._rows import TrainingRow
 
@@ -85,8 +85,9 @@ def _median(work: Step, device: torch.device) -> float:
 
 
 def optimizer_row(
-    name: str, device: torch.device, rounds: int, found: Speeds | None, *, clip: float | None = None
-) -> TrainingRow:
+    name: str, device: torch.device, rounds: int, found: Speeds | None, *, clip: float | None = None,
+    tell: Tell = quiet,
+) -> TrainingRow:  # fmt: skip
     """One step of Adam on a list of tensors by each contender, with the casts of weights and gradients around it.
 
     Every loss scale is dynamic. torch's casts are made by one foreach copy each, which is quicker than autocast's own,
@@ -103,7 +104,7 @@ def optimizer_row(
                 step()
             steps[contender] = step
         except Exception as error:
-            failed[contender] = described(error)
+            failed[contender] = failure(contender, error, tell)
             free()
     told: list[dict[str, Any]] = []
     try:

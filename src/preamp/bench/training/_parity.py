@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._results import described
+from .._results import failure
 from ._contenders import EAGER, O2, O5_EIGHT, O5_SPLIT, PARITY, REFERENCE, Contender, Trainer
-from ._measure import Clock, free
+from ._measure import Clock, Tell, free, quiet
 from ._rows import TrainingRow
 from ._works import Work
 
@@ -22,7 +22,9 @@ SETTLED = 50
 """Steps after which a scale should have found its place."""
 
 
-def parity_row(work: Work, device: torch.device, steps: int, clock: Clock, reserve: float = 0.0) -> TrainingRow:
+def parity_row(
+    work: Work, device: torch.device, steps: int, clock: Clock, reserve: float = 0.0, tell: Tell = quiet
+) -> TrainingRow:
     """Final losses by contender, same seed and data, and of float32 under a second seed: what seeds make out."""
     runs: list[tuple[str, Contender, int]] = [("fp32", FP32, 0)]
     runs += [(contender.name, contender, 0) for contender in PARITY]
@@ -38,7 +40,7 @@ def parity_row(work: Work, device: torch.device, steps: int, clock: Clock, reser
         try:
             found = _train(contender, work, device, steps, seed)
         except Exception as error:
-            told.append({"name": name, "error": described(error)})
+            told.append({"name": name, "error": failure(name, error, tell)})
             free()
             continue
         if name == "fp32":
@@ -97,8 +99,9 @@ def largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
 
 
 def batch_row(
-    work: Work, device: torch.device, clock: Clock, share: float = 0.25, sizes: Sequence[int] = BATCHES
-) -> TrainingRow:
+    work: Work, device: torch.device, clock: Clock, share: float = 0.25, sizes: Sequence[int] = BATCHES,
+    tell: Tell = quiet,
+) -> TrainingRow:  # fmt: skip
     """The largest batch of each contender that trains in `share` of the device's memory."""
     told: list[dict[str, Any]] = []
     about: dict[str, Any] = {}
@@ -110,7 +113,7 @@ def batch_row(
         try:
             told.append({"name": contender.name, "batch": largest(sizes, _fitting(contender, work, device, share))})
         except Exception as error:
-            told.append({"name": contender.name, "error": described(error)})
+            told.append({"name": contender.name, "error": failure(contender.name, error, tell)})
     what = f"the largest of {', '.join(map(str, sizes))} that trains in {share:.0%} of the memory"
     name = f"largest batch, {work.name}"
     return TrainingRow(part="largest batch", name=name, what=what, contenders=told, about=about)

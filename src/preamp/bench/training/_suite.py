@@ -13,9 +13,9 @@ import torch
 
 from ...errors import PolicyError
 from .._machine import DeviceLost, check_device
-from .._results import EVERYTHING, Missing, described
+from .._results import EVERYTHING, Missing, described, failure
 from ._contenders import Contender, fitting, fitting_compiled
-from ._measure import Clock, Pace, Speeds, free, heat
+from ._measure import Clock, Pace, Speeds, Tell, free, heat, quiet
 from ._optimizer import LISTS_BY_SIZE, optimizer_row, speeds
 from ._parity import batch_row, parity_row
 from ._rows import TrainingRow, lines
@@ -96,7 +96,7 @@ def training(
         os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
     chosen = SIZES[size]
     clock = Clock(budget if budget is not None else chosen.budget, now)
-    machine, *others = _parts(device, min(rounds, chosen.pace.rounds), size, clock, contenders)
+    machine, *others = _parts(device, min(rounds, chosen.pace.rounds), size, clock, contenders, tell)
     wanted = [part for part in others if parts is None or GROUPS[part.kind] in parts]
     with _settings():
         needed = missing.of(wanted, lambda part: part.name)
@@ -110,7 +110,7 @@ def training(
 
 def estimates() -> dict[str, float]:
     """Seconds that each group of parts takes in the full size, by the estimate of its parts, on an H100."""
-    parts = _parts(torch.device("cpu"), SIZES["full"].pace.rounds, "full", Clock(BUDGET), None)
+    parts = _parts(torch.device("cpu"), SIZES["full"].pace.rounds, "full", Clock(BUDGET), None, quiet)
     return {group: sum(p.needs for p in parts if GROUPS.get(p.kind, group) == group) for group in GROUPS.values()}
 
 
@@ -124,7 +124,7 @@ def _run(part: Part, clock: Clock, tell: Callable[[str], None]) -> TrainingRow:
         try:
             row = part.make()
         except Exception as error:
-            row = TrainingRow(part=part.kind, name=part.name, about={"error": described(error)})
+            row = TrainingRow(part=part.kind, name=part.name, about={"error": failure(part.name, error, tell)})
         row.about["took"] = round(clock.used - started, 2)
     for line in lines(row):
         tell(line)
@@ -165,7 +165,7 @@ def _settings() -> Iterator[None]:
 
 
 def _parts(
-    device: torch.device, rounds: int, size: str, clock: Clock, contenders: Sequence[Contender] | None
+    device: torch.device, rounds: int, size: str, clock: Clock, contenders: Sequence[Contender] | None, tell: Tell
 ) -> list[Part]:
     """The machine first. `needs` are estimates for an H100, with what has to be compiled, and 0 for the tiny size."""
     chosen, every = SIZES[size], works(size)
@@ -183,7 +183,7 @@ def _parts(
 
     def optimizer(name: str, needs: float, clip: float | None = None) -> Part:
         def make() -> TrainingRow:
-            return optimizer_row(name, device, 5 * rounds, found(), clip=clip)
+            return optimizer_row(name, device, 5 * rounds, found(), clip=clip, tell=tell)
 
         title = f"Adam, {name}" + ("" if clip is None else ", clipping")
         return Part(kind="optimizer", name=title, needs=needs, make=make)
@@ -193,7 +193,7 @@ def _parts(
 
         def make() -> TrainingRow:
             chosen_ones = contenders if contenders is not None else fitting(work)
-            return heat("steps", work, chosen_ones, device, pace, clock, found(), chosen.reserve)
+            return heat("steps", work, chosen_ones, device, pace, clock, found(), chosen.reserve, tell=tell)
 
         return Part(kind="steps", name=work.name, needs=needs, make=make)
 
@@ -204,7 +204,7 @@ def _parts(
         def make() -> TrainingRow:
             torch.compiler.reset()  # entries of other works would be looked through at every call
             ones = contenders if contenders is not None else fitting_compiled(work)
-            return heat("compiled", work, ones, device, pace, clock, found(), chosen.reserve_compiled, name)
+            return heat("compiled", work, ones, device, pace, clock, found(), chosen.reserve_compiled, name, tell)
 
         return Part(kind="compiled", name=name, needs=needs, make=make)
 
@@ -212,7 +212,7 @@ def _parts(
         work = every[key]
         return Part(
             kind="parity", name=f"parity, {work.name}", needs=needs,
-            make=lambda: parity_row(work, device, chosen.parity_steps, clock, chosen.reserve),
+            make=lambda: parity_row(work, device, chosen.parity_steps, clock, chosen.reserve, tell),
         )  # fmt: skip
 
     def batches(key: str, needs: float) -> Part:
@@ -220,7 +220,7 @@ def _parts(
         sizes = range(8, 64, 8) if size == "full" else range(1, 4)
         return Part(
             kind="largest batch", name=f"largest batch, {work.name}", needs=needs,
-            make=lambda: batch_row(work, device, clock, sizes=sizes),
+            make=lambda: batch_row(work, device, clock, sizes=sizes, tell=tell),
         )  # fmt: skip
 
     first, *others = LISTS_BY_SIZE[size]
