@@ -170,6 +170,8 @@ def test_a_run_goes_on_where_another_ended(tmp_path: Path, monkeypatch: pytest.M
     _, path = run_suites(["regions"], 3, "cpu", tmp_path / "b", console, earlier=[tmp_path / "a"])
     rows = rows_of(path, "regions")
     assert set(rows) == {"one", "two", "three"} and not any(row.get("error") for row in rows.values())
+    tables, path = run_suites(["regions"], 3, "cpu", tmp_path / "c", console, earlier=[tmp_path / "b"])
+    assert rows_of(path, "regions") == rows and not tables  # nothing was missing
 
 
 def test_a_killed_bench_is_taken_up_again(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def run_suites(
             results.add(name, row)
             if name == "training":
                 results.judge(goals(results.suites))
-        tables.append(suite_table(name, rows, hardware))
+        tables += [suite_table(name, rows, hardware)] if rows else []
     if "training" in results.suites:
         judged = goals(results.suites)
         results.judge(judged)
