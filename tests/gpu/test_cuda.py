@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 import preamp
 from preamp.bench import run_trial
+from preamp.bench._counting import launches
+from preamp.bench.training import Trainer, works
+from preamp.bench.training._contenders import REFERENCE, REFERENCE_CAPTURED
 from preamp.zoo import TASKS, Recipe
 
 pytestmark = pytest.mark.gpu
@@ -161,3 +164,23 @@ def test_full_size_networks_take_steps_at_every_level(name: str, level: str) -> 
     trial = run_trial(task, level, size="full", seed=0, device=torch.device("cuda"), recipe=short, evaluate=False)
     assert trial.complete and trial.peak_bytes > 0
     assert all(torch.isfinite(torch.tensor(trial.losses)))
+
+
+def test_kernels_are_counted() -> None:
+    x = torch.zeros(8, device="cuda")
+    assert launches(lambda: None) == 0
+    assert launches(lambda: [x.add_(1) for _ in range(5)]) == 5
+
+
+def test_torch_captured_by_the_bench_trains_as_it_does_eagerly() -> None:
+    """The contender that preamp's captured step is compared with does a whole step, its scaler's part included."""
+    work = works("tiny")["bert-base b4"]
+    losses, scales = [], []
+    for contender in (REFERENCE, REFERENCE_CAPTURED):
+        trainer = Trainer(contender, work, torch.device("cuda", 0))
+        losses.append([float(trainer.step()) for _ in range(12)])
+        assert trainer.scaler is not None
+        scales.append((trainer.scaler.get_scale(), trainer.scaler._get_growth_tracker()))
+        trainer.close()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3) and losses[0][-1] != losses[0][0]
+    assert scales[0] == scales[1]

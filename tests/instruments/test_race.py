@@ -6,9 +6,10 @@ import gc
 from collections import Counter
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
-from preamp.bench._race import orders, race
+from preamp.bench._race import orders, race, spread
 
 
 @pytest.mark.parametrize("number", range(1, 12))
@@ -46,3 +47,21 @@ def test_a_contender_that_fails_ends_the_race_and_leaves_the_collector_as_it_was
     with pytest.raises(StopIteration):
         race({"a": lambda: None, "b": lambda: next(calls)}, rounds=3)
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("count", "low", "high", "confidence"),
+    [(1, 1, 1, 0.0), (5, 1, 5, 0.9375), (7, 1, 7, 0.984), (9, 2, 8, 0.961), (15, 4, 12, 0.965), (35, 12, 24, 0.959)],
+)
+def test_the_interval_of_a_median_is_that_of_the_sign_test(count: int, low: int, high: int, confidence: float) -> None:
+    found = spread([*range(count, 0, -1)])
+    assert (found["low"], found["high"]) == (low, high)  # of the numbers 1 to n: as in tables of the sign test
+    assert found["confidence"] == pytest.approx(confidence, abs=5e-4)
+    assert (found["median"], found["min"], found["max"]) == ((count + 1) / 2, 1, count)
+
+
+def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
+    random = np.random.default_rng(0).lognormal(size=(2000, 9))  # skewed, with a median of 1
+    found = [spread(list(ratios)) for ratios in random]
+    share = sum(each["low"] <= 1 <= each["high"] for each in found) / len(found)
+    assert share == pytest.approx(found[0]["confidence"], abs=0.015)

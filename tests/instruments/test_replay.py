@@ -159,7 +159,7 @@ def test_window_is_never_far_from_the_best(
 @pytest.fixture(scope="module")
 def rows() -> list[ScheduleRow]:
     """The first seed of each network: the whole suite takes seconds more."""
-    return schedules(None, 1, lambda what: None, seeds=(0,))  # type: ignore[arg-type]
+    return list(schedules(None, 1, lambda what: None, seeds=(0,)))  # type: ignore[arg-type]
 
 
 def test_window_on_the_zoo(rows: list[ScheduleRow]) -> None:

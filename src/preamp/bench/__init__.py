@@ -6,6 +6,7 @@ from ._race import Outcome, Row, race
 from ._range_test import RangeTest, lr_chart, range_test
 from ._ranks import join_ranks
 from ._replay import Replay, replay
+from ._results import Results
 from ._schedules import ScheduleRow, record_traces, schedule_table, schedules, write_schedules
 from ._suites import SUITES, suite_named, suite_table
 from ._traces import Trace, load_trace, record
@@ -20,6 +21,7 @@ __all__ = [
     "Outcome",
     "RangeTest",
     "Replay",
+    "Results",
     "Row",
     "ScheduleRow",
     "Trace",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..errors import PreampError
 from ..tree import tensors
 
 
@@ -92,12 +93,36 @@ def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+class SilentProfiler(PreampError):
+    """torch's profiler saw none of the kernels that were started for it to see."""
+
+
 def launches(work: Callable[[], Any]) -> int | None:
-    """CUDA kernels started by one call of `work`; None without a CUDA device."""
+    """CUDA kernels (copies and fills of memory among them) started by one call of `work`; None without a CUDA device.
+
+    Raises `SilentProfiler` where the profiler sees nothing, as with a driver that keeps CUPTI out: two kernels of known
+    effect run around `work`, and a count that does not have them is none.
+    """
     if not torch.cuda.is_available():
         return None
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    witness = torch.zeros(1, device="cuda")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        witness.add_(1)
         work()
+        witness.add_(1)
         torch.cuda.synchronize()
-    return sum(event.device_type is torch.profiler.DeviceType.CUDA for event in profile.events())
+    seen = sum(event.device_type is torch.profiler.DeviceType.CUDA for event in profile.events())
+    if seen < 2:
+        raise SilentProfiler(
+            f"torch's profiler saw {seen} kernels where two additions alone are two: CUPTI is not heard, so kernels "
+            "cannot be counted in this process (is another profiler attached, or profiling forbidden by the driver?)"
+        )
+    return seen - 2
+
+
+def counted_launches(work: Callable[[], Any]) -> dict[str, int | str | None]:
+    """`launches` of `work`, or why they could not be counted, which is no reason to measure nothing."""
+    try:
+        return {"launches": launches(work)}
+    except SilentProfiler as error:
+        return {"launches": None, "not counted": str(error)}

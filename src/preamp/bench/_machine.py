@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .._version import __version__
+from ..errors import PreampError
 from ..policy import cpu_has_bf16
 
 
@@ -33,6 +34,23 @@ def environment(device: torch.device) -> dict[str, Any]:
         found["cuda"] = torch.version.cuda
         found["tf32"] = torch.backends.cuda.matmul.allow_tf32
     return found
+
+
+class DeviceLost(PreampError):
+    """The device answers no more in this process, as after an illegal access to its memory."""
+
+
+def check_device(device: torch.device, after: str) -> None:
+    """Raises `DeviceLost` when `device` does nothing any more; `after` is what was seen last."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except Exception as error:
+        raise DeviceLost(
+            f"{after}; since then the device fails at whatever it is asked ({error}), so nothing further can be "
+            "measured in this process: begin another one for what is missing"
+        ) from error
 
 
 def keep_heap() -> bool:
@@ -61,7 +79,12 @@ def cpu_name() -> str:
 
 
 def commit() -> str | None:
-    """The commit of the source tree that preamp runs from, "+" behind it when that has changes; None elsewhere."""
+    """The commit of the source tree that preamp runs from, "+" behind it when that has changes; None elsewhere.
+
+    PREAMP_COMMIT says it where the tree was copied without its history.
+    """
+    if told := os.environ.get("PREAMP_COMMIT"):
+        return told
     here = Path(__file__).resolve().parent
     try:
         head = _git(here, "rev-parse", "--short=10", "HEAD")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..report import Column, Table
+from ..report import Cell, Column, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,30 @@ class Outcome:
                 "rounds": len(self.seconds),
             },
             "seconds": list(self.seconds),
-            "ratio": {"median": self.ratio, "min": min(self.ratios), "max": max(self.ratios)},
+            "ratio": spread(self.ratios),
         }
+
+
+def spread(ratios: Sequence[float]) -> dict[str, float]:
+    """Median, smallest and largest; and `low` to `high`, which holds the true median with probability `confidence`.
+
+    That is the narrowest interval between two of the values, as far from either end, with 95 % or more, and all of them
+    if they are fewer than six: the sign test's, which asks nothing of how times are distributed.
+    """
+    ordered, count = sorted(ratios), len(ratios)
+    outside = 1  # of 2 ** count patterns of values below and above the median, those that leave it out on one side
+    taken = 0
+    while 2 * (more := outside + math.comb(count, taken + 1)) <= 0.05 * 2**count:
+        outside, taken = more, taken + 1
+    return {
+        "median": statistics.median(ordered), "min": ordered[0], "max": ordered[-1],
+        "low": ordered[taken], "high": ordered[-1 - taken], "confidence": 1 - 2 * outside / 2**count,
+    }  # fmt: skip
+
+
+def spread_text(found: Mapping[str, float]) -> str:
+    """The median with its interval behind it."""
+    return f"x{found['median']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
 
 
 @dataclass(frozen=True)
@@ -55,13 +78,16 @@ class Row:
     name: str
     what: str
     outcomes: list[Outcome]
-    counts: Mapping[str, Mapping[str, int | None]] = field(default_factory=dict)
+    counts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """By contender, what one call of it does, where that was counted."""
+    error: str | None = None
+    """Why there are no outcomes."""
 
     def to_dict(self) -> dict[str, Any]:
         """Every outcome."""
         rows = [{**outcome.to_dict(), **self._counted(outcome.name)} for outcome in self.outcomes]
-        return {"name": self.name, "what": self.what, "contenders": rows}
+        failed = {"error": self.error} if self.error else {}
+        return {"name": self.name, "what": self.what, **failed, "contenders": rows}
 
     def _counted(self, name: str) -> dict[str, Any]:
         return {"counts": dict(self.counts[name])} if name in self.counts else {}
@@ -130,26 +156,31 @@ def _now(device: torch.device | None) -> float:
     return time.perf_counter()
 
 
-def race_table(name: str, rows: Sequence[Row]) -> Table:
+INTERVAL = "low, high: hold the true median with 95 % or more; of fewer than 6 rounds they are smallest and largest"
+
+
+def race_table(name: str, rows: Sequence[Row], hardware: str) -> Table:
     """Medians and ratios of races, and what was counted of each contender."""
     counted = any(row.counts for row in rows)
     columns = [Column("work"), Column("contender"), Column("median", "us", 1), Column("ratio", "x", 3),
-               Column("smallest", "x", 3), Column("largest", "x", 3)]  # fmt: skip
+               Column("low", "x", 3), Column("high", "x", 3)]  # fmt: skip
     if counted:
         columns += [Column("moved", "MB", 2), *(Column(what, digits=0) for what in ("casts", "calls", "waits"))]
-    cells = []
+    cells: list[tuple[Cell, ...]] = []
     for row in rows:
+        if row.error:
+            cells.append((row.name, f"failed: {row.error}", *[None] * (len(columns) - 2)))
         for outcome in row.outcomes:
-            median, ratios = statistics.median(outcome.seconds), outcome.ratios
-            cell: list[str | int | float | bool | None]
-            cell = [row.name, outcome.name, 1e6 * median, outcome.ratio, min(ratios), max(ratios)]
-            found = row.counts.get(outcome.name, {})
+            ratio, found = spread(outcome.ratios), row.counts.get(outcome.name, {})
+            cell: list[Cell] = [row.name, outcome.name, 1e6 * statistics.median(outcome.seconds)]
+            cell += [ratio["median"], ratio["low"], ratio["high"]]
             if counted:
                 moved = found.get("bytes")
-                cell += [
-                    None if moved is None else moved / 1e6,
-                    *(found.get(what) for what in ("casts", "calls", "waits")),
-                ]
+                cell.append(None if moved is None else moved / 1e6)
+                cell += [found.get(what) for what in ("casts", "calls", "waits")]
             cells.append(tuple(cell))
-    notes = ("ratio: time of the first contender / time of this one, median over rounds; above 1 is faster",)
-    return Table(f"Suite {name}", tuple(columns), cells, notes)
+    notes = (
+        "ratio: time of the first contender / time of this one, median over rounds; above 1 is faster",
+        INTERVAL,
+    )
+    return Table(f"Suite {name} on {hardware}", tuple(columns), cells, notes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from ..scaling import SCHEDULES, DynamicScale
 from ..zoo import TASKS
 from ._machine import cpu_name, environment
 from ._replay import OVERFLOW, Replay, replay
+from ._results import EVERYTHING, SCHEMA, Missing
 from ._traces import Trace, load_trace, record
 
 SEEDS = (0, 1, 2, 3)
@@ -46,13 +47,17 @@ class ScheduleRow:
     def to_dict(self) -> dict[str, Any]:
         """Figures of each schedule over all traces; of the first trace also the scale and its limit by step."""
         return {
-            "name": f"{self.task}, {self.start}",
+            "name": _name(self.task, self.start),
             "task": self.task,
             "start": self.start,
             "seeds": len(next(iter(self.replays.values()))),
             "log2 largest scale": [round(value, 1) for value in self.largest],
             "contenders": [{"name": name, **_summary(replays)} for name, replays in self.replays.items()],
         }
+
+
+def _name(task: str, start: str) -> str:
+    return f"{task}, {start}"
 
 
 def _summary(replays: Sequence[Replay]) -> dict[str, Any]:
@@ -78,24 +83,23 @@ def schedules(
     *,
     folder: Path = TRACES,
     seeds: Sequence[int] | None = None,
-) -> list[ScheduleRow]:
+    missing: Missing = EVERYTHING,
+) -> Iterator[ScheduleRow]:
     """Replay the traces in `folder`, or of them those of `seeds`; where there are none, record one a network (minutes).
 
     `device` and `rounds` do not matter: traces are on the CPU, and a replay gives the same figures every time.
     """
-    rows = []
     for task, traces in _by_task(folder, seeds, tell).items():
         tell(f"replays of {task}")
         settled = [replay(trace, DynamicScale(2.0**60)).scales[-1] for trace in traces]
         with np.errstate(divide="ignore"):
             largest = np.log2(OVERFLOW / np.maximum(traces[0].weights, traces[0].activations).astype(np.float64))
-        for start, scale_of in STARTS.items():
+        for start in missing.of(STARTS, lambda start, task=task: _name(task, start)):  # type: ignore[misc]
             replays = {
-                name: [replay(trace, kind(scale_of(s))) for trace, s in zip(traces, settled, strict=True)]
+                name: [replay(trace, kind(STARTS[start](s))) for trace, s in zip(traces, settled, strict=True)]
                 for name, kind in SCHEDULES.items()
             }
-            rows.append(ScheduleRow(task, start, replays, largest.tolist()))
-    return rows
+            yield ScheduleRow(task, start, replays, largest.tolist())
 
 
 def schedule_table(rows: Sequence[ScheduleRow]) -> Table:
@@ -131,7 +135,7 @@ def write_schedules(root: Path, *, tell: Callable[[str], None] = lambda what: No
     about = environment(device)
     rows = schedules(device, 1, tell, folder=folder)
     content = {
-        "schema": "preamp-bench/1",
+        "schema": SCHEMA,
         "environment": about,
         "rounds": 1,
         "suites": {"schedules": [row.to_dict() for row in rows]},

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,13 @@ from torch.nn import Parameter, ParameterList
 from .. import optim
 from ..scaling import DynamicScale, GradScaler
 from ..session import prepare
-from ._counting import count, launches
+from ._counting import count, counted_launches
 from ._race import Row, race
+from ._results import EVERYTHING, Missing, failure
 
 Step = Callable[[], None]
+
+WHAT = "scaler.step and update"
 
 
 def bert_shapes(layers: int, width: int) -> list[tuple[int, ...]]:
@@ -39,38 +43,54 @@ LISTS: dict[str, tuple[list[tuple[int, ...]], int]] = {
 }
 """Shapes, and how many steps are timed at once."""
 
+TINY: dict[str, tuple[list[tuple[int, ...]], int]] = {"8 x 60": ([(6, 10)] * 8, 20)}
+"""In their place where it is to be seen that a suite works."""
+
 KINDS: dict[str, dict[str, Any]] = {"Adam": {"lr": 1e-9}, "SGD": {"lr": 1e-9, "momentum": 0.9}}
 
 LARGEST_ON_CPU = 200_000_000
 """Lists with more entries are left to accelerators: contenders' states would not fit a small machine."""
 
 
-def step(device: torch.device, rounds: int, tell: Callable[[str], None]) -> list[Row]:
+def step(
+    device: torch.device, rounds: int, tell: Callable[[str], None], *,
+    size: str | None = None, missing: Missing = EVERYTHING,
+) -> Iterator[Row]:  # fmt: skip
     """`scaler.step(optimizer); scaler.update()`, torch's and ours, and the same for 16-bit parameters with masters."""
-    rows = []
+    lists = TINY if size == "tiny" else LISTS
+    for name, (make, few, number) in missing.of(_works(device, rounds, lists).items(), lambda work: work[0]):
+        tell(name)
+        try:
+            yield _row(name, make(), few, number, device)
+        except Exception as error:  # the rows that follow are as good as without it
+            yield Row(name, WHAT, [], error=failure(name, error, tell))
+        gc.collect()
+
+
+def _works(
+    device: torch.device, rounds: int, lists: Mapping[str, tuple[list[tuple[int, ...]], int]]
+) -> dict[str, tuple[Callable[[], dict[str, Step]], int, int]]:
+    """By name, what makes the contenders, how many rounds they have, and how many steps are timed at once."""
+    found: dict[str, tuple[Callable[[], dict[str, Step]], int, int]] = {}
     for kind, arguments in KINDS.items():
-        for name, (shapes, number) in LISTS.items():
+        for name, (shapes, number) in lists.items():
             entries = sum(torch.Size(shape).numel() for shape in shapes)
             if device.type == "cpu" and entries > LARGEST_ON_CPU:
-                tell(f"{kind}, {name}: left out on a CPU")
                 continue
-            tell(f"{kind}, {name}")
-            few = max(rounds // 2, 3) if entries > 50_000_000 else rounds
-            rows.append(_row(f"{kind}, {name}", _float32(kind, arguments, shapes, device), few, number, device))
+            few = max(rounds // 2, 3) if device.type == "cpu" and entries > 50_000_000 else rounds
+            given = (kind, arguments, shapes, device)
+            found[f"{kind}, {name}"] = (partial(_float32, *given), few, number)
             if (kind == "Adam" and entries <= 20_000_000) or device.type == "cuda":
-                contenders = _low(kind, arguments, shapes, device)
-                rows.append(_row(f"{kind}, {name}, 16-bit parameters", contenders, few, number, device))
-            gc.collect()
-    return rows
+                found[f"{kind}, {name}, 16-bit parameters"] = (partial(_low, *given), few, number)
+    return found
 
 
 def _row(name: str, contenders: Mapping[str, Step], rounds: int, number: int, device: torch.device) -> Row:
     for contender in contenders.values():  # states are made, lists are cached
         contender()
         contender()
-    counts = {who: {**count(work).to_dict(), "launches": launches(work)} for who, work in contenders.items()}
-    outcomes = race(contenders, rounds=rounds, number=number, device=device)
-    return Row(name, "scaler.step and update", outcomes, counts)
+    counts = {who: {**count(work).to_dict(), **counted_launches(work)} for who, work in contenders.items()}
+    return Row(name, WHAT, race(contenders, rounds=rounds, number=number, device=device), counts)
 
 
 def _leaves(shapes: list[tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> list[Parameter]:

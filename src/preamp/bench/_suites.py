@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +17,13 @@ from ..optim import AdamW
 from ..report import Table
 from ..session import prepare
 from ._race import Outcome, Row, race, race_table
+from ._results import EVERYTHING, AnyRow, Missing
 from ._schedules import ScheduleRow, schedule_table, schedules
 from ._step_suite import step
 from .training import TrainingRow, training, training_table
 
-AnyRow = Row | ScheduleRow | TrainingRow
-Suite = Callable[[torch.device, int, Callable[[str], None]], Sequence[AnyRow]]
+Suite = Callable[..., Iterable[AnyRow]]
+"""Called with a device, rounds, whom to tell, and `missing=`: gives each row as soon as it is measured."""
 
 
 class Block(nn.Module):
@@ -57,7 +58,9 @@ def transformer(layers: int = 12, width: int = 256, heads: int = 4, *, by_hand: 
     return nn.Sequential(*(Block(width, heads, by_hand) for _ in range(layers)))
 
 
-def regions(device: torch.device, rounds: int, tell: Callable[[str], None]) -> list[Row]:
+def regions(
+    device: torch.device, rounds: int, tell: Callable[[str], None], *, missing: Missing = EVERYTHING
+) -> Iterator[Row]:
     """What preamp's regions cost over torch's own, in bfloat16."""
     dtype = torch.bfloat16
     x = torch.randn(4, 64, 256, device=device)
@@ -105,7 +108,6 @@ def regions(device: torch.device, rounds: int, tell: Callable[[str], None]) -> l
 
         return go
 
-    rows = []
     work: Mapping[str, tuple[str, int, Callable[[Callable[..., Any]], Callable[[], None]]]] = {
         "transformer step": ("12 layers, width 256, batch 4 x 64, forward and backward", 3, train_step),
         "transformer step, attention by hand": (
@@ -123,12 +125,12 @@ def regions(device: torch.device, rounds: int, tell: Callable[[str], None]) -> l
         "low operator": ("200 x mm of 8x8", 20, lambda region: operator(region, lambda: square.mm(square))),
         "full operator": ("200 x softmax of 8x8", 20, lambda region: operator(region, lambda: low.softmax(-1))),
     }
-    for name, (what, number, make) in work.items():
+    for name in missing.of(work, str):
         tell(name)
+        what, number, make = work[name]
         contenders = {"torch.autocast": make(torch.autocast), "preamp.autocast": make(autocast)}
-        rows.append(Row(name, what, _isolated(contenders, rounds, number, device)))
+        yield Row(name, what, _isolated(contenders, rounds, number, device))
     autocast.uninstall()
-    return rows
 
 
 def _isolated(
@@ -152,7 +154,9 @@ def _isolated(
     ]
 
 
-def sessions(device: torch.device, rounds: int, tell: Callable[[str], None]) -> list[Row]:
+def sessions(
+    device: torch.device, rounds: int, tell: Callable[[str], None], *, missing: Missing = EVERYTHING
+) -> Iterator[Row]:
     """Whole training steps through a session against the same loop written for torch.amp, in bfloat16."""
     x = torch.randn(4, 64, 256, device=device)
 
@@ -185,16 +189,16 @@ def sessions(device: torch.device, rounds: int, tell: Callable[[str], None]) -> 
 
         return step
 
-    fused = functools.partial(torch.optim.AdamW, fused=True)
-    tell("transformer, 4 layers")
-    contenders = {"torch.amp": with_torch()}
-    for level in ("O4", "O5"):
-        contenders[f"preamp {level}"] = with_session(level, fused)
-        contenders[f"preamp {level}, preamp.optim"] = with_session(level, AdamW)
-    if shadows_work(device.type, torch.bfloat16):
-        contenders["preamp O4, preamp.optim, shadow"] = with_session("O4", AdamW, shadow=True)
-    outcomes = race(contenders, rounds=rounds, device=device)
-    return [Row("training step", "4 layers, width 256, batch 4 x 64, AdamW(fused), clipping", outcomes)]
+    for name in missing.of(["training step"], str):
+        tell("transformer, 4 layers")
+        contenders = {"torch.amp": with_torch()}
+        for level in ("O4", "O5"):
+            contenders[f"preamp {level}"] = with_session(level, functools.partial(torch.optim.AdamW, fused=True))
+            contenders[f"preamp {level}, preamp.optim"] = with_session(level, AdamW)
+        if shadows_work(device.type, torch.bfloat16):
+            contenders["preamp O4, preamp.optim, shadow"] = with_session("O4", AdamW, shadow=True)
+        outcomes = race(contenders, rounds=rounds, device=device)
+        yield Row(name, "4 layers, width 256, batch 4 x 64, AdamW(fused), clipping", outcomes)
 
 
 SUITES: dict[str, Suite] = {
@@ -213,10 +217,10 @@ def suite_named(name: str) -> Suite:
     return SUITES[name]
 
 
-def suite_table(name: str, rows: Sequence[AnyRow]) -> Table:
-    """What a suite's rows are printed as."""
+def suite_table(name: str, rows: Sequence[AnyRow], hardware: str) -> Table:
+    """What a suite's rows are printed as; `hardware` is what they were measured on."""
     replays = [row for row in rows if isinstance(row, ScheduleRow)]
     trained = [row for row in rows if isinstance(row, TrainingRow)]
     if trained:
-        return training_table(trained)
-    return schedule_table(replays) if replays else race_table(name, [row for row in rows if isinstance(row, Row)])
+        return training_table(trained, hardware)
+    return schedule_table(replays) if replays else race_table(name, [r for r in rows if isinstance(r, Row)], hardware)

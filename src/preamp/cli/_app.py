@@ -118,18 +118,31 @@ def bench(
     rounds: Annotated[int, typer.Option("--rounds", min=3, help="Rounds; each gives one ratio.")] = 15,
     device: _Device = None,
     out: _Out = Path("preamp-bench"),
-    size: Annotated[
-        str | None, typer.Option("--size", help="Of the suite training: full or tiny; else full on a GPU.")
-    ] = None,
+    size: Annotated[str | None, typer.Option("--size", help="Of the suites training and step: full or tiny.")] = None,
     budget: Annotated[
         float | None, typer.Option("--budget", min=1, help="Seconds for the suite training; else as its size has.")
+    ] = None,
+    part: Annotated[
+        list[str] | None,
+        typer.Option("--part", help="Of the suite training: lists, eager, compiled or parity; else all."),
+    ] = None,
+    missing: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--missing",
+            exists=True,
+            file_okay=False,
+            help="Measure only what the results of this device in a folder lack, and write them with it.",
+        ),
     ] = None,
 ) -> None:
     """Measure preamp against torch.amp, contenders interleaved in one process, as ratios."""
     from ._bench import run_suites
 
     console = Console()
-    tables, path = run_suites(suite, rounds, device, out, console, size=size, budget=budget)
+    tables, path = run_suites(
+        suite, rounds, device, out, console, size=size, budget=budget, parts=part, earlier=missing or ()
+    )
     for table in tables:
         show(table, console)
     console.print(f"data: {path}", highlight=False, soft_wrap=True)

@@ -5,7 +5,7 @@ from ._goals import goals, goals_table
 from ._measure import Clock
 from ._models import ResNet, feed_forward
 from ._rows import TrainingRow, training_table
-from ._suite import SIZES, training
+from ._suite import SIZES, estimates, training
 from ._works import Work, works
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Trainer",
     "TrainingRow",
     "Work",
+    "estimates",
     "feed_forward",
     "goals",
     "goals_table",

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from ... import optim
 from ...errors import PreampWarning
 from ...session import Session, prepare
+from ._by_hand import ByHand
+from ._graph import Graphed
 from ._works import Batch, Work
 
 BATCHES = 4
@@ -35,6 +37,11 @@ class Contender:
     tf32: bool = True
     compiled: bool = False
     captured: bool = False
+    """The whole step as a CUDA graph: by torch's means for one of torch, by `Session.capture` for one of preamp."""
+    mode: str | None = None
+    """torch.compile's."""
+    by_hand: bool = False
+    """With float32 masters of a float16 model, written by hand."""
     split: bool = False
     """Split masters, where the optimizer has them."""
     eight_bit: bool = False
@@ -59,6 +66,7 @@ O5_EIGHT = replace(O5_SPLIT, name="preamp O5, split masters, 8-bit states", eigh
 CAPTURED = replace(O2, name="preamp O2, captured", captured=True)
 UNSCALED = replace(O2, name="preamp O2, scale 1", scale=1)
 """What scaling adds to a step is the difference between O2 and this."""
+REFERENCE_CAPTURED = replace(REFERENCE, name="torch.amp fp16, captured", captured=True)
 FIRST_LAYOUT = replace(REFERENCE, name="torch.amp fp16, NCHW", channels_last=False)
 
 EAGER: tuple[Contender, ...] = (
@@ -66,6 +74,7 @@ EAGER: tuple[Contender, ...] = (
     FIRST_LAYOUT,
     replace(REFERENCE, name="torch.amp fp16, foreach", fused=False),
     Contender(name="torch.amp bf16", dtype=BF16),
+    Contender(name="masters by hand, fp16", dtype=FP16, by_hand=True),
     Contender(name="tf32"),
     Contender(name="fp32", tf32=False),
     O2,
@@ -74,17 +83,24 @@ EAGER: tuple[Contender, ...] = (
     O5_EIGHT,
     Contender(name="preamp O3", level="O3"),
     UNSCALED,
+    REFERENCE_CAPTURED,
     CAPTURED,
 )
 
 COMPILED_REFERENCE = replace(REFERENCE, name="torch.amp fp16, compiled", compiled=True)
 O2_COMPILED = replace(O2, name="preamp O2, compiled", compiled=True)
+REFERENCE_REDUCED = replace(COMPILED_REFERENCE, name="torch.amp fp16, reduce-overhead", mode="reduce-overhead")
+O2_REDUCED = replace(O2_COMPILED, name="preamp O2, reduce-overhead", mode="reduce-overhead")
+
+BF16_COMPILED = Contender(name="torch.amp bf16, compiled", dtype=BF16, compiled=True)
 
 COMPILED: tuple[Contender, ...] = (
     REFERENCE,
     COMPILED_REFERENCE,
     O2_COMPILED,
-    Contender(name="torch.amp bf16, compiled", dtype=BF16, compiled=True),
+    REFERENCE_REDUCED,
+    O2_REDUCED,
+    BF16_COMPILED,
 )
 
 PARITY: tuple[Contender, ...] = (
@@ -101,14 +117,25 @@ SHORT = ("feed-forward", "BERT-base b4", "BERT-base b32", "UNet")
 """Works whose kernels are short enough for a graph to pay."""
 
 
-def fitting(contenders: Iterable[Contender], work: Work) -> list[Contender]:
-    """Those that say something about a work: layouts are for images, 8 bits for states that SGD has not, and what
-    scaling adds is asked once.
+def fitting(work: Work) -> list[Contender]:
+    """Those of `EAGER` that say something about a work: layouts are for images, 8 bits for states that SGD has not,
+    and what scaling adds is asked once.
     """
-    wanted = [c for c in contenders if work.images or c is not FIRST_LAYOUT]
+    wanted = [c for c in EAGER if work.images or c is not FIRST_LAYOUT]
     wanted = [c for c in wanted if work.name in SHORT or not c.captured]
     wanted = [c for c in wanted if work.optimizer != "SGD" or not c.eight_bit]
     return [c for c in wanted if c is not UNSCALED or work.name == "BERT-base b4"]
+
+
+def fitting_compiled(work: Work) -> list[Contender]:
+    """Those of `COMPILED` that are worth the time to compile them: graphs where kernels are short, bfloat16 once."""
+    left_out: dict[str, tuple[Contender, ...]] = {
+        "feed-forward": (BF16_COMPILED,),
+        "BERT-base b4": (COMPILED_REFERENCE, O2_COMPILED, BF16_COMPILED),
+        "BERT-base b32": (O2_REDUCED,),
+    }
+    others = left_out.get(work.name, (REFERENCE_REDUCED, O2_REDUCED, BF16_COMPILED))
+    return [contender for contender in COMPILED if contender not in others]
 
 
 class Trainer:
@@ -131,15 +158,21 @@ class Trainer:
             model = model.to(memory_format=self._layout)
         self._model: nn.Module = model
         self._run: Callable[..., Any] = model
+        self._mode = contender.mode if backend == "inductor" else None  # other backends have no modes
         if contender.compiled:
-            self._run = torch.compile(model, backend=backend, dynamic=False)
+            self._run = torch.compile(model, backend=backend, dynamic=False, mode=self._mode)
         self._batches: Iterator[Batch] = itertools.cycle([self.data(index) for index in range(BATCHES)])
+        self._by_hand: ByHand | None = None
         self._optimizer = self._make_optimizer()
         self.session = self._prepare(contender)
         if self.session is None:
             self.scaler = torch.amp.GradScaler(device.type, enabled=contender.dtype is FP16)
         self.train: Callable[[Tensor, Tensor], Tensor] = self._with_session if contender.ours else self._with_torch
-        if contender.captured and self.session is not None:
+        if contender.by_hand:
+            self.train = self._with_masters_by_hand
+        if contender.captured and self.session is None:
+            self.train = Graphed(self.train, device)
+        elif contender.captured and self.session is not None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", PreampWarning)  # on a CPU the step runs as it is written
                 self.train = self.session.capture(self.train)
@@ -154,12 +187,16 @@ class Trainer:
         if not contender.ours:
             maker = getattr(torch.optim, kind)
             how = {"fused": True} if contender.fused else {"foreach": True}
+            how |= {"capturable": True} if contender.captured else {}
         else:
             maker, how = getattr(optim, kind), {}
             if contender.split and kind != "SGD":
                 arguments["master"] = "split"
             if contender.eight_bit and kind != "SGD":
                 arguments["states"] = "8bit"
+        if contender.by_hand:
+            self._by_hand = ByHand(self._model, lambda masters: maker(masters, **arguments, **how))
+            return self._by_hand.optimizer
         made: torch.optim.Optimizer = maker(self._model.parameters(), **arguments, **how)
         return made
 
@@ -179,6 +216,8 @@ class Trainer:
 
     def step(self) -> Tensor:
         """One training step on the next batch; its loss, 0-d."""
+        if self._mode is not None:
+            torch.compiler.cudagraph_mark_step_begin()  # what the last step's graphs gave is not needed any more
         return self.train(*next(self._batches))
 
     def _with_torch(self, x: Tensor, y: Tensor) -> Tensor:
@@ -187,13 +226,26 @@ class Trainer:
         with torch.autocast(self.device.type, dtype=dtype) if dtype else contextlib.nullcontext():
             loss = self.work.loss(self._run(x), y)
         scaler.scale(loss).backward()
-        if self.work.clip is not None:
-            scaler.unscale_(self._optimizer)
-            nn.utils.clip_grad_norm_(self._model.parameters(), self.work.clip)
-        scaler.step(self._optimizer)
-        scaler.update()
+        self._step_scaled(scaler, self._model.parameters())
         self._optimizer.zero_grad()
         return loss.detach()
+
+    def _with_masters_by_hand(self, x: Tensor, y: Tensor) -> Tensor:
+        scaler, by_hand = self.scaler, self._by_hand
+        assert scaler is not None and by_hand is not None
+        loss = self.work.loss(self._run(x.half() if x.is_floating_point() else x), y)
+        scaler.scale(loss).backward()
+        by_hand.unpack()
+        self._step_scaled(scaler, by_hand.masters)
+        by_hand.publish()
+        return loss.detach()
+
+    def _step_scaled(self, scaler: torch.amp.GradScaler, params: Iterable[Tensor]) -> None:
+        if self.work.clip is not None:
+            scaler.unscale_(self._optimizer)
+            nn.utils.clip_grad_norm_(params, self.work.clip)
+        scaler.step(self._optimizer)
+        scaler.update()
 
     def _with_session(self, x: Tensor, y: Tensor) -> Tensor:
         session = self.session
@@ -225,5 +277,5 @@ class Trainer:
         """End the session and let go of every tensor."""
         if self.session is not None:
             self.session.close()
-        for name in ("train", "_run", "_model", "_optimizer", "_batches", "scaler", "session"):
+        for name in ("train", "_run", "_model", "_optimizer", "_batches", "_by_hand", "scaler", "session"):
             self.__dict__.pop(name, None)

@@ -15,10 +15,18 @@ from typing import Any
 import torch
 
 from ...autocast import REGISTRY
-from .._counting import launches
+from .._counting import counted_launches
+from .._race import spread
+from .._results import failure
 from ._contenders import Contender, Trainer
 from ._rows import TrainingRow
 from ._works import Work
+
+Tell = Callable[[str], None]
+
+
+def quiet(what: str) -> None:
+    """Tells nobody."""
 
 
 class Clock:
@@ -37,6 +45,11 @@ class Clock:
     def left(self) -> float:
         """Seconds until the end."""
         return self.budget - self.used
+
+    @property
+    def spent(self) -> str:
+        """How much was used, in words."""
+        return f"{self.used:.0f} s of {self.budget:.0f} s were used"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +88,7 @@ class _Entry:
 
 def heat(
     part: str, work: Work, contenders: Sequence[Contender], device: torch.device, pace: Pace, clock: Clock,
-    speeds: Speeds | None, reserve: float = 0.0, name: str | None = None,
+    speeds: Speeds | None, reserve: float = 0.0, name: str | None = None, tell: Tell = quiet,
 ) -> TrainingRow:  # fmt: skip
     """Train a work by every contender, by turns; the first one is the reference.
 
@@ -83,19 +96,21 @@ def heat(
     out. Those of torch run without preamp's operator rules in the dispatcher.
     """
     entries = [_Entry(contender) for contender in contenders]
+    about: dict[str, Any] = {"parameters": work.parameters, "flop": work.flop()}
     try:
         for entry in entries:
             if clock.left <= reserve:
-                entry.error = f"left out: {clock.used:.0f} s of {clock.budget:.0f} s were used"
+                entry.error = about["cut short"] = f"left out: {clock.spent}"
             else:
-                with _turn(entry):
-                    _begin(entry, work, device, pace)
+                with _turn(entry, work, tell):
+                    _begin(entry, work, device, pace, tell)
         for index in range(pace.rounds):
             if index and clock.left <= reserve / 2:
+                about["cut short"] = f"{index} of {pace.rounds} rounds: {clock.spent}"
                 break
             for entry in entries if index % 2 == 0 else entries[::-1]:
                 if entry.trainer is not None:
-                    with _turn(entry):
+                    with _turn(entry, work, tell):
                         entry.rounds.append(_round(entry, device))
     finally:
         for entry in entries:
@@ -103,19 +118,18 @@ def heat(
         free()
     reference = entries[0]
     told = [_told(entry, reference, work, speeds) for entry in entries]
-    about = {"parameters": work.parameters, "flop": work.flop()}
     return TrainingRow(part=part, name=name or work.name, what=work.what, contenders=told, about=about)
 
 
 @contextlib.contextmanager
-def _turn(entry: _Entry) -> Iterator[None]:
-    """Whatever goes wrong inside is the entry's error; it gets no further turn."""
+def _turn(entry: _Entry, work: Work, tell: Tell) -> Iterator[None]:
+    """Whatever goes wrong inside is the entry's error, told at once; it gets no further turn."""
     away = contextlib.nullcontext() if entry.contender.ours else REGISTRY.away()  # torch's pay for no rules
     try:
         with away:
             yield
     except Exception as error:
-        entry.error = described(error)
+        entry.error = failure(f"{work.name}: {entry.contender.name}", error, tell)
     if entry.error:
         _end(entry)
         free()
@@ -131,13 +145,7 @@ def _mend_generator() -> None:
         generator.graphsafe_set_state(fresh.graphsafe_get_state())
 
 
-def described(error: BaseException) -> str:
-    """The kind of an error and its first line."""
-    first = next((line for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {first.strip()}"[:300]
-
-
-def _begin(entry: _Entry, work: Work, device: torch.device, pace: Pace) -> None:
+def _begin(entry: _Entry, work: Work, device: torch.device, pace: Pace, tell: Tell) -> None:
     """Make the trainer, warm it up, and measure what needs no race: memory, waits, kernels."""
     before = _allocated(device)
     trainer = entry.trainer = Trainer(entry.contender, work, device, backend=pace.backend)
@@ -152,9 +160,8 @@ def _begin(entry: _Entry, work: Work, device: torch.device, pace: Pace) -> None:
             trainer.step()
     torch.cuda.synchronize(device)
     entry.found["peak bytes"] = torch.cuda.max_memory_allocated(device) - before
-    entry.found |= waits(trainer)
-    with contextlib.suppress(RuntimeError):  # no profiler on this machine is no reason to measure nothing
-        entry.found["launches"] = launches(trainer.step)
+    entry.found |= waits(trainer, tell)
+    entry.found |= counted_launches(trainer.step)
 
 
 def _allocated(device: torch.device) -> int:
@@ -177,8 +184,8 @@ def warm_up(trainer: Trainer, device: torch.device, fewest: int) -> float:
     return min(times)
 
 
-def waits(trainer: Trainer, steps: int = 3) -> dict[str, Any]:
-    """How often a step waits for the device. preamp's are first run with waiting forbidden."""
+def waits(trainer: Trainer, tell: Tell = quiet, steps: int = 3) -> dict[str, Any]:
+    """How often a step waits for the device. preamp's are first run with waiting forbidden, which tells where."""
     found: dict[str, Any] = {}
     try:
         if trainer.contender.ours:
@@ -188,7 +195,9 @@ def waits(trainer: Trainer, steps: int = 3) -> dict[str, Any]:
                     trainer.step()
                 return {"waits": 0.0}
             except RuntimeError as error:
-                found["wait"] = described(error)
+                found["wait"] = failure(
+                    f"{trainer.work.name}: {trainer.contender.name}: a step that waits", error, tell
+                )
                 torch.cuda.set_sync_debug_mode("default")
                 trainer.recover()
         torch.cuda.set_sync_debug_mode("warn")
@@ -270,6 +279,6 @@ def _told(entry: _Entry, reference: _Entry, work: Work, speeds: Speeds | None) -
 
 
 def ratio(reference: Sequence[Sequence[float]], own: Sequence[Sequence[float]]) -> dict[str, float] | None:
-    """How many times faster than the reference, by rounds: median, smallest, largest. None without common rounds."""
+    """How many times faster than the reference, by rounds, as `spread` has it. None without common rounds."""
     ratios = [statistics.median(theirs) / statistics.median(ours) for theirs, ours in zip(reference, own, strict=False)]
-    return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)} if ratios else None
+    return spread(ratios) if ratios else None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,94 +14,144 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ... import optim
+from ...errors import PreampWarning
+from ...scaling import DynamicScale
 from ...session import Session, prepare
-from .._counting import launches
+from .._counting import counted_launches
 from .._race import race
-from .._step_suite import LISTS
-from ._measure import Speeds, described, free
+from .._results import failure
+from .._step_suite import LISTS, TINY
+from ._graph import Graphed
+from ._measure import Speeds, Tell, free, quiet
+from ._rivals import Rival, installed
 from ._rows import TrainingRow
 
-Step = Callable[[], None]
+Step = Callable[[], Any]
 
 LISTS_BY_SIZE: dict[str, tuple[str, ...]] = {
     "full": ("BERT-large", "1500 x 100k", "1500 x 1k"),
-    "tiny": ("8 x 60",),
+    "tiny": tuple(TINY),
 }
-SHAPES: dict[str, list[tuple[int, ...]]] = {"8 x 60": [(6, 10)] * 8, **{name: LISTS[name][0] for name in LISTS}}
+SHAPES: dict[str, list[tuple[int, ...]]] = {name: shapes for name, (shapes, _) in (LISTS | TINY).items()}
 
 REFERENCE, FOREACH, BF16 = "torch.amp fp16", "torch.amp fp16, foreach", "torch.amp bf16"
 O2, SPLIT, EIGHT = "preamp O2", "preamp O5, split masters", "preamp O5, split masters, 8-bit states"
+REFERENCE_CAPTURED, CAPTURED = f"{REFERENCE}, captured", f"{O2}, captured"
 
-LEAST_BYTES = {REFERENCE: 52, FOREACH: 92, BF16: 40, O2: 30, SPLIT: 26, EIGHT: 14}
-"""Bytes a parameter that each has to move without clipping: see `facts` of the design; Adam keeps two moments."""
+LEAST_BYTES = {
+    REFERENCE: 52, REFERENCE_CAPTURED: 52, FOREACH: 92, BF16: 40, O2: 30, CAPTURED: 30, SPLIT: 26, EIGHT: 14,
+}  # fmt: skip
+"""Bytes a parameter that each has to move without clipping; Adam keeps two moments."""
+
+START = 1.0
+"""Where the dynamic scales of all contenders start: gradients are unscaled in place by some, and must not shrink."""
+
+
+@dataclass
+class _Problem:
+    """The tensors that every contender has of its own, and what is asked of it. `sessions` were opened for it."""
+
+    shapes: list[tuple[int, ...]]
+    device: torch.device
+    clip: float | None
+    sessions: list[Session] = field(default_factory=list)
+
+    def tensors(self, dtype: torch.dtype) -> tuple[list[Parameter], list[Tensor]]:
+        """Float32 parameters and low gradients, of a seed."""
+        torch.manual_seed(0)
+        params = [Parameter(torch.randn(shape, device=self.device) * 0.02) for shape in self.shapes]
+        grads = [torch.randn(shape, device=self.device).mul_(1e-3).to(dtype) for shape in self.shapes]
+        return params, grads
+
+    def loss(self) -> Tensor:
+        """What stands for a loss: a step scales it and runs backward, since dynamic scaling begins there."""
+        return torch.zeros((), device=self.device, requires_grad=True)
 
 
 def speeds(device: torch.device, size: str) -> Speeds:
     """Copy bandwidth and the rate of a bfloat16 product of random matrices: what everything is held against."""
     full = size == "full"
-    source = torch.empty(2**30 if full else 2**16, dtype=torch.float32, device=device)
-    target = torch.empty_like(source)
+    source = torch.rand(2**30 if full else 2**16, device=device)
+    target = torch.zeros_like(source)  # written, too: memory that nothing has touched need not be there yet
     side = 8192 if full else 64
     a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
-    seconds = _best(lambda: target.copy_(source), device), _best(lambda: a @ b, device)
+    seconds = _median(lambda: target.copy_(source), device), _median(lambda: a @ b, device)
     return Speeds(copy=2 * 4 * source.numel() / seconds[0], product=2 * side**3 / seconds[1])
 
 
-def _best(work: Callable[[], Any], device: torch.device) -> float:
-    (outcome,) = race({"work": work}, rounds=5, number=10, device=device)
+def _median(work: Step, device: torch.device) -> float:
+    (outcome,) = race({"work": work}, rounds=7, number=10, device=device)
     return statistics.median(outcome.seconds)
 
 
 def optimizer_row(
-    name: str, device: torch.device, rounds: int, found: Speeds | None, *, clip: float | None = None
-) -> TrainingRow:
+    name: str, device: torch.device, rounds: int, found: Speeds | None, *, clip: float | None = None,
+    tell: Tell = quiet,
+) -> TrainingRow:  # fmt: skip
     """One step of Adam on a list of tensors by each contender, with the casts of weights and gradients around it.
 
-    torch's casts are made by one foreach copy each, which is quicker than autocast's own, tensor by tensor.
+    Every loss scale is dynamic. torch's casts are made by one foreach copy each, which is quicker than autocast's own,
+    tensor by tensor; with masters written by hand, as O2 was for Apex, a step does the same.
     """
-    shapes = SHAPES[name]
-    entries = sum(torch.Size(shape).numel() for shape in shapes)
+    problem = _Problem(SHAPES[name], device, clip)
+    entries = sum(torch.Size(shape).numel() for shape in problem.shapes)
     steps: dict[str, Step] = {}
     failed: dict[str, str] = {}
-    sessions: list[Session] = []
-    for contender in (REFERENCE, O2, FOREACH, BF16, SPLIT, EIGHT):
+    for contender, make in _makers(problem).items():
         try:
-            made = _ours(contender, shapes, device, clip, sessions) if contender in (O2, SPLIT, EIGHT) else None
-            step = made or _torchs(contender, shapes, device, clip)
-            for _ in range(6):  # states are made, masters are no longer compared with their parameters
+            step = make()
+            for _ in range(6):  # states are made, graphs captured, masters no longer compared with their parameters
                 step()
             steps[contender] = step
         except Exception as error:
-            failed[contender] = described(error)
+            failed[contender] = failure(contender, error, tell)
             free()
     told: list[dict[str, Any]] = []
     try:
         outcomes = race(steps, rounds=rounds, number=4 if entries > 1e7 else 10, device=device) if steps else []
         for outcome in outcomes:
-            counted = launches(steps[outcome.name])
-            told.append({**outcome.to_dict(), "launches": counted})
-            if found is not None and clip is None:
+            told.append({**outcome.to_dict(), **counted_launches(steps[outcome.name])})
+            if found is not None and clip is None and outcome.name in LEAST_BYTES:
                 least = LEAST_BYTES[outcome.name] * entries / found.copy
                 told[-1]["roofline"] = least / statistics.median(outcome.seconds)
             if REFERENCE in failed:
                 told[-1]["ratio"] = None
     finally:
-        for session in sessions:
+        for session in problem.sessions:
             session.close()
     told += [{"name": contender, "error": why} for contender, why in failed.items()]
     title = f"Adam, {name}" + ("" if clip is None else ", clipping")
-    what = "casts of weights and gradients, check, unscaling, step"
+    what = "scaling, casts of weights and gradients, check, unscaling, step; dynamic scales"
     about = {"parameters": entries, "list": name, "clip": clip}
     return TrainingRow(part="optimizer", name=title, what=what, contenders=told, about=about)
 
 
-def _torchs(contender: str, shapes: Sequence[tuple[int, ...]], device: torch.device, clip: float | None) -> Step:
-    dtype = torch.bfloat16 if contender == BF16 else torch.float16
-    params, lows, grads = _tensors(shapes, device, dtype)
-    how: dict[str, Any] = {"foreach": True} if contender == FOREACH else {"fused": True}
-    optimizer = torch.optim.Adam(params, lr=1e-9, **how)
-    scaler = torch.amp.GradScaler(device.type, init_scale=1.0, enabled=contender != BF16)
-    scaler.scale(torch.zeros((), device=device))
+def _makers(problem: _Problem) -> dict[str, Callable[[], Step]]:
+    adam, fp16 = torch.optim.Adam, torch.float16
+    capturable = partial(adam, lr=1e-9, fused=True, capturable=True)
+    makers: dict[str, Callable[[], Step]] = {
+        REFERENCE: lambda: _torchs(problem, partial(adam, lr=1e-9, fused=True), fp16),
+        O2: lambda: _ours(problem),
+        FOREACH: lambda: _torchs(problem, partial(adam, lr=1e-9, foreach=True), fp16),
+        BF16: lambda: _torchs(problem, partial(adam, lr=1e-9, fused=True), torch.bfloat16),
+        REFERENCE_CAPTURED: lambda: Graphed(_torchs(problem, capturable, fp16), problem.device),
+        CAPTURED: lambda: _ours(problem, captured=True),
+        SPLIT: lambda: _ours(problem, master="split"),
+        EIGHT: lambda: _ours(problem, master="split", states="8bit"),
+    }
+    for rival in installed():
+        if not rival.masters:
+            makers[rival.name] = lambda rival=rival: _torchs(problem, partial(rival.make, lr=1e-9), torch.bfloat16)  # type: ignore[misc]
+        elif problem.clip is None:  # GradScaler unscales no 16-bit gradients for clipping
+            makers[rival.name] = lambda rival=rival: _with_masters(problem, rival)  # type: ignore[misc]
+    return makers
+
+
+def _torchs(problem: _Problem, make: Callable[..., torch.optim.Optimizer], dtype: torch.dtype) -> Step:
+    params, grads = problem.tensors(dtype)
+    lows = [torch.empty_like(p, dtype=dtype) for p in params]
+    optimizer, loss, device = make(params), problem.loss(), problem.device
+    scaler = torch.amp.GradScaler(device.type, init_scale=START, enabled=dtype is torch.float16)
     weights: list[Tensor] = [p.detach() for p in params]
     wide: list[Tensor] = [torch.empty_like(p) for p in params]
     for param, grad in zip(params, wide, strict=True):
@@ -106,48 +159,52 @@ def _torchs(contender: str, shapes: Sequence[tuple[int, ...]], device: torch.dev
 
     def go() -> None:
         torch._foreach_copy_(lows, weights)
+        scaler.scale(loss).backward()
         torch._foreach_copy_(wide, grads)
-        if clip is not None:
+        if problem.clip is not None:
             scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(params, clip)
+            nn.utils.clip_grad_norm_(params, problem.clip)
         scaler.step(optimizer)
         scaler.update()
 
     return go
 
 
-def _ours(
-    contender: str, shapes: Sequence[tuple[int, ...]], device: torch.device, clip: float | None,
-    sessions: list[Session],
-) -> Step:  # fmt: skip
-    split = contender in (SPLIT, EIGHT)
-    params, _, grads = _tensors(shapes, device, torch.bfloat16 if split else torch.float16)
-    holder = nn.ParameterList(params)
-    options: dict[str, Any] = {"master": "split"} if split else {}
-    if contender == EIGHT:
-        options["states"] = "8bit"
-    optimizer = optim.Adam(holder.parameters(), lr=1e-9, **options)
-    session = prepare(holder, optimizer, level="O5" if split else "O2", scale=None if split else 2.0)
-    sessions.append(session)
-    for param, grad in zip(holder.parameters(), grads, strict=True):
-        param.grad = grad
-    loss = torch.zeros((), device=device, requires_grad=True)  # a step wants a backward before it
+def _with_masters(problem: _Problem, rival: Rival) -> Step:
+    """An optimizer that takes 16-bit gradients and writes 16-bit weights by itself, under torch's scaler."""
+    params, grads = problem.tensors(torch.float16)
+    lows = [Parameter(p.detach().half()) for p in params]
+    for low, grad in zip(lows, grads, strict=True):
+        low.grad = grad
+    optimizer, loss = rival.make(lows, lr=1e-9), problem.loss()
+    scaler = torch.amp.GradScaler(problem.device.type, init_scale=START)
 
     def go() -> None:
-        session.backward(loss)
-        if clip is not None:
-            session.clip_grad_norm_(clip)
-        session.step()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
 
     return go
 
 
-def _tensors(
-    shapes: Sequence[tuple[int, ...]], device: torch.device, dtype: torch.dtype
-) -> tuple[list[Parameter], list[Tensor], list[Tensor]]:
-    """Float32 parameters, low ones like them, and low gradients."""
-    torch.manual_seed(0)
-    params = [Parameter(torch.randn(shape, device=device) * 0.02) for shape in shapes]
-    lows = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
-    grads = [torch.randn(shape, dtype=torch.float32, device=device).mul_(1e-3).to(dtype) for shape in shapes]
-    return params, lows, grads
+def _ours(problem: _Problem, *, captured: bool = False, **options: Any) -> Step:
+    params, grads = problem.tensors(torch.bfloat16 if options else torch.float16)
+    holder, loss = nn.ParameterList(params), problem.loss()
+    optimizer = optim.Adam(holder.parameters(), lr=1e-9, **options)
+    level, scale = ("O5", None) if options else ("O2", DynamicScale(START))
+    session = prepare(holder, optimizer, level=level, scale=scale)
+    problem.sessions.append(session)
+    for param, grad in zip(holder.parameters(), grads, strict=True):
+        param.grad = grad
+
+    def go() -> None:
+        session.backward(loss)
+        if problem.clip is not None:
+            session.clip_grad_norm_(problem.clip)
+        session.step()
+
+    if not captured:
+        return go
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PreampWarning)  # on a CPU the step runs as it is written
+        return session.capture(go)

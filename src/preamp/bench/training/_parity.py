@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._results import failure
 from ._contenders import EAGER, O2, O5_EIGHT, O5_SPLIT, PARITY, REFERENCE, Contender, Trainer
-from ._measure import Clock, described, free
+from ._measure import Clock, Tell, free, quiet
 from ._rows import TrainingRow
 from ._works import Work
 
@@ -21,21 +22,25 @@ SETTLED = 50
 """Steps after which a scale should have found its place."""
 
 
-def parity_row(work: Work, device: torch.device, steps: int, clock: Clock, reserve: float = 0.0) -> TrainingRow:
+def parity_row(
+    work: Work, device: torch.device, steps: int, clock: Clock, reserve: float = 0.0, tell: Tell = quiet
+) -> TrainingRow:
     """Final losses by contender, same seed and data, and of float32 under a second seed: what seeds make out."""
     runs: list[tuple[str, Contender, int]] = [("fp32", FP32, 0)]
     runs += [(contender.name, contender, 0) for contender in PARITY]
     runs.insert(3, ("fp32, another seed", FP32, 1))  # behind what matters most, should the time run out
     told: list[dict[str, Any]] = []
+    about: dict[str, Any] = {"steps": steps, "settled after": SETTLED}
     yardstick: float | None = None
     for name, contender, seed in runs:
         if clock.left <= reserve:
-            told.append({"name": name, "error": f"left out: {clock.used:.0f} s of {clock.budget:.0f} s were used"})
+            about["cut short"] = f"left out: {clock.spent}"
+            told.append({"name": name, "error": about["cut short"]})
             continue
         try:
             found = _train(contender, work, device, steps, seed)
         except Exception as error:
-            told.append({"name": name, "error": described(error)})
+            told.append({"name": name, "error": failure(name, error, tell)})
             free()
             continue
         if name == "fp32":
@@ -43,7 +48,6 @@ def parity_row(work: Work, device: torch.device, steps: int, clock: Clock, reser
         found["against fp32"] = found["loss"] / yardstick - 1 if yardstick else None
         told.append({"name": name, **found})
         free()
-    about = {"steps": steps, "settled after": SETTLED}
     what = f"{steps} steps, mean loss of the last {min(TAIL, steps)}"
     return TrainingRow(part="parity", name=f"parity, {work.name}", what=what, contenders=told, about=about)
 
@@ -95,20 +99,24 @@ def largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
 
 
 def batch_row(
-    work: Work, device: torch.device, clock: Clock, share: float = 0.25, sizes: Sequence[int] = BATCHES
-) -> TrainingRow:
+    work: Work, device: torch.device, clock: Clock, share: float = 0.25, sizes: Sequence[int] = BATCHES,
+    tell: Tell = quiet,
+) -> TrainingRow:  # fmt: skip
     """The largest batch of each contender that trains in `share` of the device's memory."""
     told: list[dict[str, Any]] = []
+    about: dict[str, Any] = {}
     for contender in SEARCHED:
         if clock.left <= 5:
-            told.append({"name": contender.name, "error": "left out: no time"})
+            about["cut short"] = f"left out: {clock.spent}"
+            told.append({"name": contender.name, "error": about["cut short"]})
             continue
         try:
             told.append({"name": contender.name, "batch": largest(sizes, _fitting(contender, work, device, share))})
         except Exception as error:
-            told.append({"name": contender.name, "error": described(error)})
+            told.append({"name": contender.name, "error": failure(contender.name, error, tell)})
     what = f"the largest of {', '.join(map(str, sizes))} that trains in {share:.0%} of the memory"
-    return TrainingRow(part="largest batch", name=f"largest batch, {work.name}", what=what, contenders=told)
+    name = f"largest batch, {work.name}"
+    return TrainingRow(part="largest batch", name=name, what=what, contenders=told, about=about)
 
 
 def _limit(share: float, device: torch.device) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...report import Cell, Column, Table, to_json
+from .._race import INTERVAL, spread_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +16,7 @@ class TrainingRow:
 
     `part`: machine, optimizer, steps, compiled, parity or largest batch. `contenders`: one mapping each, with `name`
     and either `error` or what was measured; times in seconds, memory in bytes. `about`: what all of them share;
-    `dropped` in it says why the part was left out.
+    `dropped` in it says why the part was left out, `cut short` why contenders or rounds were, `error` why it failed.
     """
 
     part: str
@@ -51,11 +52,13 @@ def _told(each: dict[str, Any]) -> str:
     if "stats" in each:
         said.append(f"{1e3 * each['stats']['median']:.3f} ms")
     if each.get("ratio"):
-        said.append(f"x{each['ratio']['median']:.3f}")
+        said.append(spread_text(each["ratio"]))
     if each.get("peak bytes"):
         said.append(f"{each['peak bytes'] / 2**20:.0f} MiB")
     said += [f"{key} {_short(each[key])}" for key in ("waits", "launches", "roofline") if each.get(key) is not None]
     said += [f"{key} {_short(each[key])}" for key in ("loss", "against fp32", "skips", "batch") if key in each]
+    if each.get("not counted"):
+        said.append(f"launches not counted: {each['not counted']}")
     return ", ".join(said)
 
 
@@ -65,10 +68,10 @@ def _short(value: Any) -> str:
     return f"{len(value)}" if isinstance(value, list) else str(value)
 
 
-def training_table(rows: Sequence[TrainingRow]) -> Table:
+def training_table(rows: Sequence[TrainingRow], hardware: str) -> Table:
     """What is printed at the end: every contender of every part."""
-    columns = ("work", "contender", Column("median", "ms", 3), Column("ratio", "x", 3), Column("smallest", "x", 3),
-               Column("largest", "x", 3), Column("peak", "MiB", 0), Column("waits", digits=1),
+    columns = ("work", "contender", Column("median", "ms", 3), Column("ratio", "x", 3), Column("low", "x", 3),
+               Column("high", "x", 3), Column("peak", "MiB", 0), Column("waits", digits=1),
                Column("launches", digits=0), Column("roofline", "%", 0), "besides")  # fmt: skip
     cells: list[tuple[Cell, ...]] = []
     for row in rows:
@@ -78,17 +81,18 @@ def training_table(rows: Sequence[TrainingRow]) -> Table:
         cells += [_cells(row.name, each) for each in row.contenders]
     notes = (
         "ratio: time of the first contender / time of this one, median over rounds; above 1 is faster",
+        INTERVAL,
         "waits: times a step that the host waits for the device; launches: kernels of a step",
         "roofline: share of what products and the optimizer's memory traffic would need at the speeds measured first",
     )
-    return Table("Suite training", columns, cells, notes)
+    return Table(f"Suite training on {hardware}", columns, cells, notes)
 
 
 def _cells(work: str, each: dict[str, Any]) -> tuple[Cell, ...]:
     if each.get("error"):
         return (work, each["name"], *[None] * 8, f"failed: {each['error']}")
     ratio, stats, peak, roofline = each.get("ratio"), each.get("stats"), each.get("peak bytes"), each.get("roofline")
-    ratios: tuple[Cell, ...] = (ratio["median"], ratio["min"], ratio["max"]) if ratio else (None, None, None)
+    ratios: tuple[Cell, ...] = (ratio["median"], ratio["low"], ratio["high"]) if ratio else (None, None, None)
     besides = [f"{key} {_short(each[key])}" for key in ("loss", "against fp32", "skips", "batch") if key in each]
     return (
         work, each["name"], 1e3 * stats["median"] if stats else None, *ratios, peak / 2**20 if peak else None,

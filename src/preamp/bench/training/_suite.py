@@ -1,25 +1,28 @@
-"""The suite itself: its parts in the order of their worth, within a time by its own clock."""
+"""The suite itself: its parts in groups, within a time by its own clock."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import torch
 
 from ...errors import PolicyError
-from ._contenders import COMPILED, EAGER, Contender, fitting
-from ._measure import Clock, Pace, Speeds, described, free, heat
+from .._machine import DeviceLost, check_device
+from .._results import EVERYTHING, Missing, described, failure
+from ._contenders import Contender, fitting, fitting_compiled
+from ._measure import Clock, Pace, Speeds, Tell, free, heat, quiet
 from ._optimizer import LISTS_BY_SIZE, optimizer_row, speeds
 from ._parity import batch_row, parity_row
 from ._rows import TrainingRow, lines
 from ._works import works
 
-BUDGET = 540.0
-"""Seconds that the full size may take: the protocol's ten minutes less a minute for what is around it."""
+BUDGET = 1500.0
+"""Seconds that the full size may take: all that its parts need, by their estimates, and a quarter more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +40,7 @@ class Size:
 
 SIZES = {
     "full": Size(
-        pace=Pace(rounds=3, steps=20, seconds=1.2, warm_up=5), budget=BUDGET, parity_steps=300,
+        pace=Pace(rounds=7, steps=10, seconds=0.6, warm_up=5), budget=BUDGET, parity_steps=300,
         reserve=12.0, reserve_compiled=45.0,
     ),
     "tiny": Size(
@@ -47,15 +50,18 @@ SIZES = {
 }  # fmt: skip
 
 
+GROUPS = {"optimizer": "lists", "steps": "eager", "largest batch": "eager", "compiled": "compiled", "parity": "parity"}
+"""By kind of part, the group of parts that can be asked for."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A piece of the suite; it is dropped when less than `needs` seconds are left, or after `latest` of the budget."""
+    """A piece of the suite, of a kind in `GROUPS`; it is dropped when less than `needs` seconds are left."""
 
     kind: str
     name: str
     needs: float
     make: Callable[[], TrainingRow]
-    latest: float = 1.0
 
 
 def training(
@@ -65,19 +71,24 @@ def training(
     *,
     size: str | None = None,
     budget: float | None = None,
-    keep: Callable[[Sequence[TrainingRow]], None] = lambda rows: None,
+    parts: Collection[str] | None = None,
+    missing: Missing = EVERYTHING,
     now: Callable[[], float] = time.monotonic,
     contenders: Sequence[Contender] | None = None,
-) -> list[TrainingRow]:
-    """Train by every contender, in parts; see `Part` for what happens when the time runs out.
+) -> Iterator[TrainingRow]:
+    """Train by every contender, in parts, and give the row of each; see `Part` for what happens when time runs out.
 
     `rounds`: as many as asked for, but no more than the size has. `size`: "full" (the default on CUDA) or "tiny".
-    `budget`: seconds, by `now`. `keep` gets all rows so far after each, for whoever writes them down: a run that is
-    killed leaves what it measured. `contenders`: in place of those of the protocol, the first being the reference.
+    `budget`: seconds, by `now`. `parts`: of which groups (`GROUPS`), else of all; what the machine can do is measured
+    first, for the rest is held against it. `contenders`: in place of those of the protocol, the first being the
+    reference. A device that is lost ends the suite with `DeviceLost`, after the row.
     """
     size = size or ("full" if device.type == "cuda" else "tiny")
     if size not in SIZES:
         raise PolicyError(f"the suite training has no size {size!r}; write {' or '.join(SIZES)}")
+    groups = dict.fromkeys(GROUPS.values())
+    if unknown := [part for part in parts or () if part not in groups]:
+        raise PolicyError(f"the suite training has no part {unknown[0]!r}; its parts are {', '.join(groups)}")
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         # the profiler, started again while CUDA graphs are about, must not have been shut down in between
@@ -85,31 +96,55 @@ def training(
         os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
     chosen = SIZES[size]
     clock = Clock(budget if budget is not None else chosen.budget, now)
-    rows: list[TrainingRow] = []
+    machine, *others = _parts(device, min(rounds, chosen.pace.rounds), size, clock, contenders, tell)
+    wanted = [part for part in others if parts is None or GROUPS[part.kind] in parts]
     with _settings():
-        for part in _parts(device, min(rounds, chosen.pace.rounds), size, clock, contenders):
+        needed = missing.of(wanted, lambda part: part.name)
+        for part in itertools.chain([machine] if missing.any(wanted, lambda part: part.name) else [], needed):
             row = _run(part, clock, tell)
-            rows.append(row)
-            for line in lines(row):
-                tell(line)
-            keep(rows)
-    return rows
+            lost = _lost(row, device)
+            yield row
+            if lost is not None:
+                raise lost
+
+
+def estimates() -> dict[str, float]:
+    """Seconds that each group of parts takes in the full size, by the estimate of its parts, on an H100."""
+    parts = _parts(torch.device("cpu"), SIZES["full"].pace.rounds, "full", Clock(BUDGET), None, quiet)
+    return {group: sum(p.needs for p in parts if GROUPS.get(p.kind, group) == group) for group in GROUPS.values()}
 
 
 def _run(part: Part, clock: Clock, tell: Callable[[str], None]) -> TrainingRow:
-    late = clock.used > part.latest * clock.budget
-    if late or clock.left < part.needs:
-        why = f"{clock.used:.0f} s of {clock.budget:.0f} s were used, and it needs about {part.needs:.0f} s"
-        return TrainingRow(part=part.kind, name=part.name, about={"dropped": why})
-    tell(f"{part.name} ({clock.used:.0f} s of {clock.budget:.0f} s used)")
-    started = clock.used
-    try:
-        row = part.make()
-    except Exception as error:
-        row = TrainingRow(part=part.kind, name=part.name, about={"error": described(error)})
-    free()
-    row.about["took"] = round(clock.used - started, 2)
+    if clock.left < part.needs:
+        why = f"{clock.spent}, and it needs about {part.needs:.0f} s"
+        row = TrainingRow(part=part.kind, name=part.name, about={"dropped": why})
+    else:
+        tell(f"{part.name} ({clock.spent})")
+        started = clock.used
+        try:
+            row = part.make()
+        except Exception as error:
+            row = TrainingRow(part=part.kind, name=part.name, about={"error": failure(part.name, error, tell)})
+        row.about["took"] = round(clock.used - started, 2)
+    for line in lines(row):
+        tell(line)
     return row
+
+
+def _lost(row: TrainingRow, device: torch.device) -> DeviceLost | None:
+    """The end of the device if it did not survive this row, which then says so."""
+    errors = [
+        row.about.get("error"),
+        *(f"{each['name']}: {each['error']}" for each in row.contenders if each.get("error")),
+    ]
+    try:
+        if any(errors):
+            check_device(device, f"{row.name}: {next(filter(None, errors))}")
+        free()
+    except DeviceLost as lost:
+        row.about["error"] = described(lost)
+        return lost
+    return None
 
 
 @contextmanager
@@ -130,9 +165,9 @@ def _settings() -> Iterator[None]:
 
 
 def _parts(
-    device: torch.device, rounds: int, size: str, clock: Clock, contenders: Sequence[Contender] | None
+    device: torch.device, rounds: int, size: str, clock: Clock, contenders: Sequence[Contender] | None, tell: Tell
 ) -> list[Part]:
-    """In the order of what they are worth. `needs` are estimates for an H200, and 0 for the tiny size."""
+    """The machine first. `needs` are estimates for an H100, with what has to be compiled, and 0 for the tiny size."""
     chosen, every = SIZES[size], works(size)
     pace = Pace(**{**asdict(chosen.pace), "rounds": rounds})
     measured: list[Speeds] = []
@@ -148,7 +183,7 @@ def _parts(
 
     def optimizer(name: str, needs: float, clip: float | None = None) -> Part:
         def make() -> TrainingRow:
-            return optimizer_row(name, device, 5 * rounds, found(), clip=clip)
+            return optimizer_row(name, device, 5 * rounds, found(), clip=clip, tell=tell)
 
         title = f"Adam, {name}" + ("" if clip is None else ", clipping")
         return Part(kind="optimizer", name=title, needs=needs, make=make)
@@ -157,57 +192,59 @@ def _parts(
         work = every[key]
 
         def make() -> TrainingRow:
-            chosen_ones = contenders if contenders is not None else fitting(EAGER, work)
-            return heat("steps", work, chosen_ones, device, pace, clock, found(), chosen.reserve)
+            chosen_ones = contenders if contenders is not None else fitting(work)
+            return heat("steps", work, chosen_ones, device, pace, clock, found(), chosen.reserve, tell=tell)
 
         return Part(kind="steps", name=work.name, needs=needs, make=make)
 
-    def compiled(key: str, needs: float, latest: float = 1.0) -> Part:
+    def compiled(key: str, needs: float) -> Part:
         work = every[key]
         name = f"{work.name}, compiled"
 
         def make() -> TrainingRow:
             torch.compiler.reset()  # entries of other works would be looked through at every call
-            ones = contenders if contenders is not None else COMPILED
-            return heat("compiled", work, ones, device, pace, clock, found(), chosen.reserve_compiled, name)
+            ones = contenders if contenders is not None else fitting_compiled(work)
+            return heat("compiled", work, ones, device, pace, clock, found(), chosen.reserve_compiled, name, tell)
 
-        return Part(kind="compiled", name=name, needs=needs, make=make, latest=latest)
+        return Part(kind="compiled", name=name, needs=needs, make=make)
 
     def parity(key: str, needs: float) -> Part:
         work = every[key]
         return Part(
             kind="parity", name=f"parity, {work.name}", needs=needs,
-            make=lambda: parity_row(work, device, chosen.parity_steps, clock, chosen.reserve),
+            make=lambda: parity_row(work, device, chosen.parity_steps, clock, chosen.reserve, tell),
         )  # fmt: skip
 
-    def batches(key: str, needs: float, latest: float) -> Part:
+    def batches(key: str, needs: float) -> Part:
         work = every[key]
         sizes = range(8, 64, 8) if size == "full" else range(1, 4)
         return Part(
-            kind="largest batch", name=f"largest batch, {work.name}", needs=needs, latest=latest,
-            make=lambda: batch_row(work, device, clock, sizes=sizes),
+            kind="largest batch", name=f"largest batch, {work.name}", needs=needs,
+            make=lambda: batch_row(work, device, clock, sizes=sizes, tell=tell),
         )  # fmt: skip
 
     first, *others = LISTS_BY_SIZE[size]
     parts = [
         Part(kind="machine", name="machine", needs=5, make=machine),
-        optimizer(first, 15),
-        optimizer(first, 10, clip=1.0),
-        steps("feed-forward", 15),
-        steps("bert-base b4", 20),
-        steps("bert-base b32", 25),
-        steps("bert-large", 45),
-        steps("unet", 30),
-        compiled("bert-base b32", 75),
-        steps("resnet", 35),
-        parity("bert-base b32", 45),
-        parity("unet", 35),
-        compiled("bert-large", 90),
-        compiled("unet", 75),
-        *(optimizer(name, 15) for name in others),
-        batches("bert-large", 30, latest=0.85),
-        compiled("resnet", 90, latest=0.74),
+        optimizer(first, 35),
+        optimizer(first, 35, clip=1.0),
+        *(optimizer(name, 25) for name in others),
+        steps("feed-forward", 25),
+        steps("bert-base b4", 45),
+        steps("bert-base b32", 50),
+        steps("bert-large", 90),
+        steps("unet", 75),
+        steps("resnet", 95),
+        batches("bert-large", 35),
+        compiled("bert-base b32", 110),
+        compiled("bert-base b4", 65),
+        compiled("feed-forward", 35),
+        compiled("bert-large", 95),
+        compiled("unet", 60),
+        compiled("resnet", 70),
+        parity("bert-base b32", 85),
+        parity("unet", 60),
     ]
     if size == "full":
         return parts
-    return [Part(kind=p.kind, name=p.name, needs=0, make=p.make, latest=p.latest) for p in parts]
+    return [Part(kind=p.kind, name=p.name, needs=0, make=p.make) for p in parts]
