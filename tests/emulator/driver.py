@@ -64,6 +64,9 @@ class Utilities:
         kernel = Kernel(ptx.decode(), shared)
         return kernel, kernel, 0, 0, 1024
 
+    def unload_module(self, kernel: Kernel) -> None:
+        """Let go of a kernel: its memory is Python's."""
+
 
 class Launcher:
     """Starts one kernel, or lets a graph that is captured start it at every replay."""
