@@ -61,7 +61,7 @@ def quantize(values: Tensor, codes: torch.dtype, chances: Tensor | None = None) 
     order: a value goes up to the next code with the probability that makes the mean right; None: it goes to the
     nearest. The largest magnitude of a block is kept exactly, what is a code already keeps it, and a second moment
     above 0 gets a code above 0. A block with a number that is not finite gets a scale that is not; one whose largest
-    is below 2^-126 becomes zeros.
+    is below 2^-126 becomes zeros. Where torch flushes subnormal numbers, so does this: first moments below 2^-14.
     """
     one, count = _ONE[codes], values.numel()
     padded = torch.zeros(blocks_of(count) * BLOCK, dtype=torch.float32, device=values.device)
@@ -71,15 +71,13 @@ def quantize(values: Tensor, codes: torch.dtype, chances: Tensor | None = None) 
     usable = scales.isfinite() & (scales >= 2.0**-126)
     share = blocks.abs() * torch.where(usable, scales, 1.0).reciprocal()[:, None]
     share = torch.where(usable[:, None], share, 0.0).view(-1)[:count]
-    normal = 2.0 ** (1 - one)
-    small = share < normal  # beside `normal` the spacing of codes is that of subnormal ones
-    bits = torch.where(small, share + normal, share).view(torch.int32)
-    bits += 0x80000 if chances is None else (chances.to(torch.int32) << 4) + 8
-    chosen = (bits >> 20) - ((127 - one) << 3) - (small.to(torch.int32) << 3)
+    chosen = (share * 2.0 ** (one - 127)).view(torch.int32)  # small ones are subnormal numbers of float32's, too
+    chosen += 0x80000 if chances is None else (chances.to(torch.int32) << 4) + 8
+    chosen >>= 20
     if codes is torch.int8:
-        chosen = torch.where(padded[:count] < 0, -chosen, chosen)
+        chosen = chosen.to(torch.float32).copysign_(padded[:count])
     else:
-        chosen = torch.maximum(chosen, (share > 0).to(torch.int32))
+        chosen = torch.maximum(chosen, share > 0)
     made = torch.empty_like(values, dtype=codes)
     flat(made).copy_(chosen)
     return made, scales
