@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,6 +108,6 @@ def install(native: Any) -> None:
         return None
 
     knobs.runtime.add_stages_inspection_hook = stop_at_ptx
-    # not where real kernels are kept: Triton 3.6 would find this under their keys
-    knobs.cache.dir = os.environ.get("TRITON_CACHE_DIR") or str(cache() / f"triton-{triton.__version__}")
+    # not where real kernels are kept: Triton 3.6 would take these for them
+    knobs.cache.dir = str(Path(os.environ.get("TRITON_CACHE_DIR") or cache()) / f"ptx-{triton.__version__}")
     driver.set_active(Driver(native))

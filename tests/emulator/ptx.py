@@ -142,8 +142,8 @@ def addressed(text: str) -> tuple[str, int]:
 
 def number(text: str) -> int:
     """The bits of a number as PTX writes it; `global_smem` is where the shared memory of a block begins."""
-    if text in ("global_smem", "true", "false"):
-        return int(text == "true")
+    if text == "global_smem":
+        return 0
     if re.match(r"0[fdFD][0-9a-fA-F]{8}", text):
         return int(text[2:], 16)
     return int(text.rstrip("U"), 0) & 0xFFFFFFFFFFFFFFFF

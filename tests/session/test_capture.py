@@ -191,6 +191,16 @@ def test_a_loaded_state_has_rates_of_its_own_which_are_given_back_as_numbers() -
     assert optimizer.param_groups[0]["lr"] == 0.25 and isinstance(optimizer.param_groups[0]["lr"], float)
 
 
+@pytest.mark.parametrize("given", [1 / 3, torch.tensor(1 / 3)])
+def test_a_number_set_after_the_last_call_stays(given: float | Tensor) -> None:
+    with captured() as step:
+        group = step.session.optimizers[""].param_groups[0]
+        group["lr"] = given
+        step(4)
+        group["lr"] = 0.7
+    assert group["lr"] == 0.7
+
+
 def test_hyper_parameters_that_change_at_each_call_are_told_once() -> None:
     with captured() as step:
         group = step.session.optimizers[""].param_groups[0]

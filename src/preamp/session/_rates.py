@@ -31,7 +31,7 @@ class Rates:
                     self._given[place] = rate
                 ours = self._ours.get(place)
                 if ours is None or ours.device != device:
-                    ours = self._ours[place] = torch.tensor(float(rate), device=device)
+                    ours = self._ours[place] = torch.full((), float(rate), dtype=torch.float32, device=device)
                 else:
                     ours.fill_(float(rate))
                 group["lr"] = ours
@@ -46,9 +46,11 @@ class Rates:
                 continue
             group = optimizer.param_groups[index]
             now = group["lr"]
+            if not isinstance(now, Tensor):  # set after the last call
+                continue
             if isinstance(given, Tensor):
                 group["lr"] = given.copy_(now)
-            elif isinstance(now, Tensor):
+            else:
                 unchanged = torch.equal(now.detach().cpu(), torch.tensor(given, dtype=now.dtype, device="cpu"))
                 group["lr"] = given if unchanged else float(now)  # the tensor has fewer digits
         self._given.clear()
