@@ -167,11 +167,9 @@ T extreme(T a, T b, bool larger, bool lasting) {
 
 template <class T, class U>
 void floating(const std::string& type) {
-  for (const std::string rounded : {".rn.", "."}) {  // without, two of them may become one fma; here they do not
-    name("add" + rounded + type, each<T, T, T>(std::plus<T>{}));
-    name("sub" + rounded + type, each<T, T, T>(std::minus<T>{}));
-    name("mul" + rounded + type, each<T, T, T>(std::multiplies<T>{}));
-  }
+  name("add.rn." + type, each<T, T, T>(std::plus<T>{}));
+  name("sub.rn." + type, each<T, T, T>(std::minus<T>{}));
+  name("mul.rn." + type, each<T, T, T>(std::multiplies<T>{}));
   name("div.rn." + type, each<T, T, T>(std::divides<T>{}));
   name("fma.rn." + type, each<T, T, T, T>([](T a, T b, T c) { return std::fma(a, b, c); }));
   name("sqrt.rn." + type, each<T, T>([](T a) { return std::sqrt(a); }));

@@ -79,8 +79,7 @@ def compiled(kernel: Any, constants: dict[str, Any], warps: int) -> Any:
         for name in kernel.arg_names
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    fuses = kernel is _eight_bit_kernels.adam_8bit
-    return triton.compile(source, target=TARGET, options={"num_warps": warps, "enable_fp_fusion": fuses})
+    return triton.compile(source, target=TARGET, options={"num_warps": warps, "enable_fp_fusion": False})
 
 
 def accesses(ptx: str) -> dict[str, int]:

@@ -37,6 +37,7 @@ STEP_ULP = 4
 """Kernels and operators agree to so many units in the last place of float32 after five steps; 2 were seen."""
 
 
+@pytest.mark.slow  # `tests/emulator` runs the same tests as code for a GPU
 @pytest.mark.skipif(OLD, reason="the interpreter of Triton 3.6 breaks on NumPy 2.4; only 3.9 was tried besides")
 @pytest.mark.skipif(INTERPRETED or EMULATED, reason="this is the process that it starts")
 def test_in_the_interpreter() -> None:

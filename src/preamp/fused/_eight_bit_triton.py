@@ -32,7 +32,7 @@ def adam(lists: Lists, lows: Lows, step: Tensor, o: AdamOptions, seed: int, by_c
         for bucket, part in pieces(lists, lows):
             low = param.dtype if kind == NEAREST else bucket.low
             launch(
-                _kernels.adam_8bit, part, (scalars,), tuple(map(float, numbers)), warps=WARPS, fuses=True,
+                _kernels.adam_8bit, part, (scalars,), tuple(map(float, numbers)), warps=WARPS,
                 GRAD=type_of(bucket.grad), LOW=type_of(low), KIND=kind,
                 DECAY=DECAYS[o.decoupled if o.weight_decay else None],
             )  # fmt: skip

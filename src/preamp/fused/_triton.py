@@ -105,12 +105,12 @@ def pieces(lists: Lists, lows: Lows) -> Iterator[tuple[Bucket, Part]]:
 
 
 def launch(kernel: Callable[..., object], part: Part, before: Sequence[object], after: Sequence[object], *,
-           warps: int = WARPS, fuses: bool = False, **constants: object) -> None:  # fmt: skip
-    """One program for each chunk of a part. `fuses`: multiplications and additions may become one rounding."""
+           warps: int = WARPS, **constants: object) -> None:  # fmt: skip
+    """One program for each chunk of a part."""
     plan = part.plan
     kernel[(plan.chunks,)](  # type: ignore[index]
         *before, plan.tensor_of, plan.block_of, plan.sizes, part.table, plan.tensors, *after,
-        ALIGNED=part.aligned, CHUNK=plan.chunk, num_warps=warps, enable_fp_fusion=fuses, **constants,
+        ALIGNED=part.aligned, CHUNK=plan.chunk, num_warps=warps, enable_fp_fusion=False, **constants,
     )  # fmt: skip
 
 
