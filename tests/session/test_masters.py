@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -348,3 +350,35 @@ def test_gradients_looked_at_now_and_then(level: str, name: str, looked_at: tupl
             with session.full_precision():
                 ends.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.allclose(a, b, rtol=0, atol=1e-7) for a, b in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("library", [torch.optim, preamp.optim])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_weights_swapped_for_a_reading_and_back_are_trained_on(level: str, library: Any) -> None:
+    """Masters follow a parameter to other memory, and back to the memory where it was."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    optimizer = library.SGD(model.parameters(), 1e-3)
+    inputs = torch.randn(4, 8)
+    with preamp.prepare(model, optimizer, level=level, scale=8.0) as session:
+
+        def step() -> None:
+            with session.autocast():
+                loss = model(inputs).float().square().mean()
+            session.backward(loss)
+            session.step()
+            session.zero_grad()
+
+        for _ in range(8):
+            step()
+        before = [master.clone() for master in session.state_dict()["masters"].values()]
+        kept = [p.data for p in model.parameters()]
+        for p in model.parameters():
+            p.data = torch.ones_like(p.data)
+        with session.full_precision(values_only=True):
+            assert all(bool((p == 1).all()) for p in model.parameters())
+        for p, data in zip(model.parameters(), kept, strict=True):
+            p.data = data
+        step()
+        after = session.state_dict()["masters"].values()
+        assert all(float((a - b).abs().max()) < 0.02 for a, b in zip(before, after, strict=True))

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from ._entry import Entry
 
-_VERSION = attrgetter("_version")
+_VERSION, _AGREED, _LOW = attrgetter("_version"), attrgetter("version"), attrgetter("low")
 
 
 class Column:
@@ -24,7 +24,6 @@ class Column:
         self.parameters = [parameter for parameter in parameters if parameter in known]
         self.others = [parameter for parameter in parameters if parameter not in known]
         self.entries = [known[parameter] for parameter in self.parameters]
-        self._seen: tuple[list[int], list[int]] | None = None
 
     def is_of(self, parameters: Sequence[Parameter]) -> bool:
         """Whether these are the parameters, in this order."""
@@ -33,12 +32,12 @@ class Column:
     @property
     def agrees(self) -> bool:
         """Whether nothing was written, and nothing lies elsewhere, since masters and parameters last agreed."""
-        return self._seen == self._now()
+        if list(map(_VERSION, self.parameters)) != list(map(_AGREED, self.entries)):
+            return False
+        lows = map(_LOW, self.entries)
+        return list(map(Tensor.data_ptr, self.parameters)) == list(map(Tensor.data_ptr, lows))
 
-    def agreed(self) -> list[int]:
-        """They agree now. Returns the parameters' versions."""
-        self._seen = self._now()
-        return self._seen[0]
-
-    def _now(self) -> tuple[list[int], list[int]]:
-        return list(map(_VERSION, self.parameters)), list(map(Tensor.data_ptr, self.parameters))
+    def agreed(self) -> None:
+        """They agree now, where they lie."""
+        for entry, version in zip(self.entries, map(_VERSION, self.parameters), strict=True):
+            entry.version = version

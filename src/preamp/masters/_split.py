@@ -54,7 +54,7 @@ class SplitMasters(Masters):
 
     def _follow(self, parameter: Parameter, entry: Entry) -> None:
         """Note where a parameter lies that was given other data."""
-        entry.low = parameter.data
+        entry.low, entry.version = parameter.data, parameter._version
 
     def refresh_before_step(self, parameters: Sequence[Parameter]) -> None:
         """The same: a weight and its bits always agree."""

@@ -30,6 +30,8 @@ from ._exchange import become, change_places, rebuild_reducers
 
 _MASTER = attrgetter("master")
 
+COLUMNS = 32
+"""Lists of parameters whose entries are kept at hand."""
 AUDITS = 4
 """Steps at the start in which parameters are compared with their masters."""
 
@@ -93,6 +95,8 @@ class Masters:
         key = (len(parameters), *(id(parameter) for parameter in (*parameters[:1], *parameters[-1:])))
         found = self._columns.get(key)
         if found is None or not found.is_of(parameters):
+            if len(self._columns) > COLUMNS:  # other parameters have gradients at every step
+                self._columns.clear()
             found = self._columns[key] = Column(parameters, self._entries)
         return found
 
@@ -110,8 +114,6 @@ class Masters:
         for parameter, entry in zip(column.parameters, column.entries, strict=True):
             if parameter not in self._inside:
                 self._follow(parameter, entry)
-        if not self._inside:
-            column.agreed()
 
     def _follow(self, parameter: Parameter, entry: Entry) -> None:
         if parameter._version == entry.version and parameter.data_ptr() == entry.low.data_ptr():
@@ -254,9 +256,7 @@ class Masters:
     def published(self, parameters: Sequence[Parameter]) -> None:
         """Parameters were written with what their masters round to."""
         if self._entries:
-            column = self._column(parameters)
-            for entry, version in zip(column.entries, column.agreed(), strict=True):
-                entry.version = version
+            self._column(parameters).agreed()
 
     def twins(self, parameters: Sequence[Parameter]) -> list[Tensor | None] | None:
         """16-bit copies that a step of float32 parameters writes too; None where there are none at all."""
