@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,11 @@ TARGET = GPUTarget("cuda", 90, 32)
 class Driver(GPUDriver):  # type: ignore[misc]
     """What Triton asks of CUDA's driver, about the pretended device."""
 
-    def __init__(self, native: Any) -> None:
+    def __init__(self, native: Any, computes: bool) -> None:
         super().__init__()
         self.utils = Utilities(native)
-        self.launcher_cls = lambda source, metadata: Launcher(native, source)
+        run = started if computes else skipped
+        self.launcher_cls = lambda source, metadata: Launcher(native, source, run)
         self.get_current_stream = lambda device: 0
 
     @classmethod
@@ -72,8 +74,8 @@ class Utilities:
 class Launcher:
     """Starts one kernel, or lets a graph that is captured start it at every replay."""
 
-    def __init__(self, native: Any, source: Any) -> None:
-        self._native = native
+    def __init__(self, native: Any, source: Any, run: Callable[..., None]) -> None:
+        self._native, self._run = native, run
         self._types = [source.signature[name] for name in source.fn.arg_names]
 
     def __call__(self, x: int, y: int, z: int, stream: int, kernel: Kernel, *rest: Any) -> None:
@@ -81,12 +83,16 @@ class Launcher:
         given = rest[len(rest) - len(self._types) :]
         pairs = [(v, kind) for v, kind in zip(given, self._types, strict=True) if kind != "constexpr"]
         arguments = [bits(value, kind) for value, kind in pairs]
-        self._native.launch(partial(started, kernel, arguments, x, given))
+        self._native.launch(partial(self._run, kernel, arguments, x, given))
 
 
 def started(kernel: Kernel, arguments: list[int], programs: int, held: Any) -> None:
     """Run a kernel. `held`: its arguments, so that tensors of a graph keep their memory until it is replayed."""
     kernel.run(arguments, programs)
+
+
+def skipped(kernel: Kernel, arguments: list[int], programs: int, held: Any) -> None:
+    """In place of `started` where only the host's part of a launch is of interest."""
 
 
 def bits(value: Any, kind: str) -> int:
@@ -98,8 +104,8 @@ def bits(value: Any, kind: str) -> int:
     return int(value) & 0xFFFFFFFFFFFFFFFF
 
 
-def install(native: Any) -> None:
-    """Let Triton compile for the target and run kernels here, for the rest of this process."""
+def install(native: Any, *, computes: bool = True) -> None:
+    """Let Triton compile for the target and run kernels here, for the rest of this process; or launch them only."""
 
     def stop_at_ptx(backend: Any = None, stages: Any = None, *_: Any) -> tuple[str, str] | None:
         if stages is None:
@@ -110,4 +116,4 @@ def install(native: Any) -> None:
     knobs.runtime.add_stages_inspection_hook = stop_at_ptx
     # not where real kernels are kept: Triton 3.6 would take these for them
     knobs.cache.dir = str(Path(os.environ.get("TRITON_CACHE_DIR") or cache()) / f"ptx-{triton.__version__}")
-    driver.set_active(Driver(native))
+    driver.set_active(Driver(native, computes))

@@ -34,11 +34,14 @@ def missing() -> str | None:
 
 
 @functools.cache
-def pretend(devices: int = 1) -> Any:
-    """Put the device under `torch.cuda`, for the rest of this process. Builds the C++ at first, in about a minute."""
+def pretend(devices: int = 1, *flags: str) -> Any:
+    """Put the device under `torch.cuda`, for the rest of this process. Builds the C++ at first, in about a minute.
+
+    `flags`: more of the compiler's.
+    """
     if (reason := missing()) is not None:
         raise RuntimeError(f"no CUDA device that is none: {reason}")
-    native = loaded(built(NAME, HERE, SOURCES, "pretend.h"), NAME)
+    native = loaded(built(NAME, HERE, SOURCES, "pretend.h", flags=flags), NAME)
     native.set_devices(devices)
     _as_torch_has_it(native)
     _storages_lie_there(native)

@@ -292,6 +292,11 @@ void on_the_cpu(const c10::OperatorHandle& op, Stack* stack) {
   });
 }
 
+void nothing(const c10::OperatorHandle& op, Stack* stack) {
+  ++kernels;
+  torch::jit::drop(*stack, op.schema().arguments().size());
+}
+
 // ---- what cannot be had by asking the CPU
 
 Tensor empty(
@@ -393,6 +398,16 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 }
 
 }  // namespace
+
+void skip_lists() {
+  static torch::Library skipped(torch::Library::IMPL, "aten", DispatchKey::CUDA, __FILE__, __LINE__);
+  for (const auto& op : c10::Dispatcher::singleton().getAllOpNames()) {
+    const auto handle = c10::Dispatcher::singleton().findSchema(op);
+    const bool lists = op.name.rfind("aten::_f", 0) == 0 || op.name.rfind("aten::_amp_foreach", 0) == 0;
+    if (lists && handle && handle->schema().returns().empty() && op.name.back() == '_')
+      skipped.impl(toString(op).c_str(), torch::CppFunction::makeFromBoxedFunction<&nothing>());
+  }
+}
 
 at::Tensor on_host(const at::Tensor& tensor) {
   return tensor.is_cuda() ? seen_by_host(tensor) : tensor;

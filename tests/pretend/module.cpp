@@ -23,6 +23,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("wait", &wait_for_device);
   m.def("on_wait", [] { return on_wait.load(); });
   m.def("set_on_wait", [](int mode) { on_wait = mode; });
+  m.def("skip_lists", &skip_lists);
   m.def("resize_storage", [](const at::Tensor& of, int64_t bytes) {  // torch's own is compiled with CUDA only
     auto storage = of.storage();
     auto fresh = pretend::memory().allocate(bytes);

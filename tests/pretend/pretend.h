@@ -46,6 +46,9 @@ extern std::shared_ptr<Graph> captured;  // the one that is being captured, if o
 // Count a wait of the host for the device, or refuse it.
 void wait_for_device(const std::string& who);
 
+// From now on torch's operators in place over lists of tensors do nothing, in one launch, as they have one on CUDA.
+void skip_lists();
+
 // The memory of a tensor of the device's, as a tensor of the host's; others are given back as they are.
 at::Tensor on_host(const at::Tensor& tensor);
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptimizerError
-from ..multi_tensor import count_writes, laid_out_like, split_by_walk, triton_runs_on
+from ..multi_tensor import count_writes, laid_out_like, listed, split_by_walk, triton_runs_on
 from ._options import Lists, Lows
 from ._stock import has_stock
 
@@ -69,7 +69,7 @@ def carry_out(
             return
         lists, lows = pick(lists, fit), pick_lows(lows, fit)
     params, grads, *states = lists
-    if not (o.contiguous and all(map(Tensor.is_contiguous, grads))):
+    if not (o.contiguous and listed(grads).contiguous):
         grads = laid_out_like(params, grads)
     way([params, grads, *states], lows, step, o)
     if way is stock[1]:  # torch's fused operators count no write

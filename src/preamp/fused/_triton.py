@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ..multi_tensor import Part, count_writes, parts_of
+from ..multi_tensor import Part, TensorList, count_writes, listed, parts_of
 from . import _kernels
 from ._options import AdagradOptions, AdamOptions, Lists, Lows, Options, SGDOptions
 
@@ -43,9 +43,12 @@ class Bucket:
 
 def buckets(grads: Sequence[Tensor], lows: Lows) -> list[Bucket]:
     """Sort tensors by the dtypes of gradient and twin."""
-    kinds = [grad.dtype for grad in grads]
-    twins = [None if low is None else low.dtype for low in lows] if lows else [None] * len(kinds)
-    pairs = list(zip(kinds, twins, strict=True))
+    if not lows or isinstance(lows, TensorList):
+        kinds, beside = listed(grads).dtypes, lows.dtypes if isinstance(lows, TensorList) else {None: None}
+        if len(kinds) == len(beside) == 1:
+            return [Bucket(None, *kinds, *beside)]
+    twins = [None if low is None else low.dtype for low in lows] if lows else [None] * len(grads)
+    pairs = list(zip([grad.dtype for grad in grads], twins, strict=True))
     if len(set(pairs)) == 1:
         return [Bucket(None, *pairs[0])]
     found: dict[tuple[torch.dtype, torch.dtype | None], list[int]] = {}
@@ -116,7 +119,9 @@ def launch(kernel: Callable[..., object], part: Part, before: Sequence[object], 
 
 def wrote(params: Sequence[Tensor], lows: Lows) -> None:
     """Tell autograd, and whoever watches `_version`, that parameters and twins were changed in place."""
-    count_writes([*params, *(low for low in lows or () if low is not None)])
+    count_writes(params)
+    if lows:
+        count_writes(lows if isinstance(lows, TensorList) else [low for low in lows if low is not None])
 
 
 def type_of(dtype: torch.dtype | None) -> object:

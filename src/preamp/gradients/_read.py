@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..formats import FP16
-from ..multi_tensor import l2_norms, norm_of_norms, stretches, triton_runs_on
+from ..multi_tensor import l2_norms, listed, norm_of_norms, stretches, triton_runs_on
 from ._edit import as_real, dense_values, grouped, in_float32
 
 
@@ -92,9 +92,10 @@ def read(
     if triton_runs_on(gradients[0].device):
         from . import _triton
 
-        if _triton.readable(gradients):
-            seen = _triton.read(gradients, tiny if statistics else None)
-            entries = sum(map(Tensor.numel, gradients))
+        own = listed(gradients)
+        if _triton.readable(own):
+            seen = _triton.read(own, tiny if statistics else None)
+            entries = sum(own.sizes)
             more = () if seen.counts is None else (seen.amax, *seen.counts.unbind())
             told = Reading(seen.found, seen.norm, seen.nonfinite, entries, *more)
             return told.on(device or told.found.device)
@@ -102,11 +103,11 @@ def read(
     entries = sum(sum(map(Tensor.numel, group)) for group in groups)
     devices = {group[0].device for group in groups}
     if len(devices) == 1:
-        own = next(iter(devices))
-        norm = None if statistics or own.type != "cpu" else _norm_if_finite(groups)
+        home = next(iter(devices))
+        norm = None if statistics or home.type != "cpu" else _norm_if_finite(groups)
         if norm is not None:
-            none = torch.zeros(len(gradients), dtype=torch.bool, device=own)
-            return Reading(torch.zeros_like(norm), norm, none, entries).on(device or own)
+            none = torch.zeros(len(gradients), dtype=torch.bool, device=home)
+            return Reading(torch.zeros_like(norm), norm, none, entries).on(device or home)
         norms, nonfinite, *rest = _on_one_device(list(gradients), statistics, tiny)
     else:
         places: dict[torch.device, list[int]] = defaultdict(list)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import lru_cache
-from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from ..multi_tensor import parts_of, walkable
+from ..multi_tensor import TensorList, parts_of, walkable
 from . import _kernels
 
 BLOCK = 2048
@@ -22,8 +20,6 @@ LONG = 8 * BLOCK
 MANY = 2**23
 """From so many entries on programs are long."""
 
-_DTYPE = attrgetter("dtype")
-_FORM = attrgetter("device", "dtype", "layout")
 _KINDS = {torch.float16: (0, tl.int16), torch.bfloat16: (1, tl.int16), torch.float32: (2, tl.int32)}
 
 
@@ -42,15 +38,12 @@ class Numbers(NamedTuple):
     """(2,) int64: how many entries are not 0 and below `tiny`, and how many are 0; None where these were not asked."""
 
 
-def readable(gradients: Sequence[Tensor]) -> bool:
+def readable(gradients: TensorList) -> bool:
     """Whether `read` takes them: strided, of float16, bfloat16 or float32, all on one device."""
-    forms = set(map(_FORM, gradients))  # of a thousand gradients two or three
-    return len({device for device, _, _ in forms}) == 1 and all(
-        dtype in _KINDS and layout is torch.strided for _, dtype, layout in forms
-    )
+    return gradients.strided and gradients.together and gradients.dtypes.keys() <= _KINDS.keys()
 
 
-def read(gradients: Sequence[Tensor], tiny: float | None) -> Numbers:
+def read(gradients: TensorList, tiny: float | None) -> Numbers:
     """Read every entry of `gradients` (one at least, `readable`) once.
 
     `tiny`: entries that are not 0 and below it in magnitude are counted as subnormal, and zeros as such; None: nothing
@@ -60,10 +53,10 @@ def read(gradients: Sequence[Tensor], tiny: float | None) -> Numbers:
     """
     device = gradients[0].device
     dense = gradients
-    if not all(map(Tensor.is_contiguous, gradients)):
-        dense = [gradient if walkable(gradient) else gradient.contiguous() for gradient in gradients]
-    chunk = LONG if sum(map(Tensor.numel, dense)) >= MANY else BLOCK
-    dtypes = list(dict.fromkeys(map(_DTYPE, dense)))
+    if not gradients.contiguous:
+        dense = TensorList(gradient if walkable(gradient) else gradient.contiguous() for gradient in gradients)
+    chunk = LONG if sum(gradients.sizes) >= MANY else BLOCK
+    dtypes = gradients.dtypes
     work = []
     for dtype in dtypes:
         places = [i for i, gradient in enumerate(dense) if gradient.dtype is dtype] if len(dtypes) > 1 else None

@@ -16,8 +16,8 @@ class Entry:
     """float32, of the parameter's shape; what the parameter is while swapped in."""
     low: Tensor
     """The 16-bit data that the model computes with."""
-    version: int
-    """The parameter's version counter when master and low last agreed."""
+    number: int
+    """By which `Agreed` knows it."""
     other: Parameter | None = None
     """What the parameter is else, with its 16-bit gradient and its hooks, while the master is in its place."""
     shown: Tensor | None = None

@@ -49,6 +49,11 @@ class Shadows(NoMasters):
     def _any(self) -> bool:
         return bool(self._shadow)
 
+    @property
+    def swapped_in(self) -> bool:
+        """Whether some parameters have float32 gradients now."""
+        return bool(self._wide)
+
     def shadow(self, parameter: Parameter) -> None:
         """Keep a copy of a float32 parameter, and have autograd leave its gradient in 16 bits."""
         self._shadow[parameter] = parameter.detach().to(self._low)
@@ -64,7 +69,9 @@ class Shadows(NoMasters):
         copied: Tensor = _Through.apply(parameter, shadow)
         return copied
 
-    def refresh(self, parameters: Iterable[Parameter] | None = None) -> None:
+    def refresh(
+        self, parameters: Iterable[Parameter] | None = None, addresses: tuple[int, ...] | None = None
+    ) -> None:  # fmt: skip
         """Copy parameters that were written from outside. A write through `.data` leaves no trace and is not seen."""
         with torch.no_grad():
             for parameter, shadow in self._shadow.items():

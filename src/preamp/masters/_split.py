@@ -45,7 +45,7 @@ class SplitMasters(Masters):
         self._keep(name, parameter, torch.zeros_like(parameter, dtype=torch.int16) if master is None else master)
 
     def _keep(self, name: str, parameter: Parameter, bits: Tensor) -> None:
-        self._know(parameter, Entry(name, bits, parameter.data, parameter._version))
+        self._know(parameter, Entry(name, bits, parameter.data, self._agreed.add(parameter)))
         self._bits[parameter] = bits
 
     def of(self, parameter: Parameter) -> Tensor:
@@ -54,9 +54,9 @@ class SplitMasters(Masters):
 
     def _follow(self, parameter: Parameter, entry: Entry) -> None:
         """Note where a parameter lies that was given other data."""
-        entry.low, entry.version = parameter.data, parameter._version
+        self._note(parameter, entry)
 
-    def refresh_before_step(self, parameters: Sequence[Parameter]) -> None:
+    def refresh_before_step(self, parameters: Sequence[Parameter], *, again: bool = False) -> None:
         """The same: a weight and its bits always agree."""
         self.refresh(parameters)
 

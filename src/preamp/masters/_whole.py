@@ -14,7 +14,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,11 +23,9 @@ from torch.nn import Parameter
 from ..errors import PreampWarning, SessionError, StateError
 from ..formats import LOW_DTYPES
 from ..sharding import held_here, is_sharded
-from ._column import Column
+from ._column import Agreed, Column
 from ._entry import Entry, Verdict
 from ._exchange import become, change_places, rebuild_reducers
-
-_MASTER = attrgetter("master")
 
 COLUMNS = 32
 """Lists of parameters whose entries are kept at hand."""
@@ -50,6 +47,7 @@ class Masters:
         self._entries: dict[Parameter, Entry] = {}
         self._inside: dict[Parameter, Entry] = {}
         self._columns: dict[tuple[int, ...], Column] = {}
+        self._agreed = Agreed()
         self._audits_left = AUDITS
         self._loaded = False
         self.rounded: str | None = None
@@ -79,12 +77,12 @@ class Masters:
         """Turn a float32 parameter into a low one; its present data becomes the master."""
         master = parameter.data
         become(parameter, master.to(dtype))
-        self._know(parameter, Entry(name, master, parameter.data, parameter._version))
+        self._know(parameter, Entry(name, master, parameter.data, self._agreed.add(parameter)))
 
     def adopt(self, name: str, parameter: Parameter, master: Tensor | None = None) -> None:
         """Make a master for a parameter that is already low, or take the one that was kept for it."""
         kept = parameter.data.float() if master is None else master
-        self._know(parameter, Entry(name, kept, parameter.data, parameter._version))
+        self._know(parameter, Entry(name, kept, parameter.data, self._agreed.add(parameter)))
 
     def _know(self, parameter: Parameter, entry: Entry) -> None:
         self._entries[parameter] = entry
@@ -97,26 +95,31 @@ class Masters:
         if found is None or not found.is_of(parameters):
             if len(self._columns) > COLUMNS:  # other parameters have gradients at every step
                 self._columns.clear()
-            found = self._columns[key] = Column(parameters, self._entries)
+            found = self._columns[key] = Column(parameters, self._entries, self._agreed)
         return found
 
     def strangers(self, parameters: Sequence[Parameter]) -> list[Parameter]:
         """16-bit parameters that should have a master and have none."""
         return [p for p in self._column(parameters).others if p.dtype in LOW_DTYPES] if self.wanted else []
 
-    def refresh(self, parameters: Iterable[Parameter] | None = None) -> None:
-        """Let the masters follow parameters that were written from outside since the last step."""
+    def refresh(
+        self, parameters: Iterable[Parameter] | None = None, addresses: tuple[int, ...] | None = None
+    ) -> None:  # fmt: skip
+        """Let the masters follow parameters that were written from outside since the last step.
+
+        `addresses`: where the parameters lie, if that is known.
+        """
         if not self._entries:
             return
         column = self._column(list(self._entries if parameters is None else parameters))
-        if column.agrees and not self._inside:
+        if column.agrees(addresses) and not self._inside:
             return
         for parameter, entry in zip(column.parameters, column.entries, strict=True):
             if parameter not in self._inside:
                 self._follow(parameter, entry)
 
     def _follow(self, parameter: Parameter, entry: Entry) -> None:
-        if parameter._version == entry.version and parameter.data_ptr() == entry.low.data_ptr():
+        if self._agreed.holds(entry.number, parameter):
             return
         data = parameter.data
         master = entry.master.to(data.device)
@@ -125,17 +128,25 @@ class Masters:
             self.rounded = entry.name
         written = torch.where(kept, master, data.float()) if data.dtype is not torch.float32 else data.detach()
         entry.master = master.detach().copy_(written)  # in place: an optimizer's state may hold it too
-        entry.low, entry.version = data, parameter._version
+        self._agreed.exchanges += 1
+        self._note(parameter, entry)
 
-    def refresh_before_step(self, parameters: Sequence[Parameter]) -> None:
+    def _note(self, parameter: Parameter, entry: Entry) -> None:
+        """A parameter agrees with its master now."""
+        entry.low = parameter.data
+        self._agreed.note(entry.number, parameter)
+
+    def refresh_before_step(self, parameters: Sequence[Parameter], *, again: bool = False) -> None:
         """`refresh`, and in the first steps a look at the values themselves.
 
         A write through `parameter.data` leaves no trace but its values. Comparing those costs a pass over the
-        parameters, so it is done at the start of training only, unless it finds something: then always.
+        parameters, so it is done at the start of training only, unless it finds something: then always. `again`: the
+        step refreshes them itself (`followed`).
         """
         if not self._entries:
             return
-        self.refresh(parameters)
+        if self._audits_left or not again:
+            self.refresh(parameters)
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return  # a graph would repeat the comparison for ever, and must not ask for what is on its way
         for verdict in [v for v in self._verdicts if v.ready()]:
@@ -150,7 +161,7 @@ class Masters:
         written = [p for p in own if not self._agrees(p)]
         for parameter in written:
             entry = self._entries[parameter]
-            entry.version = -1
+            self._agreed.versions[entry.number] = -1
             self._follow(parameter, entry)
         self._judge(self._entries[written[0]].name if written else None)
 
@@ -220,6 +231,7 @@ class Masters:
         if not self._inside:
             return []
         leaving = list(self._inside if parameters is None else (p for p in parameters if p in self._inside))
+        self._agreed.exchanges += 1
         with torch.no_grad():
             for parameter in leaving:
                 entry = self._inside[parameter]
@@ -234,7 +246,7 @@ class Masters:
         others = []
         for parameter in leaving:
             entry = self._inside[parameter]
-            entry.low, entry.version = parameter.data, parameter._version
+            self._note(parameter, entry)
             if entry.other is not None:
                 entry.other.grad = None
                 others.append((parameter, entry.other))
@@ -248,15 +260,18 @@ class Masters:
             masters = [held_here(self._entries[p].master) for p in written]
             torch._foreach_copy_(list(map(held_here, written)), masters)
 
-    def followed(self, parameters: Sequence[Parameter]) -> list[Tensor]:
-        """Masters, up to date, for a step that writes them and their parameters itself; `published` comes after it."""
-        self.refresh(parameters)
-        return list(map(_MASTER, self._column(parameters).entries))
+    def followed(self, parameters: Sequence[Parameter], addresses: tuple[int, ...] | None = None) -> list[Tensor]:
+        """Masters, up to date, for a step that writes them and their parameters itself; `published` comes after it.
+
+        `addresses`: where the parameters lie, if that is known.
+        """
+        self.refresh(parameters, addresses)
+        return self._column(parameters).masters()
 
     def published(self, parameters: Sequence[Parameter]) -> None:
         """Parameters were written with what their masters round to."""
         if self._entries:
-            self._column(parameters).agreed()
+            self._column(parameters).agree()
 
     def twins(self, parameters: Sequence[Parameter]) -> list[Tensor | None] | None:
         """16-bit copies that a step of float32 parameters writes too; None where there are none at all."""
@@ -324,9 +339,8 @@ class Masters:
         with torch.no_grad():
             for name, (parameter, entry) in by_name.items():
                 entry.master.copy_(state[name])
-                entry.low = parameter.data
-                entry.low.copy_(entry.master)
-                entry.version = parameter._version
+                parameter.data.copy_(entry.master)
+                self._note(parameter, entry)
 
     def _check_fit(self, state: Mapping[str, Tensor]) -> None:
         by_name = {entry.name: tuple(parameter.shape) for parameter, entry in self._entries.items()}

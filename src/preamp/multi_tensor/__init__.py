@@ -6,6 +6,7 @@ uploads nothing. Nothing here needs Triton; the kernels that use it do.
 """
 
 from ._layout import laid_out_like, same_walk, split_by_walk, walkable
+from ._list import TensorList, chained, listed
 from ._norms import l2_norms, norm_of_norms
 from ._parts import Part, Plan, parts_of, plan_of
 from ._runs import triton_runs_on
@@ -13,6 +14,6 @@ from ._stretches import stretches
 from ._writes import count_writes
 
 __all__ = [
-    "Part", "Plan", "count_writes", "l2_norms", "laid_out_like", "norm_of_norms", "parts_of", "plan_of", "same_walk",
-    "split_by_walk", "stretches", "triton_runs_on", "walkable",
+    "Part", "Plan", "TensorList", "chained", "count_writes", "l2_norms", "laid_out_like", "listed", "norm_of_norms",
+    "parts_of", "plan_of", "same_walk", "split_by_walk", "stretches", "triton_runs_on", "walkable",
 ]  # fmt: skip

@@ -11,15 +11,19 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import Tensor
+
+from ._list import listed
 
 ALIGNMENT = 16
 """Bytes that one thread reads at once; addresses that are a multiple of it let kernels do so."""
 
 _KEPT = 32  # tables: a training loop uses one or two for each list, a second model a few more
-_tables: OrderedDict[tuple[object, ...], tuple[Part, ...]] = OrderedDict()
+_tables: dict[tuple[object, ...], _Made] = {}
+_uses = count()
 _plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
 _captured: list[object] = []
 _spares: dict[tuple[int, torch.dtype], list[Tensor]] = {}
@@ -61,25 +65,26 @@ def parts_of(lists: Sequence[Sequence[Tensor]], chunk: int, positions: Sequence[
     row of the table, by default 0, 1, 2, ... Tensors without elements are in no chunk.
     """
     device = lists[0][0].device
-    sizes = tuple(map(Tensor.numel, lists[0]))
-    addresses = tuple([tuple(map(Tensor.data_ptr, tensors)) for tensors in lists])
+    rows = list(map(listed, lists))
+    sizes = next((row for row in rows[:2] if "sizes" in vars(row)), rows[0]).sizes
+    addresses = tuple([row.addresses for row in rows])
     spots = tuple(positions) if positions is not None else None
     key = (device, chunk, sizes, spots, addresses)
     inside = capturing(device)
     with _lock:
         found = _tables.get(key)
         if found is not None:
-            _tables.move_to_end(key)
+            found.used = next(_uses)
             if inside:
-                _captured.append(found)
-            return found
-    rows = (*addresses, spots if spots is not None else tuple(range(len(sizes))))
+                _captured.append(found.parts)
+            return found.parts
+    numbers = (*addresses, spots if spots is not None else tuple(range(len(sizes))))
     odd = {i for row in addresses for i, address in enumerate(row) if address % ALIGNMENT}
     parts = []
     for aligned in (True, False):
         chosen = [i for i in range(len(sizes)) if (i not in odd) is aligned and sizes[i]]
         if chosen:
-            table = torch.tensor([[row[i] for i in chosen] for row in rows], dtype=torch.int64, device="cpu")
+            table = torch.tensor([[row[i] for i in chosen] for row in numbers], dtype=torch.int64, device="cpu")
             plan = plan_of(tuple([sizes[i] for i in chosen]), chunk, device)
             parts.append(Part(plan, upload(table, device), aligned))
     made = tuple(parts)
@@ -87,10 +92,18 @@ def parts_of(lists: Sequence[Sequence[Tensor]], chunk: int, positions: Sequence[
         if inside:
             _captured.append(made)  # filled only when the graph runs, so no other launch may find it
         else:
-            _tables[key] = made
+            _tables[key] = _Made(made, next(_uses))
             while len(_tables) > _KEPT:
-                _tables.popitem(last=False)
+                del _tables[min(_tables, key=lambda each: _tables[each].used)]
     return made
+
+
+@dataclass(slots=True)
+class _Made:
+    """Parts, and when they were last used: to move their key to the end would hash thousands of addresses again."""
+
+    parts: tuple[Part, ...]
+    used: int
 
 
 def plan_of(sizes: tuple[int, ...], chunk: int, device: torch.device) -> Plan:

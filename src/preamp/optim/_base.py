@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import wraps
-from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +17,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from ..errors import OptimizerError
 from ..gradients import present_in, reciprocal
 from ..masters import Masters
-from ..multi_tensor import count_writes
+from ..multi_tensor import TensorList, count_writes
 from ..sharding import any_sharded
 from ._flat import Flat, ShapeMismatch
 from ._loading import Loading
@@ -142,7 +141,8 @@ class FusedOptimizer(Loading):
                 bits = bucket.parts([self._masters.of(param) for param in bucket.params])
                 self._advance_split(bucket, params, bits, grads, factor, found)
             elif bucket.mastered:
-                masters = bucket.parts(self._masters.followed(bucket.params))
+                where = params.addresses if isinstance(params, TensorList) and not bucket.sharded else None
+                masters = bucket.parts(self._masters.followed(bucket.params, where))
                 self._advance(bucket, masters, params, grads, factor, found)
                 self._masters.published(bucket.params)
             elif bucket.flat is not None:
@@ -224,26 +224,29 @@ class FusedOptimizer(Loading):
         Who has laid them already, bucket by bucket, may set that as `gradients_at_hand` for the length of a step.
         """
         present, gradients = zip(*(present_in(group["params"]) for group in self.param_groups), strict=True)
-        if self._plan is None or not self._plan.fits(self, present, gradients):
+        found = None if self._plan is None else self._plan.picked(self, present, gradients)
+        if found is None:
             self._plan = self._planned(present)
-        return self._plan.picked(gradients)
+            found = self._plan.picked(self, present, gradients)
+            assert found is not None, "a plan that was made just now"
+        return found
 
-    def side_by_side(self) -> tuple[list[tuple[Bucket, list[Tensor]]], list[Parameter]] | None:
-        """What `picked` gives, laid, and the parameters that have gradients, in the order of their groups.
+    def at_hand(self) -> list[tuple[Bucket, list[Tensor]]] | None:
+        """What `picked` gives, laid, for who looks at the gradients just before the step.
 
-        None unless some gradients are copied side by side on the CPU, where all are, and nothing has to be made for it.
+        None where that saves nothing, or what is planned so far does not fit them.
         """
-        if self._plan is None or not self._plan.side_by_side or self.is_hooked:
+        if self._plan is None or not self._plan.at_hand or self.is_hooked:
             return None
         present, gradients = zip(*(present_in(group["params"]) for group in self.param_groups), strict=True)
-        if not self._plan.fits(self, present, gradients):
+        found = self._plan.picked(self, present, gradients)
+        if found is None:
             return None
         try:
-            laid = [(bucket, bucket.laid(own)) for bucket, own in self._plan.picked(gradients)]
+            return [(bucket, bucket.laid(own)) for bucket, own in found]
         except ShapeMismatch:
             self._plan = None
             return None
-        return laid, list(chain.from_iterable(present))
 
     def counted(self, params: list[Parameter], when: Steps | float) -> Steps:
         """What counts the steps of parameters from now on, each shown in its state. `when`: how many they have seen."""

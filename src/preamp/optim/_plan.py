@@ -10,19 +10,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter, is_, itemgetter
+from operator import is_, itemgetter
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..multi_tensor import TensorList
 from ..parallel import ShardReduction
 from ..sharding import held_here, is_sharded, placed_as
 from ._flat import PIECE, Flat, Look, Lying, lying_of, order, padded
 from ._steps import Steps, ages
 from ._watch import Lie, States, overlapping
-
-_SHAPE = attrgetter("shape")
 
 
 @dataclass(slots=True)
@@ -61,12 +60,22 @@ class Bucket:
         """0-d float32 on the device, which a step counts up."""
         return None if self.steps is None else self.steps.one
 
-    def picked(self, gradients: list[Tensor]) -> list[Tensor]:
-        """The gradients of its parameters, of those of the group's parameters that have any."""
-        gradients = list(self.pick(gradients))
+    def picked(self, gradients: list[Tensor]) -> TensorList | None:
+        """The gradients of its parameters, of those of the group's parameters that have any.
+
+        None where parameters, counts or states do not lie as they did, or gradients have other shapes.
+        """
+        if self.steps is not None and not self.steps.intact:
+            return None
+        picked = TensorList(self.pick(gradients))
+        if self.flat is not None:  # which looks at shapes as it lays the gradients
+            return picked if self.flat.holds() else None
+        assert self.lie is not None
+        if not self.lie.holds() or not self.lie.takes(picked):
+            return None
         if self.sharded:
-            gradients = [held_here(placed_as(g, p)) for g, p in zip(gradients, self.params, strict=True)]
-        return gradients
+            return TensorList(held_here(placed_as(g, p)) for g, p in zip(picked, self.params, strict=True))
+        return picked
 
     def laid(self, gradients: list[Tensor], look: Look | None = None) -> list[Tensor]:
         """Gradients as a step takes them: one tensor if they are to lie side by side. `gradients`: as `picked`.
@@ -79,9 +88,9 @@ class Bucket:
             look(gradients)
         return gradients
 
-    def parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def parts(self, tensors: list[Tensor]) -> list[Tensor]:
         """What of tensors like the parameters lies here."""
-        return list(map(held_here, tensors)) if self.sharded else list(tensors)
+        return list(map(held_here, tensors)) if self.sharded else tensors
 
     def tensors(self) -> list[Tensor]:
         """What is stepped."""
@@ -89,15 +98,6 @@ class Bucket:
             return [self.flat.param]
         assert self.lie is not None
         return self.lie.params
-
-    def holds(self, gradients: list[Tensor]) -> bool:
-        """Whether parameters, counts and states lie as they did, and gradients have their shapes."""
-        if self.steps is not None and not self.steps.intact:
-            return False
-        if self.flat is not None:  # which finds out as it lays the gradients
-            return self.flat.holds()
-        assert self.lie is not None
-        return self.lie.holds() and list(map(_SHAPE, self.pick(gradients))) == self.lie.shapes
 
 
 class Plan:
@@ -130,23 +130,33 @@ class Plan:
                     beside = {other for param in bucket.params for other in shared.get(param, ())}
                     bucket.beside = list(beside.difference(bucket.params))
                     self.buckets.append(bucket)
-        self.side_by_side = any(b.flat for b in self.buckets) and {param.device.type for param in every} == {"cpu"}
+        places = {param.device.type for param in every}
+        self.side_by_side = any(b.flat for b in self.buckets) and places == {"cpu"}
         """Whether some gradients are copied beside others, and none is on an accelerator."""
+        self.at_hand = self.side_by_side or (places == {"cuda"} and not any(b.sharded for b in self.buckets))
+        """Whether gradients may be read in the lists in which they are stepped."""
         counts = ("step",) if optimizer.counts_steps else ()
         self._states = States(optimizer, [(bucket.params, (*bucket.names, *counts)) for bucket in self.buckets])
 
-    def picked(self, gradients: Sequence[list[Tensor]]) -> list[tuple[Bucket, list[Tensor]]]:
-        """The buckets, each with its gradients. `gradients`: of each group, those that are there."""
-        return [(bucket, bucket.picked(gradients[bucket.number])) for bucket in self.buckets]
+    def picked(
+        self, optimizer: Any, present: Sequence[list[Parameter]], gradients: Sequence[list[Tensor]]
+    ) -> list[tuple[Bucket, list[Tensor]]] | None:
+        """The buckets, each with its gradients. `present`, `gradients`: of each group, those that are there.
 
-    def fits(self, optimizer: Any, present: Sequence[list[Parameter]], gradients: Sequence[list[Tensor]]) -> bool:
-        """Whether the plan still holds: the same groups, parameters with `gradients`, and states, where they were."""
+        None where the plan does not hold any more: other groups, parameters with gradients or states, or elsewhere.
+        """
         groups = optimizer.param_groups
         if not _same(self._groups, groups) or self._names != list(map(optimizer.state_names, groups)):
-            return False
+            return None
         if not all(map(_same, self._present, present)) or not self._states.hold(optimizer):
-            return False
-        return all(bucket.holds(gradients[bucket.number]) for bucket in self.buckets)
+            return None
+        found: list[tuple[Bucket, list[Tensor]]] = []
+        for bucket in self.buckets:
+            picked = bucket.picked(gradients[bucket.number])
+            if picked is None:
+                return None
+            found.append((bucket, picked))
+        return found
 
 
 def _picker(places: list[int]) -> Callable[[list[Tensor]], Sequence[Tensor]]:

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..multi_tensor import TensorList
 from ..sharding import held_here, is_sharded
 from ._state import State
 
-_FORM = attrgetter("shape", "dtype", "device", "layout")
+_FORM, _SHAPE = attrgetter("shape", "dtype", "device", "layout"), attrgetter("shape")
 
 
 class States:
@@ -82,13 +83,12 @@ class Lie:
         self._originals: list[Tensor] = [*originals, *chain.from_iterable(states)]
         here = self._here()
         self._addresses = list(map(Tensor.data_ptr, here))
-        self._turnable = list(filter(turnable, here))
+        self._turnable = [*filter(spread, here[: len(originals)]), *filter(turnable, here[len(originals) :])]
         self._as_they_lay = list(map(Tensor.is_contiguous, self._turnable))
         with torch.no_grad():
             self._held = [tensor.detach() for tensor in here]
-        count = len(originals)
-        self.params = self._held[:count]
-        self.states = [self._held[begin : begin + count] for begin in range(count, len(here), count)]
+        self.params, *self.states = (TensorList() for _ in range(1 + len(states)))
+        self._hand_out()
         self.dense = not self._sharded and all(map(Tensor.is_contiguous, self._held))
 
     def _here(self) -> list[Tensor]:
@@ -101,6 +101,12 @@ class Lie:
             return False
         return list(map(Tensor.data_ptr, here)) == self._addresses or self._followed(here)
 
+    def takes(self, gradients: TensorList) -> bool:
+        """Whether these lie in memory as the parameters do, entry by entry, or have at least their shapes."""
+        if self.dense and gradients.contiguous:
+            return gradients.sizes == self.params.sizes
+        return list(map(_SHAPE, gradients)) == self.shapes
+
     def _followed(self, here: Sequence[Tensor]) -> bool:
         addresses = list(map(Tensor.data_ptr, here))
         same = list(map(_FORM, here)) == list(map(_FORM, self._held))
@@ -111,10 +117,20 @@ class Lie:
         self._addresses = addresses
         with torch.no_grad():
             self._held[:] = [tensor.detach() for tensor in here]
-        count = len(self.params)
-        for number, own in enumerate((self.params, *self.states)):
-            own[:] = self._held[number * count : (number + 1) * count]
+        self._hand_out()
         return True
+
+    def _hand_out(self) -> None:
+        count = len(self.shapes)
+        for number, own in enumerate((self.params, *self.states)):
+            own.become(self._held[number * count : (number + 1) * count])
+        if not self._sharded:
+            self.params.owners = self._originals[:count]
+
+
+def spread(tensor: Tensor) -> bool:
+    """Whether a tensor has entries in more than one dimension, so that they may lie in another order."""
+    return sum(size > 1 for size in tensor.shape) > 1
 
 
 def turnable(tensor: Tensor) -> bool:

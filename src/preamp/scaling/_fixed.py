@@ -37,6 +37,15 @@ class LossScale(ABC):
     def current(self, device: torch.device) -> Tensor:
         """The scale, 0-d float32 on `device`; a copy."""
 
+    def seed(self, loss: Tensor) -> Tensor | None:
+        """What `loss.backward` is to begin with for its gradients to be those of `scale(loss)`; nobody else's.
+
+        Of the loss's dtype and shape; None where only `scale(loss)` will do: of 16-bit losses, and of subclasses.
+        """
+        if type(loss) is not Tensor or loss.dtype not in (torch.float32, torch.float64):
+            return None
+        return self.current(loss.device).to(loss.dtype).view(loss.shape)
+
     @abstractmethod
     def after_step(self, found_inf: Tensor, reading: Reading | None = None) -> None:
         """Learn from a step, without waiting for the device.

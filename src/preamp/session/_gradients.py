@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from ..gradients import Reading, global_norm, multiply_, present_in, read, reciprocal
 from ..masters import Masters
+from ..multi_tensor import chained
 from ..optim import FusedOptimizer
 from ..parallel import Agreement
 from ..sharding import placed_as
@@ -116,18 +118,29 @@ class GradientBook:
 
     def _quick_look(self, optimizer: Optimizer, inverse: Tensor | None, beside: bool) -> _Look:
         """Without asking each of a thousand parameters more than its gradient."""
-        known = optimizer.side_by_side() if beside and isinstance(optimizer, FusedOptimizer) else None
-        if known is not None and self._home().type == "cpu":
-            gathered, parameters = known
-            laid = read([gradient for _, own in gathered for gradient in own])
-            if not laid.found.item():
-                none = laid.nonfinite.new_zeros(len(parameters))
-                reading = Reading(laid.found, laid.norm, none, sum(map(Tensor.numel, parameters)))
-                return _Look(reading, parameters, inverse, gathered=gathered)
+        gathered = optimizer.at_hand() if beside and isinstance(optimizer, FusedOptimizer) else None
+        if gathered and self._home().type == gathered[0][0].params[0].device.type:
+            look = self._look_at_hand(gathered, inverse)
+            if look is not None:
+                return look
         parameters, gradients = present_in(list(parameters_of(optimizer)))
         if set(map(_LAYOUT, gradients)) - {torch.strided}:
             return self._long_look(optimizer, inverse, False)
         return _Look(read(gradients, device=self._home()), parameters, inverse)
+
+    def _look_at_hand(self, gathered: list[tuple[Any, list[Tensor]]], inverse: Tensor | None) -> _Look | None:
+        """In the lists of the step that follows; None if they have to be read one by one."""
+        parameters = list(chain.from_iterable(bucket.params for bucket, _ in gathered))
+        gradients = chained([own for _, own in gathered])
+        if not gradients.strided:
+            return None
+        reading = read(gradients, device=self._home())
+        if len(gradients) != len(parameters):  # on a CPU, where some lie side by side
+            if reading.found.item():
+                return None
+            none = reading.nonfinite.new_zeros(len(parameters))
+            reading = Reading(reading.found, reading.norm, none, sum(map(Tensor.numel, parameters)))
+        return _Look(reading, parameters, inverse, gathered=gathered)
 
     def gathered(self, optimizer: Optimizer) -> Any:
         """What the optimizer has copied side by side to be read, if it was."""
@@ -263,7 +276,7 @@ class GradientBook:
     def hand_over(self, optimizer: Optimizer) -> Tensor | None:
         """What an optimizer that steps 16-bit gradients and masters itself has to multiply its gradients by."""
         look = self._looks[optimizer]
-        self._masters.refresh_before_step(look.parameters)
+        self._masters.refresh_before_step(look.parameters, again=True)
         return look.factor
 
     def backward_apart(
@@ -325,6 +338,12 @@ class GradientBook:
                 look.norm = look.reading.norm if look.inverse is None else look.reading.norm * look.inverse
         return look.norm
 
+    def norm_read(self, optimizer: Optimizer) -> tuple[Tensor, bool]:
+        """`norm`, or where nobody has asked for it that of the gradients as they were read, and True if scaled."""
+        look = self._looks[optimizer]
+        scaled = look.norm is None and not look.true and look.inverse is not None
+        return (look.reading.norm if scaled else self.norm(optimizer)), scaled
+
     def norm_now(self, optimizer: Optimizer, order: float) -> Tensor:
         """The norm that an optimizer's true gradients have now, after the clipping so far; of any order."""
         look = self._looks[optimizer]
@@ -336,6 +355,7 @@ class GradientBook:
     def forget(self, optimizer: Optimizer) -> None:
         """The optimizer has stepped, or its gradients were thrown away."""
         look = self._looks.pop(optimizer, None)
-        scale = None if look is None or look.inverse is None else reciprocal(look.inverse)
-        self._masters.swap_out(parameters_of(optimizer), scale)
+        if self._masters.swapped_in:
+            scale = None if look is None or look.inverse is None else reciprocal(look.inverse)
+            self._masters.swap_out(parameters_of(optimizer), scale)
         self._strays.clear()

@@ -131,7 +131,7 @@ class _Run:
             return self._host
         if self._device is None:
             self._device = torch.full_like(found, float(self._host))
-        self._device.add_(1).mul_(found)  # in place, so that a captured step counts too
+        torch.addcmul(found, self._device, found, out=self._device)  # (run + 1) * found, in place: a graph counts too
         return self.replayed(1, patience)
 
     def reset(self) -> None:

@@ -13,7 +13,7 @@ class StepReport:
     A report is a value of its own: later steps do not change it.
     """
 
-    __slots__ = ("_found", "_names", "_nonfinite", "_norm", "_parts", "_scale", "index")
+    __slots__ = ("_found", "_names", "_nonfinite", "_norm", "_parts", "_scale", "_scaled", "index")
 
     def __init__(
         self,
@@ -23,6 +23,7 @@ class StepReport:
         norm: Tensor,
         nonfinite: Tensor,
         names: Callable[[], Sequence[str]],
+        scaled: bool = False,
     ) -> None:
         self.index = index
         """Which attempt at a step this was, counted from 0."""
@@ -32,6 +33,8 @@ class StepReport:
         self._nonfinite: Tensor | tuple[str, ...] = nonfinite
         self._names = names
         self._parts = (found, scale, norm, nonfinite)
+        self._scaled = scaled
+        """Whether `norm` is of the gradients as they were, times the scale."""
 
     @property
     def skipped(self) -> bool:
@@ -48,7 +51,8 @@ class StepReport:
     @property
     def grad_norm(self) -> float:
         """L2 norm of the true gradients before clipping, over all the optimizers stepped; not finite if skipped."""
-        self._norm = float(self._norm)
+        if isinstance(self._norm, Tensor):
+            self._norm = float(self._norm) / (self.scale if self._scaled else 1.0)
         return self._norm
 
     @property
@@ -62,7 +66,7 @@ class StepReport:
     def after_replay(self, index: int) -> StepReport:
         """A report of the same step, run again by a CUDA graph that wrote new values into its tensors."""
         found, scale, norm, nonfinite = (part.clone() for part in self._parts)
-        report = StepReport(index, found, scale, norm, nonfinite, self._names)
+        report = StepReport(index, found, scale, norm, nonfinite, self._names, self._scaled)
         report._parts = self._parts
         return report
 

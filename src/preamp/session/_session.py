@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -101,16 +102,19 @@ class Session(SessionBase):
         if not sync:
             check_no_sync(self._models.values())
         scale = self._losses[name]
-        scaled = scale.scale(loss)
+        seed = scale.seed(loss) if kwargs.get("gradient") is None else None  # saves the product, and its backward
+        if seed is None:
+            run = functools.partial(scale.scale(loss).backward, **kwargs)
+        else:
+            run = functools.partial(loss.backward, seed, **kwargs)
         if not self._losses.apart:
-            scaled.backward(**kwargs)
+            run()
             self._book.collect_strays()
         else:
             self._round.void_zeroed()
             readings = self._book.backward_apart(
-                lambda: scaled.backward(**kwargs), scale.inverse(loss.device), self._optimizers.values(),
-                scale.needs_statistics,
-            )  # fmt: skip
+                run, scale.inverse(loss.device), self._optimizers.values(), scale.needs_statistics
+            )
             self._round.record(name, readings)
         self._round.ran(name)
 
@@ -213,8 +217,8 @@ class Session(SessionBase):
         scales = [self._losses[name].current(device) for name in self._round.names]
         # of several not: a hook around the step of one may change the gradients of another after they were copied
         readings = [self._look(each, beside=len(chosen) == 1) for each in chosen]
-        norm = self._norm(chosen)
-        parameters = [parameter for each in chosen for parameter in self._book.parameters(each)]
+        norm, scaled = self._norm(chosen)
+        parameters = list(itertools.chain.from_iterable(self._book.parameters(each) for each in chosen))
         known: list[bool | None] = []
         try:
             for each, reading in zip(chosen, readings, strict=True):
@@ -228,7 +232,7 @@ class Session(SessionBase):
             self._tell_rounded()
         read = functools.reduce(Reading.merged, readings)
         names = functools.partial(names_of, parameters, self._named)
-        report = StepReport(self._attempts, read.found, scales[0], norm, read.nonfinite, names)
+        report = StepReport(self._attempts, read.found, scales[0], norm, read.nonfinite, names, scaled)
         self._attempts += 1
         skipped = any(k for k in known if k) if None not in known else None
         if skipped is not None:
@@ -301,18 +305,20 @@ class Session(SessionBase):
         statistics = self._losses.need_statistics and not self._losses.apart
         return self._book.look(optimizer, inverse, statistics, beside)
 
-    def _norm(self, chosen: Sequence[Optimizer]) -> Tensor:
+    def _norm(self, chosen: Sequence[Optimizer]) -> tuple[Tensor, bool]:
+        """The norm of all gradients before clipping, and whether it is one of scaled gradients."""
         if len(chosen) == 1:
-            return self._book.norm(chosen[0])
-        norm: Tensor = torch.linalg.vector_norm(torch.stack([self._book.norm(each) for each in chosen]))
-        return norm
+            return self._book.norm_read(chosen[0])
+        return torch.linalg.vector_norm(torch.stack([self._book.norm(each) for each in chosen])), False
 
     def _step_one(self, optimizer: Optimizer, found: Tensor) -> bool | None:
         self._stepping = optimizer
         try:
             with framework_hooks(self._given.get(optimizer)):
                 skipped = step_unless(found, optimizer, self._book, self._losses.apart, self._skip)
-            tell_skipped(self._given.get(optimizer), found > 0 if skipped is None else skipped)
+            given = self._given.get(optimizer)
+            if given is not None:
+                tell_skipped(given, found > 0 if skipped is None else skipped)
             return skipped
         finally:
             self._stepping = None

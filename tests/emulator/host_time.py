@@ -1,0 +1,147 @@
+"""What a step takes of the host: torch's own and preamp's, on the pretended device, where no kernel computes anything.
+
+    python -m tests.emulator.host_time [--rounds 41] [--out FOLDER]
+
+prints the table and writes FOLDER/host-time_<commit>.json. A step is a backward pass of one number, what the scaler or
+session does with a list of gradients, and the optimizer. Tensors have eight entries each: how long they are is nothing
+to the host. What torch needs on a real device to start its kernels over lists (one for each 36 tensors of Adam's) is
+not in its time; each launch of ours by Triton is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from ..pretend.device import pretend
+from . import driver
+
+NATIVE = pretend(1, "-O2")
+driver.install(NATIVE, computes=False)
+NATIVE.skip_lists()
+
+import preamp  # noqa: E402
+from preamp.bench import environment, race  # noqa: E402
+from preamp.bench._race import INTERVAL, Row, spread  # noqa: E402
+from preamp.bench._results import SCHEMA  # noqa: E402
+from preamp.report import Cell, Column, Table  # noqa: E402
+
+DEVICE = torch.device("cuda", 0)
+COUNTS = (394, 1500)
+"""Tensors: those of BERT-large, and as many as the longest list of the suite `step`."""
+
+LR = 1e-9
+Step = Callable[[], None]
+
+
+def leaves(count: int) -> nn.ParameterList:
+    """Parameters, each an object of its own, as a model has them."""
+    return nn.ParameterList([Parameter(torch.ones(4, 2, device=DEVICE)) for _ in range(count)])
+
+
+def give(params: nn.ParameterList) -> None:
+    """Gradients in the dtype that parameters have by now."""
+    for param in params:
+        param.grad = torch.full_like(param, 1e-3)
+
+
+def by_scaler(count: int, kind: Callable[..., Any], scaler: Any, **arguments: Any) -> Step:
+    """The loop of torch.amp."""
+    params = leaves(count)
+    optimizer, loss = kind(params.parameters(), lr=LR, **arguments), torch.zeros((), device=DEVICE, requires_grad=True)
+    give(params)
+
+    def step() -> None:
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def by_session(count: int, level: str, groups: int = 1) -> Step:
+    """The loop of preamp; `groups`: how many groups of the optimizer the parameters are dealt to."""
+    params = leaves(count)
+    every, loss = list(params), torch.zeros((), device=DEVICE, requires_grad=True)
+    dealt = [{"params": every[i::groups], "weight_decay": 0.01 * i} for i in range(groups)]
+    session = preamp.prepare(params, preamp.optim.AdamW(dealt, lr=LR), level=level)
+    give(params)
+
+    def step() -> None:
+        session.backward(loss)
+        session.step()
+
+    return step
+
+
+def contenders(count: int) -> dict[str, Step]:
+    """Those of a row, the reference first."""
+    scalers = torch.amp.GradScaler("cuda", init_scale=2.0**10), preamp.GradScaler("cuda", init_scale=2.0**10)
+    return {
+        "torch.amp, AdamW(fused)": by_scaler(count, torch.optim.AdamW, scalers[0], fused=True),
+        "preamp O2": by_session(count, "O2"),
+        "preamp O2, two groups": by_session(count, "O2", 2),
+        "preamp O1": by_session(count, "O1"),
+        "preamp.GradScaler, preamp.optim": by_scaler(count, preamp.optim.AdamW, scalers[1]),
+    }
+
+
+def launches(step: Step) -> int:
+    """Kernels that a call starts."""
+    before = NATIVE.kernels()
+    step()
+    return int(NATIVE.kernels() - before)
+
+
+def measure(count: int, rounds: int) -> Row:
+    """One row."""
+    made = contenders(count)
+    for step in made.values():  # states and lists are made, and the first steps look at more
+        for _ in range(8):
+            step()
+    counts = {name: {"launches": launches(step)} for name, step in made.items()}
+    what = "backward of one number, unscaling, check, AdamW, update of the scale: the host's part"
+    return Row(f"{count} tensors", what, race(made, rounds=rounds, number=2), counts)
+
+
+def table(rows: list[Row]) -> Table:
+    """As it is printed."""
+    columns = ("list", "contender", Column("median", "us", 0), Column("of torch's", "x", 2), Column("low", "x", 2),
+               Column("high", "x", 2), "launches")  # fmt: skip
+    cells: list[tuple[Cell, ...]] = []
+    for row in rows:
+        for one in row.outcomes:
+            share = spread([1 / ratio for ratio in one.ratios])
+            cells.append((row.name, one.name, 1e6 * statistics.median(one.seconds), share["median"], share["low"],
+                          share["high"], row.counts[one.name]["launches"]))  # fmt: skip
+    return Table("Host time of a step", columns, cells, ("of torch's: below 1 is less, median over rounds", INTERVAL))
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=41)
+    parser.add_argument("--out", type=Path, default=Path())
+    asked = parser.parse_args()
+    warnings.simplefilter("ignore")
+    rows = [measure(count, asked.rounds) for count in COUNTS]
+    print(table(rows).to_text())
+    about = {**environment(torch.device("cpu")), "device": "the pretended device, no kernel computes"}
+    found = {"schema": SCHEMA, "environment": about, "rounds": asked.rounds}
+    found["suites"] = {"host time": [row.to_dict() for row in rows]}
+    file = asked.out / f"host-time_{str(about['commit']).rstrip('+')}.json"
+    file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(file)
+
+
+if __name__ == "__main__":
+    main()
