@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import NamedTuple
@@ -10,7 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ..multi_tensor import TensorList, parts_of, walkable
+from ..multi_tensor import TensorList, listed, parts_of, walkable
 from . import _kernels
 
 BLOCK = 2048
@@ -38,12 +39,13 @@ class Numbers(NamedTuple):
     """(2,) int64: how many entries are not 0 and below `tiny`, and how many are 0; None where these were not asked."""
 
 
-def readable(gradients: TensorList) -> bool:
+def readable(gradients: Sequence[Tensor]) -> bool:
     """Whether `read` takes them: strided, of float16, bfloat16 or float32, all on one device."""
-    return gradients.strided and gradients.together and gradients.dtypes.keys() <= _KINDS.keys()
+    own = listed(gradients)
+    return own.strided and own.together and own.dtypes.keys() <= _KINDS.keys()
 
 
-def read(gradients: TensorList, tiny: float | None) -> Numbers:
+def read(gradients: Sequence[Tensor], tiny: float | None) -> Numbers:
     """Read every entry of `gradients` (one at least, `readable`) once.
 
     `tiny`: entries that are not 0 and below it in magnitude are counted as subnormal, and zeros as such; None: nothing
@@ -52,11 +54,11 @@ def read(gradients: TensorList, tiny: float | None) -> Numbers:
     do not fill their memory are copied first.
     """
     device = gradients[0].device
-    dense = gradients
-    if not gradients.contiguous:
-        dense = TensorList(gradient if walkable(gradient) else gradient.contiguous() for gradient in gradients)
-    chunk = LONG if sum(gradients.sizes) >= MANY else BLOCK
-    dtypes = gradients.dtypes
+    dense = own = listed(gradients)
+    if not own.contiguous:
+        dense = TensorList(gradient if walkable(gradient) else gradient.contiguous() for gradient in own)
+    chunk = LONG if sum(own.sizes) >= MANY else BLOCK
+    dtypes = own.dtypes
     work = []
     for dtype in dtypes:
         places = [i for i, gradient in enumerate(dense) if gradient.dtype is dtype] if len(dtypes) > 1 else None
