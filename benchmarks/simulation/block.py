@@ -19,7 +19,7 @@ from .memory import LINE, Array, Memory
 from .sass import Instruction, NotUnderstood
 from .warp import MASK, Warp, following
 
-LIMIT = 100_000
+LIMIT = 20_000
 """Instructions of a warp after which a loop must be endless."""
 _IDLE = frozenset({"NOP", "BSSY", "BSYNC", "WARPSYNC"})
 """Do nothing where the lanes of a warp stay together."""

@@ -137,7 +137,7 @@ def make(case: Case) -> tuple[Made, Memory]:
 
 def _arguments(case: Case, memory: Memory) -> bytes:
     """Fill `memory` with one tensor of one chunk, and return the kernel's arguments as they lie in constant memory."""
-    rows = [memory.add(f"row {i}", row_of(case, i)) for i in range(len(case.rows))]
+    rows = [memory.add(f"row {i}", before(case, i)) for i in range(len(case.rows))]
     held: dict[str, Array] = {
         "scalars": SCALARS, "table": np.array([*rows, 0], np.int64), "sizes": np.array([case.elements], np.int64),
         **{name: np.zeros(1, np.int32) for name in ("tensor_of", "block_of")},
@@ -159,7 +159,7 @@ def _arguments(case: Case, memory: Memory) -> bytes:
     return packed + bytes(64)  # and null pointers, of which releases of Triton append one or two
 
 
-def row_of(case: Case, row: int) -> Array:
+def before(case: Case, row: int) -> Array:
     """What lies in a row of the table before the step: ordinary numbers of every kind."""
     kind, spread = case.rows[row], np.random.default_rng(row)
     if kind == "s":
