@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def row_of(case: Case) -> dict[str, Any]:
             attained.setdefault(device.name, []).append(result.moved / result.cycles / device.share)
     return {
         "name": case.name, "kernel": case.kernel.__name__, "registers": made.registers, "shared": made.shared,
-        "warps": blocks * case.warps, "instructions": len(trace),
+        "warps": blocks * case.warps, "program's warps": case.warps, "instructions": len(trace),
         "barriers": sum(event.instruction.kind == "BAR" for event in trace), "elements": case.elements,
         "bytes": result.moved / case.elements, "attained": attained,
     }  # fmt: skip
@@ -104,7 +105,7 @@ def main(parts: list[str]) -> None:
         "devices": [asdict(device) for device in DEVICES], "latencies": LATENCIES, "torch's share": TORCH_SHARE,
         "rows": rows, "steps": steps,
     }  # fmt: skip
-    path = Path(__file__).parents[1] / "results" / f"simulation_sm90_{found['commit']}.json".replace("+", "")
+    path = Path(__file__).parents[1] / "results" / f"simulation_sm90_{time.strftime('%Y-%m-%d')}_{found['commit']}.json"
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     print(path.name)
 

@@ -1,8 +1,8 @@
 """Carries out the SASS of one block of threads, to learn which instructions its warps issue and what memory they touch.
 
 Branches are followed by their predicates, and loops as often as they run, because all 32 lanes of a warp compute with
-real numbers; nothing is guessed. A branch that some lanes take and others do not, and an instruction that is not in
-`integers` or `floats`, are errors. Times play no part: warps run one after the other, from barrier to barrier.
+real numbers; nothing is guessed. An instruction that is not in `integers` or `floats` is an error. Times play no part:
+warps run one after the other, from barrier to barrier.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from . import floats  # noqa: F401 - files what floating-point instructions mean
 from .integers import MEANINGS
 from .memory import LINE, Array, Memory
 from .sass import Instruction, NotUnderstood
-from .warp import MASK, Warp, following
+from .warp import LANES, MASK, Warp, following
 
 LIMIT = 20_000
 """Instructions of a warp after which a loop must be endless."""
 _IDLE = frozenset({"NOP", "BSSY", "BSYNC", "WARPSYNC"})
-"""Do nothing where the lanes of a warp stay together."""
+"""Tell where lanes meet again, which they do here anyway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,25 +54,28 @@ def _run(code: dict[int, Instruction], memory: Memory, warp: Warp, trace: list[E
     """Run a warp to its end; pauses at each barrier."""
     order = list(code.values())
     numbers = {instruction.place: number for number, instruction in enumerate(order)}
-    at = 0
+    at = np.zeros(LANES, np.int64)  # where each lane is; those behind go first, and so they meet again
     while len(trace) < LIMIT:
-        instruction = order[at]
-        at += 1
-        warp.running = warp.active & warp.predicate(instruction.guard or "PT")
+        number = int(at.min())
+        if number == len(order):
+            return
+        instruction, here = order[number], at == number
+        at[here] += 1
+        warp.running = here & warp.predicate(instruction.guard or "PT")
+        kind = instruction.kind
         if not warp.running.any():
             trace.append(Event(instruction, carried_out=False))
             continue
-        kind = instruction.kind
         trace.append(_access(instruction, memory, warp) if kind in _ACCESSES else Event(instruction))
         if kind == "EXIT":
-            warp.active = warp.active & ~warp.running
-            if not warp.active.any():
-                return
+            at[warp.running] = len(order)
         elif kind == "BAR":
+            if (at < len(order)).sum() != warp.running.sum():
+                raise NotUnderstood(f"some lanes of a warp are not at the barrier at {instruction.place:#x}")
             yield
         elif kind in ("BRA", "CALL", "RET"):
-            target = _target(instruction, warp)
-            at = at if target is None else numbers[target]
+            goes, target = _jump(instruction, warp)
+            at[goes] = numbers[target]
         elif kind not in _ACCESSES and kind not in _IDLE:
             _compute(instruction, warp)
     raise NotUnderstood(f"a warp issued {LIMIT} instructions and did not end")
@@ -86,20 +89,16 @@ def _compute(instruction: Instruction, warp: Warp) -> None:
     meaning(warp, tuple(modifiers), tuple(operand.removesuffix(".reuse") for operand in instruction.operands))
 
 
-def _target(instruction: Instruction, warp: Warp) -> int | None:
-    """Where a branch, call or return leads; None where it is not taken."""
+def _jump(instruction: Instruction, warp: Warp) -> tuple[Array, int]:
+    """The lanes that take a branch, call or return, and where it leads."""
     *conditions, target = instruction.operands
     goes = warp.running
     for condition in conditions:
         goes = goes & warp.predicate(condition)
-    if not goes.any():
-        return None
-    if (goes != warp.active).any():
-        raise NotUnderstood(f"some lanes of a warp take the branch at {instruction.place:#x}, and others do not")
     if instruction.kind == "RET":
         register, offset = target.split()
-        return int(warp.bits(register)[0]) + int(offset, 16)
-    return int(target, 16)
+        return goes, int(warp.bits(register)[warp.running][0]) + int(offset, 16)
+    return goes, int(target, 16)
 
 
 _ACCESSES = frozenset({"LDG", "STG", "LDS", "STS"})

@@ -76,7 +76,8 @@ def _simple(name: str, rows: str, rule: int) -> Case:
 
 def _read(name: str, row: str, kind: int, counts: bool) -> Case:
     constants = {"KIND": kind, "INTEGER": tl.int32 if row == _FULL else tl.int16, "COUNTS": counts, "ALIGNED": True,
-                 "CHUNK": reading_launch.LONG, "BLOCK": reading_launch.BLOCK}  # fmt: skip
+                 "CHUNK": reading_launch.LONG,
+                 "BLOCK": reading_launch.BLOCK * 2 // _BYTES[row]().itemsize}  # fmt: skip
     return Case(name, reading.read, constants, 8, row)
 
 

@@ -140,21 +140,20 @@ def resident(registers: int, shared: int, warps: int) -> int:
 
 
 def simulate(
-    traces: Sequence[Sequence[Event]], slots: int, device: Device, latency: float, *, blocks: int = 60
+    traces: Sequence[Sequence[Event]], slots: int, device: Device, latency: float, *, rounds: int = 6
 ) -> Result:
-    """Run blocks of warps that issue `traces`, `slots` at a time; the first ones, while it fills, do not count."""
+    """Run blocks of warps that issue `traces`, `slots` at a time, each place so often; the first two do not count."""
     rows = {event.region for trace in traces for event in trace if event.region.startswith("row")}
     steps = [[_step(event, latency, rows) for event in trace] for trace in traces]
     run = _Run(steps, device.share, slots)
-    warm = 2 * slots
-    while run.ended < warm:
+    while run.ended < 2 * slots:
         run.issue()
-    begin, ended, issued = run.time, run.ended, run.issued
-    while run.ended < ended + blocks:
+    begin, issued, last = run.time, run.issued, run.ended + rounds * slots
+    while run.ended < last:
         run.issue()
-    cycles = (run.time - begin) / (run.ended - ended)
+    blocks = (run.issued - issued) / sum(map(len, traces))  # and not those that ended, which do so in waves
     moved = sum(step.streams or 0.0 for trace in steps for step in trace)
-    return Result(cycles, moved, (run.issued - issued) / (run.time - begin))
+    return Result((run.time - begin) / blocks, moved, (run.issued - issued) / (run.time - begin))
 
 
 def _step(event: Event, latency: float, rows: set[str]) -> _Step:

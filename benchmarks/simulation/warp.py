@@ -27,9 +27,7 @@ class Warp:
                         "SR_CgaCtaId": zeros, "SRZ": zeros}  # fmt: skip
         self.registers: dict[str, Array] = {}
         self.predicates: dict[str, Array] = {}
-        self.active = np.ones(LANES, bool)
-        """Lanes that have not ended."""
-        self.running = self.active
+        self.running = np.ones(LANES, bool)
         """Lanes that carry out the instruction at hand."""
 
     def predicate(self, name: str) -> Array:

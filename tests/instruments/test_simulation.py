@@ -123,10 +123,16 @@ def test_loops_run_as_often_as_they_do() -> None:
     assert len(trace) == 1 + 3 * 7 + 1
 
 
+def test_lanes_part_and_meet_again() -> None:
+    code = ["S2R R0, SR_LANEID", "ISETP.LT.AND P0, PT, R0, 0x7, PT", "@P0 BRA 0x50", "MOV R10, 0x1", "BRA 0x60",
+            "MOV R10, 0x2", "SHFL.BFLY PT, R10, R10, 0x1f, 0x1f"]  # fmt: skip
+    assert stored(*code)[0].tolist() == [1] * 25 + [2] * 7
+
+
 @pytest.mark.parametrize(
     ("lines", "told"),
     [
-        (["S2R R0, SR_TID.X", "ISETP.LT.AND P0, PT, R0, 0x7, PT", "@P0 BRA 0x0"], "some lanes of a warp"),
+        (["S2R R0, SR_TID.X", "ISETP.LT.AND P0, PT, R0, 0x7, PT", "@P0 BAR.SYNC 0x0"], "some lanes of a warp"),
         (["HMMA.16816.F32 R0, R4, R8, RZ"], "no meaning"),
         (["@P0 MOV R0, RZ"], "before it is written"),
         (["BRA 0x0"], "did not end"),
@@ -178,25 +184,25 @@ def test_independent_loads_attain_the_bandwidth() -> None:
 @pytest.mark.parametrize("latency", [650, 850])
 def test_a_chain_of_loads_takes_its_latencies(latency: int) -> None:
     chain = [step("LDG.E", write=0, waits=(0,), moved=128)] * 5
-    result = simulate([chain + END], 1, FAST, latency, blocks=10)
+    result = simulate([chain + END], 1, FAST, latency, rounds=10)
     assert result.cycles == pytest.approx(5 * latency + LAUNCH, abs=10)
 
 
 @pytest.mark.parametrize(("name", "cycles"), [("FADD", 1), ("IADD3", 2), ("IMAD.WIDE", 2), ("MUFU.RSQ", 8)])
 def test_instructions_take_the_time_of_their_units(name: str, cycles: int) -> None:
-    result = simulate([[step(name)] * 300] * 4, 4, FAST, 700, blocks=10)
+    result = simulate([[step(name)] * 300] * 4, 4, FAST, 700, rounds=4)
     assert result.cycles == pytest.approx(300 * 4 * cycles / 4, rel=0.1)
 
 
 def test_stalls_of_a_lonely_warp_add_up() -> None:
-    result = simulate([[step("FADD", stall=5)] * 100], 1, FAST, 700, blocks=10)
+    result = simulate([[step("FADD", stall=5)] * 100], 1, FAST, 700, rounds=10)
     assert result.cycles == pytest.approx(100 * 5 + LAUNCH, abs=10)
 
 
 def test_a_barrier_waits_for_all_warps() -> None:
     slow = [step("LDG.E", write=0, moved=128), step("BAR.SYNC", waits=(0,)), *[step("FADD", stall=5)] * 20]
     quick = [step("FADD"), step("BAR.SYNC"), *[step("FADD", stall=5)] * 20]
-    together = simulate([slow, quick, quick, quick], 1, FAST, 700, blocks=10).cycles
+    together = simulate([slow, quick, quick, quick], 1, FAST, 700, rounds=10).cycles
     assert together == pytest.approx(700 + processor.BARRIER + 100 + LAUNCH, abs=10)
 
 
