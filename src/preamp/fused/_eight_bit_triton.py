@@ -13,7 +13,8 @@ NEAREST = int(_kernels.NEAREST.value)
 WARPS = 1
 """What finds the largest magnitude of a block by itself."""
 REGISTERS = 56
-"""Of a thread. Triton would take 72 to 80, for which 32 warps have no room on a processor; none spills with 56."""
+"""Of a thread. Triton would take 64 to 80, and with more than 64 there is no room for 32 warps on a processor; with 56
+nothing is spilled."""
 LIMIT = {} if torch.version.hip else {"maxnreg": REGISTERS}
 """An option that Triton has for CUDA only."""
 
