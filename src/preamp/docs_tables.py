@@ -25,6 +25,7 @@ from .docs_results import (
     sessions,
     step,
 )
+from .docs_simulation import simulated_kernels, simulated_steps
 from .formats import FORMATS
 from .policy import LEVELS
 from .report import Table, to_svg
@@ -86,6 +87,8 @@ GENERATORS: dict[str, Callable[[Path], str]] = {
     "rules": rules,
     "schedules": schedules,
     "sessions": sessions,
+    "simulated_kernels": simulated_kernels,
+    "simulated_steps": simulated_steps,
     "step": step,
 }
 

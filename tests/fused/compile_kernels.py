@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from preamp.fused import _eight_bit_kernels, _kernels, _layerwise_kernels
+from preamp.fused import _eight_bit_kernels, _eight_bit_triton, _kernels, _layerwise_kernels
 from preamp.gradients import _kernels as reading
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -60,14 +60,14 @@ CASES: list[tuple[Any, dict[str, Any], int]] = [
     (_layerwise_kernels.lamb_apply, {"LOW": tl.float16, "TRUSTS": True, "ALIGNED": True, "CHUNK": 1024}, WARPS),
     *[
         (reading.read, {"KIND": kind, "INTEGER": integer, "COUNTS": counts, "ALIGNED": True, "CHUNK": 16384,
-                        "BLOCK": 2048}, 8)
+                        "BLOCK": 1024 if kind == 2 else 2048}, 8)
         for kind, integer in ((0, tl.int16), (1, tl.int16), (2, tl.int32))
         for counts in (False, True)
     ],
-    (reading.finish, {"COUNTS": True, "BLOCK": 1024}, 4),
+    (reading.finish, {"COUNTS": True, "BLOCK": 1024}, 8),
     *[
         (_eight_bit_kernels.adam_8bit, {"GRAD": tl.bfloat16, "LOW": low, "KIND": kind, "DECAY": 2, "ALIGNED": True,
-                                        "CHUNK": 1024}, 4)
+                                        "CHUNK": 1024}, _eight_bit_triton.WARPS)
         for kind, low in ((0, tl.bfloat16), (1, None), (2, None), (3, tl.bfloat16))
     ],
 ]  # fmt: skip
@@ -79,7 +79,8 @@ def compiled(kernel: Any, constants: dict[str, Any], warps: int) -> Any:
         for name in kernel.arg_names
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    return triton.compile(source, target=TARGET, options={"num_warps": warps, "enable_fp_fusion": False})
+    limit = {"maxnreg": _eight_bit_triton.REGISTERS} if kernel is _eight_bit_kernels.adam_8bit else {}
+    return triton.compile(source, target=TARGET, options={"num_warps": warps, "enable_fp_fusion": False, **limit})
 
 
 def accesses(ptx: str) -> dict[str, int]:

@@ -2,8 +2,9 @@
 # Triton's language: its values have no Python types.
 """Adam with moments in 8 bits as one Triton kernel. What the codes mean is told in `_eight_bit_codes`.
 
-A program works on rows of 256 elements, which are the blocks. A row belongs to one warp, which finds its largest
-magnitude by itself: its threads hold four elements of each half, so that every access is one run of memory.
+A program is one warp and goes through the blocks of its chunk, 256 elements each: it finds their largest magnitudes by
+itself, without shared memory and barriers. Threads hold four elements of each half, so that every access is one run of
+memory, and what a chunk needs once is loaded once.
 """
 
 from __future__ import annotations
@@ -12,7 +13,22 @@ import triton
 import triton.language as tl
 
 from ..multi_tensor.device import address, put, start_of, take
-from ._kernels import FACTOR, GO, KEEP, KEY, PLAIN, RATE, ROOT, SPLIT, chances, joined, mix, one_nan, publish
+from ._kernels import (
+    FACTOR,
+    GO,
+    KEEP,
+    KEY,
+    PLAIN,
+    RATE,
+    ROOT,
+    SPLIT,
+    STOCHASTIC,
+    chances,
+    joined,
+    mix,
+    one_nan,
+    publish_at,
+)
 
 NEAREST = tl.constexpr(3)  # 16-bit weights without masters, rounded to nearest even
 BLOCK = tl.constexpr(256)
@@ -30,9 +46,8 @@ def decode(code, ONE: tl.constexpr):
 
 @triton.jit
 def largest(values):
-    """The largest magnitude of each row, as the bits of a float32; they order as numbers do, and NaN above all."""
-    bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.max(tl.max(bits, axis=2, keep_dims=True), axis=1, keep_dims=True)
+    """The largest magnitude, as the bits of a float32; they order as numbers do, and NaN above all."""
+    return tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
 
 
 @triton.jit
@@ -52,76 +67,86 @@ def adam_8bit_chunk(
     FULL: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Step one chunk. Rows: parameters, gradients, codes 1 and 2, scales 1 and 2, twins or low bits if any."""
-    ROWS: tl.constexpr = CHUNK // BLOCK
-    rows = tl.arange(0, ROWS)[:, None, None]
-    columns = tl.arange(0, 2)[None, :, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, None, :]
-    places = start + tl.max_contiguous(tl.multiple_of(rows * BLOCK + columns, (1, 1, 4)), (1, 1, 4))
     f32: tl.constexpr = tl.float32
-    grad = take(address(table, 1, tensors, tensor, GRAD, ALIGNED), places, size, FULL).to(f32)
+    LAST: tl.constexpr = 6 if (KIND != SPLIT and (LOW is None or KIND == NEAREST)) else 7  # the tensor's position
+    grad_at = start + address(table, 1, tensors, tensor, GRAD, ALIGNED)
     if KIND == PLAIN:
-        param_at = address(table, 0, tensors, tensor, f32, ALIGNED)
-        param = take(param_at, places, size, FULL)
-    elif KIND == NEAREST:
-        param = take(address(table, 0, tensors, tensor, LOW, ALIGNED), places, size, FULL).to(f32)
-    else:
-        param_at = address(table, 0, tensors, tensor, tl.int16, ALIGNED)
-        bits = take(param_at, places, size, FULL).to(tl.int32) << 16
-        if KIND == SPLIT:
-            bits_at = address(table, 6, tensors, tensor, tl.int16, ALIGNED)
-            bits = joined(bits, take(bits_at, places, size, FULL).to(tl.int32))
-        param = bits.to(f32, bitcast=True)
-    block = start // BLOCK + rows
-    blocks = (size + BLOCK - 1) // BLOCK
-    first_at = address(table, 2, tensors, tensor, tl.int8, ALIGNED)
-    second_at = address(table, 3, tensors, tensor, tl.uint8, ALIGNED)
-    first_scale_at = address(table, 4, tensors, tensor, f32, ALIGNED)
-    second_scale_at = address(table, 5, tensors, tensor, f32, ALIGNED)
-    first_code = take(first_at, places, size, FULL).to(tl.int32)
-    second_code = take(second_at, places, size, FULL).to(tl.int32)
-    first_scale = take(first_scale_at, block, blocks, FULL)
-    second_scale = take(second_scale_at, block, blocks, FULL)
-    first = decode(tl.abs(first_code), FIRST_ONE)
-    first = tl.where(first_code < 0, -first, first) * first_scale
-    second = decode(second_code, SECOND_ONE) * second_scale
-
-    grad = grad * tl.load(scalars + FACTOR)
-    if DECAY == 1:
-        grad = grad + decay * param
-    if DECAY == 2:
-        param = param * tl.load(scalars + KEEP)
-    first = first + one_beta1 * (grad - first)
-    second = beta2 * second + one_beta2 * (grad * grad)
-    inverse = tl.rsqrt(tl.sqrt(second) * tl.load(scalars + ROOT) + eps)
-    param = param - tl.load(scalars + RATE) * first * (inverse * inverse)
-
-    key = tl.load(scalars + KEY).to(tl.uint32, bitcast=True)
-    chance = chances(key, tl.load(table + (6 if (KIND != SPLIT and (LOW is None or KIND == NEAREST)) else 7) * tensors
-                                  + tensor), places)  # fmt: skip
-    first_scale = largest(first).to(f32, bitcast=True)
-    second_scale = largest(second).to(f32, bitcast=True)
-    code, _ = encode(tl.abs(first), first_scale, (chance >> 12 & 0xFFFF0 | 8).to(tl.int32), FIRST_ONE)
-    code = tl.where(first < 0, -code, code)
-    upper, share = encode(second, second_scale, (chance << 4 & 0xFFFF0 | 8).to(tl.int32), SECOND_ONE)
-    upper = tl.maximum(upper, (share > 0).to(tl.int32))
-
-    if KIND == PLAIN:
+        param_at = start + address(table, 0, tensors, tensor, f32, ALIGNED)
         if LOW is not None:
-            publish(table, 6, tensors, tensor, places, param, size, LOW, FULL, ALIGNED)
-        put(param_at, places, param, size, FULL)
+            low_at = start + address(table, 6, tensors, tensor, LOW, ALIGNED)
     elif KIND == NEAREST:
-        publish(table, 0, tensors, tensor, places, param, size, LOW, FULL, ALIGNED)
+        param_at = start + address(table, 0, tensors, tensor, LOW, ALIGNED)
     else:
-        bits = one_nan(param.to(tl.int32, bitcast=True))
+        param_at = start + address(table, 0, tensors, tensor, tl.int16, ALIGNED)
         if KIND == SPLIT:
-            put(bits_at, places, bits.to(tl.int16), size, FULL)
-            bits = bits + 0x8000
+            bits_at = start + address(table, 6, tensors, tensor, tl.int16, ALIGNED)
+    first_at = start + address(table, 2, tensors, tensor, tl.int8, ALIGNED)
+    second_at = start + address(table, 3, tensors, tensor, tl.uint8, ALIGNED)
+    first_scale_at = start // BLOCK + address(table, 4, tensors, tensor, f32, ALIGNED)
+    second_scale_at = start // BLOCK + address(table, 5, tensors, tensor, f32, ALIGNED)
+    factor = tl.load(scalars + FACTOR)
+    keep = tl.load(scalars + KEEP)
+    root = tl.load(scalars + ROOT)
+    rate = tl.load(scalars + RATE)
+    key = tl.load(scalars + KEY).to(tl.uint32, bitcast=True)
+    spot = tl.load(table + LAST * tensors + tensor)
+    # four side by side, and not eight, of which a load of 16 bytes would leave gaps in the run
+    columns = tl.max_contiguous(tl.multiple_of(tl.arange(0, BLOCK), 4), 4)
+    left = tl.minimum(size - start, CHUNK).to(tl.int32)
+
+    for row in range(0, CHUNK if FULL else left, BLOCK):
+        places = row + columns  # from the chunk's start on
+        block = row // BLOCK
+        grad = take(grad_at, places, left, FULL).to(f32)
+        if KIND == PLAIN:
+            param = take(param_at, places, left, FULL)
+        elif KIND == NEAREST:
+            param = take(param_at, places, left, FULL).to(f32)
         else:
-            bits = bits + (mix(chance) >> 16).to(tl.int32)
-        put(param_at, places, (bits >> 16).to(tl.int16), size, FULL)
-    put(first_at, places, code.to(tl.int8), size, FULL)
-    put(second_at, places, upper.to(tl.uint8), size, FULL)
-    put(first_scale_at, block, first_scale, blocks, FULL)
-    put(second_scale_at, block, second_scale, blocks, FULL)
+            bits = take(param_at, places, left, FULL).to(tl.int32) << 16
+            if KIND == SPLIT:
+                bits = joined(bits, take(bits_at, places, left, FULL).to(tl.int32))
+            param = bits.to(f32, bitcast=True)
+        first_code = take(first_at, places, left, FULL).to(tl.int32)
+        second_code = take(second_at, places, left, FULL).to(tl.int32)
+        first = decode(tl.abs(first_code), FIRST_ONE)
+        first = tl.where(first_code < 0, -first, first) * tl.load(first_scale_at + block)
+        second = decode(second_code, SECOND_ONE) * tl.load(second_scale_at + block)
+
+        grad = grad * factor
+        if DECAY == 1:
+            grad = grad + decay * param
+        if DECAY == 2:
+            param = param * keep
+        first = first + one_beta1 * (grad - first)
+        second = beta2 * second + one_beta2 * (grad * grad)
+        inverse = tl.rsqrt(tl.sqrt(second) * root + eps)
+        param = param - rate * first * (inverse * inverse)
+
+        if KIND == PLAIN:
+            if LOW is not None:
+                publish_at(low_at, places, param, left, LOW, FULL)
+            put(param_at, places, param, left, FULL)
+        elif KIND == NEAREST:
+            publish_at(param_at, places, param, left, LOW, FULL)
+        chance = chances(key, spot, start + places)
+        if KIND == SPLIT:
+            bits = one_nan(param.to(tl.int32, bitcast=True))
+            put(bits_at, places, bits.to(tl.int16), left, FULL)
+            put(param_at, places, (bits + 0x8000 >> 16).to(tl.int16), left, FULL)
+        if KIND == STOCHASTIC:
+            bits = one_nan(param.to(tl.int32, bitcast=True)) + (mix(chance) >> 16).to(tl.int32)
+            put(param_at, places, (bits >> 16).to(tl.int16), left, FULL)
+
+        first_scale = largest(first).to(f32, bitcast=True)
+        second_scale = largest(second).to(f32, bitcast=True)
+        tl.store(first_scale_at + block, first_scale)
+        tl.store(second_scale_at + block, second_scale)
+        code, _ = encode(tl.abs(first), first_scale, (chance >> 12 & 0xFFFF0 | 8).to(tl.int32), FIRST_ONE)
+        put(first_at, places, tl.where(first < 0, -code, code).to(tl.int8), left, FULL)
+        upper, share = encode(second, second_scale, (chance << 4 & 0xFFFF0 | 8).to(tl.int32), SECOND_ONE)
+        upper = tl.maximum(upper, (share > 0).to(tl.int32))
+        put(second_at, places, upper.to(tl.uint8), left, FULL)
 
 
 @triton.jit(do_not_specialize=["tensors"])

@@ -10,8 +10,13 @@ from ._options import AdamOptions, Lists, Lows
 from ._triton import DECAYS, PLAIN, SPLIT, STOCHASTIC, launch, on, pieces, prepare, type_of, wrote
 
 NEAREST = int(_kernels.NEAREST.value)
-WARPS = 4
-"""One for each row of a chunk."""
+WARPS = 1
+"""What finds the largest magnitude of a block by itself."""
+REGISTERS = 56
+"""Of a thread. Triton would take 64 to 80, and with more than 64 there is no room for 32 warps on a processor; with 56
+nothing is spilled."""
+LIMIT = {} if torch.version.hip else {"maxnreg": REGISTERS}
+"""An option that Triton has for CUDA only."""
 
 
 def adam(lists: Lists, lows: Lows, step: Tensor, o: AdamOptions, seed: int, by_chance: bool, *, split: bool) -> None:
@@ -34,6 +39,6 @@ def adam(lists: Lists, lows: Lows, step: Tensor, o: AdamOptions, seed: int, by_c
             launch(
                 _kernels.adam_8bit, part, (scalars,), tuple(map(float, numbers)), warps=WARPS,
                 GRAD=type_of(bucket.grad), LOW=type_of(low), KIND=kind,
-                DECAY=DECAYS[o.decoupled if o.weight_decay else None],
+                DECAY=DECAYS[o.decoupled if o.weight_decay else None], **LIMIT,
             )  # fmt: skip
     wrote(lists[0], lows)

@@ -112,15 +112,21 @@ def one_nan(bits):
 
 
 @triton.jit
-def publish(table, row, tensors, tensor, places, values, size, LOW: tl.constexpr, FULL: tl.constexpr,
-            ALIGNED: tl.constexpr):  # fmt: skip
-    """Round float32 values into their twins, to nearest even."""
-    if tl.bfloat16 == LOW:  # by integers, because the interpreter's own cast cuts bits off
+def publish_at(pointer, places, values, size, LOW: tl.constexpr, FULL: tl.constexpr):
+    """Round float32 values to nearest even; bfloat16 by integers, because the interpreter's own cast cuts bits off."""
+    if tl.bfloat16 == LOW:
         bits = one_nan(values.to(tl.int32, bitcast=True))
         bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-        put(address(table, row, tensors, tensor, tl.int16, ALIGNED), places, bits.to(tl.int16), size, FULL)
+        put(pointer.to(tl.pointer_type(tl.int16), bitcast=True), places, bits.to(tl.int16), size, FULL)
     else:
-        put(address(table, row, tensors, tensor, LOW, ALIGNED), places, values.to(LOW), size, FULL)
+        put(pointer, places, values.to(LOW), size, FULL)
+
+
+@triton.jit
+def publish(table, row, tensors, tensor, places, values, size, LOW: tl.constexpr, FULL: tl.constexpr,
+            ALIGNED: tl.constexpr):  # fmt: skip
+    """Round float32 values into their twins."""
+    publish_at(address(table, row, tensors, tensor, LOW, ALIGNED), places, values, size, LOW, FULL)
 
 
 @triton.jit

@@ -1,0 +1,68 @@
+"""Tables of the documents that are made from simulations of the kernels; see `benchmarks/simulation`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .docs_results import committed
+from .report import Column, Table
+
+_HOW = "python -m benchmarks.simulation"
+
+
+@committed("simulation", _HOW)
+def simulated_kernels(results: dict[str, Any]) -> tuple[Table, str]:
+    """What each kernel takes of a processor, and how near the bandwidth of copying it comes in the simulation."""
+    names = [device["name"] for device in results["devices"]]
+    rows = [
+        (row["name"], row["registers"], row["warps"], _issued(row), row["barriers"], row["bytes"],
+         *(f"{_range(row['attained'][name], 100, 0)} %" for name in names))
+        for row in results["rows"]
+    ]  # fmt: skip
+    columns: tuple[Column | str, ...] = (
+        "kernel", Column("registers", digits=0), Column("warps", digits=0), Column("instructions", digits=1),
+        Column("barriers", digits=0), Column("bytes", digits=2), *(f"of copying, {name}" for name in names),
+    )  # fmt: skip
+    rates = ", ".join(f"{device['name']} {device['bandwidth'] / 1e12:.1f} TB/s" for device in results["devices"])
+    text = (
+        "**Simulated, not measured.** Registers of a thread; warps that a processor holds; instructions that a warp "
+        "issues for 32 elements; barriers of a program; bytes an element between device memory and processor; share of "
+        "the bandwidth that copying is taken to "
+        f"attain ({rates}), for memory latencies of {_range(results['latencies'], 1, 0)} cycles. Compiled by Triton "
+        f"{results['environment']['triton']}, preamp at {results['environment']['commit']}"
+    )
+    return Table("", columns, rows), text
+
+
+@committed("simulation", _HOW)
+def simulated_steps(results: dict[str, Any]) -> tuple[Table, str]:
+    """Whole steps beside torch's, in the simulation."""
+    names = [device["name"] for device in results["devices"]]
+    rows = [
+        (step["name"], step["bytes"], step["versus"], step["torch's bytes"],
+         *(_range(step["ratios"][name], 1, 2) for name in names), f"{step['least']}" if step["goal"] else "")
+        for step in results["steps"]
+    ]  # fmt: skip
+    columns: tuple[Column | str, ...] = (
+        "step", Column("bytes", digits=1), "beside fused Adam with", Column("its bytes", digits=0), *names, "goal",
+    )  # fmt: skip
+    text = (
+        "**Simulated, not measured:** torch's time over ours. With a loss scale, ours is the reading of the gradients "
+        f"and one kernel; torch's kernels are taken to run at {100 * results[_SHARE]:.0f} % of the bandwidth of "
+        "copying. "
+        f"Preamp at {results['environment']['commit']}"
+    )
+    return Table("", columns, rows), text
+
+
+def _issued(row: dict[str, Any]) -> float:
+    """Instructions for 32 elements."""
+    return 32 * float(row["instructions"]) * float(row["program's warps"]) / float(row["elements"])
+
+
+_SHARE = "torch's share"
+
+
+def _range(values: list[float], times: float, digits: int) -> str:
+    low, high = (f"{times * value:.{digits}f}" for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
