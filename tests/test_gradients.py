@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from preamp.gradients import check_and_unscale_, clip_values_, dense_values, global_norm, multiply_
+from preamp.gradients import check_and_unscale_, clip_values_, dense_values, global_norm, multiply_, reciprocal
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 ORDERS = (1.0, 2.0, 3.0, math.inf)
@@ -292,3 +293,11 @@ def test_complex_gradients() -> None:
     assert torch.equal(gradient, torch.tensor([2 + 2j, 0 - 1j]))
     gradient[0] = complex(1, math.inf)
     assert check_and_unscale_([gradient], None) == 1
+
+
+@given(st.floats(2.0**-126, 2.0**127, width=32))
+def test_the_reciprocal_is_that_of_float64_rounded(scale: float) -> None:
+    """By which torch's scaler unscales; the quotient of float32 rounds to the same number."""
+    expected = np.float32(1.0 / np.float64(scale))
+    assert reciprocal(torch.tensor(scale)).item() == expected
+    assert reciprocal(torch.tensor(scale, dtype=torch.float64)).dtype is torch.float32

@@ -7,7 +7,7 @@ leaves an optimizer a flag as an attribute.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
@@ -67,12 +67,13 @@ def _hooks(given: Any) -> Iterator[None]:
             hook(strategy=held["_strategy"], optimizer=unwrap(given))
 
 
-def tell_skipped(given: Any, skipped: Any) -> None:
-    """Let Accelerate's optimizer know whether a step was skipped, for its schedulers to stand still: a bool, or a flag
-    that turns into one when it is asked for.
+def tell_skipped(given: Any, skipped: Callable[[], Any]) -> None:
+    """Let Accelerate's optimizer know whether a step was skipped, for its schedulers to stand still.
+
+    `skipped` gives a bool, or a flag that turns into one when it is asked for.
     """
     while given is not None and _is_framework(type(given)):  # type: ignore[arg-type]
         held = vars(given)
         if "_is_overflow" in held:
-            given._is_overflow = skipped
+            given._is_overflow = skipped()
         given = held.get("_optimizer", held.get("optimizer"))

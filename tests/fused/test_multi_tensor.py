@@ -11,7 +11,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preamp.multi_tensor import parts_of, plan_of, same_walk, split_by_walk, walkable
+from preamp.multi_tensor import (
+    TensorList,
+    chained,
+    count_writes,
+    listed,
+    parts_of,
+    plan_of,
+    same_walk,
+    split_by_walk,
+    walkable,
+)
 
 CPU = torch.device("cpu")
 
@@ -104,3 +114,54 @@ def test_without_triton() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split()[:2] == ["False", "False"]
+
+
+def test_a_list_is_asked_once() -> None:
+    tensors = [torch.zeros(2, 3), torch.zeros(4, dtype=torch.float16)]
+    found = listed(tensors)
+    assert listed(found) is found and found == TensorList(tensors)
+    assert found.addresses == tuple(t.data_ptr() for t in tensors) and found.sizes == (6, 4)
+    assert list(found.dtypes) == [torch.float32, torch.float16]
+    assert found.strided and found.contiguous and found.together
+    found.become([torch.zeros(3, 2).t()])
+    assert found.sizes == (6,) and not found.contiguous and found.strided
+
+
+def test_lists_one_behind_the_other_know_what_these_know() -> None:
+    lists = [TensorList([torch.zeros(2), torch.zeros(3)]), TensorList([torch.zeros(5, dtype=torch.bfloat16)])]
+    both = chained(lists)
+    assert chained(lists[:1]) is lists[0]
+    plain = TensorList(both)
+    for what in ("addresses", "sizes", "dtypes", "strided", "contiguous", "together"):
+        assert getattr(both, what) == getattr(plain, what), what
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_lists_with_sparse_tensors_are_not_dense(layout: torch.layout) -> None:
+    for lists in (
+        [[torch.eye(3).to_sparse(layout=layout), torch.zeros(2)]],
+        [[torch.zeros(2)], [torch.eye(3).to_sparse(layout=layout)]],
+    ):
+        found = chained(lists)
+        assert not found.strided and not found.contiguous
+
+
+def test_writes_are_counted_in_the_name_of_the_owners() -> None:
+    held, owner = torch.zeros(2), torch.zeros(2)
+    count_writes([held])
+    assert (held._version, owner._version) == (1, 0)
+    kept = TensorList()
+    kept.become([held], owners=[owner])
+    count_writes(kept)
+    assert (held._version, owner._version) == (1, 1)
+
+
+def test_of_many_tables_those_of_long_ago_go() -> None:
+    tensors = [[torch.zeros(8)] for _ in range(40)]
+    first = parts_of([tensors[0]], 4)
+    for other in tensors[1:]:
+        assert parts_of([tensors[0]], 4) is first, "it is in use"
+        kept = parts_of([other], 4)
+        assert parts_of([other], 4) is kept
+    assert parts_of([tensors[1]], 4) is not kept

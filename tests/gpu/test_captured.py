@@ -242,6 +242,39 @@ def test_a_replay_has_no_more_kernels_than_a_step() -> None:
     assert replayed <= written + 16, f"{replayed} kernels in a replay, {written} in a step as it is written"
 
 
+@pytest.mark.parametrize(("clips", "most"), [(False, 4), (True, 6)])
+def test_scaling_takes_four_launches_a_step(clips: bool, most: int) -> None:
+    """Beside a step at scale 1: the reciprocal, the update and bounds of the scale, how often it skipped in a row.
+
+    Clipping takes two more: the norm is unscaled, and what gradients are multiplied by is a product.
+    """
+    from preamp.bench._counting import launches
+
+    def settled(scale: Any) -> int:
+        model = network()
+        x, y = batch(0)
+        with preamp.prepare(model, preamp.optim.AdamW(model.parameters()), level="O2", scale=scale) as session:
+
+            def step() -> None:
+                with session.autocast():
+                    loss = F.cross_entropy(model(x), y)
+                session.backward(loss)
+                if clips:
+                    session.clip_grad_norm_(1.0)
+                session.step()
+                session.zero_grad()
+
+            for _ in range(8):
+                step()
+            torch.cuda.synchronize()
+            found = launches(step)
+            assert found is not None
+            return found
+
+    scaled, plain = settled("dynamic"), settled(1)
+    assert scaled <= plain + most, f"{scaled} kernels in a step with a scale, {plain} in one without"
+
+
 def test_other_shapes_are_refused_and_change_nothing() -> None:
     model = network()
     with preamp.prepare(model, preamp.optim.AdamW(model.parameters()), level="O2") as session:

@@ -603,3 +603,30 @@ def test_steps_in_inference_mode(level: str, kind: str) -> None:
         return [p.detach() for p in model.parameters()]
 
     assert all(map(torch.equal, run(True), run(False)))
+
+
+@FLAT
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("turned", [False, True], ids=["reshaped", "transposed"])
+def test_parameters_with_other_shapes_over_the_same_memory(kind: str, flat: bool | None, turned: bool) -> None:
+    """A state of the old shape is an error, as in torch, or the entries in memory are stepped one by one as before."""
+    values, grads = torch.randn(100, 80), torch.randn(100, 80)
+    params = [Parameter(values.clone()) for _ in range(2)]
+    one, other = (getattr(optim, kind)([param, Parameter(torch.ones(5))], **KINDS[kind], flat=flat) for param in params)
+    for _ in range(2):
+        for param in params:
+            param.grad = grads.clone()
+        one.step()
+        other.step()
+    assert torch.equal(*params)
+    given = params[1].detach().clone()
+    params[1].data = params[1].data.t() if turned else params[1].data.view(80, 100)
+    params[0].grad = grads.clone()
+    params[1].grad = grads.t().contiguous() if turned else grads.view(80, 100).clone()
+    one.step()
+    try:
+        other.step()
+    except OptimizerError:
+        assert torch.equal(params[1].data.t() if turned else params[1].data.view(100, 80), given)
+    else:
+        assert torch.equal(params[0], params[1].data.t() if turned else params[1].data.view(100, 80))

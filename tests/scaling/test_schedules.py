@@ -132,3 +132,23 @@ def test_the_inverse_follows_the_scale(scales: list[float]) -> None:
     weight = torch.ones((), requires_grad=True)
     (weight * inverse).backward()
     assert weight.grad is not None and torch.equal(weight.grad, inverse)
+
+
+@pytest.mark.parametrize("scale", [NoScale(), StaticScale(3.0), DynamicScale(1e5)], ids=lambda scale: scale.kind)
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+def test_a_backward_that_begins_with_the_scale_is_that_of_the_scaled_loss(
+    scale: LossScale, shape: tuple[int, ...]
+) -> None:  # fmt: skip
+    for dtype in (torch.float32, torch.float64):
+        grads = []
+        for seeded in (True, False):
+            x = torch.tensor([0.3, -1.7], dtype=dtype, requires_grad=True)
+            loss = (x * x).sum().view(shape)
+            if seeded:
+                loss.backward(scale.seed(loss))
+            else:
+                scale.scale(loss).sum().backward()
+            grads.append(x.grad)
+        assert torch.equal(*grads)
+    for dtype in (torch.float16, torch.bfloat16):  # which may not hold the scale
+        assert scale.seed(torch.ones(shape, dtype=dtype)) is None

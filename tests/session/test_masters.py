@@ -382,3 +382,28 @@ def test_weights_swapped_for_a_reading_and_back_are_trained_on(level: str, libra
         step()
         after = session.state_dict()["masters"].values()
         assert all(float((a - b).abs().max()) < 0.02 for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.parametrize("ours", [True, False])
+def test_masters_follow_where_groups_take_turns(level: str, ours: bool) -> None:
+    """Parameters of two groups lie in other places of the lists than in the model."""
+    model = mlp()
+    every = list(model.parameters())
+    kind = preamp.optim.SGD if ours else torch.optim.SGD
+    optimizer = kind([{"params": every[1::2]}, {"params": every[::2]}], 0.0)
+    with preamp.prepare(model, optimizer, level=level) as session:
+        for index in range(6):
+            with session.autocast():
+                loss = loss_of(model, index)
+            session.backward(loss)
+            session.step()
+            session.zero_grad()
+            with torch.no_grad():
+                every[index % len(every)].fill_(0.5 + index)
+            one = every[(index + 1) % len(every)]
+            one.data = torch.full_like(one.data, 0.25)  # of another address
+            masters = session.state_dict()["masters"]
+            for name, param in model.named_parameters():
+                kept = masters.get(name, param)
+                assert torch.equal(kept.to(param.dtype), param), (index, name)

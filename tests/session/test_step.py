@@ -382,3 +382,29 @@ def test_names_of_several_models_and_of_strangers() -> None:
         for p in (stray, two[0].weight):
             p.grad.view(-1)[0] = float("nan")
         assert session.step().nonfinite == ("(not in the model)", "b:0.weight")
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("scale", [preamp.scaling.DynamicScale(8.0), 8.0], ids=str)
+def test_a_gradient_that_is_the_scale_is_not_the_scale_itself(level: str, scale: object) -> None:
+    """What backward begins with may come to rest in a parameter, which is then unscaled in place."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(1))
+
+        def forward(self) -> torch.Tensor:
+            return self.a.float() + self.b.float().view(())
+
+    model = Sum()
+    with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.25), level=level, scale=scale) as session:
+        expected = session.loss_scale()
+        for _ in range(3):
+            session.backward(model())
+            session.unscale_()
+            assert model.a.grad == 1 and model.b.grad == 1
+            report = session.step()
+            session.zero_grad()
+            assert session.loss_scale() == report.scale == expected and report.grad_norm == pytest.approx(2**0.5)
+    assert model.a == model.b == 0.25

@@ -347,6 +347,8 @@ class GradientBook:
     def norm_now(self, optimizer: Optimizer, order: float) -> Tensor:
         """The norm that an optimizer's true gradients have now, after the clipping so far; of any order."""
         look = self._looks[optimizer]
+        if look.clip is None and not look.true and order == 2.0:
+            return self.norm(optimizer)
         if look.true or order != 2.0:
             norm = self._norm_of(optimizer, order)
             return norm if look.factor is None else norm * look.factor

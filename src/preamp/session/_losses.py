@@ -57,31 +57,33 @@ class Losses:
         scale, found = self._scales[name], reading.found
         if scale.kind == "none":
             return
-        used = scale.current(found.device) if scale.patience is not None else found
         scale.after_step(found, reading if scale.needs_statistics else None)
-        self._give_up(name, self._runs[name].add(found, known, scale.patience), used, offender)
+        self._give_up(name, self._runs[name].add(found, known, scale.patience), found.device, offender)
 
     def replayed(self, steps: int, offender: Callable[[], str | None]) -> None:
         """A CUDA graph takes steps that the host does not see: now and then, ask how many were skipped in a row."""
         for name, scale in self._scales.items():
             run = self._runs[name].replayed(steps, scale.patience)
             if run is not None:
-                self._give_up(name, run, torch.tensor(float("nan"), device="cpu"), offender)
+                self._give_up(name, run, self._runs[name].device, offender)
 
-    def _give_up(self, name: str, run: int | None, used: Tensor, offender: Callable[[], str | None]) -> None:
+    def _give_up(
+        self, name: str, run: int | None, device: torch.device, offender: Callable[[], str | None]
+    ) -> None:  # fmt: skip
         scale = self._scales[name]
         if scale.patience is None or run is None or run < scale.patience:
             return
         self._runs[name].reset()
+        stands = float(scale.current(device))
         parameter = offender()
         layer = (parameter or "").rpartition(".")[0]
         raise ScaleCollapse(
-            f"loss scale {name!r} stands at {float(used):g} after {run} skipped steps in a row; first gradient that is "
+            f"loss scale {name!r} stands at {stands:g} after {run} skipped steps in a row; first gradient that is "
             f"not finite: {parameter or 'none now'}. No scale cures that: look for inf or nan in the data or in the "
             f"loss, compute in bfloat16 (level='O4'), or keep the layer in full precision"
             + (f": policy.override({layer!r}, 'full')." if layer else ".")
             + " A scale with patience=None goes on for ever.",
-            name=name, scale=float(used), skipped=run, parameter=parameter,
+            name=name, scale=stands, skipped=run, parameter=parameter,
         )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
@@ -118,6 +120,11 @@ class _Run:
         self._host = start
         self._device: Tensor | None = None
         self._unread = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is counted."""
+        return torch.device("cpu") if self._device is None else self._device.device
 
     @property
     def length(self) -> int:

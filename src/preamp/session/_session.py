@@ -316,9 +316,7 @@ class Session(SessionBase):
         try:
             with framework_hooks(self._given.get(optimizer)):
                 skipped = step_unless(found, optimizer, self._book, self._losses.apart, self._skip)
-            given = self._given.get(optimizer)
-            if given is not None:
-                tell_skipped(given, found > 0 if skipped is None else skipped)
+            tell_skipped(self._given.get(optimizer), lambda: found > 0 if skipped is None else skipped)
             return skipped
         finally:
             self._stepping = None
