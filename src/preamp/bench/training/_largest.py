@@ -49,16 +49,22 @@ def batch_row(
 
 
 def net_row(
-    work: Work, deeper: Callable[[int], Work], device: torch.device, clock: Clock, sizes: Sequence[int],
-    contenders: Sequence[Contender], tell: Tell = quiet, fits: Fits | None = None,
+    work: Work, count: int, device: torch.device, clock: Clock, sizes: Sequence[int], contenders: Sequence[Contender],
+    tell: Tell = quiet, fits: Fits | None = None,
 ) -> TrainingRow:  # fmt: skip
-    """The most layers of each contender, and how many parameters they make; `deeper(layers)` is `work` with those."""
+    """The most layers of each contender in a work that has a `deeper`, and how many parameters they make.
+
+    `count`: samples a batch, few, so that it is what belongs to parameters that fills the memory.
+    """
+    deeper = work.deeper
+    assert deeper is not None
 
     def make(contender: Contender, layers: int) -> Trainer:
-        return Trainer(contender, deeper(layers), device)
+        return Trainer(contender, deeper(layers), device, count=count)
 
     name = f"larger net, {work.name}"
     row = _row("larger net", name, "layers", contenders, sizes, fits or _on(device, make), device, clock, tell)
+    row.about["batch"] = count
     for each in row.contenders:
         if each.get("layers"):
             each["parameters"] = deeper(each["layers"]).parameters
