@@ -36,12 +36,12 @@ _Size = Annotated[str, typer.Option("--size", help="ci: minutes on a CPU; full: 
 
 
 def main() -> None:
-    """Run the command line; an error of preamp's is one message and exit status 2."""
+    """Run the command line; an error of preamp's is one message and exit status 2, 75 for a device that was lost."""
     try:
         app()
     except PreampError as error:
         Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False)
-        sys.exit(2)
+        sys.exit(error.exit_status)
 
 
 @app.callback(invoke_without_command=True)

@@ -76,6 +76,11 @@ class Measured:
         own, theirs = (self.of(name, each, key) for each in (contender, REFERENCE.name))
         return Figure(own / theirs) if own and theirs else None
 
+    def scaled(self, name: str, contender: str, key: str, unit: float) -> Figure | None:
+        """A figure in a unit."""
+        found = self.of(name, contender, key)
+        return Figure(found / unit) if found else None
+
     def absent(self) -> Iterator[tuple[str, str, str]]:
         """Row, contender ("-": all of them), and why there is no figure."""
         for row in self.rows:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...report import BarChart, Bars, Cell, Column, Item, LineChart, Report, Section, Series, Table, smoothed, to_json
 from .._results import MEASURED_ON
-from ..training._contenders import O2, O5_EIGHT, REFERENCE
+from ..training._contenders import O2, O5_EIGHT, REFERENCE, Contender
 from ._contenders import AMP_BF16, BATCHES, FP32, NETS, O1, O4, O5, TF32
 from ._measured import COMPILED, Figure, Measured
 
 LEVELS = (O1, O2, O4, O5, O5_EIGHT)
 """Of preamp, in the pictures over all networks."""
 
-GIB = 2**30
+ORDER = (FP32, TF32, REFERENCE, AMP_BF16, O1, O2, O4, O5, O5_EIGHT)
+"""Of all that are timed, in the pictures of a network."""
 
 
 def report(rows: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> Report:
@@ -81,50 +82,47 @@ _FASTER = f"times as fast as {REFERENCE.name}"
 
 
 def _memory(measured: Measured) -> Section:
-    """What fits: larger batches, and larger nets."""
-    items: list[Item] = []
-    nets = {name: measured.row(f"larger net, {name}") for name in measured.networks}
-    nets = {name: row for name, row in nets.items() if row.get("contenders")}
-    sizes = {(n, c.name): _in_millions(measured, n, c.name) for n in nets for c in NETS}
-    items += _bars("Larger net in the same memory", [*nets], [c.name for c in NETS], sizes, "million parameters", 0)
-    if items:
-        items.append(_largest_table("Layers and parameters", measured, "larger net", "layers"))
-    names = [name for name in measured.networks if measured.contenders(f"largest batch, {name}")]
-    values = {(n, c.name): measured.share(f"largest batch, {n}", c.name, "batch") for n in names for c in BATCHES}
-    label = f"largest batch over that of {REFERENCE.name}"
-    charts = _bars("Larger batch in the same memory", names, [c.name for c in BATCHES], values, label, digits=2)
-    items += charts
-    if charts:
-        items.append(_largest_table("Largest batch", measured, "largest batch", "batch"))
+    """What fits: larger nets, and larger batches."""
     text = (
         "A contender gets a quarter of the device's memory, and the largest of fifteen sizes that trains two steps in "
         "it is looked for by bisection. The nets are deepened layer by layer at a small batch."
     )
+    items = _search(
+        measured, "larger net", "layers", NETS, lambda row, each: measured.scaled(row, each, "parameters", 1e6),
+        "million parameters", 0,
+    )  # fmt: skip
+    batches = tuple(each for each in ORDER if each in BATCHES)
+    label = f"largest batch over that of {REFERENCE.name}"
+    items += _search(
+        measured, "largest batch", "batch", batches, lambda row, each: measured.share(row, each, "batch"), label, 2
+    )
     return Section("In the same memory", text, items)
 
 
-def _in_millions(measured: Measured, network: str, contender: str) -> Figure | None:
-    parameters = measured.of(f"larger net, {network}", contender, "parameters")
-    return Figure(parameters / 1e6) if parameters else None
+def _search(
+    measured: Measured, kind: str, key: str, contenders: Sequence[Contender],
+    figure: Callable[[str, str], Figure | None], label: str, digits: int,
+) -> list[Item]:  # fmt: skip
+    """The picture and the table of a search by every network that has one."""
+    names = [name for name in measured.networks if measured.contenders(f"{kind}, {name}")]
+    who = [each.name for each in contenders]
+    title = f"{kind.capitalize()} in the same memory"
+    values = {(name, each): figure(f"{kind}, {name}", each) for name in names for each in who}
+    rows = [(name, *(_size(measured, f"{kind}, {name}", each, key) for each in who)) for name in names]
+    table = Table(f"{title}: {key}", ("network", *(Column(each, align="right") for each in who)), rows)
+    return [*_bars(title, names, who, values, label, digits), table] if names else []
 
 
-def _largest_table(title: str, measured: Measured, kind: str, key: str) -> Table:
-    rows: list[tuple[Cell, ...]] = []
-    for network in measured.networks:
-        row = measured.row(f"{kind}, {network}")
-        for contender in measured.contenders(f"{kind}, {network}"):
-            found = measured.of(f"{kind}, {network}", contender, key)
-            parameters = measured.of(f"{kind}, {network}", contender, "parameters")
-            note = "none fits" if not found else "the most that was tried" if found == row["sizes"][-1] else ""
-            millions = parameters / 1e6 if parameters else None
-            rows.append((network, contender, found, *([millions] if key == "layers" else []), note))
-    more = [Column("parameters", "millions", 0)] if key == "layers" else []
-    return Table(title, ("network", "contender", Column(key, digits=0), *more, "note"), rows)
+def _size(measured: Measured, row: str, contender: str, key: str) -> str | None:
+    found, parameters = measured.of(row, contender, key), measured.of(row, contender, "parameters")
+    if not found:
+        return None if found is None else "none"
+    most = "at least " if found == measured.row(row)["sizes"][-1] else ""
+    return f"{most}{found}" + (f", {parameters / 1e6:,.0f} M" if parameters else "")
 
 
 # -- one network
 
-ORDER = (FP32, TF32, REFERENCE, AMP_BF16, O1, O2, O4, O5, O5_EIGHT)
 SEED = "fp32, another seed"
 
 
@@ -137,7 +135,9 @@ def _network(measured: Measured, name: str) -> Section:
     times = {(each, kind): measured.milliseconds(key, each) for each in timed for kind, key in kinds.items()}
     items += _bars(f"{name}: training step", timed, [*kinds], times, "milliseconds, median of rounds")
     items += [_times(measured, name, timed)] if timed else []
-    peaks = {(each, kind): _gibibytes(measured, key, each) for each in timed for kind, key in kinds.items()}
+    peaks = {
+        (each, kind): measured.scaled(key, each, "peak bytes", 2**30) for each in timed for kind, key in kinds.items()
+    }
     items += _bars(f"{name}: peak memory", timed, [*kinds], peaks, "GiB")
     return Section(name, text, [*items, *_losses(measured, name)])
 
@@ -158,11 +158,6 @@ def _times(measured: Measured, name: str, timed: Sequence[str]) -> Table:
     return Table(f"{name}: training step", ("contender", *columns), rows)
 
 
-def _gibibytes(measured: Measured, row: str, contender: str) -> Figure | None:
-    peak = measured.of(row, contender, "peak bytes")
-    return Figure(peak / GIB) if peak else None
-
-
 def _losses(measured: Measured, name: str) -> list[Item]:
     """Where training goes: the curves, how far they are from that of float32, and where they end."""
     row = f"losses, {name}"
@@ -179,7 +174,7 @@ def _losses(measured: Measured, name: str) -> list[Item]:
         pairs = {each: zip(curves[each], curves[FP32.name], strict=True) for each in others}
         gaps = {each: [100 * (own / full - 1) for own, full in both] for each, both in pairs.items()}
         lines = [Series(each, range(len(gap)), gap) for each, gap in gaps.items()]
-        items.append(LineChart(f"{name}: training loss against fp32", "step", "%", lines, note=note))
+        items.append(LineChart(f"{name}: training loss against fp32", "step", "difference, %", lines, note=note))
     found = [[measured.of(row, each, key) for key in ("loss", "against fp32", "skips")] for each in ran]
     cells = [
         (each, loss, None if gap is None else 100 * gap, len(skips))
