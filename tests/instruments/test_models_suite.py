@@ -23,10 +23,11 @@ from preamp.bench._machine import DeviceLost
 from preamp.bench._results import Missing, complete
 from preamp.bench.models import GROUPS, NETWORKS, estimates, models
 from preamp.bench.models import _suite as models_suite
-from preamp.bench.models._contenders import BATCHES, COMPILED, EAGER, FP32, LOSSES, NETS
+from preamp.bench.models._contenders import BATCHES, COMPILED, EAGER, LOSSES, NETS
 from preamp.bench.training import Clock, Contender, Trainer, TrainingRow, Work, works
 from preamp.bench.training._contenders import O2, O5_EIGHT, REFERENCE
 from preamp.bench.training._largest import net_row, trains
+from preamp.bench.training._parity import FP32
 from preamp.cli import _bench
 from preamp.cli._app import app, main
 from preamp.cli._bench import run_suites

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..training._contenders import BF16, O2, O5_EIGHT, O5_SPLIT, REFERENCE, Contender
+from ..training._parity import FP32
 from ..training._works import Work
 
-FP32 = Contender(name="fp32", tf32=False)
 TF32 = Contender(name="tf32")
 AMP_BF16 = Contender(name="torch.amp bf16", dtype=BF16)
 O1, O4, O5 = (Contender(name=f"preamp {level}", level=level) for level in ("O1", "O4", "O5"))

@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...report import BarChart, Bars, Cell, Column, Item, LineChart, Report, Section, Series, Table, smoothed, to_json
+from ...report import BarChart, Bars, Cell, Column, Item, LineChart, Report, Section, Series, Table, smoothed
 from .._results import MEASURED_ON
 from ..training._contenders import O2, O5_EIGHT, REFERENCE, Contender
-from ._contenders import AMP_BF16, BATCHES, FP32, NETS, O1, O4, O5, TF32
+from ..training._parity import FP32
+from ._contenders import AMP_BF16, BATCHES, NETS, O1, O4, O5, TF32
 from ._measured import COMPILED, Figure, Measured
 
 LEVELS = (O1, O2, O4, O5, O5_EIGHT)
@@ -27,10 +28,10 @@ def report(rows: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) ->
     if absent:
         table = Table("Without a figure", ("row", "contender", "why"), absent)
         sections.append(Section("What is not there", "", (table,)))
-    data = [{**row, "contenders": [_without_samples(each) for each in row.get("contenders", ())]} for row in rows]
+    data = [{**row, "contenders": [*map(_without_samples, row.get("contenders", ()))]} for row in rows]
     return Report(
         "preamp bench: models", verdict(measured, environment), [each for each in sections if each.items],
-        environment=environment, data={"models": to_json(data)}, status="neutral",
+        environment=environment, data={"models": data}, status="neutral",
     )  # fmt: skip
 
 
@@ -73,7 +74,7 @@ def _overview(measured: Measured) -> Section:
         values = {(n, c.name): measured.speed(n + suffix, c.name) for n in names for c in LEVELS}
         charts += _bars(f"Training steps, {title}", names, [c.name for c in LEVELS], values, _FASTER, digits=2)
     values = {(n, c.name): measured.share(n, c.name, "peak bytes") for n in names for c in LEVELS}
-    label = f"peak memory over that of {REFERENCE.name}, same batch"
+    label = f"peak over that of {REFERENCE.name}"
     charts += _bars("Peak memory, eager", names, [c.name for c in LEVELS], values, label, digits=2)
     return Section("Overview", text, charts)
 
@@ -108,8 +109,10 @@ def _search(
     who = [each.name for each in contenders]
     title = f"{kind.capitalize()} in the same memory"
     values = {(name, each): figure(f"{kind}, {name}", each) for name in names for each in who}
-    rows = [(name, *(_size(measured, f"{kind}, {name}", each, key) for each in who)) for name in names]
-    table = Table(f"{title}: {key}", ("network", *(Column(each, align="right") for each in who)), rows)
+    across, down = (names, who) if len(names) < len(who) else (who, names)  # the table is tall rather than wide
+    sizes = {(name, each): _size(measured, f"{kind}, {name}", each, key) for name in names for each in who}
+    rows = [(first, *(sizes.get((first, other)) or sizes.get((other, first)) for other in across)) for first in down]
+    table = Table(f"{title}: {key}", ("", *(Column(each, align="right") for each in across)), rows)
     return [*_bars(title, names, who, values, label, digits), table] if names else []
 
 
@@ -171,8 +174,7 @@ def _losses(measured: Measured, name: str) -> list[Item]:
     items.append(LineChart(f"{name}: training loss", "step", "loss", lines, note=note))
     others = [each for each in ran if each not in (FP32.name, SEED)]
     if FP32.name in curves and others:
-        pairs = {each: zip(curves[each], curves[FP32.name], strict=True) for each in others}
-        gaps = {each: [100 * (own / full - 1) for own, full in both] for each, both in pairs.items()}
+        gaps = {each: _gaps(curves[each], curves[FP32.name]) for each in others}
         lines = [Series(each, range(len(gap)), gap) for each, gap in gaps.items()]
         items.append(LineChart(f"{name}: training loss against fp32", "step", "difference, %", lines, note=note))
     found = [[measured.of(row, each, key) for key in ("loss", "against fp32", "skips")] for each in ran]
@@ -183,6 +185,11 @@ def _losses(measured: Measured, name: str) -> list[Item]:
     columns = ("contender", Column("final loss", digits=4), Column("against fp32", "%", 3), Column("skips", digits=0))
     notes = (f"{measured.row(row).get('what')}; the same seed and data for all but the other seed",)
     return [*items, Table(f"{name}: where training ends", columns, cells, notes)]
+
+
+def _gaps(own: Sequence[float], full: Sequence[float]) -> list[float]:
+    """By how many percent losses differ from those of float32."""
+    return [100 * (loss / theirs - 1) if theirs else math.nan for loss, theirs in zip(own, full, strict=True)]
 
 
 def _smooth(losses: Sequence[float | None]) -> list[float]:
