@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import re
@@ -183,7 +184,7 @@ def test_out_of_memory_is_too_large_and_other_errors_are_errors() -> None:
 
 
 def test_the_report_shows_every_answer(some: dict[str, dict[str, Any]]) -> None:
-    rows = [{**row, "measured on": {"commit": "abc"}} for row in some.values()]
+    rows = [{**copy.deepcopy(row), "measured on": {"commit": "abc"}} for row in some.values()]
     for each in rows[0]["contenders"]:
         each["peak bytes"] = 2**30
     made = models_report(rows, {"cpu": "a small machine"})
@@ -199,6 +200,10 @@ def test_the_report_shows_every_answer(some: dict[str, dict[str, Any]]) -> None:
     assert "commit abc" in text
     batches = next(line for line in text.splitlines() if line.startswith("UNet   ") and "none" in line)
     assert batches.split() == ["UNet", "none", "5", "10", "10", "10"]
+    (chart,) = (item for item in made.sections[1].items if getattr(item, "value_label", "").startswith("largest batch"))
+    assert {bars.name: bars.values[0] for bars in chart.series} == {
+        REFERENCE.name: 1, O2.name: 2, "preamp O5": 2, O5_EIGHT.name: 2
+    }  # fmt: skip
     assert page.count("<svg") == 2 * len(chart_titles(made)) and "http://" not in re.sub(r"xmlns=\S+", "", page)
     assert '"samples"' not in page and '"losses"' in page
 
@@ -212,7 +217,7 @@ def full(name: str, contender: str, ratio: float) -> dict[str, Any]:
     """A row of the full size with a reference and one other."""
 
     def each(who: str, times: float) -> dict[str, Any]:
-        found = {"median": times, "low": times, "high": times}
+        found = {"median": times, "low": times - 0.1, "high": times + 0.1}
         return {"name": who, "ratio": found, "seconds": [0.01 / times] * 7}
 
     contenders = [each(REFERENCE.name, 1.0), each(contender, ratio)]
@@ -230,6 +235,10 @@ def test_the_verdict_is_of_what_was_measured() -> None:
     broken = {"name": "UNet", "error": "begun", "measured on": {}}
     late = {"name": "ResNet-50, compiled", "dropped": "no time"}
     lost = {**full("UNet, compiled", O2.name, 1.0), "contenders": [{"name": O2.name, "error": "gone"}]}
+    chart: Any = models_report(rows, where).sections[0].items[0]
+    (bars,) = chart.series
+    assert chart.labels == ("UNet", "BERT-large b16") and bars.values == (0.97, 1.214)
+    assert bars.low == pytest.approx((0.87, 1.114)) and bars.high == pytest.approx((1.07, 1.314))
     made = models_report([broken, late, lost], where)
     assert "was measured on NVIDIA H100" in made.verdict
     for said in ("failed: begun", "dropped: no time", "gone"):
