@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from typer.testing import CliRunner
 
 from preamp.bench import models_report
@@ -35,7 +36,7 @@ from preamp.cli._bench import run_suites
 from preamp.errors import PolicyError
 
 CPU = torch.device("cpu")
-EVERY = [part.name for part in models_suite._parts(CPU, 1, "tiny", Clock(1.0), None, None, print)]
+EVERY = [part.name for part in models_suite._parts(CPU, 1, "tiny", Clock(1.0), None, print)]
 
 
 def fits(contender: Contender, size: int) -> bool:
@@ -52,11 +53,24 @@ def run(names: Sequence[str], **options: Any) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def some() -> dict[str, dict[str, Any]]:
+def compiled() -> tuple[dict[str, Any], tuple[int, int, int]]:
+    """A row of compiled contenders; how many functions were looked at, how many graphs made, and how many breaks."""
+    counters.clear()
+    (row,) = run(["feed-forward, compiled"])
+    return row, (counters["frames"]["total"], counters["stats"]["unique_graphs"], len(counters["graph_break"]))
+
+
+@pytest.fixture(scope="module")
+def graphs(compiled: tuple[dict[str, Any], tuple[int, int, int]]) -> tuple[int, int, int]:
+    return compiled[1]
+
+
+@pytest.fixture(scope="module")
+def some(compiled: tuple[dict[str, Any], tuple[int, int, int]]) -> dict[str, dict[str, Any]]:
     """Each question asked once, of a network with Adam and of one with SGD; all searches."""
-    asked = ["BERT-base b32", "SE-ResNeXt-50", "losses, GPT-2048 b4", "losses, ResNet-50", "feed-forward, compiled"]
+    asked = ["BERT-base b32", "SE-ResNeXt-50", "losses, GPT-2048 b4", "losses, ResNet-50"]
     asked += [name for name in EVERY if name.startswith("larg")]
-    return {row["name"]: row for row in run(asked, fits=fits)}
+    return {row["name"]: row for row in [*run(asked, fits=fits), compiled[0]]}
 
 
 # -- the networks
@@ -90,7 +104,7 @@ def test_a_decoder_sees_nothing_of_what_comes() -> None:
 
 def test_parts_fit_in_a_call_and_are_all_asked_for() -> None:
     assert set(estimates()) == set(GROUPS) and max(estimates().values()) <= 530
-    kinds = Counter(part.kind for part in models_suite._parts(CPU, 1, "full", Clock(1.0), None, None, print))
+    kinds = Counter(part.kind for part in models_suite._parts(CPU, 1, "full", Clock(1.0), None, print))
     assert kinds == {"steps": 7, "compiled": 7, "losses": 7, "largest batch": 7, "larger net": 2}
     assert len(set(EVERY)) == len(EVERY) == 30
     with pytest.raises(PolicyError, match="its parts are models, models-losses, models-memory"):
@@ -123,6 +137,10 @@ def test_every_question_has_its_figures(some: dict[str, dict[str, Any]]) -> None
         for each in by_name.values():
             assert len(each["losses"]) == some[name]["steps"]
         assert by_name["preamp O2"]["losses"][0] == pytest.approx(by_name["fp32"]["losses"][0], rel=0.02)
+
+
+def test_every_compiled_contender_is_compiled_whole_and_once(graphs: tuple[int, int, int]) -> None:
+    assert graphs == (len(COMPILED), len(COMPILED), 0)  # more of a kind than dynamo keeps would run as written
 
 
 # -- what fits

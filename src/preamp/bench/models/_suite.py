@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
 from .._results import EVERYTHING, Missing
-from ..training._contenders import Contender
 from ..training._largest import Fits, batch_row, net_row
 from ..training._measure import Clock, Tell, heat, quiet
 from ..training._parity import parity_row
@@ -73,20 +72,19 @@ def models(
     parts: Collection[str] | None = None,
     missing: Missing = EVERYTHING,
     now: Callable[[], float] = time.monotonic,
-    contenders: Sequence[Contender] | None = None,
     fits: Fits | None = None,
 ) -> Iterator[TrainingRow]:
     """Train seven networks at their real sizes by every contender, and give a row for each network and question.
 
     What it takes and how it ends is as for the suite `training`; the groups of parts are `GROUPS`. The first contender
-    of a row is torch.amp in float16, compiled where the others are; images lie channels last for all. `contenders`: in
-    place of those of each row, whatever it asks. `fits`: in place of trying whether something fits.
+    of a row is torch.amp in float16, compiled where the others are; images lie channels last for all. `fits` stands for
+    trying whether something fits.
     """
     asked = groups_named("models", GROUPS, parts)
     size, chosen = size_named("models", SIZES, size, device)
     device = device_for_parts(device)
     clock = Clock(budget if budget is not None else chosen.budget, now)
-    made = _parts(device, min(rounds, chosen.pace.rounds), size, clock, contenders, fits, tell)
+    made = _parts(device, min(rounds, chosen.pace.rounds), size, clock, fits, tell)
     for row in run_parts(made, asked, device, clock, missing, tell):
         row.about["size"] = size
         yield row
@@ -94,26 +92,20 @@ def models(
 
 def estimates() -> dict[str, float]:
     """Seconds that each group of parts takes in the full size, by the estimate of its parts, on an H100."""
-    return needs_by_group(_parts(torch.device("cpu"), 7, "full", Clock(0.0), None, None, quiet))
+    return needs_by_group(_parts(torch.device("cpu"), 7, "full", Clock(0.0), None, quiet))
 
 
-def _parts(
-    device: torch.device, rounds: int, size: str, clock: Clock, contenders: Sequence[Contender] | None,
-    fits: Fits | None, tell: Tell,
-) -> list[Part]:  # fmt: skip
+def _parts(device: torch.device, rounds: int, size: str, clock: Clock, fits: Fits | None, tell: Tell) -> list[Part]:
     """Network by network in each group."""
     chosen, every = SIZES[size], works(size)
     pace = replace(chosen.pace, rounds=rounds)
-
-    def ones(those: tuple[Contender, ...], network: Network) -> Sequence[Contender]:
-        return fitting(those, every[network.key]) if contenders is None else contenders
 
     def eager(network: Network) -> Part:
         work = every[network.key]
         return Part(
             kind="steps", group=EAGER_GROUP, name=work.name, needs=network.eager,
             make=lambda: heat(
-                "steps", work, ones(EAGER, network), device, pace, clock, None, chosen.reserve, tell=tell
+                "steps", work, fitting(EAGER, work), device, pace, clock, None, chosen.reserve, tell=tell
             ),
         )  # fmt: skip
 
@@ -122,7 +114,7 @@ def _parts(
         return Part(
             kind="losses", group=LOSSES_GROUP, name=f"losses, {work.name}", needs=network.losses,
             make=lambda: parity_row(
-                work, device, chosen.parity_steps, clock, chosen.reserve, tell, ones(LOSSES, network), "losses"
+                work, device, chosen.parity_steps, clock, chosen.reserve, tell, fitting(LOSSES, work), "losses"
             ),
         )  # fmt: skip
 
@@ -131,7 +123,7 @@ def _parts(
         return Part(
             kind="largest batch", group=MEMORY_GROUP, name=f"largest batch, {work.name}", needs=network.memory,
             make=lambda: batch_row(
-                work, device, clock, _sizes(step), ones(BATCHES, network), tell=tell, fits=fits
+                work, device, clock, _sizes(step), fitting(BATCHES, work), tell=tell, fits=fits
             ),
         )  # fmt: skip
 
@@ -140,7 +132,7 @@ def _parts(
         return Part(
             kind="larger net", group=MEMORY_GROUP, name=f"larger net, {work.name}", needs=network.deeper,
             make=lambda: net_row(
-                work, max(work.count // 4, 1), device, clock, _sizes(step), ones(NETS, network), tell=tell, fits=fits
+                work, max(work.count // 4, 1), device, clock, _sizes(step), fitting(NETS, work), tell=tell, fits=fits
             ),
         )  # fmt: skip
 
@@ -150,18 +142,8 @@ def _parts(
 
         def make() -> TrainingRow:
             torch.compiler.reset()  # entries of other works would be looked through at every call
-            return heat(
-                "compiled",
-                work,
-                ones(COMPILED, network),
-                device,
-                pace,
-                clock,
-                None,
-                chosen.reserve_compiled,
-                name,
-                tell,
-            )
+            ones = fitting(COMPILED, work)
+            return heat("compiled", work, ones, device, pace, clock, None, chosen.reserve_compiled, name, tell)
 
         group = IMAGES_GROUP if work.images else TEXT_GROUP
         return Part(kind="compiled", group=group, name=name, needs=network.compiled, make=make)
