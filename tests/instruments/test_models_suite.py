@@ -182,10 +182,11 @@ def test_out_of_memory_is_too_large_and_other_errors_are_errors() -> None:
 
         return Work(name="toy", what="", build=lambda: nn.Linear(4, 1), batch=batch, loss=loss, count=4)
 
-    memory, other = work(torch.OutOfMemoryError("no")), work(ValueError("no"))
-    assert [trains(lambda n=n: Trainer(O2, memory, CPU, count=n), CPU) for n in (4, 5)] == [True, False]
-    with pytest.raises(ValueError, match="no"):
-        trains(lambda: Trainer(O2, other, CPU, count=5), CPU)
+    for error in (torch.OutOfMemoryError("no"), RuntimeError("GET was unable to find an engine to execute this")):
+        memory = work(error)
+        assert [trains(lambda n=n, w=memory: Trainer(O2, w, CPU, count=n), CPU) for n in (4, 5)] == [True, False]
+    with pytest.raises(RuntimeError, match="launch failure"):
+        trains(lambda: Trainer(O2, work(RuntimeError("launch failure")), CPU, count=5), CPU)
 
     def broken(contender: Contender, size: int) -> bool:
         if contender is O2:

@@ -19,6 +19,9 @@ SHARE = 0.25
 
 SEARCHED: tuple[Contender, ...] = (REFERENCE, O2, O5_SPLIT, O5_EIGHT)
 
+NO_ENGINE = "unable to find an engine"
+"""What torch says when no convolution of cuDNN's gets the memory it works in (pytorch/pytorch#108645)."""
+
 Fits = Callable[[Contender, int], bool]
 """Whether a contender trains at a size."""
 
@@ -111,7 +114,9 @@ def trains(make: Callable[[], Trainer], device: torch.device) -> bool:
             trainer.take_turn()
             for _ in range(2):
                 trainer.step()
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and NO_ENGINE not in str(error):
+            raise
         fits = False
     finally:
         if trainer is not None:
