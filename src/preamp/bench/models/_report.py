@@ -86,7 +86,7 @@ def _memory(measured: Measured) -> Section:
     """What fits: larger nets, and larger batches."""
     text = (
         "A contender gets a quarter of the device's memory, and the largest of fifteen sizes that trains two steps in "
-        "it is looked for by bisection. The nets are deepened layer by layer at a small batch."
+        "it is looked for by bisection. Nets get more layers at a quarter of their batch."
     )
     items = _search(
         measured, "larger net", "layers", NETS, lambda row, each: measured.scaled(row, each, "parameters", 1e6),
@@ -112,7 +112,8 @@ def _search(
     across, down = (names, who) if len(names) < len(who) else (who, names)  # the table is tall rather than wide
     sizes = {(name, each): _size(measured, f"{kind}, {name}", each, key) for name in names for each in who}
     rows = [(first, *(sizes.get((first, other)) or sizes.get((other, first)) for other in across)) for first in down]
-    table = Table(f"{title}: {key}", ("", *(Column(each, align="right") for each in across)), rows)
+    what = {"layers": "layers and parameters"}.get(key, key)
+    table = Table(f"{title}: {what}", ("", *(Column(each, align="right") for each in across)), rows)
     return [*_bars(title, names, who, values, label, digits), table] if names else []
 
 
