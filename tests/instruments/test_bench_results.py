@@ -134,7 +134,7 @@ def test_a_lost_device_ends_the_suite_after_its_row(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(training_suite, "optimizer_row", broken)
     rows = []
     with pytest.raises(DeviceLost):
-        monkeypatch.setattr(training_suite, "check_device", lost)
+        monkeypatch.setattr("preamp.bench.training._parts.check_device", lost)
         for row in training(CPU, 1, lambda what: None, parts=["lists"]):
             rows.append(row.to_dict())
     assert [row["name"] for row in rows] == ["machine", "Adam, 8 x 60"]

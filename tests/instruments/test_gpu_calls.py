@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from preamp.bench import models
 from preamp.bench._results import complete
 from preamp.bench.training import Clock, estimates
 from preamp.bench.training import _suite as training_suite
@@ -148,7 +149,7 @@ STEP = 80.0
 
 def test_every_part_fits_and_says_no_less_than_its_suites(dev: ModuleType) -> None:
     assert all(seconds <= 540 for seconds in dev.GPU_PARTS.values())
-    for name, seconds in estimates().items():
+    for name, seconds in {**estimates(), **models.estimates()}.items():
         starts = sum(name in parts for parts in dev.GPU_SUITES.values())
         needed = seconds + dev.GPU_START * starts + (STEP if name in dev.GPU_SUITES["step"] else 0)
         assert dev.GPU_PARTS[name] >= needed, f"{name}: {dev.GPU_PARTS[name]} s, and its suites say {needed} s"
@@ -179,7 +180,7 @@ def test_three_calls_do_everything_by_the_estimates(
             budget = float(words[words.index("--budget") + 1])
             groups = [words[index + 1] for index, word in enumerate(words) if word == "--part"]
             begun = clock[0]
-            lacking = [row for row in rows if training_suite.GROUPS[row.kind] in groups and row.name not in done]
+            lacking = [row for row in rows if row.group in groups and row.name not in done]
             clock[0] += machine.needs if lacking else 0
             for row in lacking:
                 if row.needs <= budget - (clock[0] - begun):
@@ -271,9 +272,11 @@ def test_what_is_missing_is_named_at_the_end(
     rows = [{"name": "whole"}, {"name": "late", "dropped": "no time"}, {"name": "broken", "error": "gone"}]
     content = {"environment": {"gpu": "NVIDIA H100 80GB HBM3", "commit": "abc+"}, "suites": {"training": rows}}
     (tmp_path / "training" / "results.json").write_text(json.dumps(content))
+    (tmp_path / "training" / "report.html").touch()
     dev.keep_result("training", tmp_path)
-    (named,) = tmp_path.iterdir()
+    page, named = sorted(tmp_path.iterdir())
     assert named.name.startswith("training_h100-80gb-hbm3_") and named.name.endswith("_abc.json")
+    assert page == named.with_suffix(".html")
     assert "missing in it: late; broken" in capsys.readouterr().out
 
 

@@ -30,9 +30,9 @@ from preamp.bench.training import (
     works,
 )
 from preamp.bench.training._contenders import O2, REFERENCE
+from preamp.bench.training._largest import largest
 from preamp.bench.training._measure import Pace, Speeds, heat, ratio
-from preamp.bench.training._parity import largest
-from preamp.bench.training._suite import Part, _run
+from preamp.bench.training._parts import Part, run_part
 from preamp.errors import PolicyError
 
 CPU = torch.device("cpu")
@@ -203,7 +203,7 @@ def test_a_part_that_breaks_off_is_a_row() -> None:
     def make() -> TrainingRow:
         raise ValueError("nothing to see")
 
-    row = _run(Part(kind="steps", name="a", needs=0, make=make), Clock(10), lambda what: None)
+    row = run_part(Part(kind="steps", name="a", needs=0, make=make), Clock(10), lambda what: None)
     assert row.to_dict()["error"] == "ValueError: nothing to see"
     assert not goals({"training": [{**row.to_dict(), **on("NVIDIA H100")}]})[0]["met"]
 
@@ -248,7 +248,7 @@ def test_a_part_is_dropped_when_less_is_left_than_it_needs(used: float, left_out
     moments = iter([0.0, *itertools.repeat(used, 10)])
     clock = Clock(540.0, lambda: next(moments))
     part = Part(kind="steps", name="a", needs=90, make=lambda: TrainingRow(part="steps", name="a"))
-    assert ("dropped" in _run(part, clock, lambda what: None).about) is left_out
+    assert ("dropped" in run_part(part, clock, lambda what: None).about) is left_out
 
 
 def test_contenders_are_left_out_when_time_runs_short() -> None:

@@ -8,13 +8,15 @@ from ._ranks import join_ranks
 from ._replay import Replay, replay
 from ._results import Results
 from ._schedules import ScheduleRow, record_traces, schedule_table, schedules, write_schedules
-from ._suites import SUITES, suite_named, suite_table
+from ._suites import PARTS, SUITES, suite_named, suite_table
 from ._traces import Trace, load_trace, record
 from ._trial import EXPONENTS, GradientHistogram, Trial, make_optimizer, run_trial
+from .models import report as models_report
 from .training import TrainingRow, goals, goals_table
 
 __all__ = [
     "EXPONENTS",
+    "PARTS",
     "SUITES",
     "Counts",
     "GradientHistogram",
@@ -36,6 +38,7 @@ __all__ = [
     "load_trace",
     "lr_chart",
     "make_optimizer",
+    "models_report",
     "race",
     "range_test",
     "record",

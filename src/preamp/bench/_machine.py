@@ -39,6 +39,8 @@ def environment(device: torch.device) -> dict[str, Any]:
 class DeviceLost(PreampError):
     """The device answers no more in this process, as after an illegal access to its memory."""
 
+    exit_status = 75  # of sysexits.h: what failed may work when it is tried again, in a process that begins anew
+
 
 def check_device(device: torch.device, after: str) -> None:
     """Raises `DeviceLost` when `device` does nothing any more; `after` is what was seen last."""

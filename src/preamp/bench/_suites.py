@@ -20,6 +20,9 @@ from ._race import Outcome, Row, race, race_table
 from ._results import EVERYTHING, AnyRow, Missing
 from ._schedules import ScheduleRow, schedule_table, schedules
 from ._step_suite import step
+from .models import GROUPS as MODELS_GROUPS
+from .models import models
+from .training import GROUPS as TRAINING_GROUPS
 from .training import TrainingRow, training, training_table
 
 Suite = Callable[..., Iterable[AnyRow]]
@@ -207,7 +210,11 @@ SUITES: dict[str, Suite] = {
     "step": step,
     "schedules": schedules,
     "training": training,
+    "models": models,
 }
+
+PARTS: dict[str, tuple[str, ...]] = {"training": TRAINING_GROUPS, "models": MODELS_GROUPS}
+"""The suites of which parts can be asked for, that have a size and go by a budget of seconds; no two share a part."""
 
 
 def suite_named(name: str) -> Suite:
@@ -222,5 +229,5 @@ def suite_table(name: str, rows: Sequence[AnyRow], hardware: str) -> Table:
     replays = [row for row in rows if isinstance(row, ScheduleRow)]
     trained = [row for row in rows if isinstance(row, TrainingRow)]
     if trained:
-        return training_table(trained, hardware)
+        return training_table(trained, hardware, name)
     return schedule_table(replays) if replays else race_table(name, [r for r in rows if isinstance(r, Row)], hardware)

@@ -36,12 +36,12 @@ _Size = Annotated[str, typer.Option("--size", help="ci: minutes on a CPU; full: 
 
 
 def main() -> None:
-    """Run the command line; an error of preamp's is one message and exit status 2."""
+    """Run the command line; an error of preamp's is one message and exit status 2, 75 for a device that was lost."""
     try:
         app()
     except PreampError as error:
         Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False)
-        sys.exit(2)
+        sys.exit(error.exit_status)
 
 
 @app.callback(invoke_without_command=True)
@@ -113,18 +113,25 @@ def lr_find(
 def bench(
     suite: Annotated[
         list[str] | None,
-        typer.Option("--suite", "-s", help="regions, sessions, step, schedules or training; else all."),
+        typer.Option("--suite", "-s", help="regions, sessions, step, schedules, training or models; else all."),
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=3, help="Rounds; each gives one ratio.")] = 15,
     device: _Device = None,
     out: _Out = Path("preamp-bench"),
-    size: Annotated[str | None, typer.Option("--size", help="Of the suites training and step: full or tiny.")] = None,
+    size: Annotated[
+        str | None, typer.Option("--size", help="Of the suites training, models and step: full or tiny.")
+    ] = None,
     budget: Annotated[
-        float | None, typer.Option("--budget", min=1, help="Seconds for the suite training; else as its size has.")
+        float | None,
+        typer.Option("--budget", min=1, help="Seconds for the suites training and models; else as their size has."),
     ] = None,
     part: Annotated[
         list[str] | None,
-        typer.Option("--part", help="Of the suite training: lists, eager, compiled or parity; else all."),
+        typer.Option(
+            "--part",
+            help="Of the suite training: lists, eager, compiled, parity; of models: models, models-losses, "
+            "models-memory, models-compiled, models-compiled-images; else all.",
+        ),
     ] = None,
     missing: Annotated[
         list[Path] | None,
@@ -135,11 +142,18 @@ def bench(
             help="Measure only what the results of this device in a folder lack, and write them with it.",
         ),
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option("--report", help="Measure nothing; write the report of the suite models of this results.json."),
+    ] = None,
 ) -> None:
     """Measure preamp against torch.amp, contenders interleaved in one process, as ratios."""
-    from ._bench import run_suites
+    from ._bench import run_suites, write_report
 
     console = Console()
+    if report is not None:
+        console.print(f"report: {write_report(report, out)}", highlight=False, soft_wrap=True)
+        return
     tables, path = run_suites(
         suite, rounds, device, out, console, size=size, budget=budget, parts=part, earlier=missing or ()
     )

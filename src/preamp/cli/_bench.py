@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,19 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ..bench import SUITES, Results, environment, goals, goals_table, keep_heap, suite_named, suite_table
+from ..bench import (
+    PARTS,
+    SUITES,
+    Results,
+    environment,
+    goals,
+    goals_table,
+    keep_heap,
+    models_report,
+    suite_named,
+    suite_table,
+)
+from ..errors import PreampError
 from ..report import Table
 
 
@@ -21,15 +34,17 @@ def run_suites(
 ) -> tuple[list[Table], Path]:  # fmt: skip
     """Run the suites named (all), and write `results.json` anew after each row.
 
-    `size` is that of the suites `training` and `step`, `budget` (seconds) and `parts` those of `training`. `earlier`:
-    folders with results of this device, which are taken over; only what they lack is measured.
+    `size` is that of the suites in `PARTS` and of `step`, `budget` (seconds) and `parts` are for those in `PARTS`.
+    `earlier`: folders with results of this device, which are taken over; only what they lack is measured. The suite
+    `models` leaves a `report.html`, also of a run that breaks off.
     """
     heap_kept = keep_heap()
     device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = {name: suite_named(name) for name in names or SUITES}
     about = environment(device)
     hardware = about.get("gpu") or about["cpu"]
-    results = Results(out / "results.json", {**about, "heap kept": heap_kept}, rounds)
+    about["heap kept"] = heap_kept
+    results = Results(out / "results.json", about, rounds)
     for folder in earlier:
         for aside in results.take(folder, chosen):
             console.print(aside, markup=False, highlight=False, soft_wrap=True)
@@ -41,19 +56,41 @@ def run_suites(
             console.file.flush()
 
         run: Callable[..., Iterable[Any]] = suite
-        if name == "training":
-            run = functools.partial(run, size=size, budget=budget, parts=parts)
+        if name in PARTS:
+            run = functools.partial(run, size=size, budget=budget, parts=_own(name, parts))
         elif name == "step":
             run = functools.partial(run, size=size)
         rows = []
-        for row in run(device, rounds, tell, missing=results.missing(name)):
-            rows.append(row)
-            results.add(name, row)
-            if name == "training":
-                results.judge(goals(results.suites))
+        try:
+            for row in run(device, rounds, tell, missing=results.missing(name)):
+                rows.append(row)
+                results.add(name, row)
+                if name == "training":
+                    results.judge(goals(results.suites))
+        finally:
+            if name == "models" and name in results.suites:
+                models_report(results.suites[name], about).write_html(out / "report.html")
         tables += [suite_table(name, rows, hardware)] if rows else []
     if "training" in results.suites:
         judged = goals(results.suites)
         results.judge(judged)
         tables.append(goals_table(judged))
     return tables, results.write()
+
+
+def write_report(path: Path, out: Path) -> Path:
+    """Write `report.html` in `out` of the rows of the suite `models` that the file of a bench has; its path."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        rows = content["suites"]["models"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PreampError(f"{path} has no rows of the suite models ({type(error).__name__}: {error})") from None
+    return models_report(rows, content["environment"]).write_html(out / "report.html")
+
+
+def _own(suite: str, parts: Sequence[str] | None) -> list[str] | None:
+    """Of the parts asked for, those of a suite; what is none of any suite stays, to be refused by name."""
+    if parts is None:
+        return None
+    others = {part for name, groups in PARTS.items() if name != suite for part in groups}
+    return [part for part in parts if part not in others]

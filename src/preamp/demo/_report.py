@@ -11,7 +11,19 @@ from typing import Any
 
 from ..bench import EXPONENTS, Trial
 from ..formats import FP16
-from ..report import ExponentHistogram, Item, LineChart, Marker, Report, Section, Series, Table, exponent_spans, to_json
+from ..report import (
+    ExponentHistogram,
+    Item,
+    LineChart,
+    Marker,
+    Report,
+    Section,
+    Series,
+    Table,
+    exponent_spans,
+    smoothed,
+    to_json,
+)
 from ..zoo import Task
 from ._run import Results
 from ._tables import Judgement, gradient_table, judge, judgement_table, slice_table, task_table
@@ -161,7 +173,7 @@ def loss_chart(results: Results, task: Task) -> LineChart:
     for level in results.plan.whole:
         trials = [t for t in results.whole if (t.task, t.level) == (task.name, level) and t.losses]
         if trials:
-            series.append(_band(level, [_smooth(t.losses) for t in trials]))
+            series.append(_band(level, [smoothed(t.losses) for t in trials]))
     note = "Exponential average over ten steps; bands span the seeds." if len(results.plan.seeds) > 1 else ""
     return LineChart(f"{task.title}: training loss", "step", "loss", series, note=note)
 
@@ -219,14 +231,6 @@ def _histogram(trial: Trial) -> ExponentHistogram:
         ),
         note="Values to the left of the subnormal range become zero in float16.",
     )
-
-
-def _smooth(losses: Sequence[float], weight: float = 0.9) -> list[float]:
-    smoothed, average = [], 0.0
-    for index, loss in enumerate(losses, 1):
-        average = weight * average + (1 - weight) * loss
-        smoothed.append(average / (1 - weight**index))
-    return smoothed
 
 
 def _band(name: str, curves: Sequence[Sequence[float]]) -> Series:

@@ -19,7 +19,7 @@ from preamp.report.finding import SEVERITIES, Direction, Finding, Severity, coun
 from preamp.report.png import write_png
 from preamp.report.svg import to_svg
 from preamp.report.table import Column, Table
-from preamp.report.values import Cell, format_number, to_json
+from preamp.report.values import Cell, format_number, smoothed, to_json
 
 __all__ = [
     "SEVERITIES",
@@ -46,6 +46,7 @@ __all__ = [
     "count_severities",
     "exponent_spans",
     "format_number",
+    "smoothed",
     "to_json",
     "to_svg",
     "write_png",

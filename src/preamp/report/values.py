@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Cell = str | int | float | bool | None
@@ -68,6 +68,15 @@ def as_float(value: Any) -> float | None:
     except OverflowError:
         return None
     return number if math.isfinite(number) else None
+
+
+def smoothed(values: Sequence[float], weight: float = 0.9) -> list[float]:
+    """The exponential average of `values` so far, at each of them; the first ones weigh no more than the others."""
+    found, average = [], 0.0
+    for index, value in enumerate(values, 1):
+        average = weight * average + (1 - weight) * value
+        found.append(average / (1 - weight**index))
+    return found
 
 
 def to_json(value: Any) -> Any:

@@ -43,11 +43,11 @@ SHAPES = {
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention over all positions."""
+    """Multi-head self-attention over all positions, or if `causal` over those up to each one's own."""
 
-    def __init__(self, hidden: int, heads: int) -> None:
+    def __init__(self, hidden: int, heads: int, *, causal: bool = False) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.query_key_value = nn.Linear(hidden, 3 * hidden)
         self.out = nn.Linear(hidden, hidden)
 
@@ -56,7 +56,7 @@ class Attention(nn.Module):
         count, length, hidden = x.shape
         split = self.query_key_value(x).view(count, length, 3, self.heads, hidden // self.heads)
         query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = F.scaled_dot_product_attention(query, key, value)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(count, length, hidden))
         return out
 
@@ -64,10 +64,10 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     """Attention and a feed-forward block, each behind a norm and beside a shortcut."""
 
-    def __init__(self, hidden: int, heads: int) -> None:
+    def __init__(self, hidden: int, heads: int, *, causal: bool = False) -> None:
         super().__init__()
         self.norm_attention = nn.LayerNorm(hidden)
-        self.attention = Attention(hidden, heads)
+        self.attention = Attention(hidden, heads, causal=causal)
         self.norm_feed = nn.LayerNorm(hidden)
         self.feed = nn.Sequential(nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden))
 

@@ -5,10 +5,11 @@ from ._goals import goals, goals_table
 from ._measure import Clock
 from ._models import ResNet, feed_forward
 from ._rows import TrainingRow, training_table
-from ._suite import SIZES, estimates, training
+from ._suite import GROUPS, SIZES, estimates, training
 from ._works import Work, works
 
 __all__ = [
+    "GROUPS",
     "SIZES",
     "Clock",
     "Contender",

@@ -1,4 +1,4 @@
-"""The networks that the zoo does not have: a plain feed-forward one, and ResNet-50."""
+"""The networks that the zoo does not have: a plain feed-forward one, ResNet-50, and a decoder."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ...zoo.bert import Layer, Shape, waves
 
 
 def feed_forward(width: int, layers: int = 5) -> nn.Sequential:
@@ -68,3 +70,26 @@ def _conv(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Sequentia
     conv = nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False)
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
     return nn.Sequential(conv, nn.BatchNorm2d(outputs))
+
+
+class Gpt(nn.Module):
+    """A decoder with norms before each block (Radford et al. 2019): int64 ids (N, T) to logits (N, T, vocabulary).
+
+    What stands at a position says what comes next. The output layer shares the embedding's weight; no dropout.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        hidden = shape.hidden
+        self.pieces = nn.Embedding(shape.vocabulary, hidden)
+        self.positions = nn.Parameter(waves(shape.positions, hidden))
+        self.layers = nn.Sequential(*(Layer(hidden, shape.heads, causal=True) for _ in range(shape.layers)))
+        self.norm = nn.LayerNorm(hidden)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=hidden**-0.5 / 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits (N, T, vocabulary)."""
+        x = self.norm(self.layers(self.pieces(ids) + self.positions[: ids.shape[1]]))
+        return F.linear(x, self.pieces.weight)

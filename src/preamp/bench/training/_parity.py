@@ -1,16 +1,16 @@
-"""Does training arrive where float32 arrives? And the largest batch that fits in a quarter of the memory."""
+"""Does training arrive where float32 arrives?"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._results import failure
-from ._contenders import EAGER, O2, O5_EIGHT, O5_SPLIT, PARITY, REFERENCE, Contender, Trainer
+from ._contenders import EAGER, PARITY, Contender, Trainer
 from ._measure import Clock, Tell, free, quiet
 from ._rows import TrainingRow
 from ._works import Work
@@ -23,11 +23,12 @@ SETTLED = 50
 
 
 def parity_row(
-    work: Work, device: torch.device, steps: int, clock: Clock, reserve: float = 0.0, tell: Tell = quiet
-) -> TrainingRow:
+    work: Work, device: torch.device, steps: int, clock: Clock, reserve: float = 0.0, tell: Tell = quiet,
+    contenders: Sequence[Contender] = PARITY, part: str = "parity",
+) -> TrainingRow:  # fmt: skip
     """Final losses by contender, same seed and data, and of float32 under a second seed: what seeds make out."""
     runs: list[tuple[str, Contender, int]] = [("fp32", FP32, 0)]
-    runs += [(contender.name, contender, 0) for contender in PARITY]
+    runs += [(contender.name, contender, 0) for contender in contenders]
     runs.insert(3, ("fp32, another seed", FP32, 1))  # behind what matters most, should the time run out
     told: list[dict[str, Any]] = []
     about: dict[str, Any] = {"steps": steps, "settled after": SETTLED}
@@ -49,7 +50,7 @@ def parity_row(
         told.append({"name": name, **found})
         free()
     what = f"{steps} steps, mean loss of the last {min(TAIL, steps)}"
-    return TrainingRow(part="parity", name=f"parity, {work.name}", what=what, contenders=told, about=about)
+    return TrainingRow(part=part, name=f"{part}, {work.name}", what=what, contenders=told, about=about)
 
 
 def _train(contender: Contender, work: Work, device: torch.device, steps: int, seed: int) -> dict[str, Any]:
@@ -76,74 +77,3 @@ def _train(contender: Contender, work: Work, device: torch.device, steps: int, s
     finally:
         trainer.close()
     return {"loss": statistics.fmean(values[-TAIL:]), "skips": skips, "last scale": scale, "losses": values}
-
-
-# -- the largest batch
-
-BATCHES: Sequence[int] = range(8, 64, 8)
-"""Seven sizes, so that three probes decide."""
-
-SEARCHED: tuple[Contender, ...] = (REFERENCE, O2, O5_SPLIT, O5_EIGHT)
-
-
-def largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
-    """The largest of ascending `sizes` that fits, by bisection; 0 if none does."""
-    low, high = -1, len(sizes)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(sizes[middle]):
-            low = middle
-        else:
-            high = middle
-    return sizes[low] if low >= 0 else 0
-
-
-def batch_row(
-    work: Work, device: torch.device, clock: Clock, share: float = 0.25, sizes: Sequence[int] = BATCHES,
-    tell: Tell = quiet,
-) -> TrainingRow:  # fmt: skip
-    """The largest batch of each contender that trains in `share` of the device's memory."""
-    told: list[dict[str, Any]] = []
-    about: dict[str, Any] = {}
-    for contender in SEARCHED:
-        if clock.left <= 5:
-            about["cut short"] = f"left out: {clock.spent}"
-            told.append({"name": contender.name, "error": about["cut short"]})
-            continue
-        try:
-            told.append({"name": contender.name, "batch": largest(sizes, _fitting(contender, work, device, share))})
-        except Exception as error:
-            told.append({"name": contender.name, "error": failure(contender.name, error, tell)})
-    what = f"the largest of {', '.join(map(str, sizes))} that trains in {share:.0%} of the memory"
-    name = f"largest batch, {work.name}"
-    return TrainingRow(part="largest batch", name=name, what=what, contenders=told, about=about)
-
-
-def _limit(share: float, device: torch.device) -> None:
-    free()
-    if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(share, device)
-
-
-def _fitting(contender: Contender, work: Work, device: torch.device, share: float) -> Callable[[int], bool]:
-    def fits(count: int) -> bool:
-        trainer: Trainer | None = None
-        _limit(share, device)
-        try:
-            trainer = Trainer(contender, work, device, count=count)
-            trainer.take_turn()
-            for _ in range(2):
-                trainer.step()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-        except torch.OutOfMemoryError:
-            return False
-        finally:
-            _limit(1.0, device)  # closing a session with split masters takes memory for a moment
-            if trainer is not None:
-                trainer.close()
-            del trainer
-            free()
-        return True
-
-    return fits

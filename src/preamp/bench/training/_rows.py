@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +14,10 @@ from .._race import INTERVAL, spread_text
 class TrainingRow:
     """A part of the suite: what was done, and what was found of each contender.
 
-    `part`: machine, optimizer, steps, compiled, parity or largest batch. `contenders`: one mapping each, with `name`
-    and either `error` or what was measured; times in seconds, memory in bytes. `about`: what all of them share;
-    `dropped` in it says why the part was left out, `cut short` why contenders or rounds were, `error` why it failed.
+    `part`: machine, optimizer, steps, compiled, parity, losses, largest batch or larger net. `contenders`: one mapping
+    each, with `name` and either `error` or what was measured; times in seconds, memory in bytes. `about`: what all of
+    them share; `dropped` in it says why the part was left out, `cut short` why contenders or rounds were, `error` why
+    it failed, `not measured` why such a device has no such figure.
     """
 
     part: str
@@ -32,6 +33,9 @@ class TrainingRow:
              "contenders": [dict(each) for each in self.contenders]}
         )  # fmt: skip
         return plain
+
+
+_BESIDES = ("loss", "against fp32", "skips", "batch", "layers", "parameters")
 
 
 def lines(row: TrainingRow) -> list[str]:
@@ -56,10 +60,16 @@ def _told(each: dict[str, Any]) -> str:
     if each.get("peak bytes"):
         said.append(f"{each['peak bytes'] / 2**20:.0f} MiB")
     said += [f"{key} {_short(each[key])}" for key in ("waits", "launches", "roofline") if each.get(key) is not None]
-    said += [f"{key} {_short(each[key])}" for key in ("loss", "against fp32", "skips", "batch") if key in each]
+    said += [f"{key} {_short(each[key])}" for key in _BESIDES if key in each]
     if each.get("not counted"):
         said.append(f"launches not counted: {each['not counted']}")
     return ", ".join(said)
+
+
+def why_not(about: Mapping[str, Any]) -> str | None:
+    """Why a row, or a contender, has no figures: left out, failed, or what no such device has."""
+    told = {"dropped": "dropped", "error": "failed", "not measured": "not measured"}
+    return next((f"{said}: {about[key]}" for key, said in told.items() if about.get(key)), None)
 
 
 def _short(value: Any) -> str:
@@ -68,15 +78,14 @@ def _short(value: Any) -> str:
     return f"{len(value)}" if isinstance(value, list) else str(value)
 
 
-def training_table(rows: Sequence[TrainingRow], hardware: str) -> Table:
+def training_table(rows: Sequence[TrainingRow], hardware: str, suite: str = "training") -> Table:
     """What is printed at the end: every contender of every part."""
     columns = ("work", "contender", Column("median", "ms", 3), Column("ratio", "x", 3), Column("low", "x", 3),
                Column("high", "x", 3), Column("peak", "MiB", 0), Column("waits", digits=1),
                Column("launches", digits=0), Column("roofline", "%", 0), "besides")  # fmt: skip
     cells: list[tuple[Cell, ...]] = []
     for row in rows:
-        if "dropped" in row.about or "error" in row.about:
-            why = f"dropped: {row.about['dropped']}" if "dropped" in row.about else f"failed: {row.about['error']}"
+        if why := why_not(row.about):
             cells.append((row.name, "-", *[None] * 8, why))
         cells += [_cells(row.name, each) for each in row.contenders]
     notes = (
@@ -85,15 +94,15 @@ def training_table(rows: Sequence[TrainingRow], hardware: str) -> Table:
         "waits: times a step that the host waits for the device; launches: kernels of a step",
         "roofline: share of what products and the optimizer's memory traffic would need at the speeds measured first",
     )
-    return Table(f"Suite training on {hardware}", columns, cells, notes)
+    return Table(f"Suite {suite} on {hardware}", columns, cells, notes)
 
 
 def _cells(work: str, each: dict[str, Any]) -> tuple[Cell, ...]:
-    if each.get("error"):
-        return (work, each["name"], *[None] * 8, f"failed: {each['error']}")
+    if why := why_not(each):
+        return (work, each["name"], *[None] * 8, why)
     ratio, stats, peak, roofline = each.get("ratio"), each.get("stats"), each.get("peak bytes"), each.get("roofline")
     ratios: tuple[Cell, ...] = (ratio["median"], ratio["low"], ratio["high"]) if ratio else (None, None, None)
-    besides = [f"{key} {_short(each[key])}" for key in ("loss", "against fp32", "skips", "batch") if key in each]
+    besides = [f"{key} {_short(each[key])}" for key in _BESIDES if key in each]
     return (
         work, each["name"], 1e3 * stats["median"] if stats else None, *ratios, peak / 2**20 if peak else None,
         each.get("waits"), each.get("launches"), 100 * roofline if roofline else None, ", ".join(besides),

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from ...errors import PolicyError
-from .._machine import DeviceLost, check_device
-from .._results import EVERYTHING, Missing, described, failure
+from .._results import EVERYTHING, Missing
 from ._contenders import Contender, fitting, fitting_compiled
-from ._measure import Clock, Pace, Speeds, Tell, free, heat, quiet
+from ._largest import batch_row
+from ._measure import Clock, Pace, Speeds, Tell, heat, quiet
 from ._optimizer import LISTS_BY_SIZE, optimizer_row, speeds
-from ._parity import batch_row, parity_row
-from ._rows import TrainingRow, lines
+from ._parity import parity_row
+from ._parts import Part, device_for_parts, groups_named, needs_by_group, run_parts, size_named
+from ._rows import TrainingRow
 from ._works import works
 
 BUDGET = 1500.0
@@ -50,18 +47,8 @@ SIZES = {
 }  # fmt: skip
 
 
-GROUPS = {"optimizer": "lists", "steps": "eager", "largest batch": "eager", "compiled": "compiled", "parity": "parity"}
-"""By kind of part, the group of parts that can be asked for."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """A piece of the suite, of a kind in `GROUPS`; it is dropped when less than `needs` seconds are left."""
-
-    kind: str
-    name: str
-    needs: float
-    make: Callable[[], TrainingRow]
+GROUPS = ("lists", "eager", "compiled", "parity")
+"""Of parts, as they can be asked for."""
 
 
 def training(
@@ -83,85 +70,17 @@ def training(
     first, for the rest is held against it. `contenders`: in place of those of the protocol, the first being the
     reference. A device that is lost ends the suite with `DeviceLost`, after the row.
     """
-    size = size or ("full" if device.type == "cuda" else "tiny")
-    if size not in SIZES:
-        raise PolicyError(f"the suite training has no size {size!r}; write {' or '.join(SIZES)}")
-    groups = dict.fromkeys(GROUPS.values())
-    if unknown := [part for part in parts or () if part not in groups]:
-        raise PolicyError(f"the suite training has no part {unknown[0]!r}; its parts are {', '.join(groups)}")
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        # the profiler, started again while CUDA graphs are about, must not have been shut down in between
-        os.environ.setdefault("TEARDOWN_CUPTI", "0")
-        os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
-    chosen = SIZES[size]
+    asked = groups_named("training", GROUPS, parts)
+    size, chosen = size_named("training", SIZES, size, device)
+    device = device_for_parts(device)
     clock = Clock(budget if budget is not None else chosen.budget, now)
-    machine, *others = _parts(device, min(rounds, chosen.pace.rounds), size, clock, contenders, tell)
-    wanted = [part for part in others if parts is None or GROUPS[part.kind] in parts]
-    with _settings():
-        needed = missing.of(wanted, lambda part: part.name)
-        for part in itertools.chain([machine] if missing.any(wanted, lambda part: part.name) else [], needed):
-            row = _run(part, clock, tell)
-            lost = _lost(row, device)
-            yield row
-            if lost is not None:
-                raise lost
+    every = _parts(device, min(rounds, chosen.pace.rounds), size, clock, contenders, tell)
+    yield from run_parts(every, asked, device, clock, missing, tell)
 
 
 def estimates() -> dict[str, float]:
     """Seconds that each group of parts takes in the full size, by the estimate of its parts, on an H100."""
-    parts = _parts(torch.device("cpu"), SIZES["full"].pace.rounds, "full", Clock(BUDGET), None, quiet)
-    return {group: sum(p.needs for p in parts if GROUPS.get(p.kind, group) == group) for group in GROUPS.values()}
-
-
-def _run(part: Part, clock: Clock, tell: Callable[[str], None]) -> TrainingRow:
-    if clock.left < part.needs:
-        why = f"{clock.spent}, and it needs about {part.needs:.0f} s"
-        row = TrainingRow(part=part.kind, name=part.name, about={"dropped": why})
-    else:
-        tell(f"{part.name} ({clock.spent})")
-        started = clock.used
-        try:
-            row = part.make()
-        except Exception as error:
-            row = TrainingRow(part=part.kind, name=part.name, about={"error": failure(part.name, error, tell)})
-        row.about["took"] = round(clock.used - started, 2)
-    for line in lines(row):
-        tell(line)
-    return row
-
-
-def _lost(row: TrainingRow, device: torch.device) -> DeviceLost | None:
-    """The end of the device if it did not survive this row, which then says so."""
-    errors = [
-        row.about.get("error"),
-        *(f"{each['name']}: {each['error']}" for each in row.contenders if each.get("error")),
-    ]
-    try:
-        if any(errors):
-            check_device(device, f"{row.name}: {next(filter(None, errors))}")
-        free()
-    except DeviceLost as lost:
-        row.about["error"] = described(lost)
-        return lost
-    return None
-
-
-@contextmanager
-def _settings() -> Iterator[None]:
-    """What contenders set for the process is put back; cuDNN may look for the quickest convolutions meanwhile."""
-    if not torch.cuda.is_available():
-        yield
-        return
-    precision, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    benchmark = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = benchmark
-        torch.set_float32_matmul_precision(precision)
-        torch.backends.cudnn.allow_tf32 = tf32
+    return needs_by_group(_parts(torch.device("cpu"), SIZES["full"].pace.rounds, "full", Clock(BUDGET), None, quiet))
 
 
 def _parts(
@@ -186,7 +105,7 @@ def _parts(
             return optimizer_row(name, device, 5 * rounds, found(), clip=clip, tell=tell)
 
         title = f"Adam, {name}" + ("" if clip is None else ", clipping")
-        return Part(kind="optimizer", name=title, needs=needs, make=make)
+        return Part(kind="optimizer", group="lists", name=title, needs=needs, make=make)
 
     def steps(key: str, needs: float) -> Part:
         work = every[key]
@@ -195,7 +114,7 @@ def _parts(
             chosen_ones = contenders if contenders is not None else fitting(work)
             return heat("steps", work, chosen_ones, device, pace, clock, found(), chosen.reserve, tell=tell)
 
-        return Part(kind="steps", name=work.name, needs=needs, make=make)
+        return Part(kind="steps", group="eager", name=work.name, needs=needs, make=make)
 
     def compiled(key: str, needs: float) -> Part:
         work = every[key]
@@ -206,12 +125,12 @@ def _parts(
             ones = contenders if contenders is not None else fitting_compiled(work)
             return heat("compiled", work, ones, device, pace, clock, found(), chosen.reserve_compiled, name, tell)
 
-        return Part(kind="compiled", name=name, needs=needs, make=make)
+        return Part(kind="compiled", group="compiled", name=name, needs=needs, make=make)
 
     def parity(key: str, needs: float) -> Part:
         work = every[key]
         return Part(
-            kind="parity", name=f"parity, {work.name}", needs=needs,
+            kind="parity", group="parity", name=f"parity, {work.name}", needs=needs,
             make=lambda: parity_row(work, device, chosen.parity_steps, clock, chosen.reserve, tell),
         )  # fmt: skip
 
@@ -219,8 +138,8 @@ def _parts(
         work = every[key]
         sizes = range(8, 64, 8) if size == "full" else range(1, 4)
         return Part(
-            kind="largest batch", name=f"largest batch, {work.name}", needs=needs,
-            make=lambda: batch_row(work, device, clock, sizes=sizes, tell=tell),
+            kind="largest batch", group="eager", name=f"largest batch, {work.name}", needs=needs,
+            make=lambda: batch_row(work, device, clock, sizes, tell=tell),
         )  # fmt: skip
 
     first, *others = LISTS_BY_SIZE[size]
@@ -247,4 +166,4 @@ def _parts(
     ]
     if size == "full":
         return parts
-    return [Part(kind=p.kind, name=p.name, needs=0, make=p.make) for p in parts]
+    return [replace(part, needs=0) for part in parts]

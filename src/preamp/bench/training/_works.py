@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...zoo.bert import Bert, Shape
+from ...zoo.seresnext import SHAPES, SEResNeXt
 from ...zoo.unet import UNet
-from ._models import ResNet, feed_forward
+from ._models import Gpt, ResNet, feed_forward
 
 IGNORED = -100
 """Target of a position that the loss leaves out."""
@@ -38,6 +39,8 @@ class Work:
     clip: float | None = None
     images: bool = False
     """Whether inputs are images, which may lie channels last."""
+    deeper: Callable[[int], Work] | None = None
+    """The same with so many layers, where it is made of equal ones."""
 
     def model(self, device: torch.device, seed: int = 0) -> nn.Module:
         """The network with weights of a seed, made on the device."""
@@ -87,21 +90,36 @@ def _rows(width: int) -> Callable[[torch.Generator, int], Batch]:
     return make
 
 
-def _text(vocabulary: int, length: int) -> Callable[[torch.Generator, int], Batch]:
-    """Sequences that count up in steps of their own, some pieces at random; one in seven is masked and asked for."""
+def _below(limit: int, generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randint(limit, shape, generator=generator, device=generator.device)
+
+
+def _counting(generator: torch.Generator, count: int, length: int, used: int) -> Tensor:
+    """Sequences that count up in steps of their own, some pieces at random: int64 (count, length) below `used`."""
+    start, stride = _below(used, generator, count, 1), _below(8, generator, count, 1) + 1
+    ids = (start + stride * torch.arange(length, device=generator.device)) % used
+    odd = _below(20, generator, count, length) == 0
+    return torch.where(odd, _below(used, generator, count, length), ids)
+
+
+def _masked_text(vocabulary: int, length: int) -> Callable[[torch.Generator, int], Batch]:
+    """One piece in seven is masked and asked for."""
     used, mask = min(vocabulary - 1, 512), vocabulary - 1
 
     def make(generator: torch.Generator, count: int) -> Batch:
-        device = generator.device
-
-        def below(limit: int, *shape: int) -> Tensor:
-            return torch.randint(limit, shape, generator=generator, device=device)
-
-        start, stride = below(used, count, 1), below(8, count, 1) + 1
-        ids = (start + stride * torch.arange(length, device=device)) % used
-        ids = torch.where(below(20, count, length) == 0, below(used, count, length), ids)
-        asked = below(7, count, length) == 0
+        ids = _counting(generator, count, length, used)
+        asked = _below(7, generator, count, length) == 0
         return torch.where(asked, mask, ids), torch.where(asked, ids, IGNORED)
+
+    return make
+
+
+def _next_text(vocabulary: int, length: int) -> Callable[[torch.Generator, int], Batch]:
+    """At each position the next piece is asked for."""
+
+    def make(generator: torch.Generator, count: int) -> Batch:
+        ids = _counting(generator, count, length + 1, min(vocabulary, 512))
+        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
     return make
 
@@ -150,11 +168,14 @@ def _square_loss(output: Tensor, target: Tensor) -> Tensor:
 # -- the works
 
 
-def _bert(name: str, shape: Shape, count: int) -> Work:
-    what = f"{shape.layers} layers, width {shape.hidden}, batch {count} x {shape.length}, AdamW, clipping"
+def _transformer(name: str, shape: Shape, count: int, *, causal: bool = False) -> Work:
+    """BERT, or if `causal` a GPT."""
+    text = _next_text if causal else _masked_text
     return Work(
-        name=name, what=what, build=lambda: Bert(shape), batch=_text(shape.vocabulary, shape.length), loss=_text_loss,
-        count=count, optimizer="AdamW", lr=1e-4, clip=1.0,
+        name=name, what=f"{shape.layers} layers, width {shape.hidden}, batch {count} x {shape.length}, AdamW, clipping",
+        build=lambda: Gpt(shape) if causal else Bert(shape), batch=text(shape.vocabulary, shape.length),
+        loss=_text_loss, count=count, optimizer="AdamW", lr=1e-4, clip=1.0,
+        deeper=lambda layers: _transformer(name, replace(shape, layers=layers), count, causal=causal),
     )  # fmt: skip
 
 
@@ -170,17 +191,20 @@ def works(size: str) -> dict[str, Work]:
     full = size == "full"
     base = _shape(768, 12, 12, 128) if full else _shape(32, 1, 2, 16, 61)
     large = _shape(1024, 24, 16, 512) if full else _shape(48, 2, 3, 16, 61)
+    decoder = _shape(2048, 4, 16, 1024, 50304) if full else _shape(64, 1, 2, 16, 64)
     width, rows = (512, 1024) if full else (32, 16)
     channels, levels, side, images = (32, 5, 256, 16) if full else (4, 2, 16, 2)
     blocks, first, classes, square, pictures = ((3, 4, 6, 3), 64, 1000, 224, 128) if full else ((1, 1), 4, 10, 32, 2)
+    grouped, gated = (64, SHAPES["full"]) if full else (2, replace(SHAPES["full"], blocks=(1, 1), width=16, groups=4))
     return {
         "feed-forward": Work(
             name="feed-forward", what=f"5 layers of width {width}, batch {rows}, Adam",
             build=lambda: feed_forward(width), batch=_rows(width), loss=_square_loss, count=rows,
         ),
-        "bert-base b4": _bert("BERT-base b4", base, 4 if full else 1),
-        "bert-base b32": _bert("BERT-base b32", base, 32 if full else 2),
-        "bert-large": _bert("BERT-large b16", large, 16 if full else 2),
+        "bert-base b4": _transformer("BERT-base b4", base, 4 if full else 1),
+        "bert-base b32": _transformer("BERT-base b32", base, 32 if full else 2),
+        "bert-large": _transformer("BERT-large b16", large, 16 if full else 2),
+        "gpt": _transformer("GPT-2048 b4", decoder, 4 if full else 2, causal=True),
         "unet": Work(
             name="UNet", what=f"base {channels}, {levels} levels, {images} x 3 x {side} x {side}, Adam",
             build=lambda: UNet(channels=3, base=channels, levels=levels), batch=_scenes(side), loss=_mask_loss,
@@ -190,5 +214,10 @@ def works(size: str) -> dict[str, Work]:
             name="ResNet-50", what=f"{pictures} x 3 x {square} x {square}, SGD with momentum",
             build=lambda: ResNet(blocks, first, classes), batch=_pictures(square, classes), loss=_class_loss,
             count=pictures, optimizer="SGD", lr=0.05, images=True,
+        ),
+        "se-resnext": Work(
+            name="SE-ResNeXt-50", what=f"32x4d, {grouped} x 3 x {square} x {square}, SGD with momentum",
+            build=lambda: SEResNeXt(gated), batch=_pictures(square, classes), loss=_class_loss,
+            count=grouped, optimizer="SGD", lr=0.05, clip=1.0, images=True,
         ),
     }  # fmt: skip
