@@ -82,6 +82,23 @@ def test_scaled_gradients_are_not_stepped(level: str, kind: str, how: str) -> No
     session.close()
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("kind", ["foreach", "fused", "preamp"])
+def test_nor_are_they_after_many_steps_of_the_session(level: str, kind: str) -> None:
+    model, optimizer, session, loss_now = regression(level, kind)
+    for _ in range(4):
+        session.backward(loss_now())
+        session.step()
+        session.zero_grad()
+    session.backward(loss_now())
+    before = weights(model)
+    with pytest.raises(SessionError, match=r"write session\.step\(\)"):
+        optimizer.step()
+    assert same(before, weights(model))
+    assert not session.step().skipped
+    session.close()
+
+
 @pytest.mark.parametrize("level", ["O0", "O4", "O3"])
 def test_elsewhere_a_step_is_torchs(level: str) -> None:
     model, optimizer, session, loss_now = regression(level, "foreach")

@@ -179,8 +179,8 @@ class FusedOptimizer(Loading):
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
         """Torch's way to run hooks around a step under a name for profilers.
 
-        That name takes as long as the rest of a step of a few small tensors. So where they lie side by side it is left
-        out, unless a profiler runs.
+        That name takes as long as the rest of a step of a few small tensors. So it is left out where that would tell,
+        unless a profiler runs; hooks that change nothing, of sessions, run all the same.
         """
         hooked, own = Optimizer.profile_hook_step(func), func is FusedOptimizer._own_step
 
@@ -188,8 +188,11 @@ class FusedOptimizer(Loading):
         def step(self: FusedOptimizer, *args: Any, **kwargs: Any) -> Any:
             after = self._optimizer_step_post_hooks or _global_optimizer_post_hooks
             seen = self.is_hooked or after or profiler._is_profiler_enabled
-            unseen = not seen and self._plan is not None and self._plan.side_by_side
-            return func(self, *args, **kwargs) if unseen else hooked(self, *args, **kwargs)
+            if seen or self._plan is None or not self._plan.at_hand:
+                return hooked(self, *args, **kwargs)
+            for hook in self._optimizer_step_pre_hooks.values():
+                hook(self, args, kwargs)
+            return func(self, *args, **kwargs)
 
         if own:
             FusedOptimizer._steps.add(step)
