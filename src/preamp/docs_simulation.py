@@ -1,4 +1,4 @@
-"""Tables of the documents that are made from simulations of the kernels; see `benchmarks/simulation`."""
+"""Tables of what can be told of a GPU without one: simulated kernels, and what a step takes of the host."""
 
 from __future__ import annotations
 
@@ -51,6 +51,25 @@ def simulated_steps(results: dict[str, Any]) -> tuple[Table, str]:
         f"and one kernel; torch's kernels are taken to run at {100 * results[_SHARE]:.0f} % of the bandwidth of "
         "copying. "
         f"Preamp at {results['environment']['commit']}"
+    )
+    return Table("", columns, rows), text
+
+
+@committed("host-time", "python -m tests.emulator.host_time")
+def host_time(results: dict[str, Any]) -> tuple[Table, str]:
+    """What a step takes of the host."""
+    rows = [
+        (row["name"], one["name"], 1e3 * one["stats"]["median"], 1 / one["ratio"]["median"],
+         f"{1 / one['ratio']['high']:.2f} to {1 / one['ratio']['low']:.2f}", one["counts"]["launches"])
+        for row in results["suites"]["host time"] for one in row["contenders"]
+    ]  # fmt: skip
+    columns = ("list", "contender", Column("median", "ms", 2), Column("of torch's", digits=2),
+               Column("interval", align="right"), Column("launches", digits=0))  # fmt: skip
+    about = results["environment"]
+    text = (
+        "Time of the host for a backward pass of one number, the step and the update of the scale, on a device that is "
+        f"none and computes nothing; {results['rounds']} rounds. {about['cpu']}, torch {about['torch']}, preamp at "
+        f"{about['commit']}"
     )
     return Table("", columns, rows), text
 

@@ -25,7 +25,7 @@ from .docs_results import (
     sessions,
     step,
 )
-from .docs_simulation import simulated_kernels, simulated_steps
+from .docs_simulation import host_time, simulated_kernels, simulated_steps
 from .formats import FORMATS
 from .policy import LEVELS
 from .report import Table, to_svg
@@ -81,6 +81,7 @@ GENERATORS: dict[str, Callable[[Path], str]] = {
     "demo": demo,
     "doctor_versus": doctor_versus,
     "formats": formats,
+    "host_time": host_time,
     "levels": levels,
     "option_losses": option_losses,
     "option_times": option_times,

@@ -1,8 +1,8 @@
 """What a step takes of the host: torch's own and preamp's, on the pretended device, where no kernel computes anything.
 
-    python -m tests.emulator.host_time [--rounds 41] [--out FOLDER]
+    python -m tests.emulator.host_time [--rounds 41] [--out FILE]
 
-prints the table and writes FOLDER/host-time_<commit>.json. A step is a backward pass of one number, what the scaler or
+prints the table and writes the JSON of a bench. A step is a backward pass of one number, what the scaler or
 session does with a list of gradients, and the optimizer. Tensors have eight entries each: how long they are is nothing
 to the host. What torch needs on a real device to start its kernels over lists (one for each 36 tensors of Adam's) is
 not in its time; each launch of ours by Triton is.
@@ -130,7 +130,7 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=41)
-    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--out", type=Path, default=Path("host-time.json"))
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     rows = [measure(count, asked.rounds) for count in COUNTS]
@@ -138,9 +138,8 @@ def main() -> None:
     about = {**environment(torch.device("cpu")), "device": "the pretended device, no kernel computes"}
     found = {"schema": SCHEMA, "environment": about, "rounds": asked.rounds}
     found["suites"] = {"host time": [row.to_dict() for row in rows]}
-    file = asked.out / f"host-time_{str(about['commit']).rstrip('+')}.json"
-    file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(file)
+    asked.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(asked.out)
 
 
 if __name__ == "__main__":

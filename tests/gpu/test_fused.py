@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from preamp import fused
+from preamp.multi_tensor import parts_of, ready_for_capture
 from tests.fused import test_parts as parts
 from tests.fused.steps import (
     ADAM,
@@ -217,3 +218,17 @@ def test_reading_in_a_graph() -> None:
         assert float(got.amax) == value
         assert float(got.found) == float(value == math.inf)
         assert got.nonfinite.tolist() == [False, value == math.inf]
+
+
+def test_captures_find_pinned_memory() -> None:
+    """None can be had while a graph is captured, and each capture keeps what it has used."""
+    kept = [torch.zeros(1000, device="cuda")]
+    parts_of([kept], 256)
+    for number in range(1, 5):
+        ready_for_capture()
+        kept.append(torch.zeros(1000, device="cuda"))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            (part,) = parts_of([kept[number:]], 256)
+        graph.replay()
+        assert part.table.tolist() == [[kept[number].data_ptr()], [0]]

@@ -53,9 +53,10 @@ struct Allocator final : c10::Allocator {
 Allocator allocator;
 REGISTER_ALLOCATOR(CUDA, &allocator);
 
-// Memory of the host that is said to be pinned.
+// Memory of the host that is said to be pinned. A driver gives none while a graph is captured.
 struct Pinned final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
+    TORCH_CHECK(!captured, "CUDA error: operation not permitted when stream is capturing (cudaHostAlloc)");
     auto* held = new c10::DataPtr(c10::GetAllocator(c10::kCPU)->allocate(bytes));
     std::lock_guard<std::mutex> lock(mutex);
     begins.insert(held->get());

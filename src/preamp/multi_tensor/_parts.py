@@ -8,7 +8,7 @@ graph copies them from, are kept for the life of the process. Copies from pinned
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -21,12 +21,14 @@ from ._list import listed
 ALIGNMENT = 16
 """Bytes that one thread reads at once; addresses that are a multiple of it let kernels do so."""
 
+_SPARES = 16
 _KEPT = 32  # tables: a training loop uses one or two for each list, a second model a few more
 _tables: dict[tuple[object, ...], _Made] = {}
 _uses = count()
 _plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
 _captured: list[object] = []
 _spares: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+_uploads: Counter[tuple[int, torch.dtype]] = Counter()
 _lock = threading.Lock()
 
 
@@ -146,28 +148,41 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _pinned(like: Tensor) -> Tensor:
-    return torch.empty(like.numel(), dtype=like.dtype, device="cpu", pin_memory=True)
+def _pinned(length: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(length, dtype=dtype, device="cpu", pin_memory=True)
+
+
+def ready_for_capture() -> None:
+    """Lay pinned memory aside anew for the uploads of a capture, of which an earlier one has used what there was."""
+    with _lock:
+        for kind in _uploads:
+            _lay_aside(kind)
+
+
+def _lay_aside(kind: tuple[int, torch.dtype]) -> None:
+    """As many as there were uploads of a kind: a step that is captured makes no other tables than the one before it."""
+    spares = _spares.setdefault(kind, [])
+    spares += [_pinned(*kind) for _ in range(min(_uploads[kind], _SPARES) - len(spares))]
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
     """A copy on `device` of a CPU tensor, without waiting for the device.
 
-    While a graph is captured the copy becomes part of it; its pinned source is one that an earlier upload of the same
-    length laid aside, since pinned memory cannot be allocated then with every version of CUDA.
+    While a graph is captured the copy becomes part of it; its pinned source was laid aside before, since pinned memory
+    cannot be allocated then with every version of CUDA.
     """
     if device.type != "cuda":
         return values.to(device)
     kind, inside = (values.numel(), values.dtype), capturing(device)
     with _lock:
-        spares = _spares.setdefault(kind, [])
-        spare = spares.pop() if inside and spares else None
-    staging = _pinned(values) if spare is None else spare
+        if not inside:
+            _uploads[kind] += 1
+            _lay_aside(kind)
+        spare = _spares[kind].pop() if inside and _spares.get(kind) else None
+    staging = _pinned(*kind) if spare is None else spare
     staging.copy_(values.reshape(-1))
     copied = staging.to(device, non_blocking=True).view(values.shape)
-    with _lock:
-        if inside:
+    if inside:
+        with _lock:
             _captured.append((staging, copied))
-        elif len(spares) < 8:
-            spares.append(_pinned(values))
     return copied

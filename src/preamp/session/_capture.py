@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import PreampWarning, SessionError
+from ..multi_tensor import ready_for_capture
 from ..optim import FusedOptimizer
 from ..tree import map_tensors, tensors
 from ._parameters import parameters_of
@@ -150,6 +151,7 @@ class CapturedStep:
         torch.clear_autocast_cache()
         self._inputs = map_tensors(Tensor.clone, (args, kwargs))
         before = session.steps
+        ready_for_capture()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self._stream):
             self._outputs = self._function(*self._inputs[0], **self._inputs[1])
