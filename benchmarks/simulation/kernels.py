@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import triton
 import triton.language as tl
 from tests.fused.compile_kernels import POINTERS, WHOLE, compiled, resources
@@ -74,11 +75,11 @@ def _simple(name: str, rows: str, rule: int) -> Case:
     return _step(name, _kernels.simple, rows, GRAD=tl.float16, LOW=tl.float16, RULE=rule, NESTEROV=False)
 
 
-def _read(name: str, row: str, kind: int, counts: bool) -> Case:
-    constants = {"KIND": kind, "INTEGER": tl.int32 if row == _FULL else tl.int16, "COUNTS": counts, "ALIGNED": True,
-                 "CHUNK": reading_launch.LONG,
-                 "BLOCK": reading_launch.BLOCK * 2 // _BYTES[row]().itemsize}  # fmt: skip
-    return Case(name, reading.read, constants, 8, row)
+def _read(name: str, row: str, dtype: torch.dtype, counts: bool) -> Case:
+    kind, integer, warps = reading_launch.KINDS[dtype]
+    constants = {"KIND": kind, "INTEGER": integer, "COUNTS": counts, "ALIGNED": True, "CHUNK": reading_launch.LONG,
+                 "BLOCK": reading_launch.BLOCK}  # fmt: skip
+    return Case(name, reading.read, constants, warps, row)
 
 
 _HALF, _BRAIN, _FLOAT = tl.float16, tl.bfloat16, tl.float32
@@ -106,8 +107,8 @@ CASES = [
     _step("LAMB, parameters: float32 masters, float16", _layerwise_kernels.lamb_apply, "fhffh", LOW=_HALF,
           TRUSTS=True),
     *[
-        _read(f"reading {kind} gradients{', counting' * counts}", row, number, counts)
-        for number, (kind, row) in enumerate((("float16", _SHORT), ("bfloat16", _SHORT), ("float32", _FULL)))
+        _read(f"reading {dtype} gradients{', counting' * counts}".replace("torch.", ""), row, dtype, counts)
+        for dtype, row in ((torch.float16, _SHORT), (torch.bfloat16, _SHORT), (torch.float32, _FULL))
         for counts in (False, True)
     ],
 ]  # fmt: skip

@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 
 from preamp.fused import _eight_bit_kernels, _eight_bit_triton, _kernels, _layerwise_kernels
 from preamp.gradients import _kernels as reading
+from preamp.gradients._triton import BLOCK, KINDS, LONG
 
 TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {
@@ -59,9 +60,9 @@ CASES: list[tuple[Any, dict[str, Any], int]] = [
     (_layerwise_kernels.lamb_ratios, {"BLOCK": 1024}, 4),
     (_layerwise_kernels.lamb_apply, {"LOW": tl.float16, "TRUSTS": True, "ALIGNED": True, "CHUNK": 1024}, WARPS),
     *[
-        (reading.read, {"KIND": kind, "INTEGER": integer, "COUNTS": counts, "ALIGNED": True, "CHUNK": 16384,
-                        "BLOCK": 1024 if kind == 2 else 2048}, 8)
-        for kind, integer in ((0, tl.int16), (1, tl.int16), (2, tl.int32))
+        (reading.read, {"KIND": kind, "INTEGER": integer, "COUNTS": counts, "ALIGNED": True, "CHUNK": LONG,
+                        "BLOCK": BLOCK}, warps)
+        for kind, integer, warps in KINDS.values()
         for counts in (False, True)
     ],
     (reading.finish, {"COUNTS": True, "BLOCK": 1024}, 8),

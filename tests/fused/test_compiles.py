@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 ELEMENTWISE = {"adam", "simple", "novograd", "lamb_apply", "adam_8bit"}
 WIDE = {  # 16-byte loads and stores of four float32 numbers a thread, where both are float32
-    "adam": (2, 2), "simple": (1, 1), "novograd": (2, 2), "lamb_moments": (3, 2), "lamb_apply": (3, 1), "read": (8, 0),
+    "adam": (2, 2), "simple": (1, 1), "novograd": (2, 2), "lamb_moments": (3, 2), "lamb_apply": (3, 1), "read": (1, 0),
 }  # fmt: skip
 REGISTERS = 64
 """Of a thread, with which 32 warps have room on a processor."""

@@ -14,14 +14,17 @@ from torch import Tensor
 from ..multi_tensor import TensorList, listed, parts_of, walkable
 from . import _kernels
 
-BLOCK = 2048
-"""16-bit elements read at a time by one program: with 8 warps 8 a thread, a 16-byte load. Of float32 half as many."""
-LONG = 8 * BLOCK
-"""Elements of one program when there is work for all processors: fewer programs, fewer numbers to put together."""
+BLOCK = 1024
+"""Elements read at a time."""
+SHORT = 2 * BLOCK
+"""Elements of one program."""
+LONG = 16 * BLOCK
+"""The same when there is work for all processors: fewer programs, fewer numbers to put together."""
 MANY = 2**23
 """From so many entries on programs are long."""
 
-_KINDS = {torch.float16: (0, tl.int16), torch.bfloat16: (1, tl.int16), torch.float32: (2, tl.int32)}
+KINDS = {torch.float16: (0, tl.int16, 4), torch.bfloat16: (1, tl.int16, 4), torch.float32: (2, tl.int32, 8)}
+"""How a dtype is read: the kernel's name for it, the integer of its size, and warps. Threads then take 16 bytes each."""
 
 
 class Numbers(NamedTuple):
@@ -42,7 +45,7 @@ class Numbers(NamedTuple):
 def readable(gradients: Sequence[Tensor]) -> bool:
     """Whether `read` takes them: strided, of float16, bfloat16 or float32, all on one device."""
     own = listed(gradients)
-    return own.strided and own.together and own.dtypes.keys() <= _KINDS.keys()
+    return own.strided and own.together and own.dtypes.keys() <= KINDS.keys()
 
 
 def read(gradients: Sequence[Tensor], tiny: float | None) -> Numbers:
@@ -57,7 +60,7 @@ def read(gradients: Sequence[Tensor], tiny: float | None) -> Numbers:
     dense = own = listed(gradients)
     if not own.contiguous:
         dense = TensorList(gradient if walkable(gradient) else gradient.contiguous() for gradient in own)
-    chunk = LONG if sum(own.sizes) >= MANY else BLOCK
+    chunk = LONG if sum(own.sizes) >= MANY else SHORT
     dtypes = own.dtypes
     work = []
     for dtype in dtypes:
@@ -82,12 +85,12 @@ def read(gradients: Sequence[Tensor], tiny: float | None) -> Numbers:
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         base = 0
         for dtype, part in work:
-            plan, (kind, integer) = part.plan, _KINDS[dtype]
+            plan, (kind, integer, warps) = part.plan, KINDS[dtype]
             _kernels.read[(plan.chunks,)](
                 plan.tensor_of, plan.block_of, plan.sizes, part.table, plan.tensors,
                 0 if tiny is None else _integer_of(tiny, dtype), base, squares, tops, lows, zeros,
                 KIND=kind, INTEGER=integer, COUNTS=tiny is not None, ALIGNED=part.aligned, CHUNK=plan.chunk,
-                BLOCK=BLOCK * 2 // dtype.itemsize, num_warps=8, enable_fp_fusion=False,
+                BLOCK=BLOCK, num_warps=warps, enable_fp_fusion=False,
             )  # fmt: skip
             base += plan.chunks
         base = 0
