@@ -24,7 +24,7 @@ MANY = 2**23
 """From so many entries on programs are long."""
 
 KINDS = {torch.float16: (0, tl.int16, 4), torch.bfloat16: (1, tl.int16, 4), torch.float32: (2, tl.int32, 8)}
-"""How a dtype is read: the kernel's name for it, the integer of its size, and warps. Threads then take 16 bytes each."""
+"""How a dtype is read: the kernel's name for it, the integer of its size, and warps. A thread then takes 16 bytes."""
 
 
 class Numbers(NamedTuple):
