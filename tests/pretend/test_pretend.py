@@ -16,8 +16,8 @@ NAMES = ["cuda", "doctor", "one_rank", "rules", "schedules_cuda", "several", "st
 ONE_OPTIMIZER = "adam or not a_captured_step"
 """A captured step of each other optimizer takes a minute more."""
 
-WHOLE = "not full_size and not large_parameter"
-"""Without networks of full size, which a CPU takes minutes for."""
+WHOLE = "not full_size and not large_parameter and not four_launches"
+"""Without networks of full size, which a CPU takes minutes for, and what only kernels by Triton do in few launches."""
 
 
 @pytest.mark.timeout(600)
