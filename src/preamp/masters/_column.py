@@ -48,7 +48,8 @@ class Column:
     """Some parameters, those of them that have masters, and these."""
 
     def __init__(self, parameters: Sequence[Parameter], known: Mapping[Parameter, Entry], agreed: Agreed) -> None:
-        self._all = list(parameters)
+        self._all, self.made_of = list(parameters), parameters
+        """`made_of`: the list that it was last asked about, which its owner may have changed since."""
         self.parameters = [parameter for parameter in parameters if parameter in known]
         self.others = [parameter for parameter in parameters if parameter not in known]
         self.entries = [known[parameter] for parameter in self.parameters]
@@ -62,6 +63,10 @@ class Column:
     def is_of(self, parameters: Sequence[Parameter]) -> bool:
         """Whether these are the parameters, in this order."""
         return len(parameters) == len(self._all) and all(map(is_, parameters, self._all))
+
+    def was_made_of(self, parameters: Sequence[Parameter]) -> bool:
+        """Whether this is the list that was asked about last: to be asked within a step, where nobody changes it."""
+        return parameters is self.made_of and len(parameters) == len(self._all)
 
     def agrees(self, addresses: Sequence[int] | None = None) -> bool:
         """Whether nothing was written, and nothing lies elsewhere, since masters and parameters last agreed.

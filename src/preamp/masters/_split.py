@@ -81,7 +81,7 @@ class SplitMasters(Masters):
             become(parameter, self._in_float32(parameter, entry))
         rebuild_reducers(self._entries)
         self._entries.clear()
-        self._columns.clear()
+        self._forget_columns()
         self._bits.clear()
 
     def named(self) -> Iterator[tuple[str, Tensor]]:

@@ -47,6 +47,7 @@ class Masters:
         self._entries: dict[Parameter, Entry] = {}
         self._inside: dict[Parameter, Entry] = {}
         self._columns: dict[tuple[int, ...], Column] = {}
+        self._recent: Column | None = None
         self._agreed = Agreed()
         self._audits_left = AUDITS
         self._loaded = False
@@ -86,16 +87,25 @@ class Masters:
 
     def _know(self, parameter: Parameter, entry: Entry) -> None:
         self._entries[parameter] = entry
+        self._forget_columns()
+
+    def _forget_columns(self) -> None:
         self._columns.clear()
+        self._recent = None
 
     def _column(self, parameters: Sequence[Parameter]) -> Column:
         """What a step asks of all its parameters, as it was found for the last one."""
+        if self._recent is not None and self._recent.was_made_of(parameters):
+            return self._recent
         key = (len(parameters), *(id(parameter) for parameter in (*parameters[:1], *parameters[-1:])))
         found = self._columns.get(key)
-        if found is None or not found.is_of(parameters):
+        if found is not None and found.is_of(parameters):
+            found.made_of = parameters
+        else:
             if len(self._columns) > COLUMNS:  # other parameters have gradients at every step
                 self._columns.clear()
             found = self._columns[key] = Column(parameters, self._entries, self._agreed)
+        self._recent = found
         return found
 
     def strangers(self, parameters: Sequence[Parameter]) -> list[Parameter]:
@@ -111,7 +121,8 @@ class Masters:
         """
         if not self._entries:
             return
-        column = self._column(list(self._entries if parameters is None else parameters))
+        own = self._entries if parameters is None else parameters
+        column = self._column(own if isinstance(own, list) else list(own))
         if column.agrees(addresses) and not self._inside:
             return
         for parameter, entry in zip(column.parameters, column.entries, strict=True):
@@ -310,7 +321,7 @@ class Masters:
             become(parameter, entry.master)
         rebuild_reducers(self._entries)
         self._entries.clear()
-        self._columns.clear()
+        self._forget_columns()
 
     @contextmanager
     def loading(self, named: Mapping[str, Parameter], state: Mapping[str, Any]) -> Iterator[None]:

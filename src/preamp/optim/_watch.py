@@ -80,7 +80,8 @@ class Lie:
     def __init__(self, originals: Sequence[Parameter], states: Sequence[Sequence[Tensor]]) -> None:
         self.shapes = [param.shape for param in originals]
         self._sharded = is_sharded(originals[0])
-        self._originals: list[Tensor] = [*originals, *chain.from_iterable(states)]
+        # states of one parameter were made together, and lie near each other
+        self._originals: list[Tensor] = [*originals, *chain.from_iterable(zip(*states, strict=True))]
         here = self._here()
         self._addresses = list(map(Tensor.data_ptr, here))
         self._turnable = [*filter(spread, here[: len(originals)]), *filter(turnable, here[len(originals) :])]
@@ -122,8 +123,9 @@ class Lie:
 
     def _hand_out(self) -> None:
         count = len(self.shapes)
-        for number, own in enumerate((self.params, *self.states)):
-            own.become(self._held[number * count : (number + 1) * count])
+        self.params.become(self._held[:count])
+        for number, own in enumerate(self.states):
+            own.become(self._held[count + number :: len(self.states)])
         if not self._sharded:
             self.params.owners = self._originals[:count]
 
