@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ..errors import ScaleCollapse, ScaleError
 from ..frameworks import framework_hooks, unwrap_imitation
 from ..gradients import Reading, check_and_unscale_, read
+from ..multi_tensor import chained
 from ..parallel import Agreement
 from ..sharding import any_sharded
 from ._attributes import is_watched, takes_attributes
@@ -180,7 +181,7 @@ class GradScaler(torch.amp.GradScaler):
         look = partial(_check_and_unscale, found, self._reciprocal(scale)) if unscaled else None
         laid = [(bucket, bucket.laid(gradients, look)) for bucket, gradients in picked]
         if laid and not unscaled:
-            found = self._read([gradient for _, gradients in laid for gradient in gradients], scale.device).found
+            found = self._read(chained([gradients for _, gradients in laid]), scale.device).found
         optimizer.gradients_at_hand = laid
         state["found_inf_per_device"] = {scale.device: found} if laid else {}
         return unscaled
@@ -276,7 +277,8 @@ class GradScaler(torch.amp.GradScaler):
             run = self._in_a_row = int(self._in_a_row) + 1 if found.item() else 0
             due = True
         else:
-            run = self._in_a_row = (self._in_a_row + 1) * found
+            earlier = self._in_a_row if isinstance(self._in_a_row, Tensor) else found.new_full((), self._in_a_row)
+            run = self._in_a_row = torch.addcmul(found, earlier, found)  # (earlier + 1) * found
             due = self._updates % self._patience == 0  # read once in so many updates, so that no step waits for it
         if due and int(run) >= self._patience:
             skipped = int(run)
