@@ -38,23 +38,3 @@ class Entry:
             self.other.grad = wide.to(self.low.dtype)
         else:
             low.copy_(wide)  # in place: a communication bucket may hold it
-
-
-class Verdict:
-    """A flag on its way from an accelerator to the host."""
-
-    def __init__(self, name: str, flag: Tensor) -> None:
-        self.name = name
-        self._here = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=flag.device.type == "cuda")
-        self._here.copy_(flag, non_blocking=True) if flag.device.type != "meta" else self._here.zero_()
-        self._event = torch.Event(flag.device) if flag.device.type != "meta" else None
-        if self._event is not None:
-            self._event.record()
-
-    def ready(self) -> bool:
-        """Whether it has arrived; asking does not wait."""
-        return self._event is None or bool(self._event.query())
-
-    def guilty(self) -> bool:
-        """The flag."""
-        return bool(self._here)

@@ -11,7 +11,6 @@ entries that changed, and keeps its own bits where the written value is what the
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,17 +19,16 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..errors import PreampWarning, SessionError, StateError
+from ..errors import SessionError, StateError
 from ..formats import LOW_DTYPES
 from ..sharding import held_here, is_sharded
+from ._audit import Audit, agrees
 from ._column import Agreed, Column
-from ._entry import Entry, Verdict
+from ._entry import Entry
 from ._exchange import become, change_places, rebuild_reducers
 
 COLUMNS = 32
 """Lists of parameters whose entries are kept at hand."""
-AUDITS = 4
-"""Steps at the start in which parameters are compared with their masters."""
 
 
 class Masters:
@@ -49,11 +47,10 @@ class Masters:
         self._columns: dict[tuple[int, ...], Column] = {}
         self._recent: Column | None = None
         self._agreed = Agreed()
-        self._audits_left = AUDITS
+        self._audit = Audit()
         self._loaded = False
         self.rounded: str | None = None
         """A parameter whose master was replaced by 16-bit values that were loaded, if there is one."""
-        self._verdicts: list[Verdict] = []
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -148,65 +145,23 @@ class Masters:
         self._agreed.note(entry.number, parameter)
 
     def refresh_before_step(self, parameters: Sequence[Parameter], *, again: bool = False) -> None:
-        """`refresh`, and in the first steps a look at the values themselves.
+        """`refresh`, and in the first steps a look at the values themselves (`Audit`).
 
-        A write through `parameter.data` leaves no trace but its values. Comparing those costs a pass over the
-        parameters, so it is done at the start of training only, unless it finds something: then always. `again`: the
-        step refreshes them itself (`followed`).
+        `again`: the step refreshes them itself (`followed`).
         """
         if not self._entries:
             return
-        if self._audits_left or not again:
+        if self._audit.due or not again:
             self.refresh(parameters)
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return  # a graph would repeat the comparison for ever, and must not ask for what is on its way
-        for verdict in [v for v in self._verdicts if v.ready()]:
-            self._verdicts.remove(verdict)
-            self._judge(verdict.name if verdict.guilty() else None)
-        if not self._audits_left:
+        self._audit.hear()
+        if not self._audit.due:
             return
-        own = [p for p in parameters if p in self._entries]
-        if own and own[0].device.type != "cpu":
-            self._audit_on_device(own)
-            return
-        written = [p for p in own if not self._agrees(p)]
-        for parameter in written:
-            entry = self._entries[parameter]
+        column = self._column(parameters)
+        for parameter, entry in self._audit.written(list(zip(column.parameters, column.entries, strict=True))):
             self._agreed.versions[entry.number] = -1
             self._follow(parameter, entry)
-        self._judge(self._entries[written[0]].name if written else None)
-
-    def _judge(self, culprit: str | None) -> None:
-        if culprit is not None and self._audits_left >= 0:
-            self._audits_left = -1
-            warnings.warn(
-                f"{culprit} was written through .data, which leaves no trace, so every step has to compare parameters "
-                "with their masters from now on. Write through the parameter itself: "
-                "`with torch.no_grad(): p.clamp_(...)`",
-                PreampWarning,
-                stacklevel=2,
-            )
-        elif self._audits_left > 0:
-            self._audits_left -= 1
-
-    def _audit_on_device(self, parameters: Sequence[Parameter]) -> None:
-        """Compare and follow without waiting: whether anything was written is read when it has arrived."""
-        differ = []
-        for parameter in parameters:
-            low, master = held_here(parameter.data), held_here(self._entries[parameter].master)
-            kept = (low == master.to(low.dtype)) | low.isnan()
-            master.copy_(torch.where(kept, master, low.float()))
-            differ.append(~kept.all())
-        if self._audits_left < 0:  # known already
-            return
-        names = ", ".join(self._entries[p].name for p in parameters[:3])
-        found = torch.stack([one.to(differ[0].device) for one in differ]).any()  # stages may lie on several devices
-        self._verdicts.append(Verdict(f"one of {names}, ...", found))
-        self._audits_left -= 1
-
-    def _agrees(self, parameter: Parameter) -> bool:
-        low, master = held_here(parameter.data), held_here(self._entries[parameter].master)
-        return bool(((low == master.to(low.dtype)) | low.isnan()).all())
 
     def swap_in(self, parameters: Iterable[Parameter], gradients: Mapping[Parameter, Tensor] | None = None) -> None:
         """Put masters in the parameters' place, with the float32 `gradients` (None where a parameter has none)."""
@@ -266,7 +221,7 @@ class Masters:
         return others
 
     def _publish(self, parameters: Sequence[Parameter], lazily: bool) -> None:
-        written = [p for p in parameters if not lazily or not self._agrees(p)]
+        written = [p for p in parameters if not lazily or not agrees(p, self._entries[p])]
         if written:
             masters = [held_here(self._entries[p].master) for p in written]
             torch._foreach_copy_(list(map(held_here, written)), masters)

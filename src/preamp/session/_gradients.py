@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -19,39 +19,11 @@ from ..multi_tensor import chained
 from ..optim import FusedOptimizer
 from ..parallel import Agreement
 from ..sharding import placed_as
+from ._look import Look
 from ._parameters import dtype_of_gradient, gradients_of, low_strangers, parameters_of
 from ._sums import WideSums
 
 _LAYOUT, _VERSION = attrgetter("layout"), attrgetter("_version")
-
-
-@dataclass(slots=True)
-class _Look:
-    """What was read of an optimizer's gradients before its step, and what is to be done to them."""
-
-    reading: Reading
-    parameters: list[Parameter]
-    inverse: Tensor | None
-    """0-d float32 that makes them true; None: they are."""
-    clip: Tensor | None = None
-    """0-d float32, by which they are to shrink besides."""
-    clipped: tuple[list[int], list[int]] = ((), ())  # type: ignore[assignment]
-    """Identities and versions of the gradients that `clip` was made for."""
-    true: bool = False
-    """Whether `inverse` and `clip` have been applied, so that anybody may read and change them."""
-    kept: list[Parameter] = field(default_factory=list)
-    """Low parameters whose gradients rest in float32 beside 16-bit ones, since several losses add up in them."""
-    norm: Tensor | None = None
-    """L2 norm of the true gradients before clipping, once asked for."""
-    gathered: Any = None
-    """What an optimizer of `preamp.optim` would step, where that was read in the gradients' place."""
-
-    @property
-    def factor(self) -> Tensor | None:
-        """What the gradients are still to be multiplied by."""
-        if self.true or self.inverse is None or self.clip is None:
-            return None if self.true else (self.clip if self.inverse is None else self.inverse)
-        return self.inverse * self.clip
 
 
 class GradientBook:
@@ -67,7 +39,7 @@ class GradientBook:
         self._masters, self._home, self._group = masters, home, group
         self._agreements: dict[Optimizer, tuple[int, Agreement | None]] = {}
         self._sums = WideSums()
-        self._looks: dict[Optimizer, _Look] = {}
+        self._looks: dict[Optimizer, Look] = {}
         self._strays: list[tuple[Parameter, Parameter]] = []
         """Parameters that held masters a moment ago, and what they were: a forward pass may have run meanwhile, and its
         gradients end there."""
@@ -102,7 +74,7 @@ class GradientBook:
                 self._looks[optimizer] = self._long_look(optimizer, inverse, statistics)
         return self._looks[optimizer].reading
 
-    def _long_look(self, optimizer: Optimizer, inverse: Tensor | None, statistics: bool) -> _Look:
+    def _long_look(self, optimizer: Optimizer, inverse: Tensor | None, statistics: bool) -> Look:
         agreement = self._agreement(optimizer)
         parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
         gradients = {}
@@ -114,9 +86,9 @@ class GradientBook:
             elif agreement is not None:
                 grad = parameter.grad = placed_as(grad, parameter)
             gradients[parameter] = self._sums.of(parameter) if parameter in self._sums else grad
-        return _Look(self._read(optimizer, gradients, statistics), parameters, inverse)
+        return Look(self._read(optimizer, gradients, statistics), parameters, inverse)
 
-    def _quick_look(self, optimizer: Optimizer, inverse: Tensor | None, beside: bool) -> _Look:
+    def _quick_look(self, optimizer: Optimizer, inverse: Tensor | None, beside: bool) -> Look:
         """Without asking each of a thousand parameters more than its gradient."""
         gathered = optimizer.at_hand() if beside and isinstance(optimizer, FusedOptimizer) else None
         if gathered and self._home().type == gathered[0][0].params[0].device.type:
@@ -126,9 +98,9 @@ class GradientBook:
         parameters, gradients = present_in(list(parameters_of(optimizer)))
         if set(map(_LAYOUT, gradients)) - {torch.strided}:
             return self._long_look(optimizer, inverse, False)
-        return _Look(read(gradients, device=self._home()), parameters, inverse)
+        return Look(read(gradients, device=self._home()), parameters, inverse)
 
-    def _look_at_hand(self, gathered: list[tuple[Any, list[Tensor]]], inverse: Tensor | None) -> _Look | None:
+    def _look_at_hand(self, gathered: list[tuple[Any, list[Tensor]]], inverse: Tensor | None) -> Look | None:
         """In the lists of the step that follows; None if they have to be read one by one."""
         parameters = list(chain.from_iterable(bucket.params for bucket, _ in gathered))
         gradients = chained([own for _, own in gathered])
@@ -140,7 +112,7 @@ class GradientBook:
                 return None
             none = reading.nonfinite.new_zeros(len(parameters))
             reading = Reading(reading.found, reading.norm, none, sum(map(Tensor.numel, parameters)))
-        return _Look(reading, parameters, inverse, gathered=gathered)
+        return Look(reading, parameters, inverse, gathered=gathered)
 
     def gathered(self, optimizer: Optimizer) -> Any:
         """What the optimizer has copied side by side to be read, if it was."""
@@ -208,7 +180,7 @@ class GradientBook:
         if not any(look.true for look in self._looks.values()):
             self._masters.swap_out()  # those that an interrupt has left
 
-    def _shrink(self, look: _Look) -> None:
+    def _shrink(self, look: Look) -> None:
         """Apply the clipping that a step would, to gradients that were not thrown away or written since."""
         if look.clip is None:
             return
