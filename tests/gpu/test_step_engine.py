@@ -165,3 +165,24 @@ def test_our_scaler_steps_low_parameters_without_waiting(low: torch.dtype) -> No
             step(index)
     assert float(torch.stack(losses[-10:]).mean()) < 0.8 * float(losses[0])
     assert all(optimizer.state[p]["master"].dtype is torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_gradients_on_another_device_are_refused(level: str) -> None:
+    """A kernel would read the host's memory."""
+    model = nn.Linear(16, 4).to("cuda")
+    with preamp.prepare(model, preamp.optim.AdamW(model.parameters()), level=level) as session:
+        for moved in (False, False, True):
+            with session.autocast():
+                loss = model(torch.ones(8, 16, device="cuda")).float().pow(2).mean()
+            session.backward(loss)
+            if moved:
+                assert model.weight.grad is not None
+                model.weight.grad.data = model.weight.grad.data.cpu()
+                before = [p.detach().clone() for p in model.parameters()]
+                with pytest.raises(preamp.errors.OptimizerError, match="a gradient lies on cpu"):
+                    session.step()
+                assert all(map(torch.equal, model.parameters(), before))
+            else:
+                session.step()
+            session.zero_grad()

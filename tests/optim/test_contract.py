@@ -630,3 +630,17 @@ def test_parameters_with_other_shapes_over_the_same_memory(kind: str, flat: bool
         assert torch.equal(params[1].data.t() if turned else params[1].data.view(100, 80), given)
     else:
         assert torch.equal(params[0], params[1].data.t() if turned else params[1].data.view(100, 80))
+
+
+@FLAT
+@SIZES
+def test_a_gradient_that_is_sparse_in_a_later_step(n: int, flat: bool | None) -> None:
+    optimizer, params = stepped("Adam", n, flat)
+    give(params, 1)
+    params[1].grad = torch.ones(n).to_sparse()
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(OptimizerError, match="sparse gradient"):
+        optimizer.step()
+    assert all(map(torch.equal, params, before)), "nothing was stepped"
+    give(params, 1)
+    optimizer.step()

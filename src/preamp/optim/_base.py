@@ -314,6 +314,11 @@ class FusedOptimizer(Loading):
                 f"{type(self).__name__} got a sparse gradient of shape {tuple(grad.shape)} and steps dense ones: use "
                 "torch.optim.SparseAdam or SGD for such parameters, or sparse=False in the embedding"
             )
+        if grad is not None and grad.device != param.device:
+            raise OptimizerError(
+                f"a gradient lies on {grad.device}, and its parameter on {param.device}: the parameter was moved after "
+                "the backward pass. Move it before, or run backward again"
+            )
         if grad is not None and grad.shape != param.shape:
             raise OptimizerError(
                 f"a gradient has shape {tuple(grad.shape)}, and its parameter {tuple(param.shape)}: the parameter was "

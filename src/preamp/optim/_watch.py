@@ -103,10 +103,12 @@ class Lie:
         return list(map(Tensor.data_ptr, here)) == self._addresses or self._followed(here)
 
     def takes(self, gradients: TensorList) -> bool:
-        """Whether these lie in memory as the parameters do, entry by entry, or have at least their shapes."""
+        """Whether these are dense, on the device, and lie as the parameters do entry by entry, or have their shapes."""
+        if not gradients.together or gradients[0].device != self.params[0].device:
+            return False
         if self.dense and gradients.contiguous:
             return gradients.sizes == self.params.sizes
-        return list(map(_SHAPE, gradients)) == self.shapes
+        return gradients.strided and list(map(_SHAPE, gradients)) == self.shapes
 
     def _followed(self, here: Sequence[Tensor]) -> bool:
         addresses = list(map(Tensor.data_ptr, here))
