@@ -232,6 +232,10 @@ class Masters:
         `addresses`: where the parameters lie, if that is known.
         """
         self.refresh(parameters, addresses)
+        return self.kept(parameters)
+
+    def kept(self, parameters: Sequence[Parameter]) -> list[Tensor]:
+        """What lies beside parameters that have masters, as it is: these, or the bits of split ones."""
         return self._column(parameters).masters()
 
     def published(self, parameters: Sequence[Parameter]) -> None:

@@ -138,7 +138,7 @@ class FusedOptimizer(Loading):
         for bucket, grads in gathered:
             params = bucket.tensors()
             if bucket.mastered and self._masters.split:
-                bits = bucket.parts([self._masters.of(param) for param in bucket.params])
+                bits = bucket.parts(self._masters.kept(bucket.params))
                 self._advance_split(bucket, params, bits, grads, factor, found)
             elif bucket.mastered:
                 where = params.addresses if isinstance(params, TensorList) and not bucket.sharded else None
