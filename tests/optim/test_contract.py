@@ -119,6 +119,17 @@ def through_data(optimizer: Any, params: list[Parameter]) -> None:
     state.data = torch.full_like(state, 0.25)
 
 
+def through_data_and_keep(optimizer: Any, params: list[Parameter]) -> None:
+    """As who puts states away for a while does."""
+    state = optimizer.state[params[4]][first_name(optimizer)]
+    optimizer.kept = state.data
+    state.data = torch.full_like(state, 0.25)
+
+
+def turn(optimizer: Any, params: list[Parameter]) -> None:
+    optimizer.state[params[1]][first_name(optimizer)].t_()
+
+
 def reset_step(optimizer: Any, params: list[Parameter]) -> None:
     if "step" in optimizer.state[params[3]]:
         optimizer.state[params[3]]["step"].zero_()
@@ -198,7 +209,8 @@ DEEDS: dict[str, Deed] = {
     "pop the first": pop(0), "pop another": pop(3), "clear": clear_all, "a new dict": new_dict,
     "an empty row": empty_row, "a plain row": plain_row, "replace": replace,
     "replace, keep the old": replace_and_keep, "swap": swap,
-    "in place": in_place, "through data": through_data, "reset a step": reset_step, "add to a step": add_steps,
+    "in place": in_place, "through data": through_data,
+    "through data, and keep": through_data_and_keep, "turn a state": turn, "reset a step": reset_step, "add to a step": add_steps,
     "replace a step": replace_step, "new data": new_data, "transposed": transposed, "a new parameter": new_parameter,
     "a group more": added_group, "a group anew": new_group, "lr": hyper(lr=0.01), "decay": hyper(weight_decay=0.1),
     "notes": notes, "deepcopy": copied, "pickle": pickled, "reload": reloaded, "frozen": frozen,

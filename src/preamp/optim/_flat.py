@@ -155,17 +155,16 @@ class Flat:
         self._dense = {id(tensor): self._as_spaced(tensor) for tensor in rows}
         self._runs = list(_runs(params))
         self._param_rows, self._gradient_rows = self._by_rows(self.param), self._by_rows(self._gradient)
-        self._turnable = list(filter(turnable, params))
-        self._memory = [state.untyped_storage() for own in self.states.values() for state in own]
-        self._users = list(map(_users, self._memory))
+        self._shown = [piece for (own,) in self.states.values() for piece in self._parts[id(own)]]
+        self._shown_at = list(map(Tensor.data_ptr, self._shown))
+        self._turnable = list(filter(turnable, [*params, *self._shown]))
         self._addresses = self._now()
 
     def holds(self) -> bool:
-        """Whether every parameter still lies where it was put: `model.to()` and the like move them.
-
-        And whether every state does, which nobody need look at one by one: all of them use the memory that they are in.
-        """
-        if not all(map(Tensor.is_contiguous, self._turnable)) or list(map(_users, self._memory)) != self._users:
+        """Whether every parameter and state still lies where it was put: `model.to()` and the like move them."""
+        if not all(map(Tensor.is_contiguous, self._turnable)):
+            return False
+        if list(map(Tensor.data_ptr, self._shown)) != self._shown_at:
             return False
         if self.lying == "copied":
             return set(map(_DTYPE, self._params)) == {torch.float32}
