@@ -29,7 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..errors import OptimizerError
 from ..multi_tensor import count_writes, stretches
 from ..sharding import is_sharded
-from ._watch import turnable
+from ._watch import Shown, turnable
 
 SMALL = 16384
 """Entries up to which a tensor is stepped beside others: beyond, copying its gradient costs more than a call."""
@@ -122,13 +122,13 @@ class ShapeMismatch(OptimizerError):
 class Flat:
     """The one tensor of some parameters, and one for each of their states.
 
-    `params`: in `order`. `lying`: how they lie from now on. `scratch`: where parameters are copied to, for several of
-    these in turn, unless they are laid.
+    `params`: in `order`. `lying`: how they lie from now on. `owner`: that of `Shown`. `scratch`: where parameters are
+    copied to, for several of these in turn, unless they are laid.
     """
 
     def __init__(
         self, params: Sequence[Parameter], states: Sequence[dict[str, Any]], names: Sequence[str], lying: Lying,
-        scratch: Tensor | None = None,
+        owner: Any, scratch: Tensor | None = None,
     ) -> None:  # fmt: skip
         self._params, self.lying = list(params), lying
         self._entries = sum(param.numel() for param in params)
@@ -156,15 +156,13 @@ class Flat:
         self._runs = list(_runs(params))
         self._param_rows, self._gradient_rows = self._by_rows(self.param), self._by_rows(self._gradient)
         self._shown = [piece for (own,) in self.states.values() for piece in self._parts[id(own)]]
-        self._shown_at = list(map(Tensor.data_ptr, self._shown))
-        self._turnable = list(filter(turnable, [*params, *self._shown]))
+        self._lie = Shown(self._shown, owner, lists=2)
+        self._turnable = list(filter(turnable, params))
         self._addresses = self._now()
 
     def holds(self) -> bool:
         """Whether every parameter and state still lies where it was put: `model.to()` and the like move them."""
-        if not all(map(Tensor.is_contiguous, self._turnable)):
-            return False
-        if list(map(Tensor.data_ptr, self._shown)) != self._shown_at:
+        if not all(map(Tensor.is_contiguous, self._turnable)) or not self._lie.are_where_they_were(self._shown):
             return False
         if self.lying == "copied":
             return set(map(_DTYPE, self._params)) == {torch.float32}

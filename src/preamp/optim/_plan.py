@@ -21,7 +21,7 @@ from ..parallel import ShardReduction
 from ..sharding import held_here, is_sharded, placed_as
 from ._flat import PIECE, Flat, Look, Lying, lying_of, order, padded
 from ._steps import Steps, ages
-from ._watch import Lie, States, overlapping
+from ._watch import Lie, States, counting, overlapping
 
 
 @dataclass(slots=True)
@@ -193,10 +193,11 @@ def _buckets_of(optimizer: Any, group: dict[str, Any], params: list[Parameter], 
         if optimizer.counts_steps:
             bucket.steps = optimizer.counted(alike, when)
         if side_by_side:
-            bucket.flat = Flat(alike, [state.get(param, {}) for param in alike], names, lying, scratch=scratch)
+            rows = [state.get(param, {}) for param in alike]
+            bucket.flat = Flat(alike, rows, names, lying, counting(state, alike), scratch=scratch)
             bucket.states, bucket.contiguous = bucket.flat.states, True
         else:
-            bucket.lie = Lie(alike, [[state[param][name] for param in alike] for name in names])
+            bucket.lie = Lie(alike, [[state[param][name] for param in alike] for name in names], counting(state, alike))
             bucket.states = dict(zip(names, bucket.lie.states, strict=True))
             bucket.contiguous = bucket.lie.dense
         buckets.append(bucket)

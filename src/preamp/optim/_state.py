@@ -1,4 +1,4 @@
-"""`optimizer.state`, which knows when somebody has changed what it holds.
+"""`optimizer.state`, which knows when somebody has changed what it holds, or has asked for it.
 
 To compare every entry with what it was before each step takes a tenth of a step of many small tensors: the memory that
 holds them is no longer in the cache. So these dicts, which are dicts to everybody else, count what is done to them.
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _CHANGING = ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update")
+_ASKING = ("__getitem__", "get", "items", "values", "copy", "__or__", "__ror__", "__iter__")
+"""The last is not asked for a value: a dict that has one of its own is copied by `dict(...)` through the others."""
 
 
 class Row(dict[str, Any]):
@@ -27,6 +29,11 @@ class Row(dict[str, Any]):
     def _changes(self) -> None:
         if self.state is not None:
             self.state.changes += 1
+            self.state.asked += 1  # what leaves, somebody may have
+
+    def _asks(self) -> None:
+        if self.state is not None:
+            self.state.asked += 1
 
     def __copy__(self) -> dict[str, Any]:
         return dict(self)
@@ -43,9 +50,11 @@ class State(defaultdict[Any, Any]):
 
     changes: int
     """Goes up whenever an entry, here or in a row, may have become another."""
+    asked: int
+    """Goes up whenever somebody may have got hold of an entry of a row."""
 
     def __init__(self, items: Mapping[Any, Any]) -> None:
-        self.changes = 0
+        self.changes = self.asked = 0
         super().__init__(dict)
         for key, row in items.items():
             self[key] = Row(row, state=self) if type(row) in (dict, OrderedDict, Row) else row
@@ -65,12 +74,12 @@ class State(defaultdict[Any, Any]):
         return defaultdict, (dict,), None, None, iter(self.items())
 
 
-def _counting(kind: Any, name: str) -> None:
-    change = getattr(kind, name)
+def _counting(kind: Any, name: str, count: Callable[[Any], None]) -> None:
+    plain = getattr(kind, name)
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._changes()
-        return change(self, *args, **kwargs)
+        count(self)
+        return plain(self, *args, **kwargs)
 
     counted.__name__ = name
     setattr(kind, name, counted)
@@ -78,4 +87,6 @@ def _counting(kind: Any, name: str) -> None:
 
 for _kind in (Row, State):
     for _name in _CHANGING:
-        _counting(_kind, _name)
+        _counting(_kind, _name, _kind._changes)
+for _name in _ASKING:
+    _counting(Row, _name, Row._asks)

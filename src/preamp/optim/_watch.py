@@ -8,10 +8,12 @@ in lists that C code walks.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from collections.abc import Sequence
+from itertools import chain, repeat
+from operator import attrgetter, is_
+from sys import getrefcount
 from typing import Any
+from weakref import getweakrefcount
 
 import torch
 from torch import Tensor
@@ -22,6 +24,16 @@ from ..sharding import held_here, is_sharded
 from ._state import State
 
 _FORM, _SHAPE = attrgetter("shape", "dtype", "device", "layout"), attrgetter("shape")
+_entry = dict.__getitem__
+"""Of a row, without its noticing."""
+
+_IN_A_LIST = next(map(getrefcount, [object()]))
+"""References to what nothing holds but the list that is looked through."""
+
+
+def counting(state: Any, params: Sequence[Parameter]) -> State | None:
+    """The state of an optimizer, if it counts what is done to the rows of these parameters."""
+    return state if isinstance(state, State) and all(state.watches(state.get(param)) for param in params) else None
 
 
 class States:
@@ -36,9 +48,7 @@ class States:
         for params, names in owned:
             for name in names:
                 together[name] += [self._state[param] for param in params]
-        self._entries: list[tuple[Callable[[Any], Any], list[Any], list[Any]]] = [
-            (itemgetter(name), rows, [row[name] for row in rows]) for name, rows in together.items()
-        ]
+        self._entries = [(name, rows, [_entry(row, name) for row in rows]) for name, rows in together.items()]
         self._changes = -1
         self._counted = isinstance(self._state, State) and all(self._state.watches(row) for _, row in self._rows)
 
@@ -65,42 +75,76 @@ class States:
                 return False
             self._keys, self._values = list(state), list(state.values())
         try:
-            return all(all(map(is_, map(entry, rows), values)) for entry, rows, values in self._entries)
+            return all(all(map(is_, map(_entry, rows, repeat(name)), values)) for name, rows, values in self._entries)
         except KeyError:
             return False
+
+
+class Shown:
+    """Tensors that the state of an optimizer shows to everybody, and where they lie.
+
+    `owner`: that state, if it counts who asks for them; else None. `lists`: how many lists of the caller have them.
+
+    Who has one of them can give it other memory, which leaves no trace. So their addresses are compared before a step,
+    unless nobody can have one: the state was not asked for any since they were last found in nobody else's hands.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], owner: Any, lists: int) -> None:
+        self._addresses = list(map(Tensor.data_ptr, tensors))
+        self._alone = {_IN_A_LIST + lists + 1}  # in its row, and in `States`
+        self._turnable = [i for i, tensor in enumerate(tensors) if turnable(tensor)]
+        self._as_they_lay = [tensors[i].is_contiguous() for i in self._turnable]
+        self._owner = owner
+        self._asked = -1
+
+    def are_where_they_were(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the same tensors lie as they did."""
+        if self._owner is not None and self._owner.asked == self._asked:
+            return True
+        if list(map(Tensor.data_ptr, tensors)) != self._addresses:
+            return False
+        if [tensors[i].is_contiguous() for i in self._turnable] != self._as_they_lay:
+            return False
+        alone = self._owner is not None and set(map(getrefcount, tensors)) == self._alone
+        if alone and not any(map(getweakrefcount, tensors)):
+            self._asked = self._owner.asked
+        return True
 
 
 class Lie:
     """How parameters that are stepped each by itself, and their states, lie in memory.
 
     They are stepped through tensors of the same memory whose shapes nobody else can change, so that a step never writes
-    beyond what was looked at when these were made. `states`: of each name, one for each of `originals`.
+    beyond what was looked at when these were made. `states`: of each name, one for each of `originals`. `owner`: the
+    optimizer's state, which holds these.
     """
 
-    def __init__(self, originals: Sequence[Parameter], states: Sequence[Sequence[Tensor]]) -> None:
+    def __init__(self, originals: Sequence[Parameter], states: Sequence[Sequence[Tensor]], owner: Any) -> None:
         self.shapes = [param.shape for param in originals]
         self._sharded = is_sharded(originals[0])
-        # states of one parameter were made together, and lie near each other
-        self._originals: list[Tensor] = [*originals, *chain.from_iterable(zip(*states, strict=True))]
-        here = self._here()
-        self._addresses = list(map(Tensor.data_ptr, here))
-        self._turnable = [*filter(spread, here[: len(originals)]), *filter(turnable, here[len(originals) :])]
-        self._as_they_lay = list(map(Tensor.is_contiguous, self._turnable))
+        self._originals = list[Tensor](originals)
+        self._states = list(chain.from_iterable(zip(*states, strict=True)))  # as they were made, one near the other
+        self._owner = None if self._sharded else owner
+        params, shown = self._here(self._originals), self._here(self._states)
+        self._spread = list(filter(spread, params))
+        self._as_they_lay = list(map(Tensor.is_contiguous, self._spread))
+        self._note(params, shown)
         with torch.no_grad():
-            self._held = [tensor.detach() for tensor in here]
+            self._held = [tensor.detach() for tensor in (*params, *shown)]
         self.params, *self.states = (TensorList() for _ in range(1 + len(states)))
         self._hand_out()
         self.dense = not self._sharded and all(map(Tensor.is_contiguous, self._held))
 
-    def _here(self) -> list[Tensor]:
-        return list(map(held_here, self._originals)) if self._sharded else self._originals
+    def _here(self, tensors: list[Tensor]) -> list[Tensor]:
+        return list(map(held_here, tensors)) if self._sharded else tensors
 
     def holds(self) -> bool:
         """Whether they lie as they did; elsewhere in memory, alike, they are followed to."""
-        here = self._here()
-        if list(map(Tensor.is_contiguous, self._turnable)) != self._as_they_lay:
+        if list(map(Tensor.is_contiguous, self._spread)) != self._as_they_lay:
             return False
-        return list(map(Tensor.data_ptr, here)) == self._addresses or self._followed(here)
+        params, states = self._here(self._originals), self._here(self._states)
+        held = list(map(Tensor.data_ptr, params)) == self._addresses
+        return (held and self._shown.are_where_they_were(states)) or self._followed(params, states)
 
     def takes(self, gradients: TensorList) -> bool:
         """Whether these are dense, on the device, and lie as the parameters do entry by entry, or have their shapes."""
@@ -110,18 +154,22 @@ class Lie:
             return gradients.sizes == self.params.sizes
         return gradients.strided and list(map(_SHAPE, gradients)) == self.shapes
 
-    def _followed(self, here: Sequence[Tensor]) -> bool:
-        addresses = list(map(Tensor.data_ptr, here))
-        same = list(map(_FORM, here)) == list(map(_FORM, self._held))
-        if not same or len(set(addresses)) < len(set(self._addresses)):  # of like form, and none over another
+    def _followed(self, params: list[Tensor], states: list[Tensor]) -> bool:
+        here = [*params, *states]
+        now, before = (set(map(Tensor.data_ptr, tensors)) for tensors in (here, self._held))
+        if list(map(_FORM, here)) != list(map(_FORM, self._held)) or len(now) < len(before):  # none over another
             return False
         if [tensor.stride() for tensor in here] != [tensor.stride() for tensor in self._held]:
             return False
-        self._addresses = addresses
+        self._note(params, states)
         with torch.no_grad():
             self._held[:] = [tensor.detach() for tensor in here]
         self._hand_out()
         return True
+
+    def _note(self, params: list[Tensor], states: list[Tensor]) -> None:
+        self._addresses = list(map(Tensor.data_ptr, params))
+        self._shown = Shown(states, self._owner, lists=1)
 
     def _hand_out(self) -> None:
         count = len(self.shapes)
@@ -129,7 +177,7 @@ class Lie:
         for number, own in enumerate(self.states):
             own.become(self._held[count + number :: len(self.states)])
         if not self._sharded:
-            self.params.owners = self._originals[:count]
+            self.params.owners = self._originals
 
 
 def spread(tensor: Tensor) -> bool:
