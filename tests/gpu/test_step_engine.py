@@ -186,3 +186,28 @@ def test_gradients_on_another_device_are_refused(level: str) -> None:
             else:
                 session.step()
             session.zero_grad()
+
+
+def test_masters_that_somebody_has_are_followed_to_other_memory() -> None:
+    """The old memory is kept, so that nothing but its address tells."""
+    ends = []
+    for moves in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(16, 4).to("cuda")
+        with preamp.prepare(model, preamp.optim.AdamW(model.parameters(), 0.1), level="O2", scale=8.0) as session:
+            masters, old = {}, []
+            for step in range(10):
+                if step == 4:
+                    masters = session.state_dict()["masters"]
+                if step == 7 and moves:
+                    old = [master.data for master in masters.values()]
+                    for master in masters.values():
+                        master.data = master.data.clone()
+                with session.autocast():
+                    loss = model(torch.ones(8, 16, device="cuda")).float().pow(2).mean()
+                session.backward(loss)
+                session.step()
+                session.zero_grad()
+            assert len(old) == 2 * moves
+            ends.append([p.detach().float() for p in model.parameters()] + [m.clone() for m in masters.values()])
+    assert all(map(torch.equal, *ends))

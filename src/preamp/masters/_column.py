@@ -8,7 +8,7 @@ from operator import attrgetter, is_, itemgetter
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..multi_tensor import TensorList
+from ..multi_tensor import Shown, TensorList
 from ._entry import Entry
 
 _VERSION, _MASTER = attrgetter("_version"), attrgetter("master")
@@ -28,6 +28,8 @@ class Agreed:
         """Where they lay."""
         self.exchanges = 0
         """How often a master was another tensor than before."""
+        self.asked = 0
+        """How often somebody may have got hold of a master."""
 
     def add(self, parameter: Parameter) -> int:
         """One more; its number."""
@@ -59,6 +61,7 @@ class Column:
         self._run = run if self._numbers == list(range(run.start, run.stop)) else None
         self._pick = itemgetter(run) if self._run else itemgetter(*self._numbers)
         self._masters, self._exchanges = TensorList(), -1
+        self._shown = Shown((), None, others=1)
 
     def is_of(self, parameters: Sequence[Parameter]) -> bool:
         """Whether these are the parameters, in this order."""
@@ -90,7 +93,10 @@ class Column:
 
     def masters(self) -> TensorList:
         """The masters of `parameters`, for one step; writes to them are not counted, as nobody computes with them."""
-        if self._exchanges != self._agreed.exchanges:
+        other = self._exchanges != self._agreed.exchanges
+        if other:
             self._masters, self._exchanges = TensorList(map(_MASTER, self.entries)), self._agreed.exchanges
-        self._masters.ask_anew(owners=())
+        if other or not self._shown.are_where_they_were(self._masters):
+            self._masters.ask_anew(owners=())
+            self._shown = Shown(self._masters, self._agreed, others=1)  # those of the entries
         return self._masters

@@ -258,6 +258,7 @@ class Masters:
 
     def of(self, parameter: Parameter) -> Tensor:
         """A parameter's master."""
+        self._agreed.asked += 1
         return self._entries[parameter].master
 
     def full(self) -> None:
@@ -296,6 +297,7 @@ class Masters:
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """(name, master) pairs, the masters being the live tensors."""
+        self._agreed.asked += 1
         self.refresh()
         for entry in self._entries.values():
             yield entry.name, entry.master

@@ -5,15 +5,17 @@ for each list of sizes and tables for each list of addresses, so that a step whi
 uploads nothing. Nothing here needs Triton; the kernels that use it do.
 """
 
-from ._layout import laid_out_like, same_walk, split_by_walk, walkable
+from ._layout import laid_out_like, same_walk, split_by_walk, turnable, walkable
 from ._list import TensorList, chained, listed
 from ._norms import l2_norms, norm_of_norms
 from ._parts import Part, Plan, parts_of, plan_of, ready_for_capture
 from ._runs import triton_runs_on
+from ._shown import Shown
 from ._stretches import stretches
 from ._writes import count_writes
 
 __all__ = [
-    "Part", "Plan", "TensorList", "chained", "count_writes", "l2_norms", "laid_out_like", "listed", "norm_of_norms",
-    "parts_of", "plan_of", "ready_for_capture", "same_walk", "split_by_walk", "stretches", "triton_runs_on", "walkable",
+    "Part", "Plan", "Shown", "TensorList", "chained", "count_writes", "l2_norms", "laid_out_like", "listed",
+    "norm_of_norms", "parts_of", "plan_of", "ready_for_capture", "same_walk", "split_by_walk", "stretches",
+    "triton_runs_on", "turnable", "walkable",
 ]  # fmt: skip

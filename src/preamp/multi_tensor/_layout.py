@@ -46,6 +46,12 @@ def split_by_walk(lists: Sequence[Sequence[Tensor]]) -> tuple[list[int], list[in
     return [i for i, good in enumerate(fit) if good], [i for i, good in enumerate(fit) if not good]
 
 
+def turnable(tensor: Tensor) -> bool:
+    """Whether a tensor can be transposed in place without a change of shape."""
+    sizes = [size for size in tensor.shape if size > 1]
+    return len(set(sizes)) < len(sizes)
+
+
 def laid_out_like(models: Sequence[Tensor], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """`tensors` in the memory order of their walkable models: themselves, or copies of the few that lie otherwise."""
     if split_by_walk([models, tensors]) is None:

@@ -27,9 +27,8 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import OptimizerError
-from ..multi_tensor import count_writes, stretches
+from ..multi_tensor import Shown, count_writes, stretches, turnable
 from ..sharding import is_sharded
-from ._watch import Shown, turnable
 
 SMALL = 16384
 """Entries up to which a tensor is stepped beside others: beyond, copying its gradient costs more than a call."""
@@ -156,7 +155,7 @@ class Flat:
         self._runs = list(_runs(params))
         self._param_rows, self._gradient_rows = self._by_rows(self.param), self._by_rows(self._gradient)
         self._shown = [piece for (own,) in self.states.values() for piece in self._parts[id(own)]]
-        self._lie = Shown(self._shown, owner, lists=2)
+        self._lie = Shown(self._shown, owner, others=3)
         self._turnable = list(filter(turnable, params))
         self._addresses = self._now()
 

@@ -11,24 +11,19 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_
-from sys import getrefcount
 from typing import Any
-from weakref import getweakrefcount
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..multi_tensor import TensorList
+from ..multi_tensor import Shown, TensorList
 from ..sharding import held_here, is_sharded
 from ._state import State
 
 _FORM, _SHAPE = attrgetter("shape", "dtype", "device", "layout"), attrgetter("shape")
 _entry = dict.__getitem__
 """Of a row, without its noticing."""
-
-_IN_A_LIST = next(map(getrefcount, [object()]))
-"""References to what nothing holds but the list that is looked through."""
 
 
 def counting(state: Any, params: Sequence[Parameter]) -> State | None:
@@ -78,37 +73,6 @@ class States:
             return all(all(map(is_, map(_entry, rows, repeat(name)), values)) for name, rows, values in self._entries)
         except KeyError:
             return False
-
-
-class Shown:
-    """Tensors that the state of an optimizer shows to everybody, and where they lie.
-
-    `owner`: that state, if it counts who asks for them; else None. `lists`: how many lists of the caller have them.
-
-    Who has one of them can give it other memory, which leaves no trace. So their addresses are compared before a step,
-    unless nobody can have one: the state was not asked for any since they were last found in nobody else's hands.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], owner: Any, lists: int) -> None:
-        self._addresses = list(map(Tensor.data_ptr, tensors))
-        self._alone = {_IN_A_LIST + lists + 1}  # in its row, and in `States`
-        self._turnable = [i for i, tensor in enumerate(tensors) if turnable(tensor)]
-        self._as_they_lay = [tensors[i].is_contiguous() for i in self._turnable]
-        self._owner = owner
-        self._asked = -1
-
-    def are_where_they_were(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the same tensors lie as they did."""
-        if self._owner is not None and self._owner.asked == self._asked:
-            return True
-        if list(map(Tensor.data_ptr, tensors)) != self._addresses:
-            return False
-        if [tensors[i].is_contiguous() for i in self._turnable] != self._as_they_lay:
-            return False
-        alone = self._owner is not None and set(map(getrefcount, tensors)) == self._alone
-        if alone and not any(map(getweakrefcount, tensors)):
-            self._asked = self._owner.asked
-        return True
 
 
 class Lie:
@@ -169,7 +133,7 @@ class Lie:
 
     def _note(self, params: list[Tensor], states: list[Tensor]) -> None:
         self._addresses = list(map(Tensor.data_ptr, params))
-        self._shown = Shown(states, self._owner, lists=1)
+        self._shown = Shown(states, self._owner, others=2)
 
     def _hand_out(self) -> None:
         count = len(self.shapes)
@@ -183,12 +147,6 @@ class Lie:
 def spread(tensor: Tensor) -> bool:
     """Whether a tensor has entries in more than one dimension, so that they may lie in another order."""
     return sum(size > 1 for size in tensor.shape) > 1
-
-
-def turnable(tensor: Tensor) -> bool:
-    """Whether a tensor can be transposed in place without a change of shape."""
-    sizes = [size for size in tensor.shape if size > 1]
-    return len(set(sizes)) < len(sizes)
 
 
 def overlapping(params: Sequence[Parameter]) -> dict[Parameter, dict[Parameter, int]]:
