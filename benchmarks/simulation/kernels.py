@@ -16,7 +16,14 @@ import triton
 import triton.language as tl
 from tests.fused.compile_kernels import POINTERS, WHOLE, compiled, resources
 
-from preamp.fused import _eight_bit_kernels, _eight_bit_triton, _kernels, _layerwise_kernels, _triton
+from preamp.fused import (
+    _eight_bit_kernels,
+    _eight_bit_triton,
+    _kernels,
+    _layerwise_kernels,
+    _layerwise_triton,
+    _triton,
+)
 from preamp.gradients import _kernels as reading
 from preamp.gradients import _triton as reading_launch
 
@@ -99,11 +106,12 @@ CASES = [
     _simple("SGD: float32 masters, float16", "fhh", 0),
     _simple("SGD with momentum: float32 masters, float16", "fhfh", 2),
     _simple("Adagrad: float32 masters, float16", "fhfh", 3),
-    _step("norms of LAMB and NovoGrad: float16", _layerwise_kernels.chunk_norms, "fh", GRAD=_HALF, HAS_FACTOR=True,
-          SQUARES=True),
+    _step("norms of LAMB and NovoGrad: float16", _layerwise_kernels.chunk_norms, "fh", 1, GRAD=_HALF,
+          HAS_FACTOR=True, SQUARES=True, BLOCK=2 * _layerwise_triton.BLOCK),
     _step("NovoGrad: float32 masters, float16", _layerwise_kernels.novograd, "fhfh", GRAD=_HALF, LOW=_HALF,
           INSIDE=False),
-    _step("LAMB, moments: float16 gradients", _layerwise_kernels.lamb_moments, "fhff", GRAD=_HALF, TRUSTS=True),
+    _step("LAMB, moments: float16 gradients", _layerwise_kernels.lamb_moments, "fhff", 1, GRAD=_HALF, TRUSTS=True,
+          BLOCK=_layerwise_triton.BLOCK),
     _step("LAMB, parameters: float32 masters, float16", _layerwise_kernels.lamb_apply, "fhffh", LOW=_HALF,
           TRUSTS=True),
     *[

@@ -1,7 +1,8 @@
 """LAMB and NovoGrad as Triton kernels: sums over each tensor, and the steps that use them.
 
 Sums are made in two launches, one number a chunk and then one program a tensor, always in the same order, so that a
-step gives the same bits each time. LAMB's update is not stored between its launches but made again from the moments,
+step gives the same bits each time. A program that adds up is one warp and goes through its chunk block by block, so
+that no warp waits for another. LAMB's update is not stored between its launches but made again from the moments,
 which costs the same traffic and no memory.
 """
 
@@ -17,25 +18,41 @@ from ._kernels import FACTOR, FIRST, GO, RATE, ROOT, publish
 @triton.jit(do_not_specialize=["tensors"])
 def chunk_norms(
     tensor_of, block_of, sizes, table, tensors, factor, partials,
-    GRAD: tl.constexpr, HAS_FACTOR: tl.constexpr, SQUARES: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
+    GRAD: tl.constexpr, HAS_FACTOR: tl.constexpr, SQUARES: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """For each chunk of the gradients (row 1), times the factor, the sum of squares or the largest magnitude."""
     program = tl.program_id(0)
     tensor = tl.load(tensor_of + program)
     start = start_of(block_of, program, CHUNK)
     size = tl.load(sizes + tensor)
-    places = start + tl.arange(0, CHUNK)
-    at = address(table, 1, tensors, tensor, GRAD, ALIGNED)
-    if start + CHUNK <= size:
-        values = take(at, places, size, True).to(tl.float32)
-    else:
-        values = take(at, places, size, False).to(tl.float32)
+    at = start + address(table, 1, tensors, tensor, GRAD, ALIGNED)
+    times = tl.full((), 1.0, tl.float32)
     if HAS_FACTOR:
-        values = values * tl.load(factor).to(tl.float32)
-    if SQUARES:
-        tl.store(partials + program, tl.sum(values * values, 0))
+        times = tl.load(factor).to(tl.float32)
+    left = tl.minimum(size - start, CHUNK).to(tl.int32)
+    if left == CHUNK:
+        found = chunk_norm(at, left, times, SQUARES, True, BLOCK, CHUNK)
     else:
-        tl.store(partials + program, tl.max(tl.abs(values), 0))
+        found = chunk_norm(at, left, times, SQUARES, False, BLOCK, CHUNK)
+    tl.store(partials + program, found)
+
+
+@triton.jit
+def chunk_norm(
+    at, left, times, SQUARES: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Of one chunk, from `at` on. The bits of magnitudes order as numbers do, and NaN above all."""
+    total = tl.zeros((BLOCK,), tl.float32 if SQUARES else tl.int32)
+    for block in tl.static_range(0, CHUNK, BLOCK):
+        values = take(at, block + tl.arange(0, BLOCK), left, FULL).to(tl.float32) * times
+        if SQUARES:
+            total = total + values * values
+        else:
+            total = tl.maximum(total, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    if SQUARES:
+        return tl.sum(total, 0)
+    return tl.max(total, 0).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -153,29 +170,41 @@ def lamb_update(scalars, param, first, second, eps, decay):
 @triton.jit
 def lamb_moments_chunk(
     scalars, partials, program, table, tensors, tensor, start, size, beta1, one_beta1, beta2, one_beta2, eps, inside,
-    decay, GRAD: tl.constexpr, TRUSTS: tl.constexpr, FULL: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
+    decay, GRAD: tl.constexpr, TRUSTS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr, ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The moments of one chunk, and its share of the two norms."""
-    places = start + tl.arange(0, CHUNK)
-    first_at = address(table, 2, tensors, tensor, tl.float32, ALIGNED)
-    second_at = address(table, 3, tensors, tensor, tl.float32, ALIGNED)
-    param = take(address(table, 0, tensors, tensor, tl.float32, ALIGNED), places, size, FULL)
-    grad = take(address(table, 1, tensors, tensor, GRAD, ALIGNED), places, size, FULL).to(tl.float32)
-    grad = grad * tl.load(scalars + FACTOR) + inside * param
-    first = beta1 * take(first_at, places, size, FULL) + one_beta1 * grad
-    second = beta2 * take(second_at, places, size, FULL) + one_beta2 * (grad * grad)
+    param_at = start + address(table, 0, tensors, tensor, tl.float32, ALIGNED)
+    grad_at = start + address(table, 1, tensors, tensor, GRAD, ALIGNED)
+    first_at = start + address(table, 2, tensors, tensor, tl.float32, ALIGNED)
+    second_at = start + address(table, 3, tensors, tensor, tl.float32, ALIGNED)
+    factor = tl.load(scalars + FACTOR)
+    left = tl.minimum(size - start, CHUNK).to(tl.int32)
+    own = tl.zeros((BLOCK,), tl.float32)
+    moved = tl.zeros((BLOCK,), tl.float32)
+    for block in range(0, CHUNK if FULL else left, BLOCK):
+        places = block + tl.arange(0, BLOCK)
+        param = take(param_at, places, left, FULL)
+        grad = take(grad_at, places, left, FULL).to(tl.float32) * factor + inside * param
+        first = beta1 * take(first_at, places, left, FULL) + one_beta1 * grad
+        second = beta2 * take(second_at, places, left, FULL) + one_beta2 * (grad * grad)
+        if TRUSTS:
+            update = lamb_update(scalars, param, first, second, eps, decay)
+            if not FULL:
+                update = tl.where(places < left, update, 0.0)
+            own = own + param * param
+            moved = moved + update * update
+        put(first_at, places, first, left, FULL)
+        put(second_at, places, second, left, FULL)
     if TRUSTS:
-        update = lamb_update(scalars, param, first, second, eps, decay)
-        tl.store(partials + 2 * program, tl.sum(param * param, 0))
-        tl.store(partials + 2 * program + 1, tl.sum(update * update, 0))
-    put(first_at, places, first, size, FULL)
-    put(second_at, places, second, size, FULL)
+        tl.store(partials + 2 * program, tl.sum(own, 0))
+        tl.store(partials + 2 * program + 1, tl.sum(moved, 0))
 
 
 @triton.jit(do_not_specialize=["tensors"])
 def lamb_moments(
     scalars, partials, tensor_of, block_of, sizes, table, tensors, beta1, one_beta1, beta2, one_beta2, eps, inside,
-    decay, GRAD: tl.constexpr, TRUSTS: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
+    decay, GRAD: tl.constexpr, TRUSTS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """First launch of LAMB. Rows: parameters, gradients, moments 1 and 2, twins if any."""
     if tl.load(scalars + GO) > 0:
@@ -186,12 +215,12 @@ def lamb_moments(
         if start + CHUNK <= size:
             lamb_moments_chunk(
                 scalars, partials, program, table, tensors, tensor, start, size, beta1, one_beta1, beta2, one_beta2,
-                eps, inside, decay, GRAD, TRUSTS, True, ALIGNED, CHUNK,
+                eps, inside, decay, GRAD, TRUSTS, BLOCK, True, ALIGNED, CHUNK,
             )  # fmt: skip
         else:
             lamb_moments_chunk(
                 scalars, partials, program, table, tensors, tensor, start, size, beta1, one_beta1, beta2, one_beta2,
-                eps, inside, decay, GRAD, TRUSTS, False, ALIGNED, CHUNK,
+                eps, inside, decay, GRAD, TRUSTS, BLOCK, False, ALIGNED, CHUNK,
             )  # fmt: skip
 
 

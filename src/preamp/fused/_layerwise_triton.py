@@ -12,8 +12,8 @@ from . import _layerwise_kernels as _kernels
 from ._options import LambOptions, Lists, Lows, NovoGradOptions, Whole
 from ._triton import Bucket, launch, on, pieces, prepare, type_of, wrote
 
-BLOCK = 1024
-"""How many chunks' numbers a program adds up at a time."""
+BLOCK = 128
+"""Numbers that a program which adds up, one warp, takes at a time: 16 bytes a thread of float32 ones."""
 
 Surveyed = tuple[Bucket, Part, Tensor, Tensor]
 """A launch, (tensors + 1,) where the chunks of each tensor begin, and what was found in each chunk."""
@@ -43,7 +43,7 @@ def lamb(lists: Lists, lows: Lows, step: Tensor, o: LambOptions) -> None:
             partials = made(2 * part.plan.chunks if o.trusts else 1, dtype=torch.float32, device=device)
             launch(
                 _kernels.lamb_moments, part, (scalars, partials), (*map(float, weights), inside, outside),
-                GRAD=type_of(bucket.grad), TRUSTS=o.trusts,
+                warps=1, GRAD=type_of(bucket.grad), TRUSTS=o.trusts, BLOCK=BLOCK,
             )  # fmt: skip
             surveyed.append((bucket, part, part.plan.first, partials))
         if o.whole is not None and o.trusts:
@@ -56,7 +56,7 @@ def lamb(lists: Lists, lows: Lows, step: Tensor, o: LambOptions) -> None:
             ratios = torch.empty(part.plan.tensors, dtype=torch.float32, device=device)
             if o.trusts:
                 _kernels.lamb_ratios[(part.plan.tensors,)](
-                    scalars, first, partials, ratios, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False
+                    scalars, first, partials, ratios, BLOCK=BLOCK, num_warps=1, enable_fp_fusion=False
                 )
             launch(
                 _kernels.lamb_apply, part, (scalars, ratios), (float(o.eps), outside),
@@ -104,7 +104,7 @@ def _below(
     below = torch.empty(tensors, dtype=torch.float32, device=table.device)
     _kernels.novograd_norms[(tensors,)](
         scalars, step, first, table, tensors, partials, norms, below, float(o.betas[1]), float(1 - o.betas[1]),
-        float(o.eps), SQUARES=o.norm_type == 2, FROM_ZERO=o.init_zero, ROW=row, BLOCK=BLOCK, num_warps=4,
+        float(o.eps), SQUARES=o.norm_type == 2, FROM_ZERO=o.init_zero, ROW=row, BLOCK=BLOCK, num_warps=1,
         enable_fp_fusion=False,
     )  # fmt: skip
     return below
@@ -118,7 +118,7 @@ def _of_whole(
     for _, part, first, partials in surveyed:
         _kernels.tensor_numbers[(part.plan.tensors,)](
             first, part.table, part.plan.tensors, partials, numbers, SQUARES=squares, EACH=each,
-            ROW=part.table.shape[0] - 1, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
+            ROW=part.table.shape[0] - 1, BLOCK=BLOCK, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return whole(numbers, not squares).float()
 
@@ -134,6 +134,7 @@ def _chunk_norms(bucket: Bucket, part: Part, factor: Tensor | None, *, squares: 
     partials = torch.empty(part.plan.chunks, dtype=torch.float32, device=device)
     launch(
         _kernels.chunk_norms, part, (), (partials if factor is None else factor.to(device), partials),
-        GRAD=type_of(bucket.grad), HAS_FACTOR=factor is not None, SQUARES=squares,
+        warps=1, GRAD=type_of(bucket.grad), HAS_FACTOR=factor is not None, SQUARES=squares,
+        BLOCK=BLOCK * 4 // bucket.grad.itemsize,
     )  # fmt: skip
     return partials
