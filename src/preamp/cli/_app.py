@@ -130,7 +130,7 @@ def bench(
         typer.Option(
             "--part",
             help="Of the suite training: lists, eager, compiled, parity; of models: models, models-losses, "
-            "models-memory, models-compiled, models-compiled-images; else all.",
+            "models-memory, models-compiled, -compiled-large, -compiled-images, -compiled-grouped; else all.",
         ),
     ] = None,
     missing: Annotated[

@@ -16,9 +16,9 @@ EAGER: tuple[Contender, ...] = (REFERENCE, O2, AMP_BF16, O5, TF32, FP32, O1, O4,
 
 COMPILED: tuple[Contender, ...] = tuple(
     replace(contender, name=f"{contender.name}, compiled", compiled=True)
-    for contender in (REFERENCE, O2, AMP_BF16, O5, TF32, O1, O4)
+    for contender in (REFERENCE, O2, AMP_BF16, O5, TF32, O1, O4, FP32)
 )
-"""In float32 proper compiling has nothing to show, and 8-bit states are the optimizer's, which is not compiled."""
+"""Without 8-bit states, which are the optimizer's, and that is not compiled."""
 
 LOSSES: tuple[Contender, ...] = (REFERENCE, O2, AMP_BF16, O5, O1, O4, TF32, O5_EIGHT)
 """Against fp32, which every such row begins with."""
@@ -26,12 +26,7 @@ LOSSES: tuple[Contender, ...] = (REFERENCE, O2, AMP_BF16, O5, O1, O4, TF32, O5_E
 BATCHES: tuple[Contender, ...] = (REFERENCE, O2, O5_EIGHT, O5, FP32)
 NETS: tuple[Contender, ...] = (REFERENCE, O2, O5, O5_SPLIT, O5_EIGHT)
 
-LONG_TO_COMPILE = {"BERT-large b16": COMPILED[:5], "SE-ResNeXt-50": COMPILED[:3]}
-"""Works that take 40 s a contender to compile: those that tell most, so that the part fits in a call."""
-
 
 def fitting(contenders: tuple[Contender, ...], work: Work) -> list[Contender]:
     """Those that say something about a work: SGD has no states for 8 bits, and no split masters."""
-    if contenders is COMPILED:
-        contenders = LONG_TO_COMPILE.get(work.name, COMPILED)
     return [each for each in contenders if work.optimizer != "SGD" or not (each.eight_bit or each.split)]

@@ -26,8 +26,15 @@ SIZES: dict[str, Size] = {
 """Those of the suite `training`; the budget is what all parts need, by their estimates, and a little more."""
 
 EAGER_GROUP, LOSSES_GROUP, MEMORY_GROUP = "models", "models-losses", "models-memory"
-TEXT_GROUP, IMAGES_GROUP = "models-compiled", "models-compiled-images"
-GROUPS = (EAGER_GROUP, LOSSES_GROUP, MEMORY_GROUP, TEXT_GROUP, IMAGES_GROUP)
+COMPILED_GROUPS = {
+    "models-compiled": ("feed-forward", "bert-base b32", "gpt"),
+    "models-compiled-large": ("bert-large",),
+    "models-compiled-images": ("unet", "resnet"),
+    "models-compiled-grouped": ("se-resnext",),
+}
+"""By key, the networks of each: what is compiled in one call."""
+
+GROUPS = (EAGER_GROUP, LOSSES_GROUP, MEMORY_GROUP, *COMPILED_GROUPS)
 """Of parts, as they can be asked for."""
 
 
@@ -49,13 +56,13 @@ class Network:
 
 
 NETWORKS = (
-    Network(key="feed-forward", eager=15, compiled=40, losses=5, memory=15, batches=2**17),
-    Network(key="unet", eager=55, compiled=165, losses=25, memory=45, batches=16),
-    Network(key="bert-base b32", eager=40, compiled=170, losses=40, memory=40, batches=32),
-    Network(key="bert-large", eager=80, compiled=195, losses=130, memory=50, batches=4, layers=8, deeper=75),
-    Network(key="se-resnext", eager=110, compiled=120, losses=130, memory=60, batches=32),
-    Network(key="resnet", eager=75, compiled=205, losses=60, memory=50, batches=64),
-    Network(key="gpt", eager=60, compiled=105, losses=60, memory=45, batches=2, layers=3, deeper=60),
+    Network(key="feed-forward", eager=15, compiled=45, losses=5, memory=15, batches=2**17),
+    Network(key="unet", eager=55, compiled=190, losses=25, memory=45, batches=16),
+    Network(key="bert-base b32", eager=40, compiled=195, losses=40, memory=40, batches=32),
+    Network(key="bert-large", eager=80, compiled=320, losses=130, memory=50, batches=4, layers=8, deeper=75),
+    Network(key="se-resnext", eager=110, compiled=320, losses=130, memory=60, batches=32),
+    Network(key="resnet", eager=75, compiled=235, losses=60, memory=50, batches=64),
+    Network(key="gpt", eager=60, compiled=120, losses=60, memory=45, batches=2, layers=3, deeper=60),
 )
 
 PROBED = 15
@@ -145,7 +152,7 @@ def _parts(device: torch.device, rounds: int, size: str, clock: Clock, fits: Fit
             ones = fitting(COMPILED, work)
             return heat("compiled", work, ones, device, pace, clock, None, chosen.reserve_compiled, name, tell)
 
-        group = IMAGES_GROUP if work.images else TEXT_GROUP
+        group = next(group for group, keys in COMPILED_GROUPS.items() if network.key in keys)
         return Part(kind="compiled", group=group, name=name, needs=network.compiled, make=make)
 
     parts = [
