@@ -1,0 +1,191 @@
+"""Figures of the house: files and lines, imports that climb, circles, and how far one step has to walk.
+
+    PYTHONPATH=src python tools/house.py [FOLDER]
+
+`FOLDER`: the source to count, `src/preamp` by default. The step is run from the preamp that Python finds.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+STEP_ROOMS = ("masters", "ledger", "optim", "session", "fused", "gradients", "multi_tensor", "kernels")
+
+
+def modules(source: Path) -> dict[str, Path]:
+    """Every module below `source` by its dotted name, the package itself as ""."""
+    found = {}
+    for path in sorted(source.rglob("*.py")):
+        parts = path.relative_to(source).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(source: Path) -> dict[str, set[str]]:
+    """What each module imports of the others, anywhere in it, also where only type checkers look."""
+    known = modules(source)
+    found: dict[str, set[str]] = {}
+    for name, path in known.items():
+        package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+        package = [part for part in package if part]
+        own: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                own.update(alias.name.partition(".")[2] for alias in node.names if alias.name.split(".")[0] == "preamp")
+            elif isinstance(node, ast.ImportFrom):
+                if node.level:
+                    begin = package[: len(package) - node.level + 1]
+                elif (node.module or "").split(".")[0] == "preamp":
+                    begin = []
+                else:
+                    continue
+                rest = (node.module or "").split(".") if node.level else (node.module or "").split(".")[1:]
+                base = ".".join([*begin, *(part for part in rest if part)])
+                for alias in node.names:
+                    below = f"{base}.{alias.name}" if base else alias.name
+                    own.add(below if below in known else base)
+        found[name] = {other for other in own if other in known and other != name}
+    return found
+
+
+def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that import each other, directly or by way of others: the strongly connected parts (Tarjan 1972)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in sorted(arrows[name]):
+            if other not in index:
+                visit(other)
+            if other in stack:
+                low[name] = min(low[name], low[other])
+        if low[name] == index[name]:
+            begin = stack.index(name)
+            part = stack[begin:]
+            del stack[begin:]
+            if len(part) > 1:
+                found.append(sorted(part))
+
+    sys.setrecursionlimit(10_000)
+    for name in arrows:
+        if name not in index:
+            visit(name)
+    return found
+
+
+def initial_circles(arrows: dict[str, set[str]], source: Path) -> list[list[str]]:
+    """`circles` without those that only a package's `__init__` closes by showing what lies in it."""
+    packages = {name for name, path in modules(source).items() if path.name == "__init__.py"}
+    bare = {name: {o for o in own if o not in packages} for name, own in arrows.items() if name not in packages}
+    return circles(bare)
+
+
+class Walk:
+    """Python calls, and the files that they are in."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.functions: set[tuple[str, int]] = set()
+        self.changes = 0
+        self._last = ""
+
+    def __call__(self, frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            file = frame.f_code.co_filename
+            if file == __file__ or "<" in file:
+                return
+            self.calls[file] += 1
+            self.functions.add((file, frame.f_code.co_firstlineno))
+            self.changes += file != self._last
+            self._last = file
+
+    def __str__(self) -> str:
+        own = sum(f"{Path('src') / 'preamp'}" in file or "/preamp/" in file for file in self.calls)
+        return (
+            f"{sum(self.calls.values())} calls of {len(self.functions)} functions in {len(self.calls)} files "
+            f"({own} of preamp), {self.changes} changes of file"
+        )
+
+
+def walked(run: Callable[[], Any]) -> Walk:
+    """One call of a function, looked at."""
+    walk = Walk()
+    sys.setprofile(walk)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return walk
+
+
+def steps() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """A training step of three layers, six parameters: by preamp at O2, and by torch.amp's own loop."""
+    import torch
+
+    import preamp
+
+    def model() -> Any:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+
+    x = torch.randn(4, 8)
+    ours, theirs = model(), model()
+    optimizer = preamp.optim.AdamW(ours.parameters(), lr=1e-3)
+    session = preamp.prepare(ours, optimizer, level="O2")
+
+    def with_preamp() -> None:
+        with session.autocast():
+            loss = ours(x).float().square().mean()
+        session.backward(loss)
+        session.step()
+        session.zero_grad()
+
+    other = torch.optim.AdamW(theirs.parameters(), lr=1e-3, fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+
+    def with_torch() -> None:
+        with torch.autocast("cpu", torch.float16):
+            loss = theirs(x).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(other)
+        scaler.update()
+        other.zero_grad()
+
+    for name, run in (("preamp at O2, preamp.optim.AdamW", with_preamp), ("torch.amp, fused AdamW", with_torch)):
+        for _ in range(8):
+            run()
+        yield name, run
+    session.close()
+
+
+def main() -> None:
+    source = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT / "src" / "preamp"
+    sizes = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in modules(source).items()}
+    by_room: dict[str, list[int]] = defaultdict(list)
+    for name, lines in sizes.items():
+        by_room[name.partition(".")[0]].append(lines)
+    print(f"{len(sizes)} files, {sum(sizes.values())} lines, longest {max(sizes.values())}")
+    for room, own in sorted(by_room.items(), key=lambda item: -sum(item[1])):
+        print(f"  {room or '(top)':<16} {len(own):>4} files {sum(own):>6} lines")
+    rooms = [own for room, own in by_room.items() if room in STEP_ROOMS]
+    print(f"rooms of the step: {sum(map(len, rooms))} files, {sum(map(sum, rooms))} lines")
+    skips = sum(path.read_text(encoding="utf-8").count("# fmt: skip") for path in modules(source).values())
+    print(f"# fmt: skip {skips} times")
+    found = initial_circles(imports(source), source)
+    print(f"circles: {len(found)}{''.join(f'{chr(10)}  {len(each)}: ' + ', '.join(each) for each in found)}")
+    for name, run in steps():
+        print(f"one step, {name}: {walked(run)}")
+
+
+if __name__ == "__main__":
+    main()
