@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from preamp.bench import environment
-from preamp.fused import dequantize
+from preamp.kernels import dequantize
 from preamp.optim import AdamW
 from preamp.zoo import TASKS
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from preamp.gradients import check_and_unscale_, clip_values_, dense_values, global_norm, multiply_, reciprocal
+from preamp.kernels import check_and_unscale_, clip_values_, dense_values, global_norm, multiply_, reciprocal
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 ORDERS = (1.0, 2.0, 3.0, math.inf)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from preamp.gradients import dense_values, read
-from preamp.gradients._read import SMALL
+from preamp.kernels import dense_values, read
+from preamp.kernels.read import SMALL
 
 from .test_gradients import EACH, EVERY, LAYOUTS, mixed, normal, sparse
 

@@ -100,6 +100,7 @@ class Walk:
         self._last = ""
 
     def __call__(self, frame: Any, event: str, _: Any) -> None:
+        """What `sys.setprofile` calls."""
         if event == "call":
             file = frame.f_code.co_filename
             if file == __file__ or "<" in file:
@@ -169,6 +170,7 @@ def steps() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def main() -> None:
+    """Print the figures."""
     source = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT / "src" / "preamp"
     sizes = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in modules(source).items()}
     by_room: dict[str, list[int]] = defaultdict(list)

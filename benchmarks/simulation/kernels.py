@@ -14,18 +14,9 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from tests.fused.compile_kernels import POINTERS, WHOLE, compiled, resources
+from tests.kernels.compile_kernels import POINTERS, WHOLE, compiled, resources
 
-from preamp.fused import (
-    _eight_bit_kernels,
-    _eight_bit_triton,
-    _kernels,
-    _layerwise_kernels,
-    _layerwise_triton,
-    _triton,
-)
-from preamp.gradients import _kernels as reading
-from preamp.gradients import _triton as reading_launch
+from preamp.kernels.triton import eight_bit, elementwise, launch, layerwise, read, sums
 
 from .block import Event, run_block
 from .memory import Array, Memory
@@ -65,28 +56,28 @@ class Made:
     """Bytes of shared memory of a block."""
 
 
-def _step(name: str, kernel: Any, rows: str, warps: int = _triton.WARPS, **constants: Any) -> Case:
-    return Case(name, kernel, {**constants, "ALIGNED": True, "CHUNK": _triton.CHUNK}, warps, rows)
+def _step(name: str, kernel: Any, rows: str, warps: int = launch.WARPS, **constants: Any) -> Case:
+    return Case(name, kernel, {**constants, "ALIGNED": True, "CHUNK": launch.CHUNK}, warps, rows)
 
 
 def _adam(name: str, rows: str, kind: int, grad: Any, low: Any = None, amsgrad: bool = False) -> Case:
-    return _step(name, _kernels.adam, rows, GRAD=grad, LOW=low, KIND=kind, DECAY=2, AMSGRAD=amsgrad)
+    return _step(name, elementwise.adam_kernel, rows, GRAD=grad, LOW=low, KIND=kind, DECAY=2, AMSGRAD=amsgrad)
 
 
 def _adam_8bit(name: str, rows: str, kind: int, grad: Any, low: Any = None) -> Case:
     constants = {"GRAD": grad, "LOW": low, "KIND": kind, "DECAY": 2}
-    return _step(name, _eight_bit_kernels.adam_8bit, rows, _eight_bit_triton.WARPS, **constants)
+    return _step(name, eight_bit.adam_8bit, rows, eight_bit.WARPS, **constants)
 
 
 def _simple(name: str, rows: str, rule: int) -> Case:
-    return _step(name, _kernels.simple, rows, GRAD=tl.float16, LOW=tl.float16, RULE=rule, NESTEROV=False)
+    return _step(name, elementwise.simple_kernel, rows, GRAD=tl.float16, LOW=tl.float16, RULE=rule, NESTEROV=False)
 
 
 def _read(name: str, row: str, dtype: torch.dtype, counts: bool) -> Case:
-    kind, integer, warps = reading_launch.KINDS[dtype]
-    constants = {"KIND": kind, "INTEGER": integer, "COUNTS": counts, "ALIGNED": True, "CHUNK": reading_launch.LONG,
-                 "BLOCK": reading_launch.BLOCK}  # fmt: skip
-    return Case(name, reading.read, constants, warps, row)
+    kind, integer, warps = read.KINDS[dtype]
+    constants = {"KIND": kind, "INTEGER": integer, "COUNTS": counts, "ALIGNED": True, "CHUNK": read.LONG,
+                 "BLOCK": read.BLOCK}  # fmt: skip
+    return Case(name, read.read_kernel, constants, warps, row)
 
 
 _HALF, _BRAIN, _FLOAT = tl.float16, tl.bfloat16, tl.float32
@@ -106,13 +97,13 @@ CASES = [
     _simple("SGD: float32 masters, float16", "fhh", 0),
     _simple("SGD with momentum: float32 masters, float16", "fhfh", 2),
     _simple("Adagrad: float32 masters, float16", "fhfh", 3),
-    _step("norms of LAMB and NovoGrad: float16", _layerwise_kernels.chunk_norms, "fh", 1, GRAD=_HALF,
-          HAS_FACTOR=True, SQUARES=True, BLOCK=2 * _layerwise_triton.BLOCK),
-    _step("NovoGrad: float32 masters, float16", _layerwise_kernels.novograd, "fhfh", GRAD=_HALF, LOW=_HALF,
+    _step("norms of LAMB and NovoGrad: float16", sums.chunk_norms_kernel, "fh", 1, GRAD=_HALF,
+          HAS_FACTOR=True, SQUARES=True, BLOCK=2 * sums.BLOCK),
+    _step("NovoGrad: float32 masters, float16", layerwise.novograd_kernel, "fhfh", GRAD=_HALF, LOW=_HALF,
           INSIDE=False),
-    _step("LAMB, moments: float16 gradients", _layerwise_kernels.lamb_moments, "fhff", 1, GRAD=_HALF, TRUSTS=True,
-          BLOCK=_layerwise_triton.BLOCK),
-    _step("LAMB, parameters: float32 masters, float16", _layerwise_kernels.lamb_apply, "fhffh", LOW=_HALF,
+    _step("LAMB, moments: float16 gradients", layerwise.lamb_moments, "fhff", 1, GRAD=_HALF, TRUSTS=True,
+          BLOCK=sums.BLOCK),
+    _step("LAMB, parameters: float32 masters, float16", layerwise.lamb_apply, "fhffh", LOW=_HALF,
           TRUSTS=True),
     *[
         _read(f"reading {dtype} gradients{', counting' * counts}".replace("torch.", ""), row, dtype, counts)

@@ -2,7 +2,7 @@
 
 Backward and step are the host's work over all parameters and their states: loops, hooks, branches on flags. A compiler
 that is let in takes them apart into hundreds of pieces, one a parameter and one a question to the device, and finds
-nothing to fuse in them; what there is to fuse lies in `preamp.fused`.
+nothing to fuse in them; what there is to fuse lies in `preamp.kernels`.
 """
 
 from __future__ import annotations

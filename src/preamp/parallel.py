@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .errors import SessionError
 from .formats import LOW_DTYPES, name_of
-from .gradients import Reading, global_norm, read
+from .kernels import Reading, global_norm, read
 from .sharding import agreed_largest, held_here, mesh_groups, shard_groups
 
 Gradients = Sequence[Tensor | None]

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import preamp
 from preamp.errors import PreampError
-from preamp.fused import dequantize
+from preamp.kernels import dequantize
 from preamp.sharding import full_tensor
 
 from .together import tell

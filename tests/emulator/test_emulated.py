@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 PLUGIN = "tests.emulator.plugin"
-KERNELS = [f"tests/fused/test_{name}.py" for name in ("kernels", "read_kernel", "eight_bit_kernels", "parts")]
+KERNELS = [f"tests/kernels/test_{name}.py" for name in ("kernels", "read_kernel", "eight_bit_kernels", "parts")]
 STEPS = "a_captured_step_is_the_step or reading_in_a_graph or captures_find_pinned_memory"
 TRAININGS = (
     "a_captured_step_trains_as_the_written_one and preamp and (O2 or split) or a_capture_launches or four_launches"
@@ -31,7 +31,7 @@ def on_the_emulator(*arguments: str, python: str = sys.executable) -> None:
 
 
 def test_kernels() -> None:
-    """What Triton's interpreter runs in `tests/fused`, as code for a GPU."""
+    """What Triton's interpreter runs in `tests/kernels`, as code for a GPU."""
     on_the_emulator("--deselect", f"{KERNELS[0]}::test_in_the_interpreter", *KERNELS)
 
 
@@ -64,12 +64,12 @@ def test_with_another_triton(name: str) -> None:
 SCRIPT = """
 import torch
 from tests.emulator import plugin
-from preamp import fused
-from tests.fused.steps import ADAM
+from tests.kernels import calls
+from tests.kernels.steps import ADAM
 params, step = [torch.ones(5, device="cuda")], torch.zeros((), device="cuda")
 
 def take():
-    fused.adam_(params, params, params, params, [], None, step, **ADAM)
+    calls.adam_(params, params, params, params, [], None, step, **ADAM)
 
 {prepared}
 with torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -84,4 +84,4 @@ def test_a_capture_loads_no_kernel(prepared: str) -> None:
         assert done.returncode == 0, done.stderr[-2000:]
     else:
         assert done.returncode != 0
-        assert "operation not permitted when stream is capturing: the module of prepare is loaded" in done.stderr
+        assert "operation not permitted when stream is capturing: the module of prepare_numbers is loaded" in done.stderr

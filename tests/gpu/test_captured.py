@@ -138,10 +138,9 @@ def test_states_loaded_between_captured_steps_are_trained_on(level: str, through
 def forget_kernels() -> None:
     """Let Triton load kernels as if no test before had launched them."""
     triton = pytest.importorskip("triton")
-    from preamp.fused import _kernels, _layerwise_kernels
-    from preamp.gradients import _kernels as reading
+    from preamp.kernels.triton import eight_bit, elementwise, launch, layerwise, read, sums
 
-    for module in (_kernels, _layerwise_kernels, reading):
+    for module in (eight_bit, elementwise, launch, layerwise, read, sums):
         for each in vars(module).values():
             if isinstance(each, triton.runtime.JITFunction):
                 each.device_caches.clear()

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from preamp.optim import AdamW
-from tests.fused.eight_bits import KINDS, OPTIONS, SETTINGS, Run
-from tests.fused.steps import CANCELLED, awkward, by_operators, far, gradients
+from tests.kernels.eight_bits import KINDS, OPTIONS, SETTINGS, Run
+from tests.kernels.steps import CANCELLED, awkward, by_operators, far, gradients
 
 from .training import no_waiting
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from preamp import fused
-from preamp.multi_tensor import parts_of, ready_for_capture
-from tests.fused import test_parts as parts
-from tests.fused.steps import (
+from preamp.kernels.triton.tables import parts_of, ready_for_capture
+from tests.kernels import test_parts as parts
+from tests.kernels import calls as fused
+from tests.kernels.steps import (
     ADAM,
     CANCELLED,
     NAMES,
@@ -180,7 +180,7 @@ READ: list[Callable[[], list[Tensor]]] = [
 
 @pytest.mark.parametrize("case", range(len(READ)))
 def test_reading(case: int) -> None:
-    from preamp.gradients._triton import read
+    from preamp.kernels.triton.read import read
 
     grads = READ[case]()
     tiny = 2.0**-14
@@ -205,7 +205,7 @@ def test_reading(case: int) -> None:
 
 
 def test_reading_in_a_graph() -> None:
-    from preamp.gradients._triton import read
+    from preamp.kernels.triton.read import read
 
     source = [torch.zeros(n, device="cuda", dtype=torch.float16) for n in (5, 100_000)]
     read([s * 1 for s in source], 1e-4)

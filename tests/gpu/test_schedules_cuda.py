@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from preamp.gradients import Reading
+from preamp.kernels import Reading
 from preamp.scaling import DynamicScale, HysteresisScale, LossScale, WindowScale
 
 pytestmark = [

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import preamp
-from preamp.gradients import global_norm, read
+from preamp.kernels import global_norm, read
 from preamp.scaling import LossScale
 
 from .test_one_rank import alone, check_alike, network, train, weights

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import preamp
 from preamp.errors import PreampError, PreampWarning
-from preamp.masters import shadows_work
+from preamp.ledger import shadows_work
 from preamp.plan import MemoryPlan, plan
 
 SHADOWS = shadows_work("cpu", torch.bfloat16)

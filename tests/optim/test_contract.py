@@ -720,8 +720,8 @@ def test_states_that_nobody_has_are_not_looked_at(n: int, flat: bool | None) -> 
         asked = optimizer.state.asked
         optimizer.step()
         assert step == 0 or optimizer.state.asked == asked, "a step asks for nothing itself"
-    (bucket,) = optimizer._plan.buckets
-    shown = bucket.flat._lie if bucket.flat is not None else bucket.lie._shown
+    (bucket,) = optimizer._buckets.all
+    shown = bucket.where._shown
     assert shown._asked == optimizer.state.asked
     torch.save(optimizer.state_dict(), io.BytesIO())
     assert shown._asked < optimizer.state.asked

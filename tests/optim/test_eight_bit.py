@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 import preamp
 from preamp.errors import OptimizerError
-from preamp.fused import dequantize
+from preamp.kernels import dequantize
 from preamp.optim import Adam, AdamW
 
 from ..session.toys import same
@@ -246,11 +246,13 @@ def test_misuse() -> None:
         optimizer.step()
 
 
-def test_beside_flat_storage() -> None:
-    params, twins = made(torch.float32), made(torch.float32)
-    train(params, AdamW(params, states="8bit", flat=True), range(3))
-    train(twins, AdamW(twins, states="8bit"), range(3))
-    assert params[1].data_ptr() + params[1].nbytes == params[3].data_ptr()
+def test_beside_packed_parameters() -> None:
+    params, twins = ([*made(torch.float32), *(Parameter(torch.ones(n)) for n in (5, 9))] for _ in range(2))
+    packed = AdamW(params, states="8bit")
+    train(params, packed, range(3))
+    train(twins, AdamW(twins, states="8bit", flat=False), range(3))
+    assert packed._buckets is not None
+    assert sorted(type(bucket.where).__name__ for bucket in packed._buckets.all) == ["Layout", "Layout", "Packed"]
     for a, b in zip(params, twins, strict=True):  # the large ones stand at other places in their lists: other chances
         assert torch.allclose(a, b, rtol=0, atol=1e-6 if a.numel() < 4096 else 1e-3)
 

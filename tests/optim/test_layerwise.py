@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 import preamp
 from preamp.errors import OptimizerError
-from preamp.masters import NoMasters
+from preamp.ledger import NoMasters
 from preamp.optim import LAMB, NovoGrad
 
 SHAPES = [(4, 3), (7,), (1,), (2, 3, 2)]

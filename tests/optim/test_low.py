@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 import preamp
 from preamp.errors import OptimizerError, PolicyError
-from preamp.fused import join
+from preamp.kernels import join
 from preamp.optim import SGD, Adam, AdamW
 
 from ..session.toys import loss_of, mlp, same, weights

@@ -101,7 +101,7 @@ from tests.pretend.device import pretend
 pretend()
 torch.set_default_device("cuda")
 import preamp
-from preamp.multi_tensor import triton_runs_on
+from preamp.kernels import triton_runs_on
 
 print("triton", triton_runs_on(torch.device("cuda")))
 model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3))

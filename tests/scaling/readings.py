@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from preamp.gradients import Reading
+from preamp.kernels import Reading
 from preamp.scaling import LossScale
 
 CPU = torch.device("cpu")

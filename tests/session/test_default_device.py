@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import preamp
-from preamp.gradients import read
+from preamp.kernels import read
 
 MAKERS: dict[str, Callable[[Any], Optimizer]] = {
     "AdamW": lambda p: preamp.optim.AdamW(p, 1e-2),

@@ -12,7 +12,7 @@ from torch import nn
 
 import preamp
 from preamp.errors import SessionError
-from preamp.masters._exchange import change_places
+from preamp.ledger.swap import swap
 
 MAKERS = {"torch": torch.optim.AdamW, "preamp": preamp.optim.AdamW}
 
@@ -127,7 +127,7 @@ def test_a_weak_reference_to_the_tensor_itself_is_told_and_changes_nothing() -> 
     reference = torch._C._WeakTensorRef(wide)
     kept = wide.detach().clone()
     with pytest.raises(SessionError, match="weak reference"):
-        change_places(wide, nn.Parameter(torch.zeros(3, 3)))
+        swap(wide, nn.Parameter(torch.zeros(3, 3)))
     assert torch.equal(wide, kept) and not reference.expired()
 
 
@@ -135,5 +135,5 @@ def test_casts_that_a_region_keeps_are_no_hindrance() -> None:
     wide = nn.Parameter(torch.randn(3, 3))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         torch.mm(wide, wide)  # whose cast autocast keeps, by a weak reference
-        change_places(wide, nn.Parameter(torch.zeros(3, 3)))
+        swap(wide, nn.Parameter(torch.zeros(3, 3)))
         assert not torch.mm(wide, wide).any()

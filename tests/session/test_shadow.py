@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import preamp
 from preamp.errors import PolicyError
-from preamp.masters import shadows_work
+from preamp.ledger import shadows_work
 
 from .toys import batch, loss_of, mlp, same, weights
 

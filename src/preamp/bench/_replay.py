@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..formats import FP16
-from ..gradients import Reading
+from ..kernels import Reading
 from ..scaling import LossScale
 from ._traces import Trace
 
@@ -104,7 +104,7 @@ def below(trace: Trace, step: int, exponent: int) -> tuple[int, int]:
 
 
 def _reading(trace: Trace, step: int, scale: float, bad: bool, flushed: int, subnormal: int) -> Reading:
-    """What `preamp.gradients.read` would find; the norm is not known, and no schedule asks for it."""
+    """What `preamp.kernels.read` would find; the norm is not known, and no schedule asks for it."""
     largest = float(trace.weights[step]) * scale
     rounded = float(np.float16(largest)) if largest < OVERFLOW else math.inf
     found = torch.tensor(float(bad))

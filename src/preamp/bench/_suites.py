@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..autocast import autocast
 from ..errors import PolicyError
-from ..masters import shadows_work
+from ..ledger import shadows_work
 from ..optim import AdamW
 from ..report import Table
 from ..session import prepare

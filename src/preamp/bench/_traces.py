@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..gradients import dense_values
+from ..kernels import dense_values
 from ..report.files import write_with
 from ..zoo import Task
 from ._machine import environment

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..formats import name_of
-from ..gradients import dense_values
+from ..kernels import dense_values
 from ..session import Session, prepare
 from ..zoo import Recipe, Task
 from ._memory import SavedBytes, resident_bytes

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..gradients import read
+from ..kernels import read
 from ..sharding import held_here
 
 

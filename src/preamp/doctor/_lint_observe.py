@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..autocast import MARKER, REGISTRY, autocast
 from ..errors import PolicyError, SessionError
 from ..formats import LOW_DTYPES
-from ..masters import Masters, NoMasters
+from ..ledger import Masters, NoMasters
 from ..modules import CastingModule, Conversion
 from ..policy import Policy
 from ..tree import map_tensors, tensors

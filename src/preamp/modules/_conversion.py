@@ -16,7 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from ..errors import PolicyError, SessionError, kind_of
 from ..formats import LOW_DTYPES, name_of
-from ..masters import Masters
+from ..ledger import Masters
 from ..policy import Policy
 from ..sharding import gathered_as
 from ._casting import NOTHING, SHADOWED, Casting, CastingModule, casting_class, uncast

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,11 +10,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..errors import OptimizerError
-from ..fused import adam_, adam_8bit_, adam_split_, adam_stochastic_, blocks_of
+from ..kernels import AdamOptions, adam, adam_8bit, blocks_of
+from ..ledger import Bucket
 from ..sharding import held_here
-from ._base import FusedOptimizer, Lows, check_hyper, refuse_differentiable
-from ._eight_bit import CODES, NAMES, SCALES, as_8bit, as_float32, is_8bit, new_8bit, takes_8bit
-from ._plan import Bucket
+from ._base import FusedOptimizer, check_hyper, refuse_differentiable
+from ._eight_bit import CODES, NAMES, SCALES, as_8bit, as_float32, new_8bit, takes_8bit
 
 
 class Adam(FusedOptimizer):
@@ -21,17 +22,17 @@ class Adam(FusedOptimizer):
 
     `foreach`, `capturable` and `fused` are taken for compatibility: every step is fused and may be captured.
     `master`: "float32" keeps masters of 16-bit parameters; "split", for bfloat16 ones, keeps the same numbers in 2
-    bytes a parameter less; None steps them in their own dtype, and then `rounding="stochastic"` rounds bfloat16 up or
-    down by chance, so that small updates are not lost (reproducible by `seed`; states are float32). `states`: "8bit"
-    keeps both moments of a parameter of 4096 elements or more in 8 bits (`preamp.fused.adam_8bit_`), not with
+    bytes a parameter less; None steps them in their own dtype, and then `rounding="stochastic"` rounds bfloat16
+    stochastically, so that small updates are not lost (reproducible by `seed`; states are float32). `states`: "8bit"
+    keeps both moments of a parameter of 4096 elements or more in 8 bits (`preamp.kernels.adam_8bit`), not with
     `amsgrad`; of DTensors those whose rows are whole blocks of 256, so that any number of ranks can go on with them.
-    States of either kind load into an optimizer of the other. `flat`: on a CPU, small float32 parameters are stepped
-    side by side in one tensor, where they are moved for good, or only where nobody else refers to their memory (None);
-    with False each is stepped by itself, and comes out bit for bit as with `torch.optim.Adam(fused=True)`. Raises
-    `OptimizerError`, a ValueError, for hyper-parameters out of range.
+    States of either kind load into an optimizer of the other. `flat`: on a CPU, small float32 parameters are packed
+    into one tensor for a step; with False each is stepped by itself, and comes out bit for bit as with
+    `torch.optim.Adam(fused=True)`. Raises `OptimizerError`, a ValueError, for hyper-parameters out of range.
     """
 
     kept = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", *SCALES)
+    options = AdamOptions
     master_kinds: tuple[str | None, ...] = ("float32", "split", None)
 
     def __init__(
@@ -68,7 +69,7 @@ class Adam(FusedOptimizer):
         if rounding not in ("nearest", "stochastic") or (rounding == "stochastic" and master is not None):
             raise OptimizerError(
                 f"rounding={rounding!r} with master={master!r}: write 'nearest', or 'stochastic' with master=None, "
-                "since masters lose nothing that chance could save"
+                "since masters lose nothing that stochastic rounding could save"
             )
         if states not in ("float32", "8bit"):
             raise OptimizerError(f"states={states!r}: write 'float32', or '8bit' for moments in 8 bits")
@@ -98,10 +99,10 @@ class Adam(FusedOptimizer):
         return new_8bit(name, param) if self._is_coded(param) else super().new_state(name, group, param, dtype)
 
     def state_dtype(self, name: str, param: Parameter) -> torch.dtype:
-        """float32 too for what is rounded by chance; codes and scales where they are in 8 bits."""
+        """float32 too for what is rounded stochastically; codes and scales where they are in 8 bits."""
         if self._is_coded(param):
             return CODES.get(name, torch.float32)
-        return torch.float32 if self._by_chance(param) else super().state_dtype(name, param)
+        return torch.float32 if self._stochastic(param) else super().state_dtype(name, param)
 
     def state_form(self, name: str, param: Tensor) -> torch.Size | int:
         """As many scales as there are blocks."""
@@ -110,11 +111,11 @@ class Adam(FusedOptimizer):
     def _is_coded(self, param: Tensor) -> bool:
         return self.states == "8bit" and takes_8bit(param)
 
-    def _by_chance(self, param: Tensor) -> bool:
+    def _stochastic(self, param: Tensor) -> bool:
         return self.rounding == "stochastic" and param.dtype is torch.bfloat16
 
     def _has_wide_states(self, param: Parameter) -> bool:
-        return self._is_coded(param) or self._by_chance(param) or super()._has_wide_states(param)
+        return self._is_coded(param) or self._stochastic(param) or super()._has_wide_states(param)
 
     def _mend(self, param: Parameter, state: dict[str, Any]) -> None:
         if self._is_coded(param):
@@ -122,63 +123,18 @@ class Adam(FusedOptimizer):
         else:
             as_float32(state)
 
-    def _advance(
-        self, bucket: Bucket, targets: list[Tensor], lows: Lows, grads: list[Tensor],
-        factor: Tensor | None, found: Tensor | None,
-    ) -> None:  # fmt: skip
-        assert bucket.step is not None
-        arguments = self._arguments(bucket, factor, found)
-        if is_8bit(bucket.states):
-            self._advance_8bit(bucket, targets, lows, grads, arguments)
+    def _advance(self, bucket: Bucket, gradients: list[Tensor], factor: Tensor | None, found: Tensor | None) -> None:
+        o = self._options(
+            bucket, factor=factor, found=found, stochastic_rounding=self.rounding == "stochastic", seed=self.seed
+        )
+        if "exp_avg_scale" not in bucket.names:
+            adam(bucket.storage, gradients, o)
             return
-        moments = self._moments(bucket)
-        if lows is None and self._by_chance(targets[0]):
-            adam_stochastic_(targets, grads, *moments, bucket.step, seed=self.seed, **arguments)
-        else:
-            adam_(
-                targets, grads, *moments, lows, bucket.step, contiguous=bucket.contiguous, alike=lows is None,
-                **arguments,
-            )  # fmt: skip
-
-    def _advance_split(
-        self, bucket: Bucket, params: list[Tensor], bits: list[Tensor], grads: list[Tensor],
-        factor: Tensor | None, found: Tensor | None,
-    ) -> None:  # fmt: skip
-        assert bucket.step is not None
-        arguments = self._arguments(bucket, factor, found)
-        if is_8bit(bucket.states):
-            self._advance_8bit(bucket, params, None, grads, arguments, bits)
-            return
-        adam_split_(params, bits, grads, *self._moments(bucket), bucket.step, **arguments)
-
-    def _advance_8bit(
-        self, bucket: Bucket, params: list[Tensor], lows: Lows, grads: list[Tensor],
-        arguments: dict[str, Any], bits: list[Tensor] | None = None,
-    ) -> None:  # fmt: skip
-        assert bucket.step is not None
-        first, first_scales, second, second_scales = (bucket.states[name] for name in NAMES)
+        storage = bucket.storage
+        first, first_scales, second, second_scales = storage.states
         if bucket.sharded:  # scales are in rows there
-            first_scales, second_scales = (
-                [each.view(-1) for each in scales] for scales in (first_scales, second_scales)
-            )
-        adam_8bit_(
-            params, grads, first, first_scales, second, second_scales, lows, bucket.step, seed=self.seed, bits=bits,
-            by_chance=bits is None and self._by_chance(params[0]),
-            **{name: value for name, value in arguments.items() if name != "amsgrad"},
-        )  # fmt: skip
-
-    def _moments(self, bucket: Bucket) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        states = bucket.states
-        return states["exp_avg"], states["exp_avg_sq"], states.get("max_exp_avg_sq", [])
-
-    def _arguments(self, bucket: Bucket, factor: Tensor | None, found: Tensor | None) -> dict[str, Any]:
-        group = bucket.group
-        return {
-            "lr": group["lr"], "beta1": float(group["betas"][0]), "beta2": float(group["betas"][1]),
-            "eps": group["eps"], "weight_decay": group["weight_decay"],
-            "decoupled": group.get("decoupled_weight_decay", False), "amsgrad": group["amsgrad"],
-            "maximize": group["maximize"], "factor": factor, "found": found,
-        }  # fmt: skip
+            first_scales, second_scales = ([each.view(-1) for each in each] for each in (first_scales, second_scales))
+        adam_8bit(replace(storage, states=(first, second, first_scales, second_scales)), gradients, o)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "rounding": self.rounding, "states": self.states, "seed": self.seed}

@@ -1,10 +1,11 @@
-"""What the fused optimizers share: torch's protocol, masters of 16-bit parameters, the plan, saving and loading."""
+"""What the fused optimizers share: torch's protocol, masters of 16-bit parameters, buckets, saving and loading."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cache, wraps
 from typing import Any, ClassVar
 
 import torch
@@ -15,20 +16,19 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..errors import OptimizerError
-from ..gradients import present_in, reciprocal
-from ..masters import Masters
-from ..multi_tensor import TensorList, count_writes
+from ..kernels import present_in, reciprocal
+from ..ledger import Bucket, Buckets, Collected, Masters, ShapeMismatch, State, Steps
 from ..sharding import any_sharded
-from ._flat import Flat, ShapeMismatch
 from ._loading import Loading
-from ._plan import Bucket, Plan
-from ._state import State
-from ._steps import Steps
 
-Lows = Sequence[Tensor | None] | None
 
-MOVES = 8
-"""How many plans may lay parameters somewhere else where nobody has asked for it."""
+@dataclass(frozen=True, slots=True)
+class _Handed:
+    """What a session or a scaler has read and decided before a step, which follows at once."""
+
+    factor: Tensor | None
+    found: Tensor | None
+    collected: Collected | None = None
 
 
 class FusedOptimizer(Loading):
@@ -37,13 +37,12 @@ class FusedOptimizer(Loading):
     16-bit parameters get float32 masters and float32 states (`master="float32"`), kept in its state under "master"
     unless a session lends its own; bfloat16 ones may have split masters (`"split"`): only the bits that the weight
     lacks are kept, under "master_bits". With `master=None` they are stepped in their own dtype, as torch would.
-    Before a step, `found_inf` (0-d float32, above 0: skip), `grad_scale` (gradients are divided by it) and
-    `grad_factor` (and multiplied by it) may be set as attributes: the protocol of torch.amp.GradScaler, and one more.
+    Before a step, `found_inf` (0-d float32, above 0: skip) and `grad_scale` (gradients are divided by it) may be set as
+    attributes: the protocol of torch.amp.GradScaler.
     """
 
     flat: bool | None = False
-    """Whether small float32 parameters on a CPU are laid side by side (`Flat`); None: where nobody can tell, else only
-    for the length of a step."""
+    """Whether small float32 parameters on a CPU are packed for a step (`ledger.packed`); None: yes."""
     takes_masters = True
     """Tells a session and `preamp.GradScaler` that 16-bit gradients, masters and a factor may be handed over."""
 
@@ -62,8 +61,8 @@ class FusedOptimizer(Loading):
         self.state = State(self.state)
 
     def _prepare(self) -> None:
-        self._plan: Plan | None = None
-        self._plans = 0
+        self._buckets: Buckets | None = None
+        self._handed: _Handed | None = None
         self._masters = self._own_masters()
         self._lent = False
         self.counts: dict[Parameter, Steps] = {}
@@ -87,29 +86,18 @@ class FusedOptimizer(Loading):
         """A state before the first step: zeros like the parameter."""
         return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
+    options: ClassVar[Any]
+    """The class of what the kernel is told; most of its fields are of the parameter group."""
+
+    def _options(self, bucket: Bucket, **more: Any) -> Any:
+        group = bucket.group
+        return self.options(**{name: group[name] for name in _names(self.options) if name in group}, **more)
+
     @abstractmethod
-    def _advance(
-        self, bucket: Bucket, targets: list[Tensor], lows: Lows, grads: list[Tensor],
-        factor: Tensor | None, found: Tensor | None,
-    ) -> None:  # fmt: skip
-        """Step the float32 `targets`, and write them rounded into `lows`."""
+    def _advance(self, bucket: Bucket, gradients: list[Tensor], factor: Tensor | None, found: Tensor | None) -> None:
+        """Step what a bucket stores."""
 
-    def _advance_flat(
-        self, bucket: Bucket, flat: Flat, grads: list[Tensor], factor: Tensor | None, found: Tensor | None
-    ) -> None:
-        """Step parameters that are laid side by side."""
-        flat.take_in()
-        self._advance(bucket, bucket.tensors(), None, grads, factor, found)
-        flat.give_out()
-
-    def _advance_split(
-        self, bucket: Bucket, params: list[Tensor], bits: list[Tensor], grads: list[Tensor],
-        factor: Tensor | None, found: Tensor | None,
-    ) -> None:  # fmt: skip
-        """Step bfloat16 `params` with the lower halves of their masters."""
-        raise NotImplementedError(f"{type(self).__name__} has no split masters")
-
-    def _survey(self, gathered: list[tuple[Bucket, list[Tensor]]], factor: Tensor | None) -> None:
+    def _before_buckets(self, collected: Collected, factor: Tensor | None) -> None:
         """A look at all gradients before the first bucket steps, for those whose step depends on all."""
 
     # -- stepping
@@ -124,44 +112,64 @@ class FusedOptimizer(Loading):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found: Tensor | None = getattr(self, "found_inf", None)
+        handed = self._handed
+        if handed is None:
+            found: Tensor | None = getattr(self, "found_inf", None)
+            scale: Tensor | None = getattr(self, "grad_scale", None)
+            handed = _Handed(None if scale is None else reciprocal(scale), found)
+        factor, found, collected = handed.factor, handed.found, handed.collected
         if found is not None and found.device.type == "cpu":
             if found.item() > 0:
                 return loss
             found = None
-        factor = self._factor()
-        at_hand = getattr(self, "gradients_at_hand", None)
-        if at_hand is not None and (closure is not None or self.is_hooked):
-            at_hand = None
-        gathered = self._gathered() if at_hand is None else at_hand
-        self._survey(gathered, factor)
-        for bucket, grads in gathered:
-            params = bucket.tensors()
-            if bucket.mastered and self._masters.split:
-                bits = bucket.parts(self._masters.kept(bucket.params))
-                self._advance_split(bucket, params, bits, grads, factor, found)
-            elif bucket.mastered:
-                where = params.addresses if isinstance(params, TensorList) and not bucket.sharded else None
-                masters = bucket.parts(self._masters.followed(bucket.params, where))
-                self._advance(bucket, masters, params, grads, factor, found)
-                self._masters.published(bucket.params)
-            elif bucket.flat is not None:
-                self._advance_flat(bucket, bucket.flat, grads, factor, found)
-            else:
-                self._advance(bucket, params, self._masters.twins(bucket.params), grads, factor, found)
-                self._masters.published(bucket.params)
-            if bucket.steps is not None:
-                bucket.steps.counted()
-            if bucket.beside:  # so that their masters follow
-                count_writes(bucket.beside)
+        if collected is None or closure is not None or self.is_hooked:
+            collected = self.collect_anew()
+        self._before_buckets(collected, factor)
+        for bucket, gradients in collected:
+            bucket.begin_step(self._masters)
+            self._advance(bucket, gradients, factor, found)
+            bucket.end_step(self._masters)
         return loss
 
-    def _gathered(self) -> list[tuple[Bucket, list[Tensor]]]:
+    def step_with(
+        self, *args: Any, factor: Tensor | None, found: Tensor | None, collected: Collected | None, **kwargs: Any
+    ) -> float | None:
+        """`step`, with whatever wraps it and hooks, told what was decided before it.
+
+        `factor`: 0-d float32 that gradients are multiplied by. `found`: 0-d float32, above 0: skip. `collected`: what
+        `collect` gave, unless hooks may have changed gradients since.
+        """
+        self._handed = _Handed(factor, found, collected)
         try:
-            return [(bucket, bucket.laid(gradients)) for bucket, gradients in self.picked()]
+            result: float | None = self.step(*args, **kwargs)
+            return result
+        finally:
+            self._handed = None
+
+    def collect(self) -> Collected | None:
+        """Gradients in the lists in which a step takes them, for who reads them just before it.
+
+        None where that saves nothing, or the buckets made so far do not hold.
+        """
+        if self._buckets is None or not self._buckets.readable or self.is_hooked:
+            return None
+        try:
+            return self._buckets.collect(self)
         except ShapeMismatch:
-            self._plan = None  # parameters were cut where they lie
-            return [(bucket, bucket.laid(gradients)) for bucket, gradients in self.picked()]
+            self._buckets = None
+            return None
+
+    def collect_anew(self) -> Collected:
+        """Gradients in the lists in which a step takes them; buckets are made anew if they do not hold."""
+        try:
+            found = None if self._buckets is None else self._buckets.collect(self)
+        except ShapeMismatch:  # parameters were cut where they lie
+            found = None
+        if found is None:
+            self._buckets = self._bucketed()
+            found = self._buckets.collect(self)
+            assert found is not None, "buckets that were made just now"
+        return found
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, which fills all gradients by one call: one by one where DTensors and tensors are mixed."""
@@ -188,7 +196,7 @@ class FusedOptimizer(Loading):
         def step(self: FusedOptimizer, *args: Any, **kwargs: Any) -> Any:
             after = self._optimizer_step_post_hooks or _global_optimizer_post_hooks
             seen = self.is_hooked or after or profiler._is_profiler_enabled
-            if seen or self._plan is None or not self._plan.at_hand:
+            if seen or self._buckets is None or not self._buckets.readable:
                 return hooked(self, *args, **kwargs)
             for hook in self._optimizer_step_pre_hooks.values():
                 hook(self, args, kwargs)
@@ -221,36 +229,6 @@ class FusedOptimizer(Loading):
             own = getattr(own, "__wrapped__", None)
         return (type(self).step if own is None else own) in self._steps
 
-    def picked(self) -> list[tuple[Bucket, list[Tensor]]]:
-        """What a step would work on now: buckets of parameters, each with its gradients.
-
-        Who has laid them already, bucket by bucket, may set that as `gradients_at_hand` for the length of a step.
-        """
-        present, gradients = zip(*(present_in(group["params"]) for group in self.param_groups), strict=True)
-        found = None if self._plan is None else self._plan.picked(self, present, gradients)
-        if found is None:
-            self._plan = self._planned(present)
-            found = self._plan.picked(self, present, gradients)
-            assert found is not None, "a plan that was made just now"
-        return found
-
-    def at_hand(self) -> list[tuple[Bucket, list[Tensor]]] | None:
-        """What `picked` gives, laid, for who looks at the gradients just before the step.
-
-        None where that saves nothing, or what is planned so far does not fit them.
-        """
-        if self._plan is None or not self._plan.at_hand or self.is_hooked:
-            return None
-        present, gradients = zip(*(present_in(group["params"]) for group in self.param_groups), strict=True)
-        found = self._plan.picked(self, present, gradients)
-        if found is None:
-            return None
-        try:
-            return [(bucket, bucket.laid(own)) for bucket, own in found]
-        except ShapeMismatch:
-            self._plan = None
-            return None
-
     def counted(self, params: list[Parameter], when: Steps | float) -> Steps:
         """What counts the steps of parameters from now on, each shown in its state. `when`: how many they have seen."""
         if not isinstance(when, Steps) or not when.are_of(params):
@@ -259,49 +237,32 @@ class FusedOptimizer(Loading):
                 self.counts[param], self.state[param]["step"] = when, when.of(param)
         return when
 
-    def _factor(self) -> Tensor | None:
-        factor: Tensor | None = getattr(self, "grad_factor", None)
-        scale: Tensor | None = getattr(self, "grad_scale", None)
-        if scale is None:
-            return factor
-        return reciprocal(scale) if factor is None else reciprocal(scale) * factor
-
-    @torch.inference_mode(False)  # states last, and parameters may be laid elsewhere
-    def _planned(self, present: Sequence[list[Parameter]]) -> Plan:
-        for params in present:
-            for param in params:
-                self._check(param)
-                if not self._lent and self.is_mastered(param) and param not in self._masters:
-                    kept = self.state[param].get(self._master_key)
-                    self._masters.adopt(f"{len(self._masters)}", param, kept)
-                master = self._masters.of(param) if self.is_mastered(param) else param
-                if master.shape != param.shape:
-                    raise OptimizerError(
-                        f"a parameter has shape {tuple(param.shape)}, and its master {tuple(master.shape)}: it was "
-                        "resized after its master was made. Make an optimizer, and prepare, of what it is now"
-                    )
+    @torch.inference_mode(False)  # states last
+    def _bucketed(self) -> Buckets:
+        present = [present_in(group["params"])[0] for group in self.param_groups]
+        for param in (param for params in present for param in params):
+            self._check(param)
+            if not self._lent and self.is_mastered(param) and param not in self._masters:
+                kept = self.state[param].get(self._master_key)
+                self._masters.adopt(f"{len(self._masters)}", param, kept)
+            master = self._masters.stored(param) if self.is_mastered(param) else param
+            if master.shape != param.shape:
+                raise OptimizerError(
+                    f"a parameter has shape {tuple(param.shape)}, and its master {tuple(master.shape)}: it was "
+                    "resized after its master was made. Make an optimizer, and prepare, of what it is now"
+                )
         self.counts = {param: steps for param, steps in self.counts.items() if param in self.state}
-        plan = Plan(self, present)
-        self._plans += 1
+        buckets = Buckets(self, present)
         if not self._lent:
-            for bucket in plan.buckets:
+            for bucket in buckets.all:
                 for param in bucket.params if bucket.mastered else ():
-                    self.state[param][self._master_key] = self._masters.of(param)
-        return plan
+                    self.state[param][self._master_key] = self._masters.stored(param)
+        return buckets
 
     @property
-    def lays_flat(self) -> bool | None:
-        """`flat`, but never where each parameter has a copy that is written too."""
-        return False if self._masters.shadows else self.flat
-
-    @property
-    def may_move(self) -> bool:
-        """Whether parameters may still be laid somewhere else unasked.
-
-        Not for ever: each time they are, those that have no gradient just then stay where they were, and all of that
-        memory with them; two optimizers of the same parameters would take these from each other at every step.
-        """
-        return self._plans < MOVES
+    def packs(self) -> bool:
+        """Whether small parameters may be packed, but never where each has a copy that is written too."""
+        return self.flat is not False and not self._masters.shadows
 
     def may_swap(self, param: Parameter) -> bool:
         """Whether a session may swap a parameter's master in, so that it is 16-bit in some steps and not in others."""
@@ -332,7 +293,7 @@ class FusedOptimizer(Loading):
     def lend(self, masters: Masters | None) -> None:
         """Step with the masters of a session, which saves them itself; None gives them back."""
         self._masters, self._lent = (self._own_masters(), False) if masters is None else (masters, True)
-        self._plan = None
+        self._buckets = None
         for state in self.state.values():
             state.pop(self._master_key, None)
 
@@ -345,6 +306,11 @@ def check_hyper(name: str, value: Any, *, low: float = 0.0, high: float = float(
     number = float(value) if not isinstance(value, Tensor) or value.numel() == 1 else float("nan")
     if not low <= number < high:
         raise OptimizerError(f"{name}={value!r} must lie in [{low:g}, {high:g})")
+
+
+@cache
+def _names(options: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(options))
 
 
 def refuse_differentiable(differentiable: bool) -> None:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..formats import LOW_DTYPES
-from ..fused import blocks_of, dequantize, quantize
-from ..fused._eight_bit_codes import BLOCK
+from ..kernels import BLOCK, blocks_of, dequantize, quantize
 from ..sharding import held_here, is_sharded, placed_like
 
 SMALLEST = 4096

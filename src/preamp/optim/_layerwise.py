@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,11 +10,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..errors import OptimizerError
-from ..fused import lamb_, novograd_
-from ..gradients import global_norm
+from ..kernels import LambOptions, NovoGradOptions, ShardSum, global_norm, lamb, novograd
+from ..ledger import Bucket, Buckets, Collected
 from ..parallel import Agreement, ShardReduction
-from ._base import FusedOptimizer, Lows, check_hyper
-from ._plan import Bucket, Plan
+from ._base import FusedOptimizer, check_hyper
 
 
 class LAMB(FusedOptimizer):
@@ -27,6 +27,7 @@ class LAMB(FusedOptimizer):
     """
 
     kept = ("exp_avg", "exp_avg_sq")
+    options = LambOptions
 
     def __init__(
         self,
@@ -56,37 +57,28 @@ class LAMB(FusedOptimizer):
     def _prepare(self) -> None:
         super()._prepare()
         self._grad_norm: Tensor | None = None
-        self._agreed: tuple[Plan, Agreement] | None = None
+        self._agreed: tuple[Buckets, Agreement] | None = None
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """First and second moment."""
         return ("exp_avg", "exp_avg_sq")
 
-    def _survey(self, gathered: list[tuple[Bucket, list[Tensor]]], factor: Tensor | None) -> None:
+    def _before_buckets(self, collected: Collected, factor: Tensor | None) -> None:
         """The norm that is limited is that of all groups together."""
-        gradients = [gradient for _, own in gathered for gradient in own]
-        if any(bucket.sharded for bucket, _ in gathered):
-            assert self._plan is not None
-            if self._agreed is None or self._agreed[0] is not self._plan:
-                self._agreed = self._plan, Agreement([param for bucket, _ in gathered for param in bucket.params])
+        gradients = [gradient for _, own in collected for gradient in own]
+        if any(bucket.sharded for bucket, _ in collected):
+            assert self._buckets is not None
+            if self._agreed is None or self._agreed[0] is not self._buckets:
+                params = [param for bucket, _ in collected for param in bucket.params]
+                self._agreed = self._buckets, Agreement(params)
             norm = self._agreed[1].norm(gradients)
         else:
             norm = global_norm(gradients)
         self._grad_norm = norm if factor is None else norm * factor.to(norm.device)
 
-    def _advance(
-        self, bucket: Bucket, targets: list[Tensor], lows: Lows, grads: list[Tensor],
-        factor: Tensor | None, found: Tensor | None,
-    ) -> None:  # fmt: skip
-        group = bucket.group
-        assert bucket.step is not None
-        names = ("lr", "betas", "eps", "weight_decay", "bias_correction", "grad_averaging", "adam_w_mode",
-                 "max_grad_norm", "use_nvlamb", "maximize")  # fmt: skip
-        lamb_(
-            targets, grads, bucket.states["exp_avg"], bucket.states["exp_avg_sq"], lows, bucket.step,
-            factor=factor, found=found, grad_norm=self._grad_norm, whole=_whole(bucket),
-            **{name: group[name] for name in names},
-        )  # fmt: skip
+    def _advance(self, bucket: Bucket, gradients: list[Tensor], factor: Tensor | None, found: Tensor | None) -> None:
+        more = {"factor": factor, "found": found, "grad_norm": self._grad_norm, "shard_sum": _shard_sum(bucket)}
+        lamb(bucket.storage, gradients, self._options(bucket, **more))
 
 
 class NovoGrad(FusedOptimizer):
@@ -99,6 +91,7 @@ class NovoGrad(FusedOptimizer):
     """
 
     kept = ("exp_avg", "norm")
+    options = NovoGradOptions
 
     def __init__(
         self,
@@ -152,26 +145,19 @@ class NovoGrad(FusedOptimizer):
             state["exp_avg"] = state["exp_avg"].to(torch.float32 if self.is_mastered(param) else param.dtype)
             state["norm"] = state["norm"].to(torch.float32)
 
-    def _advance(
-        self, bucket: Bucket, targets: list[Tensor], lows: Lows, grads: list[Tensor],
-        factor: Tensor | None, found: Tensor | None,
-    ) -> None:  # fmt: skip
-        group, norms = bucket.group, torch.stack(bucket.states["norm"])
-        assert bucket.step is not None
-        names = ("lr", "betas", "eps", "weight_decay", "bias_correction", "reg_inside_moment", "grad_averaging",
-                 "norm_type", "init_zero", "maximize")  # fmt: skip
-        novograd_(
-            targets, grads, bucket.states["exp_avg"], norms, lows, bucket.step,
-            factor=factor, found=found, whole=_whole(bucket), **{name: group[name] for name in names},
-        )  # fmt: skip
-        torch._foreach_copy_(bucket.states["norm"], norms.unbind())
+    def _advance(self, bucket: Bucket, gradients: list[Tensor], factor: Tensor | None, found: Tensor | None) -> None:
+        exp_avgs, shown = bucket.storage.states
+        norms = torch.stack(list(shown))
+        o = self._options(bucket, factor=factor, found=found, shard_sum=_shard_sum(bucket))
+        novograd(replace(bucket.storage, states=(exp_avgs, [norms])), gradients, o)
+        torch._foreach_copy_(list(shown), norms.unbind())
 
 
-def _whole(bucket: Bucket) -> ShardReduction | None:
+def _shard_sum(bucket: Bucket) -> ShardSum | None:
     """What makes norms of shards those of whole tensors; None where there are none."""
-    if bucket.sharded and bucket.reduction is None:
-        bucket.reduction = ShardReduction(bucket.params)
-    return bucket.reduction
+    if bucket.sharded and bucket.shard_sum is None:
+        bucket.shard_sum = ShardReduction(bucket.params)
+    return bucket.shard_sum
 
 
 def _check(lr: Any, betas: tuple[float, float], eps: float, weight_decay: float) -> None:

@@ -12,11 +12,9 @@ from torch.optim import Optimizer
 
 from ..errors import OptimizerError
 from ..formats import LOW_DTYPES
-from ..masters import Masters, SplitMasters
+from ..ledger import Buckets, Masters, SplitMasters, State
 from ..sharding import held_here
 from ._eight_bit import NAMES, is_8bit
-from ._plan import Plan
-from ._state import State
 
 
 class Loading(Optimizer):
@@ -25,13 +23,13 @@ class Loading(Optimizer):
     master: str | None
     _masters: Masters
     _lent: bool
-    _plan: Plan | None
+    _buckets: Buckets | None
 
     kept: tuple[str, ...] = ()
     """Names of all states that it may have."""
 
     def _prepare(self) -> None:
-        """Begin with no plan and masters of one's own."""
+        """Begin with no buckets and masters of one's own."""
 
     def _own_masters(self) -> Masters:
         return SplitMasters() if self.master == "split" else Masters()
@@ -154,9 +152,9 @@ class Loading(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "_plan" not in self.__dict__:  # unpickled, or copied
+        if "_buckets" not in self.__dict__:  # unpickled, or copied
             self._prepare()
-        self._plan, self.state = None, State(self.state)
+        self._buckets, self.state = None, State(self.state)
         for param, own in self.state.items():
             for name, value in own.items():
                 if isinstance(value, _Kept):

@@ -9,22 +9,21 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..errors import OptimizerError
-from ..fused import adagrad_, sgd_
-from ._base import FusedOptimizer, Lows, check_hyper, refuse_differentiable
-from ._flat import Flat
-from ._plan import Bucket
+from ..kernels import AdagradOptions, SGDOptions, adagrad, sgd
+from ..ledger import Bucket
+from ._base import FusedOptimizer, check_hyper, refuse_differentiable
 
 
 class SGD(FusedOptimizer):
     """Gradient descent with the arguments, groups and state_dict of `torch.optim.SGD`: momentum, dampening, Nesterov.
 
     `foreach` and `fused` are taken for compatibility. `master`: "float32" keeps masters of 16-bit parameters, None
-    steps them in their own dtype. `flat`: on a CPU, small float32 parameters are stepped side by side in one tensor,
-    where they are moved for good (True), or only where nobody else refers to their memory (None), or are stepped one
-    by one (False). Raises `OptimizerError`, a ValueError, for hyper-parameters out of range.
+    steps them in their own dtype. `flat`: on a CPU, small float32 parameters are packed into one tensor for a step, or
+    stepped one by one (False). Raises `OptimizerError`, a ValueError, for hyper-parameters out of range.
     """
 
     kept = ("momentum_buffer",)
+    options = SGDOptions
     counts_steps = False
 
     def __init__(
@@ -68,53 +67,14 @@ class SGD(FusedOptimizer):
         self.unstarted.add(param)
         return super().new_state(name, group, param, dtype)
 
-    def _advance(
-        self, bucket: Bucket, targets: list[Tensor], lows: Lows, grads: list[Tensor],
-        factor: Tensor | None, found: Tensor | None,
-    ) -> None:  # fmt: skip
-        group = bucket.group
+    def _advance(self, bucket: Bucket, gradients: list[Tensor], factor: Tensor | None, found: Tensor | None) -> None:
         first = bucket.params[0] in self.unstarted
-        if first and found is not None:
-            if group["dampening"] == 0:
-                first = False  # zeros times the momentum, plus the gradient: the same, and right if this is skipped
-            elif bool(found):  # only the host can tell the next step that it is still the first
-                return
-            self.unstarted.difference_update(bucket.params)
-        elif first:
-            self.unstarted.difference_update(bucket.params)
-        sgd_(
-            targets, grads, bucket.states.get("momentum_buffer", []), lows, lr=group["lr"],
-            momentum=group["momentum"], dampening=group["dampening"], weight_decay=group["weight_decay"],
-            nesterov=group["nesterov"], maximize=group["maximize"], first=first, factor=factor, found=found,
-            contiguous=bucket.contiguous, alike=lows is None,
-        )  # fmt: skip
-
-    def _advance_flat(
-        self, bucket: Bucket, flat: Flat, grads: list[Tensor], factor: Tensor | None, found: Tensor | None
-    ) -> None:
-        """The update is made apart from the parameters, which are read only for weight decay, and added to them."""
-        group, (update,) = bucket.group, grads
-        if factor is not None:
-            update.mul_(factor)
-        if group["maximize"]:
-            update.neg_()
-        if group["weight_decay"]:
-            flat.take_in()
-            update.add_(flat.param, alpha=group["weight_decay"])
-        if group["momentum"]:
-            (momentum,) = bucket.states["momentum_buffer"]
-            if bucket.params[0] in self.unstarted:
-                self.unstarted.difference_update(bucket.params)
-                momentum.copy_(update)
-            elif group["dampening"] == 0:
-                torch.add(update, momentum, alpha=group["momentum"], out=momentum)
-            else:
-                momentum.mul_(group["momentum"]).add_(update, alpha=1 - group["dampening"])
-            if group["nesterov"]:
-                update.add_(momentum, alpha=group["momentum"])
-            else:
-                update = momentum
-        flat.add(update, -float(group["lr"]))
+        if first and found is not None and bucket.group["dampening"] == 0:
+            first = False  # zeros times the momentum, plus the gradient: the same, and right if this is skipped
+        elif first and found is not None and bool(found):  # only the host can tell the next step that it is the first
+            return
+        self.unstarted.difference_update(bucket.params)
+        sgd(bucket.storage, gradients, self._options(bucket, factor=factor, found=found, first=first))
 
 
 class Adagrad(FusedOptimizer):
@@ -125,6 +85,7 @@ class Adagrad(FusedOptimizer):
     """
 
     kept = ("sum",)
+    options = AdagradOptions
 
     def __init__(
         self,
@@ -165,14 +126,5 @@ class Adagrad(FusedOptimizer):
             param, group["initial_accumulator_value"], dtype=dtype, memory_format=torch.preserve_format
         )
 
-    def _advance(
-        self, bucket: Bucket, targets: list[Tensor], lows: Lows, grads: list[Tensor],
-        factor: Tensor | None, found: Tensor | None,
-    ) -> None:  # fmt: skip
-        group = bucket.group
-        assert bucket.step is not None
-        adagrad_(
-            targets, grads, bucket.states["sum"], lows, bucket.step, lr=group["lr"], lr_decay=group["lr_decay"],
-            weight_decay=group["weight_decay"], eps=group["eps"], maximize=group["maximize"], factor=factor,
-            found=found, contiguous=bucket.contiguous, alike=lows is None,
-        )  # fmt: skip
+    def _advance(self, bucket: Bucket, gradients: list[Tensor], factor: Tensor | None, found: Tensor | None) -> None:
+        adagrad(bucket.storage, gradients, self._options(bucket, factor=factor, found=found))

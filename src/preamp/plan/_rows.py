@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from ..formats import LOW_DTYPES, name_of
-from ..fused import blocks_of
+from ..kernels import blocks_of
 from ._asked import Asked
 from ._sizes import Sizes, Weight
 

@@ -16,7 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from ..errors import PolicyError, PreampError
 from ..formats import LOW_DTYPES
-from ..masters import NoMasters, Shadows
+from ..ledger import NoMasters, Shadows
 from ..modules import NORMS, CastingModule, Conversion, check_free, unwrapped
 from ..optim._eight_bit import SMALLEST, has_rows_of_blocks
 from ..policy import Policy

@@ -23,7 +23,7 @@ from ._fixed import LossScale, at_least_float32
 from ._reciprocal import Reciprocal
 
 if TYPE_CHECKING:
-    from ..gradients import Reading
+    from ..kernels import Reading
 
 Self = TypeVar("Self", bound="Moving")
 

@@ -13,7 +13,7 @@ from ..errors import StateError
 from ._checks import PATIENCE, check_count, check_scale
 
 if TYPE_CHECKING:
-    from ..gradients import Reading
+    from ..kernels import Reading
 
 
 class LossScale(ABC):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -16,8 +15,7 @@ from torch.optim import Optimizer
 
 from ..errors import ScaleCollapse, ScaleError
 from ..frameworks import framework_hooks, unwrap_imitation
-from ..gradients import Reading, check_and_unscale_, read
-from ..multi_tensor import chained
+from ..kernels import Reading, chained, check_and_unscale_, read, reciprocal
 from ..parallel import Agreement
 from ..sharding import any_sharded
 from ._attributes import is_watched, takes_attributes
@@ -143,8 +141,10 @@ class GradScaler(torch.amp.GradScaler):
         ours, given = getattr(optimizer, "takes_masters", False), getattr(optimizer, "grad_scale", None)
         scaled = state["stage"] is OptState.READY
         try:
+            collected = None
             if scaled and ours:
-                scaled = not self._check_and_unscale(optimizer, state, scale)
+                unscaled, collected = self._check_and_unscale(optimizer, state, scale)
+                scaled = not unscaled
             elif scaled:
                 self._check_inf_per_device(optimizer)
             flags = [flag.to(scale.device, non_blocking=True) for flag in state["found_inf_per_device"].values()]
@@ -156,35 +156,41 @@ class GradScaler(torch.amp.GradScaler):
             if (found.device.type == "cpu" or is_watched(optimizer)) and found.item() > 0:
                 state["stage"] = OptState.STEPPED
                 return None
-            optimizer.found_inf = found
-            optimizer.grad_scale = given if not scaled else scale if given is None else scale * given
-            result: float | None = optimizer.step(*args, **kwargs)
+            total = given if not scaled else scale if given is None else scale * given
+            result: float | None
+            if ours:
+                factor = None if total is None else reciprocal(total)
+                result = optimizer.step_with(*args, factor=factor, found=found, collected=collected, **kwargs)
+            else:
+                optimizer.found_inf, optimizer.grad_scale = found, total
+                result = optimizer.step(*args, **kwargs)
         finally:
-            for name in ("grad_scale", "found_inf", "gradients_at_hand"):
+            for name in ("grad_scale", "found_inf"):
                 vars(optimizer).pop(name, None)
         state["stage"] = OptState.STEPPED
         return result
 
-    def _check_and_unscale(self, optimizer: Any, state: dict[str, Any], scale: Tensor) -> bool:
-        """Check an optimizer's gradients; on a CPU unscale them in the same pass. Returns whether they are unscaled.
+    def _check_and_unscale(self, optimizer: Any, state: dict[str, Any], scale: Tensor) -> tuple[bool, Any]:
+        """Check an optimizer's gradients; on a CPU unscale them in the same pass.
 
-        float16 gradients stay scaled, since float16 would not hold what comes out.
+        Returns whether they are unscaled, and what the step takes, if that was read. float16 gradients stay scaled,
+        since float16 would not hold what comes out.
         """
-        picked = optimizer.picked()
-        here = all(gradients[0].device == scale.device for _, gradients in picked)
-        low = any(gradients[0].dtype is torch.float16 for _, gradients in picked)
-        sharded, on_cpu = any(bucket.sharded for bucket, _ in picked), scale.device.type == "cpu"
+        collected = optimizer.collect_anew()
+        here = all(gradients[0].device == scale.device for _, gradients in collected)
+        low = any(gradients[0].dtype is torch.float16 for _, gradients in collected)
+        sharded, on_cpu = any(bucket.sharded for bucket, _ in collected), scale.device.type == "cpu"
         if optimizer.is_hooked or not here or sharded or (self._needs_reading and on_cpu):
             self._check_inf_per_device(optimizer) if low else self.unscale_(optimizer)
-            return not low
+            return not low, None
         found, unscaled = torch.zeros_like(scale), on_cpu and not low
-        look = partial(_check_and_unscale, found, self._reciprocal(scale)) if unscaled else None
-        laid = [(bucket, bucket.laid(gradients, look)) for bucket, gradients in picked]
-        if laid and not unscaled:
-            found = self._read(chained([gradients for _, gradients in laid]), scale.device).found
-        optimizer.gradients_at_hand = laid
-        state["found_inf_per_device"] = {scale.device: found} if laid else {}
-        return unscaled
+        if unscaled:
+            for _, gradients in collected:
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, self._reciprocal(scale))
+        elif collected:
+            found = self._read(chained([gradients for _, gradients in collected]), scale.device).found
+        state["found_inf_per_device"] = {scale.device: found} if collected else {}
+        return unscaled, collected
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -333,10 +339,6 @@ class GradScaler(torch.amp.GradScaler):
 
 
 _DTYPE, _LAYOUT, _DEVICE = attrgetter("dtype"), attrgetter("layout"), attrgetter("device")
-
-
-def _check_and_unscale(found: Tensor, inverse: Tensor, gradients: list[Tensor]) -> None:
-    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
 
 
 def _kept(scale: Tensor) -> Tensor | float:

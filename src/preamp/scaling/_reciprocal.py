@@ -7,7 +7,7 @@ from math import nan
 import torch
 from torch import Tensor
 
-from ..gradients import reciprocal
+from ..kernels import reciprocal
 
 
 class Reciprocal:

@@ -36,7 +36,7 @@ from ._checks import PATIENCE, check_count, check_number
 from ._dynamic import Moving
 
 if TYPE_CHECKING:
-    from ..gradients import Reading
+    from ..kernels import Reading
 
 _LONGEST = 10_000
 """Steps that may be remembered: they lie on the device, and every step looks at all of them."""

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..autocast import REGISTRY
 from ..compiling import traced_by_callers
 from ..errors import PreampWarning, SessionError
-from ..masters import Masters
+from ..ledger import Masters
 from ..modules import Conversion
 from ..optim import FusedOptimizer
 from ..policy import Policy

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import PreampWarning, SessionError
-from ..multi_tensor import ready_for_capture
+from ..kernels.triton.tables import ready_for_capture
 from ..optim import FusedOptimizer
 from ..tree import map_tensors, tensors
 from ._parameters import parameters_of

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from ..errors import SessionError, StateError
 from ..formats import LOW_DTYPES, name_of
 from ..frameworks import unwrap
-from ..masters import Masters
+from ..ledger import Masters
 from ..modules import unwrapped
 from ..optim import FusedOptimizer
 from ..sharding import gathered_as, is_sharded, sharded_parts

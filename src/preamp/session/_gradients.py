@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ..gradients import Reading, global_norm, multiply_, present_in, read, reciprocal
-from ..masters import Masters
-from ..multi_tensor import chained
+from ..kernels import Reading, chained, global_norm, multiply_, present_in, read, reciprocal
+from ..ledger import Collected, Masters
 from ..optim import FusedOptimizer
 from ..parallel import Agreement
 from ..sharding import placed_as
@@ -56,20 +55,18 @@ class GradientBook:
         """Whether an optimizer's gradients were made true."""
         return optimizer in self._looks and self._looks[optimizer].true
 
-    def look(
-        self, optimizer: Optimizer, inverse: Tensor | None, statistics: bool, beside: bool = False
-    ) -> Reading:  # fmt: skip
+    def look(self, optimizer: Optimizer, inverse: Tensor | None, statistics: bool, steps_next: bool = False) -> Reading:
         """Read an optimizer's gradients, once; `inverse` makes them true (None: they are).
 
-        `beside`: they may be read where the optimizer copies them for its step, which follows at once. Then the last
-        bit of the norm depends on how they lie there, so not if it is to clip them by.
+        `steps_next`: the optimizer's step follows at once, so that they may be read where it collects them. Then the
+        last bit of the norm depends on how they lie there, so not if it is to clip them by.
         """
         if optimizer not in self._looks:
             self.collect_strays()
             for index, parameter in enumerate(low_strangers(optimizer, self._masters)):
                 self._masters.adopt(f"(added later):{index}:{len(self._masters)}", parameter)
             if self._agreement(optimizer) is None and not self._sums and not statistics:
-                self._looks[optimizer] = self._quick_look(optimizer, inverse, beside)
+                self._looks[optimizer] = self._quick_look(optimizer, inverse, steps_next)
             else:
                 self._looks[optimizer] = self._long_look(optimizer, inverse, statistics)
         return self._looks[optimizer].reading
@@ -88,11 +85,11 @@ class GradientBook:
             gradients[parameter] = self._sums.of(parameter) if parameter in self._sums else grad
         return Look(self._read(optimizer, gradients, statistics), parameters, inverse)
 
-    def _quick_look(self, optimizer: Optimizer, inverse: Tensor | None, beside: bool) -> Look:
+    def _quick_look(self, optimizer: Optimizer, inverse: Tensor | None, steps_next: bool) -> Look:
         """Without asking each of a thousand parameters more than its gradient."""
-        gathered = optimizer.at_hand() if beside and isinstance(optimizer, FusedOptimizer) else None
-        if gathered and self._home().type == gathered[0][0].params[0].device.type:
-            look = self._look_at_hand(gathered, inverse)
+        collected = optimizer.collect() if steps_next and isinstance(optimizer, FusedOptimizer) else None
+        if collected and self._home().type == collected[0][0].params[0].device.type:
+            look = self._look_at_collected(collected, inverse)
             if look is not None:
                 return look
         parameters, gradients = present_in(list(parameters_of(optimizer)))
@@ -100,23 +97,19 @@ class GradientBook:
             return self._long_look(optimizer, inverse, False)
         return Look(read(gradients, device=self._home()), parameters, inverse)
 
-    def _look_at_hand(self, gathered: list[tuple[Any, list[Tensor]]], inverse: Tensor | None) -> Look | None:
+    def _look_at_collected(self, collected: Collected, inverse: Tensor | None) -> Look | None:
         """In the lists of the step that follows; None if they have to be read one by one."""
-        parameters = list(chain.from_iterable(bucket.params for bucket, _ in gathered))
-        gradients = chained([own for _, own in gathered])
+        parameters = list(chain.from_iterable(bucket.params for bucket, _ in collected))
+        gradients = chained([own for _, own in collected])
         if not gradients.strided:
             return None
         reading = read(gradients, device=self._home())
-        if len(gradients) != len(parameters):  # on a CPU, where some lie side by side
+        if len(gradients) != len(parameters):  # on a CPU, where some are packed
             if reading.found.item():
                 return None
             none = reading.nonfinite.new_zeros(len(parameters))
             reading = Reading(reading.found, reading.norm, none, sum(map(Tensor.numel, parameters)))
-        return Look(reading, parameters, inverse, gathered=gathered)
-
-    def gathered(self, optimizer: Optimizer) -> Any:
-        """What the optimizer has copied side by side to be read, if it was."""
-        return self._looks[optimizer].gathered
+        return Look(reading, parameters, inverse, collected=collected)
 
     def _agreement(self, optimizer: Optimizer) -> Agreement | None:
         """With whom what is read of an optimizer's gradients has to be agreed, if with anybody."""
@@ -245,11 +238,11 @@ class GradientBook:
             if found is not None:
                 look.reading = replace(look.reading, found=found)
 
-    def hand_over(self, optimizer: Optimizer) -> Tensor | None:
-        """What an optimizer that steps 16-bit gradients and masters itself has to multiply its gradients by."""
+    def step_low(self, optimizer: FusedOptimizer, found: Tensor | None) -> None:
+        """Have an optimizer step that takes 16-bit gradients and masters as they are."""
         look = self._looks[optimizer]
         self._masters.refresh_before_step(look.parameters, again=True)
-        return look.factor
+        optimizer.step_with(factor=look.factor, found=found, collected=look.collected)
 
     def backward_apart(
         self, run: Callable[[], None], inverse: Tensor | None, optimizers: Iterable[Optimizer], statistics: bool

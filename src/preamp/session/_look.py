@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..gradients import Reading
+from ..kernels import Reading
+from ..ledger import Collected
 
 
 @dataclass(slots=True)
@@ -29,8 +29,8 @@ class Look:
     """Low parameters whose gradients rest in float32 beside 16-bit ones, since several losses add up in them."""
     norm: Tensor | None = None
     """L2 norm of the true gradients before clipping, once asked for."""
-    gathered: Any = None
-    """What an optimizer of `preamp.optim` would step, where that was read in the gradients' place."""
+    collected: Collected | None = None
+    """What an optimizer of `preamp.optim` steps, where that was read in the gradients' place."""
 
     @property
     def factor(self) -> Tensor | None:

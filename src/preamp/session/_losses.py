@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ScaleCollapse, SessionError, StateError
-from ..gradients import Reading
+from ..kernels import Reading
 from ..scaling import LossScale
 
 

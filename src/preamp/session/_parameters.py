@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ..masters import Masters
+from ..ledger import Masters
 
 _PARAMS = itemgetter("params")
 

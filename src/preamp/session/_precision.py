@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ..masters import Masters
+from ..ledger import Masters
 from ..modules import Conversion
 
 

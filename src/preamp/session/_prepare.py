@@ -16,7 +16,7 @@ from ..eps import safe_eps
 from ..errors import PolicyError, PreampWarning, SessionError, kind_of
 from ..formats import LOW_DTYPES, name_of
 from ..frameworks import unwrap
-from ..masters import Masters, NoMasters, Shadows, SplitMasters, rebuild_reducers, shadows_work
+from ..ledger import Masters, NoMasters, Shadows, SplitMasters, rebuild_reducers, shadows_work
 from ..modules import Conversion, unwrapped
 from ..optim import FusedOptimizer
 from ..policy import Policy, auto_level

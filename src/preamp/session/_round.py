@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from torch.optim import Optimizer
 
-from ..gradients import Reading, multiply_
+from ..kernels import Reading, multiply_
 from ._gradients import GradientBook
 from ._losses import Losses
 from ._parameters import gradients_of

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..compiling import traced_by_callers, uncompiled
 from ..errors import SessionError
 from ..frameworks import framework_hooks, tell_skipped, unwrap
-from ..gradients import Reading, clip_values_
+from ..kernels import Reading, clip_values_
 from ..sharding import sharded_parts
 from ._base import SessionBase
 from ._capture import CapturedStep
@@ -216,7 +216,7 @@ class Session(SessionBase):
         device = self._device()
         scales = [self._losses[name].current(device) for name in self._round.names]
         # of several not: a hook around the step of one may change the gradients of another after they were copied
-        readings = [self._look(each, beside=len(chosen) == 1) for each in chosen]
+        readings = [self._look(each, steps_next=len(chosen) == 1) for each in chosen]
         norm, scaled = self._norm(chosen)
         parameters = list(itertools.chain.from_iterable(self._book.parameters(each) for each in chosen))
         known: list[bool | None] = []
@@ -297,13 +297,13 @@ class Session(SessionBase):
         self._scale_earlier(name)
         return name
 
-    def _look(self, optimizer: Optimizer, beside: bool = False) -> Reading:
+    def _look(self, optimizer: Optimizer, steps_next: bool = False) -> Reading:
         inverse = None
         if not self._losses.apart and not self._book.has_read(optimizer):
             names = self._round.names or list(self._losses)
             inverse = self._losses[names[0]].inverse(self._device())
         statistics = self._losses.need_statistics and not self._losses.apart
-        return self._book.look(optimizer, inverse, statistics, beside)
+        return self._book.look(optimizer, inverse, statistics, steps_next)
 
     def _norm(self, chosen: Sequence[Optimizer]) -> tuple[Tensor, bool]:
         """The norm of all gradients before clipping, and whether it is one of scaled gradients."""

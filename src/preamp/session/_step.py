@@ -32,24 +32,26 @@ def step_unless(found: Tensor, optimizer: Optimizer, book: GradientBook, apart: 
     skipped = bool(found) if (on_cpu or not fused) and not on_device else None
     if skipped:
         return True
-    given: dict[str, Any] = {}
     if isinstance(optimizer, FusedOptimizer) and fused and not book.is_true(optimizer) and not apart:
-        given = {"found_inf": None if on_cpu else found, "grad_factor": book.hand_over(optimizer)}
-        given["gradients_at_hand"] = book.gathered(optimizer)
+        book.step_low(optimizer, None if on_cpu else found)
+        return skipped
+    book.make_true(optimizer)
+    if on_device:
+        _step_and_put_back(optimizer, found)
+    elif fused:
+        _step_under_flag(optimizer, None if on_cpu else found)
     else:
-        book.make_true(optimizer)
-        if fused:
-            given = {"grad_scale": None, "found_inf": None if on_cpu else found}
-    vars(optimizer).update(given)
-    try:
-        if on_device:
-            _step_and_put_back(optimizer, found)
-        else:
-            optimizer.step()
-    finally:
-        for name in given:
-            vars(optimizer).pop(name, None)
+        optimizer.step()
     return skipped
+
+
+def _step_under_flag(optimizer: Any, found: Tensor | None) -> None:
+    """By torch's own protocol: attributes that a fused step reads."""
+    optimizer.grad_scale, optimizer.found_inf = None, found
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
 
 
 def needs_host(optimizer: Optimizer, skip: str) -> bool:

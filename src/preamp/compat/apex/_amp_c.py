@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ...formats import LOW_DTYPES
-from ...gradients import check_and_unscale_
-from ...multi_tensor import l2_norms
+from ...kernels import check_and_unscale_, l2_norms
 from . import _steps
 
 Lists = Sequence[Sequence[Tensor]]

@@ -1,4 +1,4 @@
-"""One step over a list of parameters of any mixture: sorted by device and dtype, then handed to `preamp.fused`.
+"""One step over a list of parameters of any mixture: sorted by device and dtype, then handed to `preamp.kernels`.
 
 Every function steps in place and computes in float32 (float64 for float64 parameters), whatever the parameters are
 stored in. 16-bit parameters with a master step the master and get it rounded; those without are widened for the
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import kernels
 from ...formats import LOW_DTYPES
-from ...fused import adagrad_, adam_, lamb_, novograd_, sgd_
-from ...gradients import global_norm
+from ...kernels import Storage, global_norm
 
 Masters = Sequence[Tensor | None] | None
 
@@ -116,36 +116,37 @@ def adam(
 ) -> None:  # fmt: skip
     """Adam, or AdamW if `decoupled`. `step`: the number of this step, from 1; a tensor is read on the device."""
     for run in runs(params, exp_avgs, exp_avg_sqs, masters=masters, grads=grads):
-        adam_(
-            run.targets, run.of(grads), run.of(exp_avgs), run.of(exp_avg_sqs), [], run.lows,
-            _taken(step if bias_correction else None, run), lr=lr, beta1=float(betas[0]), beta2=float(betas[1]),
-            eps=eps, weight_decay=weight_decay, decoupled=decoupled, amsgrad=False, maximize=False, factor=factor,
+        taken = _taken(step if bias_correction else None, run)
+        storage = Storage(run.targets, (run.of(exp_avgs), run.of(exp_avg_sqs)), taken, run.lows)
+        o = kernels.AdamOptions(
+            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled_weight_decay=decoupled, factor=factor,
             found=found,
         )  # fmt: skip
+        kernels.adam(storage, run.of(grads), o)
 
 
 def lamb(
     params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor], *,
     step: int | Tensor, grad_norm: Tensor, masters: Masters = None, **options: Any,
 ) -> None:  # fmt: skip
-    """LAMB. `grad_norm`: 0-d, the global norm that clipping goes by; `options`: those of `preamp.fused.lamb_`."""
+    """LAMB. `grad_norm`: 0-d, the global norm that clipping goes by; `options`: of `kernels.LambOptions`."""
     for run in runs(params, exp_avgs, exp_avg_sqs, masters=masters):
-        lamb_(
-            run.targets, run.of(grads), run.of(exp_avgs), run.of(exp_avg_sqs), run.lows, _taken(step, run),
-            grad_norm=grad_norm.to(run.targets[0].device), **options,
-        )  # fmt: skip
+        storage = Storage(run.targets, (run.of(exp_avgs), run.of(exp_avg_sqs)), _taken(step, run), run.lows)
+        norm = grad_norm.to(run.targets[0].device)
+        kernels.lamb(storage, run.of(grads), kernels.LambOptions(grad_norm=norm, **options))
 
 
 def novograd(
     params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], norms: Tensor, *, step: int,
     **options: Any,
 ) -> None:  # fmt: skip
-    """NovoGrad. `norms`: (number of parameters,) float32, written; `options`: those of `preamp.fused.novograd_`."""
+    """NovoGrad. `norms`: (number of parameters,) float32, written; `options`: of `kernels.NovoGradOptions`."""
     for run in runs(params, exp_avgs):
         whole = len(run.places) == len(params) and run.targets[0].device == norms.device
         places = slice(None) if whole else torch.tensor(run.places, device=norms.device)  # the copy makes the host wait
         own = norms[places].to(run.targets[0].device)
-        novograd_(run.targets, run.of(grads), run.of(exp_avgs), own, run.lows, _taken(step, run), **options)
+        storage = Storage(run.targets, (run.of(exp_avgs), [own]), _taken(step, run), run.lows)
+        kernels.novograd(storage, run.of(grads), kernels.NovoGradOptions(**options))
         if not whole:
             norms[places] = own.to(norms.device)
 
@@ -158,10 +159,10 @@ def adagrad(
     for run in runs(params, sums, grads=grads):
         if decoupled and weight_decay:
             shrink(run.targets, lr, weight_decay, found)
-        adagrad_(
-            run.targets, run.of(grads), run.of(sums), run.lows, _taken(1, run), lr=lr, lr_decay=0.0, eps=eps,
-            weight_decay=0.0 if decoupled else weight_decay, maximize=False, found=found,
-        )  # fmt: skip
+        decay = 0.0 if decoupled else weight_decay
+        storage = Storage(run.targets, (run.of(sums),), _taken(1, run), run.lows)
+        o = kernels.AdagradOptions(lr=lr, eps=eps, weight_decay=decay, found=found)
+        kernels.adagrad(storage, run.of(grads), o)
 
 
 def sgd(
@@ -175,11 +176,12 @@ def sgd(
     for run in runs(params, *kept, grads=grads):
         if late:
             shrink(run.targets, lr, weight_decay, found)
-        sgd_(
-            run.targets, run.of(grads), run.of(momentum_buffers) if momentum else [], run.lows, lr=lr,
-            momentum=momentum, dampening=dampening, weight_decay=0.0 if late else weight_decay, nesterov=nesterov,
-            maximize=False, first=first, factor=factor, found=found,
+        storage = Storage(run.targets, (run.of(momentum_buffers) if momentum else [],), None, run.lows)
+        o = kernels.SGDOptions(
+            lr=lr, momentum=momentum, dampening=dampening, weight_decay=0.0 if late else weight_decay,
+            nesterov=nesterov, first=first, factor=factor, found=found,
         )  # fmt: skip
+        kernels.sgd(storage, run.of(grads), o)
 
 
 def shrink(params: list[Tensor], lr: float | Tensor, weight_decay: float, found: Tensor | None) -> None:

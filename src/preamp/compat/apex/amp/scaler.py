@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ....gradients import check_and_unscale_
+from ....kernels import check_and_unscale_
 
 _Override = tuple[float, float, float]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....gradients import check_and_unscale_
+from ....kernels import check_and_unscale_
 from .._notice import deprecated_warning
 from .fp16util import to_python_float
 

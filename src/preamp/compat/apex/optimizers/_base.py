@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ....errors import OptimizerError
 from ....formats import LOW_DTYPES
-from ....masters import Masters
+from ....ledger import Masters
 from .. import _amp_c
 
 MASTER = "master_param"
@@ -102,7 +102,7 @@ class ApexOptimizer(Optimizer):
         self._masters.refresh(wanting)
         found: list[Tensor | None] = []
         for param in params:
-            master = self._masters.of(param) if param in self._masters else None
+            master = self._masters.stored(param) if param in self._masters else None
             if master is not None:
                 self.state[param][MASTER] = master
             found.append(master)

@@ -71,6 +71,6 @@ class FusedLAMB(ApexOptimizer):
 
 
 def lamb_options(group: dict[str, Any]) -> dict[str, Any]:
-    """What a group says to `preamp.fused.lamb_`."""
+    """What a group says to `preamp.kernels.lamb`."""
     names = ("lr", "betas", "eps", "weight_decay", "bias_correction", "grad_averaging", "max_grad_norm")
     return {name: group[name] for name in names}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from preamp.errors import OptimizerError
-from preamp.multi_tensor import l2_norms
+from preamp.kernels import l2_norms
 
 
 class LARC:

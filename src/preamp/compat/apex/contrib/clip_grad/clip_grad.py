@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .....gradients import global_norm
+from .....kernels import global_norm
 
 
 def clip_grad_norm_(

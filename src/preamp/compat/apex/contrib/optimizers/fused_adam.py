@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .....gradients import global_norm
+from .....kernels import global_norm
 from ... import _steps
 from ...optimizers._base import Closure, evaluated
 from ...optimizers.fused_adam import FusedAdam as _FusedAdam

@@ -1,0 +1,76 @@
+"""What is done to lists of tensors: optimizer steps under a device flag, reading and editing gradients.
+
+It knows no parameters and no sessions. An algorithm is a file: its reference in torch's own operators, and what else
+does the same (torch's fused operators, on the CPU bit for bit those behind `torch.optim.Adam(fused=True)` and its
+like; a Triton kernel on CUDA). Steps take a `Storage`, gradients and options.
+"""
+
+from .adam import adam
+from .bits import join, split
+from .edit import (
+    check_and_unscale_,
+    clip_values_,
+    dense_values,
+    global_norm,
+    grouped,
+    multiply_,
+    present_in,
+    reciprocal,
+)
+from .eight_bit import BLOCK, adam_8bit, blocks_of, dequantize, quantize
+from .first_order import adagrad, sgd
+from .layerwise import lamb, novograd
+from .lists import TensorList, batches, chained, count_writes, listed
+from .norms import l2_norms
+from .read import Reading, read
+from .storage import (
+    AdagradOptions,
+    AdamOptions,
+    LambOptions,
+    NovoGradOptions,
+    Options,
+    SGDOptions,
+    ShardSum,
+    Storage,
+)
+from .triton import triton_runs_on
+
+__all__ = [
+    "BLOCK",
+    "AdagradOptions",
+    "AdamOptions",
+    "LambOptions",
+    "NovoGradOptions",
+    "Options",
+    "Reading",
+    "SGDOptions",
+    "ShardSum",
+    "Storage",
+    "TensorList",
+    "adagrad",
+    "adam",
+    "adam_8bit",
+    "batches",
+    "blocks_of",
+    "chained",
+    "check_and_unscale_",
+    "clip_values_",
+    "count_writes",
+    "dense_values",
+    "dequantize",
+    "global_norm",
+    "grouped",
+    "join",
+    "l2_norms",
+    "lamb",
+    "listed",
+    "multiply_",
+    "novograd",
+    "present_in",
+    "quantize",
+    "read",
+    "reciprocal",
+    "sgd",
+    "split",
+    "triton_runs_on",
+]

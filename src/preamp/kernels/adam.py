@@ -1,0 +1,112 @@
+"""Adam and AdamW: on float32 parameters or masters, on split masters, on bfloat16 by stochastic rounding."""
+
+from __future__ import annotations
+
+import torch
+
+from .bits import chances_like, join, round_stochastically, split
+from .common import by_torch_fused, descend, gate_of, gradients_of, number_of, root, single
+from .dispatch import Backend, Backends, dispatch
+from .storage import AdamOptions, Storage, Tensors
+
+
+def adam(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
+    """One step of Adam, in place. States: first moments, second moments, and their maxima if `amsgrad`, else empty.
+
+    `gradients`: float16, bfloat16 or float32, of the parameters' shapes; they may come back multiplied by the factor.
+    Parameters are float32 (or float64), or 16-bit with gradients and states of their dtype; states of all others are
+    float32. With `bits` they are the upper halves of float32 masters, which stay exact to the last bit. With
+    `stochastic_rounding` bfloat16 ones are stepped in float32 and rounded up or down with the probabilities that keep
+    the expected value, so that updates far below their precision are not lost. The chances are a function of `seed`,
+    the step's number, the tensor's position in the list and the element's place in memory.
+
+    On the CPU the step of float32 parameters is bit for bit `torch.optim.Adam(fused=True)` on float32 gradients
+    multiplied by the factor. Where Triton runs it is one launch for each dtype of gradients, and one for the few
+    numbers that all of them need.
+    """
+    if not storage.params:
+        return
+    if storage.bits:
+        dispatch(storage, gradients, o, _SPLIT)
+    elif o.stochastic_rounding and storage.params[0].dtype is torch.bfloat16:
+        dispatch(storage, gradients, o, _STOCHASTIC)
+    else:
+        dispatch(storage, gradients, o, _ADAM)
+
+
+def reference(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
+    """The step as plain operations over lists."""
+    params, (exp_avgs, exp_avg_sqs, *maxima), step = storage.params, storage.states, storage.step
+    device, (beta1, beta2) = params[0].device, o.betas
+    gate = gate_of(device, o.found)
+    if gate is None:
+        return
+    assert step is not None
+    d = gradients_of(storage, gradients, o)
+    p, m, v = gate.draft(params), gate.draft(exp_avgs), gate.draft(exp_avg_sqs)
+    gate.count(step)
+    count, rate = number_of(step, device), number_of(o.lr, device)
+    if o.weight_decay and o.decoupled_weight_decay:
+        torch._foreach_mul_(p, single(1 - rate * o.weight_decay))
+    elif o.weight_decay:
+        torch._foreach_add_(d, p, alpha=o.weight_decay)
+    torch._foreach_lerp_(m, d, 1 - beta1)
+    torch._foreach_mul_(v, beta2)
+    torch._foreach_addcmul_(v, d, d, 1 - beta2)
+    largest = v
+    if o.amsgrad:
+        largest = gate.draft(maxima[0])
+        torch._foreach_maximum_(largest, v)
+    below = torch._foreach_sqrt(largest)
+    torch._foreach_div_(below, single(root(1 - beta2**count)))
+    torch._foreach_add_(below, o.eps)
+    torch._foreach_copy_(d, m)  # the gradients' memory is free now
+    torch._foreach_div_(d, below)
+    descend(p, d, single(rate / (1 - beta1**count)))
+    gate.commit((params, p), (exp_avgs, m), (exp_avg_sqs, v), *([(maxima[0], largest)] if o.amsgrad else []))
+    gate.settle(step)
+    gate.publish(storage)
+
+
+def _torch_fused(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
+    by_torch_fused(
+        storage, gradients, o, torch._fused_adamw_ if o.decoupled_weight_decay else torch._fused_adam_, lists=3,
+        beta1=float(o.betas[0]), beta2=float(o.betas[1]), eps=o.eps, amsgrad=o.amsgrad,
+    )  # fmt: skip
+
+
+def _split_reference(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
+    """Join, step, split."""
+    assert storage.bits is not None
+    gate = gate_of(storage.params[0].device, o.found)
+    if gate is None:
+        return
+    masters = [join(weight, bits) for weight, bits in zip(storage.params, storage.bits, strict=True)]
+    dispatch(Storage(masters, storage.states, storage.step), gradients, o, _ADAM)
+    halves = [split(master) for master in masters]
+    gate.write(storage.params, [weight for weight, _ in halves])
+    gate.write(storage.bits, [bits for _, bits in halves])
+
+
+def _stochastic_reference(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
+    """Widen, step, round."""
+    assert storage.step is not None
+    gate = gate_of(storage.params[0].device, o.found)
+    if gate is None:
+        return
+    wide = [param.to(torch.float32) for param in storage.params]
+    taken = storage.step + 1
+    dispatch(Storage(wide, storage.states, storage.step), gradients, o, _ADAM)
+    rounded = [round_stochastically(each, chances_like(each, o.seed, taken, i)) for i, each in enumerate(wide)]
+    gate.write(storage.params, rounded)
+
+
+def _kernel() -> Backend:
+    from .triton import elementwise
+
+    return elementwise.adam
+
+
+_ADAM = Backends(reference, _kernel, ("_fused_adam_", _torch_fused))
+_SPLIT = Backends(_split_reference, _kernel, elementwise=False, low=True)
+_STOCHASTIC = Backends(_stochastic_reference, _kernel, elementwise=False, low=True)

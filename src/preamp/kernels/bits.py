@@ -1,0 +1,83 @@
+"""bfloat16 weights that lose nothing: split float32 numbers, and stochastic rounding.
+
+A float32 number is a bfloat16 weight and 16 bits more. The weight that the model sees is the nearest bfloat16 number
+to the master; of a tie, which one in 65536 numbers is, the larger in magnitude. (Ties to even would leave 65537
+masters for every even weight, one more than 16 bits can tell apart; ties away from zero give each weight exactly
+65536.) The other 16 bits are the low half of the master as they are: read as a signed number they are the distance from
+the weight to the master, so that `(weight << 16) + bits` is the master again, carries included. A weight of zero has no
+negative distance: what is a little below zero rounds to minus zero, from which it is a positive one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_NAN = 0x7FC00000
+_MASK = 0xFFFFFFFF
+
+
+def split(master: Tensor) -> tuple[Tensor, Tensor]:
+    """A float32 tensor as (bfloat16 weight, int16 bits), of its shape; `join` gives it back bit for bit.
+
+    The weight is `master` rounded to nearest, ties away from zero, to infinity beyond bfloat16's range. Every NaN
+    becomes the same quiet NaN.
+    """
+    number = _bits_of(master)
+    weight = ((number + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+    return weight, number.to(torch.int16)
+
+
+def join(weight: Tensor, bits: Tensor) -> Tensor:
+    """The float32 tensor that `split` took apart.
+
+    A weight that was written since keeps the bits below it, but for a zero beside a negative distance, which no number
+    splits into, and which would be NaN: that is zero.
+    """
+    number = weight.to(torch.float32).view(torch.int32)  # the weight in the upper half
+    return number.add_(torch.where(weight == 0, bits.clamp_min(0), bits)).view(torch.float32)
+
+
+def round_stochastically(values: Tensor, chances: Tensor) -> Tensor:
+    """Round float32 to bfloat16, up with the probability that makes the mean right.
+
+    `chances`: int64 random numbers in [0, 2**32), of the shape of `values`; their upper 16 bits are used. What is a
+    bfloat16 number already stays as it is.
+    """
+    number = _bits_of(values) + (chances >> 16).to(torch.int32)
+    return (number >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def chances_like(tensor: Tensor, seed: int, step: Tensor, position: int, start: int = 0) -> Tensor:
+    """Random numbers in [0, 2**32), int64, of the shape and memory order of `tensor`.
+
+    They depend on nothing but `seed` (62 bits of it count), `step` (0-d, a whole number), the tensor's `position` in
+    its list and each element's place in memory, which begins at `start`: the kernels make the same ones.
+    """
+    if step.device.type == "cpu":
+        count: int | Tensor = int(step)
+    else:
+        count = step.to(torch.int64)
+    key = mix((mix((seed & 0x7FFFFFFF) ^ mix(seed >> 31 & 0x7FFFFFFF)) + count) & _MASK)
+    of_tensor = mix((key + position * 0x9E3779B9) & _MASK)
+    places = torch.arange(start, start + tensor.numel(), device=tensor.device)
+    made = mix((places & _MASK) ^ mix(of_tensor + (places >> 32) & _MASK))
+    ordered = torch.empty_like(tensor, dtype=torch.int64)
+    ordered.as_strided((tensor.numel(),), (1,)).copy_(made)
+    return ordered
+
+
+def mix(value: Any) -> Any:
+    """Scramble 32 bits, each of which then depends on all (the finalizer of MurmurHash3)."""
+    value = value ^ (value >> 16)
+    value = (value * 0x85EBCA6B) & _MASK
+    value = value ^ (value >> 13)
+    value = (value * 0xC2B2AE35) & _MASK
+    return value ^ (value >> 16)
+
+
+def _bits_of(values: Tensor) -> Tensor:
+    number = values.view(torch.int32)
+    return torch.where((number & 0x7FFFFFFF) > 0x7F800000, _NAN, number)

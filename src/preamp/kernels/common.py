@@ -1,0 +1,205 @@
+"""What the steps share on torch's own operators: the skip, the factor, float32 gradients, 16-bit copies.
+
+Everything is computed in float32 (float64 for float64 parameters). On the CPU a flag is read at once, since its value
+is there. Elsewhere learning rate and step count are 0-d tensors, and nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..formats import LOW_DTYPES
+from .lists import listed
+from .storage import Options, Storage, Tensors
+
+Number = Any  # a float, or a 0-d tensor
+
+SLICE = 2**18
+"""Elements that are cast, stepped and copied together on the CPU: few enough that the float32 copies of their gradients
+stay in the cache, and in memory that the allocator has at hand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """Whether a step may write. `flag`: 0-d float32, exactly 0 or 1, or None where it is known that it may."""
+
+    flag: Tensor | None
+
+    def count(self, step: Tensor | None) -> None:
+        """Count a step; `settle` takes a skipped one back."""
+        if step is not None:
+            step.add_(1)
+
+    def settle(self, step: Tensor | None) -> None:
+        """Take the count back if the step was skipped."""
+        if self.flag is not None and step is not None:
+            step.sub_(self.flag)
+
+    def write(self, into: Tensors, values: Tensors) -> None:
+        """Copy `values` over `into` (rounded to nearest even, if narrower) unless the step is skipped."""
+        if self.flag is None:
+            if into:
+                torch._foreach_copy_(list(into), list(values))
+            return
+        skip = self.flag > 0
+        for old, new in zip(into, values, strict=True):
+            old.copy_(torch.where(skip, old, new.to(old.dtype)))
+
+    def draft(self, tensors: Tensors) -> list[Tensor]:
+        """What a step may work on in place: the tensors themselves where that is safe, else wide copies."""
+        if self.flag is None and tensors and tensors[0].dtype not in LOW_DTYPES:
+            return list(tensors)
+        return [value.to(wide(value.dtype), copy=True) for value in tensors]
+
+    def commit(self, *pairs: tuple[Tensors, list[Tensor]]) -> None:
+        """Write drafts back, unless they are the tensors themselves."""
+        for tensors, drafts in pairs:
+            if tensors and tensors[0] is not drafts[0]:
+                self.write(tensors, drafts)
+
+    def publish(self, storage: Storage) -> None:
+        """Round parameters into their 16-bit copies, where they have one."""
+        if storage.copies:
+            pairs = zip(storage.copies, storage.params, strict=True)
+            there = [(copy, param) for copy, param in pairs if copy is not None]
+            self.write([copy for copy, _ in there], [param for _, param in there])
+
+
+def gate_of(device: torch.device, found: Tensor | None) -> Gate | None:
+    """The gate of a step, or None if it is known already that the step is skipped."""
+    if found is None:
+        return Gate(None)
+    if device.type == "cpu":
+        return None if found.item() > 0 else Gate(None)
+    return Gate((found.to(device) > 0).to(torch.float32))
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to compute in."""
+    return torch.float32 if dtype in LOW_DTYPES else dtype
+
+
+def gradients_of(storage: Storage, gradients: Tensors, o: Options) -> list[Tensor]:
+    """Wide copies of the gradients, multiplied by the factor, pointing downhill."""
+    dtype = wide(storage.params[0].dtype)
+    copies = [gradient.to(dtype, copy=True) for gradient in gradients]
+    if o.factor is not None:
+        torch._foreach_mul_(copies, o.factor.to(copies[0].device))
+    if o.maximize:
+        torch._foreach_neg_(copies)
+    return copies
+
+
+def number_of(value: float | Tensor, device: torch.device) -> Number:
+    """A learning rate or a count: a float on the CPU, else a 0-d tensor on the device (float64 where there is one)."""
+    if device.type == "cpu":
+        return float(value)
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    return value.to(device, dtype) if isinstance(value, Tensor) else value
+
+
+def root(value: Number) -> Number:
+    """Square root of a number."""
+    return value.sqrt() if isinstance(value, Tensor) else math.sqrt(value)
+
+
+def single(value: Number) -> Number:
+    """A number as the lists take it: 0-d tensors in float32."""
+    return value.to(torch.float32) if isinstance(value, Tensor) else value
+
+
+def descend(params: list[Tensor], updates: list[Tensor], rate: Number) -> None:
+    """Subtract `rate` times the updates, which are used up."""
+    torch._foreach_mul_(updates, rate)
+    torch._foreach_sub_(params, updates)
+
+
+# -- for torch's fused operators, which want every tensor of a call in one dtype
+
+
+def slices(storage: Storage, gradients: Tensors) -> Iterator[tuple[Storage, Tensors]]:
+    """The lists in runs of about `SLICE` elements, longer tensors cut; whole, if nothing has to be cast.
+
+    All tensors of a position must lie in memory in one order.
+    """
+    params, copies = storage.params, storage.copies
+    cast = copies or listed(gradients).dtypes.keys() != {params[0].dtype}
+    if params[0].device.type != "cpu" or not cast:
+        yield storage, gradients
+        return
+    begin, total = 0, 0
+    for i, param in enumerate(params):
+        size = param.numel()
+        if total and total + size > SLICE:
+            yield storage.at(slice(begin, i)), gradients[begin:i]
+            begin, total = i, 0
+        total += size
+        if total > 2 * SLICE:  # the tensor alone
+            yield from _cut(storage.at([i]), gradients[i])
+            begin, total = i + 1, 0
+    if begin < len(params):
+        yield storage.at(slice(begin, None)), gradients[begin:]
+
+
+def _cut(storage: Storage, gradient: Tensor) -> Iterator[tuple[Storage, Tensors]]:
+    """The storage of one tensor in pieces, as they lie in memory."""
+
+    def pieces(tensors: Sequence[Tensor | None] | None) -> Sequence[Tensor]:
+        one = tensors[0] if tensors else None
+        return () if one is None else one.as_strided((one.numel(),), (1,)).split(SLICE)
+
+    params, copies, states = pieces(storage.params), pieces(storage.copies), list(map(pieces, storage.states))
+    for i, piece in enumerate(pieces([gradient])):
+        own = [[state[i]] if state else [] for state in states]
+        yield replace(storage, params=[params[i]], states=own, copies=[copies[i]] if copies else None), [piece]
+
+
+def true_gradients(params: Tensors, gradients: Tensors, factor: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
+    """Gradients in the dtype of `params`, and what torch's fused operators still have to divide them by, or None.
+
+    Gradients are multiplied in float32. Those that are float32 already may be multiplied in place.
+    """
+    dtype, device = params[0].dtype, params[0].device
+    ready = [gradient if gradient.dtype is dtype else gradient.to(dtype) for gradient in gradients]
+    if factor is None:
+        return ready, None
+    if device.type != "cpu" or dtype in LOW_DTYPES:
+        # the operators divide in float32 and inside their one pass; a low gradient multiplied here would underflow
+        return ready, factor.to(device, torch.float32).reciprocal()
+    number = float(factor)
+    if number == 1.0:
+        return ready, None
+    inverse = 1.0 / number if number else math.inf
+    if math.isfinite(inverse) and abs(math.frexp(number)[0]) == 0.5 and 2.0**-126 <= inverse <= 2.0**127:
+        return ready, factor.reciprocal()  # dividing by a power of two gives the same bits, and saves a pass
+    torch._foreach_mul_(ready, factor)
+    return ready, None
+
+
+def by_torch_fused(
+    storage: Storage, gradients: Tensors, o: Options, operator: Any, *, lists: int, **settings: Any
+) -> None:
+    """One step by a fused operator of torch's, which is told the flag where that is not on the host.
+
+    `lists`: how many lists of states the operator takes.
+    """
+    gate = gate_of(storage.params[0].device, o.found)
+    if gate is None:
+        return
+    gate.count(storage.step)
+    for part, own in slices(storage, gradients):
+        ready, scale = true_gradients(part.params, own, o.factor)
+        states = [*map(list, part.states), *([] for _ in range(lists - len(part.states)))]
+        counts = [] if part.step is None else [[part.step] * len(ready)]  # read only, so one may stand for all
+        operator(
+            list(part.params), ready, *states, *counts, lr=o.lr, weight_decay=o.weight_decay,
+            maximize=o.maximize, grad_scale=scale, found_inf=gate.flag, **settings,
+        )  # fmt: skip
+        gate.publish(part)
+    gate.settle(storage.step)

@@ -1,0 +1,115 @@
+"""Where a step runs: a Triton kernel, torch's fused operator, or plain operations, tensor by tensor if need be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import OptimizerError
+from ..formats import LOW_DTYPES
+from .lists import count_writes, laid_out_like, listed, split_by_walk
+from .storage import Storage, Tensors
+from .triton import triton_runs_on
+
+Backend = Callable[[Storage, Tensors, Any], None]
+"""Steps a storage by gradients and options."""
+
+_GRADS = {torch.float16, torch.bfloat16, torch.float32}
+_STATES = {torch.float32, torch.int8, torch.uint8}
+_FUSED_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class Backends:
+    """The ways to do a step of one algorithm, which all mean the same."""
+
+    reference: Backend
+    """Plain operations, for all that torch has no fused operator for."""
+    triton: Callable[[], Backend]
+    """Imports the kernel, which must not be done before Triton is known to run."""
+    torch_fused: tuple[str, Backend] | None = None
+    """The name of torch's operator, and the way by it."""
+    elementwise: bool = True
+    """Whether tensors may be stepped apart from each other. Else those that a kernel cannot walk send all of them to
+    the reference."""
+    low: bool = False
+    """Whether the kernel takes 16-bit parameters."""
+    shaped: int | None = None
+    """How many of the lists of states have the parameters' shapes; None: all."""
+
+
+def dispatch(storage: Storage, gradients: Tensors, o: Any, backends: Backends) -> None:
+    """Step by the fastest way that these tensors allow."""
+    fused = backends.torch_fused
+    if kernels_take(storage, gradients, backends.low):
+        step = backends.triton()
+    elif fused is not None and has_torch_fused(fused[0], storage):
+        step = fused[1]
+    else:
+        backends.reference(storage, gradients, o)
+        return
+    if not storage.contiguous:
+        parted = walks(storage, gradients, backends.shaped)
+        if parted is not None:
+            fit, rest = parted
+            if not (fit and backends.elementwise):
+                backends.reference(storage, gradients, o)
+                return
+            others = storage.at(rest)
+            if storage.step is not None:
+                others.step = storage.step.clone()  # each of the two ways counts the step
+            backends.reference(others, [gradients[i] for i in rest], o)
+            storage, gradients = storage.at(fit), [gradients[i] for i in fit]
+    if not (storage.contiguous and listed(gradients).contiguous):
+        gradients = laid_out_like(storage.params, gradients)
+    step(storage, gradients, o)
+    if fused is not None and step is fused[1]:  # torch's fused operators count no write
+        count_writes(storage.params)
+
+
+def kernels_take(storage: Storage, gradients: Tensors, low: bool) -> bool:
+    """Whether Triton runs on the device, and the dtypes are those of a kernel; the first tensor speaks for a list."""
+    if not triton_runs_on(storage.params[0].device) or gradients[0].dtype not in _GRADS:
+        return False
+    wide = low or storage.params[0].dtype is torch.float32
+    return wide and all(not state or state[0].dtype in _STATES for state in storage.states)
+
+
+def walks(storage: Storage, gradients: Tensors, shaped: int | None = None) -> tuple[list[int], Sequence[int]] | None:
+    """Positions whose parameter, states and copy lie in one order of memory, and the others; None if there are none.
+
+    Gradients need not fit, they can be copied. `OptimizerError` where sizes differ: a kernel would not see that.
+    """
+    lists = replace(storage, states=storage.states[:shaped]).lists
+    sizes = list(map(Tensor.numel, storage.params))
+    if any(list(map(Tensor.numel, tensors)) != sizes for tensors in (gradients, *lists)):
+        raise OptimizerError(
+            "gradients, states or 16-bit copies have other numbers of elements than their parameters: each list holds "
+            "one tensor for each parameter, of its shape"
+        )
+    return split_by_walk(lists)
+
+
+def has_torch_fused(name: str, storage: Storage) -> bool:
+    """Whether torch's fused operator `name` takes these; the first tensor of each list speaks for the list.
+
+    All have to have one dtype, but for gradients, which can be cast. The operators walk tensors in memory order
+    whatever their strides, so that the caller has to see to it that it is the same (`walks`).
+    """
+    param = storage.params[0]
+    if name == "_fused_sgd_" and param.dtype in LOW_DTYPES and param.device.type == "cpu":
+        return False  # torch 2.13 there leaves all but the last few elements of a 16-bit tensor as they are
+    same = all(not state or state[0].dtype is param.dtype for state in storage.states)
+    return same and param.dtype in _FUSED_DTYPES and _has_kernel(name, param.device.type)
+
+
+@cache
+def _has_kernel(name: str, device_type: str) -> bool:
+    if device_type not in ("cpu", "cuda"):  # elsewhere the meaning of a skipped step has not been checked
+        return False
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", device_type.upper()))

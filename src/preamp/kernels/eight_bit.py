@@ -1,0 +1,199 @@
+"""Adam with moments in 8 bits: a step reads them, moves on in float32, and rounds them stochastically.
+
+Codes are in blocks of 256 elements in memory order, one float32 scale a block.
+
+Block-wise scales are those of Dettmers, Lewis, Shleifer and Zettlemoyer 2022 (8-bit optimizers via block-wise
+quantization). Their codes are entries of a table; here they are small floating-point numbers, of which the largest
+magnitude of a block is 1:
+
+    first moment   int8   sign, 4 bits of exponent, 3 of mantissa   1 is code 120, subnormal below 2^-14, to 2^-17
+    second moment  uint8  5 bits of exponent, 3 of mantissa         1 is code 240, subnormal below 2^-29, to 2^-32
+
+Such a code is the upper end of a float32's bits, so that a GPU finds it by a shift, without roots or tables: it would
+else be bound by instructions, and not by memory. The root of the second moment reaches as far down as the first.
+
+Rounding is stochastic, between the two codes around a number, because these are moving averages: a step changes a
+second moment by about a thousandth, and codes are 6 to 12 % apart. Rounded to nearest, the moment of an element that
+falls silent in a block that does not would stay for ever, and with it a step that is far too small; rounded
+stochastically it is right in the mean.
+
+A second moment above 0 never becomes 0, which beside a first moment that does not would make an enormous step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..formats import LOW_DTYPES
+from .adam import adam
+from .bits import chances_like, join, mix, round_stochastically, split
+from .common import Gate, gate_of
+from .dispatch import Backend, Backends, dispatch
+from .lists import same_walk
+from .storage import AdamOptions, Storage, Tensors
+
+BLOCK = 256
+"""Elements that share a scale."""
+PIECE = 2**16
+"""Elements that are stepped together on a CPU, whole blocks: their float32 states stay in its caches."""
+
+_ONE = {torch.int8: 15, torch.uint8: 30}
+"""The exponent of 1, where float16 has 15 and float32 127."""
+
+
+def blocks_of(count: int) -> int:
+    """How many scales `count` elements have; the last block may be short."""
+    return -(-count // BLOCK)
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """A walkable tensor (`lists.walkable`) as it lies in memory, (n,)."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
+    """What `codes` (int8 or uint8, any shape, walkable) mean: float32 of their shape and memory order.
+
+    `scales`: float32 (blocks,). Where a scale is not finite, the block is NaN.
+    """
+    places = flat(codes)
+    share = (places.to(torch.int16).abs_() << 7).view(torch.float16).to(torch.float32)
+    share *= 2.0 ** (15 - _ONE[codes.dtype])
+    if codes.dtype is torch.int8:
+        share.copysign_(places)
+    values = torch.empty_like(codes, dtype=torch.float32)
+    flat(values).copy_(share * scales[:, None].expand(-1, BLOCK).reshape(-1)[: codes.numel()])
+    return values
+
+
+def quantize(values: Tensor, codes: torch.dtype, chances: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """A float32 tensor as (codes of its shape and memory order, scales float32 (blocks,)).
+
+    `values`: walkable; not negative for codes of `torch.uint8`. `chances`: whole numbers in [0, 65536), (n,) in memory
+    order: a value goes up to the next code with the probability that makes the mean right; None: it goes to the
+    nearest. The largest magnitude of a block is kept exactly, what is a code already keeps it, and a second moment
+    above 0 gets a code above 0. A block with a number that is not finite gets a scale that is not; one whose largest
+    is below 2^-126 becomes zeros. Where torch flushes subnormal numbers, so does this: first moments below 2^-14.
+    """
+    one, count = _ONE[codes], values.numel()
+    padded = torch.zeros(blocks_of(count) * BLOCK, dtype=torch.float32, device=values.device)
+    padded[:count] = flat(values)
+    blocks = padded.view(-1, BLOCK)
+    scales = blocks.abs().amax(1)
+    usable = scales.isfinite() & (scales >= 2.0**-126)
+    share = blocks.abs() * torch.where(usable, scales, 1.0).reciprocal()[:, None]
+    share = torch.where(usable[:, None], share, 0.0).view(-1)[:count]
+    chosen = (share * 2.0 ** (one - 127)).view(torch.int32)  # small ones are subnormal numbers of float32's, too
+    chosen += 0x80000 if chances is None else (chances.to(torch.int32) << 4) + 8
+    chosen >>= 20
+    if codes is torch.int8:
+        chosen = chosen.to(torch.float32).copysign_(padded[:count])
+    else:
+        chosen = torch.maximum(chosen, share > 0)
+    made = torch.empty_like(values, dtype=codes)
+    flat(made).copy_(chosen)
+    return made, scales
+
+
+def adam_8bit(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
+    """One step of `adam.adam` (without AMSGrad), in place, its moments kept in 8 bits.
+
+    States: codes of the first moments (int8) and of the second (uint8), of the parameters' shapes and dense in memory;
+    then the scales of each, float32 (blocks,), one number for each 256 elements in memory order. All are zeros at
+    first. A step is that of `adam.adam` on the numbers they mean (`dequantize`); the new moments go to one of the two
+    codes around them, by chances that keep the mean right. Chances are a function of `seed`, the step's number, the
+    tensor's position in the list and the element's place in memory: a run can be repeated, with kernels or without.
+
+    16-bit parameters without masters are rounded to nearest, or, bfloat16 with `stochastic_rounding`, stochastically.
+    Where Triton runs it is one launch for each dtype of gradients, which reads and writes 4 bytes a parameter of
+    states; elsewhere the states of one tensor at a time, or of a part of it, are float32.
+    """
+    if storage.params:
+        dispatch(storage, gradients, o, _ADAM_8BIT)
+
+
+def _adam_8bit(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
+    gate = gate_of(storage.params[0].device, o.found)
+    if gate is None:
+        return
+    assert storage.step is not None
+    taken = storage.step + 1
+    beside = storage.bits or storage.copies or [None] * len(storage.params)
+    for i, row in enumerate(zip(storage.params, gradients, *storage.states, beside, strict=True)):
+        for start, piece in _pieces(*row):
+            chances = chances_like(flat(piece.first), o.seed, taken, i, start)
+            _step(piece, storage.step.clone(), o, chances, gate, split_master=bool(storage.bits))
+    gate.count(storage.step)
+    gate.settle(storage.step)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A tensor with all that belongs to it, or some blocks of each."""
+
+    param: Tensor
+    gradient: Tensor
+    first: Tensor
+    second: Tensor
+    first_scales: Tensor
+    second_scales: Tensor
+    beside: Tensor | None
+    """The 16-bit copy, or the lower half."""
+
+
+def _pieces(
+    param: Tensor, gradient: Tensor, first: Tensor, second: Tensor, first_scales: Tensor, second_scales: Tensor,
+    beside: Tensor | None,
+) -> Iterator[tuple[int, _Piece]]:  # fmt: skip
+    """On a CPU what fits in its caches, if all lie in one order; else the whole."""
+    others = [gradient, first, second, *([] if beside is None else [beside])]
+    if param.device.type != "cpu" or not all(same_walk(param, other) for other in others):
+        yield 0, _Piece(param, gradient, first, second, first_scales, second_scales, beside)
+        return
+    tensors = [flat(tensor).split(PIECE) for tensor in (param, gradient, first, second)]
+    scales = [tensor.split(PIECE // BLOCK) for tensor in (first_scales, second_scales)]
+    cut = [None] * len(tensors[0]) if beside is None else flat(beside).split(PIECE)
+    for number, parts in enumerate(zip(*tensors, *scales, cut, strict=True)):
+        yield number * PIECE, _Piece(*parts)
+
+
+def _step(piece: _Piece, step: Tensor, o: AdamOptions, chances: Tensor, gate: Gate, *, split_master: bool) -> None:
+    first = dequantize(piece.first, piece.first_scales)
+    second = dequantize(piece.second, piece.second_scales)
+    param, beside = piece.param, piece.beside
+    stochastic = beside is None and o.stochastic_rounding and param.dtype is torch.bfloat16
+    wide, copy = param, beside
+    if split_master:
+        assert beside is not None
+        wide, copy = join(param, beside), None
+    elif param.dtype in LOW_DTYPES:
+        wide, copy = param.to(torch.float32), None if stochastic else param
+    moved = Storage([wide], ([first], [second]), step, [copy] if copy is not None else None)
+    adam(moved, [piece.gradient], o)
+    if split_master:
+        assert beside is not None
+        gate.write([param, beside], split(wide))
+    elif stochastic:
+        gate.write([param], [round_stochastically(wide, _like(param, mix(chances)))])
+    gate.write([piece.first, piece.first_scales], quantize(first, torch.int8, chances >> 16))
+    gate.write([piece.second, piece.second_scales], quantize(second, torch.uint8, chances & 0xFFFF))
+
+
+def _like(tensor: Tensor, values: Tensor) -> Tensor:
+    """Values in memory order as a tensor of the shape and order of another."""
+    ordered = torch.empty_like(tensor, dtype=values.dtype)
+    flat(ordered).copy_(values)
+    return ordered
+
+
+def _kernel() -> Backend:
+    from .triton import eight_bit
+
+    return eight_bit.adam_8bit_step
+
+
+_ADAM_8BIT = Backends(_adam_8bit, _kernel, elementwise=False, low=True, shaped=2)

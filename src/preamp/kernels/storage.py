@@ -1,0 +1,162 @@
+"""What a step is given: the tensors that it writes, and its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+Tensors = Sequence[Tensor]
+
+ShardSum = Callable[[Tensor, bool], Tensor]
+"""Makes numbers found in shards those of whole tensors. It takes (parameters, n) float64, and whether the largest is
+meant, not the sum; it returns the same shape. Call it once a step, whatever the shards are: other ranks wait for it.
+"""
+
+
+@dataclass(slots=True)
+class Storage:
+    """Parameters with all that is stored for them, one list each, of one device.
+
+    `params` have one dtype: float32 (also masters), float64, or 16 bits. A state that an algorithm does without is an
+    empty list.
+    """
+
+    params: Tensors
+    states: Sequence[Tensors] = ()
+    """In the order in which the algorithm names them."""
+    step: Tensor | None = None
+    """0-d float32 on the device: how many steps were taken. A step that is taken adds 1."""
+    copies: Sequence[Tensor | None] | None = None
+    """16-bit tensors that get the new parameters, rounded to nearest even; None: there is none, for one or for all."""
+    bits: Tensors | None = None
+    """int16: the lower halves of float32 masters of which bfloat16 `params` are the upper ones (`bits.split`)."""
+    contiguous: bool = False
+    """Whether parameters, states and copies are known to be contiguous, so that nobody has to look."""
+
+    @property
+    def lists(self) -> list[Tensors]:
+        """Every list whose tensors have the parameters' shapes, without gradients; empty ones left out."""
+        others = (self.bits, self.copies_or_params)
+        return [each for each in (self.params, *self.states, *others) if each]
+
+    @property
+    def copies_or_params(self) -> Tensors:
+        """The copies, with the parameter where there is none; nothing where there are none at all."""
+        if not self.copies:
+            return ()
+        return [param if copy is None else copy for param, copy in zip(self.params, self.copies, strict=True)]
+
+    def at(self, places: Sequence[int] | slice) -> Storage:
+        """The same for some of the parameters."""
+
+        def some(tensors: Sequence[Any] | None) -> Sequence[Any]:
+            if not tensors:
+                return ()
+            return tensors[places] if isinstance(places, slice) else [tensors[i] for i in places]
+
+        states, copies, bits = list(map(some, self.states)), some(self.copies) or None, some(self.bits) or None
+        return replace(self, params=some(self.params), states=states, copies=copies, bits=bits)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What every algorithm has."""
+
+    lr: float | Tensor
+    """A number or a 0-d tensor. In a CUDA graph a number is frozen; a tensor on the device is read at every replay."""
+    weight_decay: float = 0.0
+    maximize: bool = False
+    factor: Tensor | None = None
+    """0-d float32 that every gradient is multiplied by, in float32."""
+    found: Tensor | None = None
+    """0-d float32; above 0 nothing is written: no parameter, copy or state, and no step is counted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdamOptions(Options):
+    """Adam (Kingma and Ba 2015), AdamW (Loshchilov and Hutter 2019) if the weight decay is decoupled."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    decoupled_weight_decay: bool = False
+    amsgrad: bool = False
+    stochastic_rounding: bool = False
+    """Of bfloat16 parameters without masters."""
+    seed: int = 0
+    """For stochastic rounding, of parameters or of 8-bit states; 62 bits of it count."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SGDOptions(Options):
+    """Gradient descent with momentum; `torch.optim.SGD` defines what the numbers mean."""
+
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    first: bool = False
+    """Whether the momentum buffers hold nothing yet and become the gradient itself, without dampening."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdagradOptions(Options):
+    """Adagrad (Duchi, Hazan and Singer 2011). The learning rate of step t is lr / (1 + (t - 1) lr_decay)."""
+
+    lr_decay: float = 0.0
+    eps: float = 1e-10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerwiseOptions(Options):
+    """What LAMB and NovoGrad share."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-6
+    bias_correction: bool = True
+    grad_averaging: bool = True
+    """Whether a new gradient weighs 1 - beta1 in the first moment, else 1."""
+    shard_sum: ShardSum | None = None
+    """Where this process has shards of the tensors."""
+
+    @property
+    def one_beta1(self) -> float:
+        """What a new gradient weighs in the first moment."""
+        return 1 - self.betas[0] if self.grad_averaging else 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LambOptions(LayerwiseOptions):
+    """LAMB (You et al. 2020), with the options of Apex's `FusedLAMB`.
+
+    Gradients are first divided by max(1, their global norm / `max_grad_norm`). The update of a tensor is scaled by the
+    trust ratio, norm of the parameter over norm of the update, unclipped; 1 where either is 0.
+    """
+
+    adam_w_mode: bool = True
+    """Whether weight decay is added to the update, else to the gradient."""
+    max_grad_norm: float | None = 1.0
+    """None or 0: gradients are not clipped."""
+    use_nvlamb: bool = False
+    """Whether tensors without weight decay have a trust ratio too."""
+    grad_norm: Tensor | None = None
+    """0-d float32: the global norm of the true gradients if it is known (of all groups, say); None: that of these."""
+
+    @property
+    def trusts(self) -> bool:
+        """Whether updates are scaled by the trust ratio."""
+        return self.use_nvlamb or self.weight_decay != 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NovoGradOptions(LayerwiseOptions):
+    """NovoGrad (Ginsburg et al. 2019), with the options of Apex's `FusedNovoGrad`."""
+
+    reg_inside_moment: bool = False
+    """Whether weight decay goes into the first moment with the normed gradient; else the first moment is of bare
+    gradients, and norm and weight decay come in when it is applied."""
+    norm_type: int = 2
+    """2: squares of L2 norms are averaged; 0: the largest magnitudes themselves."""
+    init_zero: bool = False
+    """Whether the average starts from 0 instead of from the first norm."""

@@ -1,0 +1,250 @@
+"""What kernels over many tensors share: how they find their tensor, the numbers of a step, launching.
+
+A program finds its tensor and its place in it by the plan, and the addresses in the table (`tables`). Chunks that are
+full are worked on without masks and, with aligned addresses, by vector loads; a start that is a multiple of the chunk's
+length and an address marked as aligned are what the compiler needs to see for that.
+
+Before a step `prepare_numbers` runs, one program: it counts the step and turns hyper-parameters, loss scale and flag
+into a few numbers, so that the programs of the second launch all see the same ones. Numbers of eight bytes' precision
+come as pairs of float32, which is what Triton makes of Python's floats. Fused multiply-add is off at the launch, so
+that every device, and the interpreter, rounds alike.
+
+This imports Triton: import it only where `triton_runs_on`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..lists import TensorList, count_writes, listed
+from ..storage import Options, Storage, Tensors
+from .tables import Part, parts_of
+
+GO = tl.constexpr(0)  # 1 if the step may write, else 0
+FACTOR = tl.constexpr(1)  # what gradients are multiplied by; negative to go uphill
+RATE = tl.constexpr(2)  # what updates are multiplied by
+ROOT = tl.constexpr(3)  # 1 / sqrt(1 - beta2^t)
+KEEP = tl.constexpr(4)  # 1 - lr * weight decay
+FIRST = tl.constexpr(5)  # 1 / (1 - beta1^t)
+KEY = tl.constexpr(6)  # the bits of what chances of this step are made from
+SCALARS = 8
+
+CHUNK = 1024
+"""Elements of one program."""
+WARPS = 8
+"""Four elements a thread: float32 numbers are then 16-byte accesses side by side, and 16-bit ones need no exchange
+between threads, which eight elements a thread would take through shared memory."""
+
+_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+@triton.jit
+def start_of(block_of, program, CHUNK: tl.constexpr):
+    """The first element of a program's chunk, int64."""
+    return tl.load(block_of + program).to(tl.int64) * CHUNK
+
+
+@triton.jit
+def address(table, row, tensors, tensor, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """A pointer to elements of `TYPE` from a row of the table."""
+    pointer = tl.load(table + row * tensors + tensor).to(tl.pointer_type(TYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def take(pointer, places, size, FULL: tl.constexpr):
+    """Load elements; beyond the end of the tensor there are zeros."""
+    if FULL:
+        return tl.load(pointer + places)
+    return tl.load(pointer + places, mask=places < size, other=0)
+
+
+@triton.jit
+def put(pointer, places, values, size, FULL: tl.constexpr):
+    """Store elements, none beyond the end of the tensor."""
+    if FULL:
+        tl.store(pointer + places, values)
+    else:
+        tl.store(pointer + places, values, mask=places < size)
+
+
+@triton.jit
+def mix(value):
+    """Scramble 32 bits, each of which then depends on all (the finalizer of MurmurHash3)."""
+    value = value ^ (value >> 16)
+    value = value * 0x85EBCA6B
+    value = value ^ (value >> 13)
+    value = value * 0xC2B2AE35
+    return value ^ (value >> 16)
+
+
+@triton.jit(do_not_specialize=["seed_high", "seed_low"])
+def prepare_numbers(
+    out, step, found, factor, rate, norm, rate_high, rate_low, slowing, decay, most,
+    beta1_high, beta1_low, beta2_high, beta2_low, seed_high, seed_low,
+    DRAWS: tl.constexpr, COUNTS: tl.constexpr, HAS_FOUND: tl.constexpr, HAS_FACTOR: tl.constexpr,
+    HAS_RATE: tl.constexpr, CLIPS: tl.constexpr, UPHILL: tl.constexpr, CORRECTS: tl.constexpr, FOLDS: tl.constexpr,
+):  # fmt: skip
+    """Write the numbers a step needs to `out`, and count the step if it is taken."""
+    go = tl.full((), 1.0, tl.float32)
+    if HAS_FOUND:
+        go = tl.where(tl.load(found).to(tl.float32) > 0, 0.0, go)
+    tl.store(out + GO, go)
+    times = tl.full((), 1.0, tl.float32)
+    if HAS_FACTOR:
+        times = tl.load(factor).to(tl.float32)
+    if CLIPS:
+        times = times / tl.maximum(tl.load(norm) / most, 1.0)
+    if UPHILL:
+        times = -times
+    tl.store(out + FACTOR, times)
+    lr = tl.full((), rate_high, tl.float64) + tl.full((), rate_low, tl.float64)
+    if HAS_RATE:
+        lr = tl.load(rate).to(tl.float64)
+    tl.store(out + KEEP, (1.0 - lr * decay).to(tl.float32))
+    first = tl.full((), 1.0, tl.float64)
+    second = tl.full((), 1.0, tl.float64)
+    if COUNTS:
+        before = tl.load(step)
+        if go > 0:
+            tl.store(step, before + 1.0)
+        if DRAWS:
+            seed = mix(tl.full((), seed_low, tl.uint32) ^ mix(tl.full((), seed_high, tl.uint32)))
+            key = mix(seed + (before + 1.0).to(tl.int32).to(tl.uint32))
+            tl.store(out + KEY, key.to(tl.float32, bitcast=True))
+        lr = lr / (1.0 + before.to(tl.float64) * slowing)
+        if CORRECTS:
+            left = before.to(tl.int64) + 1
+            power1 = tl.full((), beta1_high, tl.float64) + tl.full((), beta1_low, tl.float64)
+            power2 = tl.full((), beta2_high, tl.float64) + tl.full((), beta2_low, tl.float64)
+            for _ in range(32):  # beta^t by squaring: exact to a few units of float64, on every device
+                first = tl.where(left & 1 == 1, first * power1, first)
+                second = tl.where(left & 1 == 1, second * power2, second)
+                power1 = power1 * power1
+                power2 = power2 * power2
+                left = left >> 1
+            first = 1.0 / (1.0 - first)
+            second = 1.0 / tl.sqrt(1.0 - second)
+    if FOLDS:
+        lr = lr * first
+    tl.store(out + RATE, lr.to(tl.float32))
+    tl.store(out + ROOT, second.to(tl.float32))
+    tl.store(out + FIRST, first.to(tl.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Tensors of one call whose gradients share a dtype, and so do their 16-bit copies."""
+
+    places: list[int] | None
+    """Positions in the caller's lists; None for all of them."""
+    grad: torch.dtype
+    copy: torch.dtype | None
+
+    def of(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Those of `tensors` that are of this kind."""
+        return tensors if self.places is None else [tensors[i] for i in self.places]
+
+
+def kinds_of(gradients: Tensors, copies: Sequence[Tensor | None] | None) -> list[Kind]:
+    """Sort tensors by the dtypes of gradient and copy."""
+    if not copies or isinstance(copies, TensorList):
+        dtypes, beside = listed(gradients).dtypes, copies.dtypes if isinstance(copies, TensorList) else {None: None}
+        if len(dtypes) == len(beside) == 1:
+            return [Kind(None, *dtypes, *beside)]
+    of_copies = [None if copy is None else copy.dtype for copy in copies] if copies else [None] * len(gradients)
+    pairs = list(zip([gradient.dtype for gradient in gradients], of_copies, strict=True))
+    if len(set(pairs)) == 1:
+        return [Kind(None, *pairs[0])]
+    found: dict[tuple[torch.dtype, torch.dtype | None], list[int]] = {}
+    for i, pair in enumerate(pairs):
+        found.setdefault(pair, []).append(i)
+    return [Kind(places, *pair) for pair, places in found.items()]
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Make `device` the one that kernels start on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _pair(number: float) -> tuple[float, float]:
+    """A number as the sum of two float32 numbers, exact to 48 bits."""
+    high = float(np.float32(number))
+    return high, float(np.float32(number - high)) if np.isfinite(high) else 0.0
+
+
+def prepare(
+    device: torch.device, o: Options, step: Tensor | None = None, *, betas: tuple[float, float] | None = None,
+    folds: bool = False, slowing: float = 0.0, decay: float = 0.0, norm: Tensor | None = None, most: float = 1.0,
+    seed: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Launch `prepare_numbers`; returns the (8,) float32 numbers that the kernels of a step read.
+
+    `betas`: None for no bias correction. `folds`: divide the learning rate by 1 - beta1^t. `decay`: of the decoupled
+    kind. `norm`: 0-d float32, the global L2 norm of the true gradients if they are to be clipped to `most`.
+    `seed`: what stochastic rounding makes its chances from; 62 bits of it count.
+    """
+    out = torch.empty(SCALARS, dtype=torch.float32, device=device)
+    found = None if o.found is None else o.found.to(device)
+    factor = None if o.factor is None else o.factor.to(device)
+    rate = o.lr if isinstance(o.lr, Tensor) and o.lr.device == device and device.type != "cpu" else None
+    high, low = (0.0, 0.0) if rate is not None else _pair(float(o.lr))
+    beta1, beta2 = betas or (0.0, 0.0)
+    prepare_numbers[(1,)](
+        out, out if step is None else step, out if found is None else found, out if factor is None else factor,
+        out if rate is None else rate, out if norm is None else norm, high, low, float(slowing), float(decay),
+        float(most), *_pair(beta1), *_pair(beta2), (seed or 0) >> 31 & 0x7FFFFFFF, (seed or 0) & 0x7FFFFFFF,
+        DRAWS=seed is not None, COUNTS=step is not None, HAS_FOUND=found is not None, HAS_FACTOR=factor is not None,
+        HAS_RATE=rate is not None, CLIPS=norm is not None, UPHILL=o.maximize, CORRECTS=betas is not None,
+        FOLDS=folds, num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def parts(storage: Storage, gradients: Tensors, shaped: int | None = None) -> Iterator[tuple[Kind, Part]]:
+    """The launches that a step over parameters, gradients and states takes; empty lists and missing copies left out.
+
+    Rows of the tables: parameters, gradients, states, the lower halves of masters, copies. `shaped`: how many lists of
+    states the kernel gets.
+    """
+    lists = [storage.params, gradients, *storage.states[:shaped], storage.bits]
+    for kind in kinds_of(gradients, storage.copies):
+        rows = [kind.of(tensors) for tensors in lists if tensors]
+        if kind.copy is not None:
+            assert storage.copies is not None
+            rows.append(kind.of(storage.copies))  # type: ignore[arg-type]
+        for part in parts_of(rows, CHUNK, kind.places):
+            yield kind, part
+
+
+def launch(kernel: Callable[..., object], part: Part, before: Sequence[object], after: Sequence[object], *,
+           warps: int = WARPS, **constants: object) -> None:  # fmt: skip
+    """One program for each chunk of a part."""
+    plan = part.plan
+    kernel[(plan.chunks,)](  # type: ignore[index]
+        *before, plan.tensor_of, plan.block_of, plan.sizes, part.table, plan.tensors, *after,
+        ALIGNED=part.aligned, CHUNK=plan.chunk, num_warps=warps, enable_fp_fusion=False, **constants,
+    )  # fmt: skip
+
+
+def wrote(storage: Storage) -> None:
+    """Tell autograd, and whoever watches `_version`, that parameters and copies were changed in place."""
+    count_writes(storage.params)
+    copies = storage.copies
+    if copies:
+        count_writes(copies if isinstance(copies, TensorList) else [copy for copy in copies if copy is not None])
+
+
+def type_of(dtype: torch.dtype | None) -> object:
+    """Triton's name of a dtype."""
+    return None if dtype is None else _TYPES[dtype]

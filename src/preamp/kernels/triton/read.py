@@ -1,0 +1,254 @@
+"""Reading gradients on the device: one pass of many programs, and a short one that puts their findings together.
+
+Magnitudes are compared as integers, sign bit off: there infinity and NaN are simply the largest numbers, so one
+maximum gives both the largest magnitude and whether everything was finite. Sums are made in a fixed order, without
+atomics: the same gradients give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..lists import TensorList, listed, walkable
+from .launch import address, start_of, take
+from .tables import parts_of
+
+FOUND = tl.constexpr(0)
+NORM = tl.constexpr(1)
+AMAX = tl.constexpr(2)
+INFINITY = tl.constexpr(0x7F800000)
+
+BLOCK = 1024
+"""Elements read at a time."""
+SHORT = 2 * BLOCK
+"""Elements of one program."""
+LONG = 16 * BLOCK
+"""The same when there is work for all processors: fewer programs, fewer numbers to put together."""
+MANY = 2**23
+"""From so many entries on programs are long."""
+
+KINDS = {torch.float16: (0, tl.int16, 4), torch.bfloat16: (1, tl.int16, 4), torch.float32: (2, tl.int32, 8)}
+"""How a dtype is read: the kernel's name for it, the integer of its size, and warps. A thread then takes 16 bytes."""
+
+
+class Numbers(NamedTuple):
+    """What one reading found; all on the gradients' device."""
+
+    found: Tensor
+    """0-d float32: 1 if some entry is inf or nan, else 0."""
+    norm: Tensor
+    """0-d float32: L2 norm of all entries."""
+    nonfinite: Tensor
+    """(number of gradients,) bool: which have an entry that is inf or nan."""
+    amax: Tensor
+    """0-d float32: the largest magnitude; inf or nan if `found`."""
+    counts: Tensor | None
+    """(2,) int64: how many entries are not 0 and below `tiny`, and how many are 0; None where these were not asked."""
+
+
+def readable(gradients: Sequence[Tensor]) -> bool:
+    """Whether `read` takes them: strided, of float16, bfloat16 or float32, all on one device."""
+    own = listed(gradients)
+    return own.strided and own.together and own.dtypes.keys() <= KINDS.keys()
+
+
+def read(gradients: Sequence[Tensor], tiny: float | None) -> Numbers:
+    """Read every entry of `gradients` (one at least, `readable`) once.
+
+    `tiny`: entries that are not 0 and below it in magnitude are counted as subnormal, and zeros as such; None: nothing
+    is counted, which a GPU would spend a quarter of the time on. A finite float32 or bfloat16
+    entry does not overflow the norm, whatever its square is. One launch for each dtype, and one to finish; views that
+    do not fill their memory are copied first.
+    """
+    device = gradients[0].device
+    dense = own = listed(gradients)
+    if not own.contiguous:
+        dense = TensorList(gradient if walkable(gradient) else gradient.contiguous() for gradient in own)
+    chunk = LONG if sum(own.sizes) >= MANY else SHORT
+    dtypes = own.dtypes
+    work = []
+    for dtype in dtypes:
+        places = [i for i, gradient in enumerate(dense) if gradient.dtype is dtype] if len(dtypes) > 1 else None
+        chosen = dense if places is None else [dense[i] for i in places]
+        work += [(dtype, part) for part in parts_of([chosen], chunk, places)]
+    chunks = sum(part.plan.chunks for _, part in work)
+    if not chunks:
+        nothing = torch.zeros((), device=device)
+        none = torch.zeros(len(dense), dtype=torch.bool, device=device)
+        return Numbers(nothing, nothing, none, nothing, None if tiny is None else nothing.to(torch.int64).expand(2))
+
+    squares = torch.empty(chunks, dtype=torch.float64, device=device)
+    tops = torch.empty(chunks, dtype=torch.float32, device=device)
+    floats = torch.empty(3, dtype=torch.float32, device=device)
+    lows = zeros = counts = None
+    if tiny is not None:
+        lows, zeros = torch.empty((2, chunks), dtype=torch.int32, device=device).unbind()
+        counts = torch.empty(2, dtype=torch.int64, device=device)
+    covered = sum(part.plan.tensors for _, part in work) == len(dense)
+    flags = (torch.empty if covered else torch.zeros)(len(dense), dtype=torch.uint8, device=device)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        base = 0
+        for dtype, part in work:
+            plan, (kind, integer, warps) = part.plan, KINDS[dtype]
+            read_kernel[(plan.chunks,)](
+                plan.tensor_of, plan.block_of, plan.sizes, part.table, plan.tensors,
+                0 if tiny is None else _integer_of(tiny, dtype), base, squares, tops, lows, zeros,
+                KIND=kind, INTEGER=integer, COUNTS=tiny is not None, ALIGNED=part.aligned, CHUNK=plan.chunk,
+                BLOCK=BLOCK, num_warps=warps, enable_fp_fusion=False,
+            )  # fmt: skip
+            base += plan.chunks
+        base = 0
+        for i, (_, part) in enumerate(work):
+            plan, last = part.plan, i == len(work) - 1
+            finish[(plan.tensors + last,)](
+                plan.first, part.table, plan.tensors, base, chunks, squares, tops, lows, zeros, flags, floats, counts,
+                COUNTS=tiny is not None, BLOCK=1024, num_warps=8, enable_fp_fusion=False,
+            )  # fmt: skip
+            base += plan.chunks
+    found, norm, amax = floats.unbind()
+    return Numbers(found, norm, flags.view(torch.bool), amax, counts)
+
+
+@lru_cache
+def _integer_of(tiny: float, dtype: torch.dtype) -> int:
+    """The integer that stands for the smallest number of `dtype` above 0 that is not below `tiny`."""
+    integer = torch.int32 if dtype is torch.float32 else torch.int16
+    nearest = torch.tensor(tiny, dtype=torch.float64, device="cpu").to(dtype)
+    return max(1, int(nearest.view(integer)) + (float(nearest) < tiny))
+
+
+@triton.jit
+def as_float(bits, KIND: tl.constexpr):
+    """Magnitudes as float32, from the integers that stand for them in float16 (0), bfloat16 (1) or float32 (2)."""
+    if KIND == 0:
+        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    if KIND == 1:
+        return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def magnitudes(pointer, places, size, KIND: tl.constexpr, FULL: tl.constexpr):
+    """Load numbers as int32 with the sign off; zeros beyond the end."""
+    bits = take(pointer, places, size, FULL)
+    if KIND == 2:
+        return bits & 0x7FFFFFFF
+    return (bits & 0x7FFF).to(tl.int32)
+
+
+@triton.jit
+def read_chunk(
+    pointer, start, size, tiny, spot, squares, tops, lows, zeros,
+    KIND: tl.constexpr, COUNTS: tl.constexpr, FULL: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Read one chunk, and write its two numbers, or four."""
+    top = tl.zeros((BLOCK,), tl.int32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    if COUNTS:
+        low = tl.zeros((BLOCK,), tl.int32)
+        zero = tl.zeros((BLOCK,), tl.int32)
+    length = tl.minimum(size - start, CHUNK).to(tl.int32)
+    for block in range(0, CHUNK if FULL else length, BLOCK):
+        bits = magnitudes(pointer, start + block + tl.arange(0, BLOCK), size, KIND, FULL)
+        values = as_float(bits, KIND)
+        top = tl.maximum(top, bits)
+        if COUNTS:
+            low += (bits < tiny).to(tl.int32)
+            zero += (bits == 0).to(tl.int32)
+        total += values * values
+    largest = as_float(tl.max(top, 0), KIND)
+    square = tl.sum(total, 0).to(tl.float64)
+    if KIND != 0:  # squares of float16 numbers neither overflow nor vanish in float32
+        too_big = (largest > 2.0**50) & (largest < float("inf"))
+        too_small = (largest < 2.0**-40) & (largest > 0)
+        if too_big | too_small:  # rare, so it costs nothing to read the chunk again, scaled by a power of two
+            scale = tl.where(too_big, 2.0**-90, 2.0**90)
+            total = tl.zeros((BLOCK,), tl.float32)
+            for block in range(0, CHUNK if FULL else length, BLOCK):
+                bits = magnitudes(pointer, start + block + tl.arange(0, BLOCK), size, KIND, FULL)
+                values = as_float(bits, KIND) * scale
+                total += values * values
+            back = tl.where(too_big, tl.full((), 2.0**90, tl.float64), tl.full((), 2.0**-90, tl.float64))
+            square = tl.sum(total, 0).to(tl.float64) * back * back
+    tl.store(squares + spot, square)
+    tl.store(tops + spot, largest)
+    if COUNTS:
+        padding = (length + BLOCK - 1) // BLOCK * BLOCK - length  # loaded as zeros
+        tl.store(lows + spot, tl.sum(low, 0) - padding)
+        tl.store(zeros + spot, tl.sum(zero, 0) - padding)
+
+
+@triton.jit(do_not_specialize=["tensors", "tiny", "base"])
+def read_kernel(
+    tensor_of, block_of, sizes, table, tensors, tiny, base, squares, tops, lows, zeros,
+    KIND: tl.constexpr, INTEGER: tl.constexpr, COUNTS: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """For each chunk: sum of squares (float64), largest magnitude (float32), and with `COUNTS` two counts (int32).
+
+    Chunks' numbers begin at `base`. `lows` counts entries whose magnitude as an integer is below `tiny`, and zeros.
+    """
+    program = tl.program_id(0)
+    tensor = tl.load(tensor_of + program)
+    start = start_of(block_of, program, CHUNK)
+    size = tl.load(sizes + tensor)
+    pointer = address(table, 0, tensors, tensor, INTEGER, ALIGNED)
+    if start + CHUNK <= size:
+        read_chunk(
+            pointer, start, size, tiny, base + program, squares, tops, lows, zeros, KIND, COUNTS, True, CHUNK, BLOCK
+        )
+    else:
+        read_chunk(
+            pointer, start, size, tiny, base + program, squares, tops, lows, zeros, KIND, COUNTS, False, CHUNK, BLOCK
+        )
+
+
+@triton.jit
+def highest(tops, begin, end, BLOCK: tl.constexpr):
+    """The largest of some chunks' magnitudes, as an integer: NaN above infinity above numbers."""
+    top = tl.zeros((BLOCK,), tl.int32)
+    for block in range(begin, end, BLOCK):
+        places = block + tl.arange(0, BLOCK)
+        values = tl.load(tops + places, mask=places < end, other=0.0)
+        top = tl.maximum(top, values.to(tl.int32, bitcast=True))
+    return tl.max(top, 0)
+
+
+@triton.jit(do_not_specialize=["tensors", "base", "chunks"])
+def finish(first, table, tensors, base, chunks, squares, tops, lows, zeros, flags, floats, counts,
+           COUNTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """A flag for each gradient of a part, whose chunks begin at `base`; one program more sums over all `chunks`."""
+    tensor = tl.program_id(0)
+    if tensor < tensors:
+        begin = base + tl.load(first + tensor)
+        end = base + tl.load(first + tensor + 1)
+        bad = highest(tops, begin, end, BLOCK) >= INFINITY
+        tl.store(flags + tl.load(table + tensors + tensor), bad.to(tl.uint8))
+    else:
+        top = highest(tops, 0, chunks, BLOCK)
+        square = tl.zeros((BLOCK,), tl.float64)
+        if COUNTS:
+            low = tl.zeros((BLOCK,), tl.int64)
+            zero = tl.zeros((BLOCK,), tl.int64)
+        for block in range(0, chunks, BLOCK):
+            places = block + tl.arange(0, BLOCK)
+            inside = places < chunks
+            square += tl.load(squares + places, mask=inside, other=0.0)
+            if COUNTS:
+                low += tl.load(lows + places, mask=inside, other=0).to(tl.int64)
+                zero += tl.load(zeros + places, mask=inside, other=0).to(tl.int64)
+        tl.store(floats + FOUND, (top >= INFINITY).to(tl.float32))
+        tl.store(floats + NORM, tl.sqrt(tl.sum(square, 0)).to(tl.float32))
+        tl.store(floats + AMAX, top.to(tl.float32, bitcast=True))
+        if COUNTS:
+            nothing = tl.sum(zero, 0)
+            tl.store(counts, tl.sum(low, 0) - nothing)
+            tl.store(counts + 1, nothing)

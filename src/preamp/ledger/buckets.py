@@ -1,0 +1,218 @@
+"""Which tensors an optimizer steps together: worked out once, and again only when something has changed.
+
+torch's optimizers collect parameters, gradients and states anew at every step, which for small tensors takes longer
+than stepping them. Here the lists stay, as long as nothing has changed that they were made from: which parameters have
+gradients, what tensors their states hold, where all these lie and how they are shaped. That is asked before each step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import is_, itemgetter
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..kernels import ShardSum, Storage, TensorList, count_writes, present_in
+from ..sharding import held_here, is_sharded, placed_as
+from .layout import Entries, Layout, counting, overlapping
+from .masters import Masters
+from .packed import PIECE, Packed, is_packable, order, padded
+from .steps import Steps, ages
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Parameters of one group, device, dtype, age and kinds of state, that are stepped by one call."""
+
+    group: dict[str, Any]
+    params: list[Parameter]
+    mastered: bool
+    """Whether they are 16-bit, with float32 masters beside them."""
+    names: tuple[str, ...]
+    """Of the states that have tensors, in the order of `storage.states`."""
+    storage: Storage
+    steps: Steps | None
+    """Steps taken, one count for all, which this bucket alone counts up."""
+    where: Packed | Layout
+    """How parameters and states lie in memory: packed, or each by itself."""
+    sharded: bool = False
+    """Whether parameters and gradients are DTensors, of which the part is stepped that this process has."""
+    shard_sum: ShardSum | None = None
+    """What makes numbers of shards those of whole parameters, where a kind of optimizer has asked for it."""
+    aliases: list[Parameter] = field(default_factory=list)
+    """Other parameters that share memory with these."""
+    number: int = 0
+    """Which of the optimizer's groups it is of."""
+    pick: Callable[[list[Tensor]], Sequence[Tensor]] = list
+    """Takes the gradients of its parameters out of those of their group."""
+
+    def collect(self, gradients: list[Tensor]) -> list[Tensor] | None:
+        """The gradients of its parameters as a step takes them. `gradients`: of the group's parameters that have any.
+
+        None where parameters, counts or states do not lie as they did, or gradients have other shapes.
+        """
+        if (self.steps is not None and not self.steps.intact) or not self.where.holds():
+            return None
+        own = TensorList(self.pick(gradients))
+        if isinstance(self.where, Packed):
+            return [self.where.gathered(own)]
+        if not self.where.takes(own):
+            return None
+        if self.sharded:
+            return TensorList(held_here(placed_as(g, p)) for g, p in zip(own, self.params, strict=True))
+        return own
+
+    def begin_step(self, masters: Masters) -> None:
+        """Bring what is stepped up to date with parameters that somebody has written."""
+        where = self.where
+        if isinstance(where, Packed):
+            where.take_in()
+        elif not self.mastered:
+            self.storage.copies = masters.copies(self.params)
+        elif masters.split:
+            self.storage.bits = self._here(masters.beside(self.params))
+        else:
+            masters.refresh(self.params, None if self.sharded else where.params.addresses)
+            self.storage.params, self.storage.copies = self._here(masters.beside(self.params)), where.params
+
+    def end_step(self, masters: Masters) -> None:
+        """Note what the step has written."""
+        if isinstance(self.where, Packed):
+            self.where.give_out()
+        elif not (self.mastered and masters.split):
+            masters.published(self.params)
+        if self.steps is not None:
+            self.steps.counted()
+        if self.aliases:  # so that their masters follow
+            count_writes(self.aliases)
+
+    def _here(self, tensors: list[Tensor]) -> list[Tensor]:
+        return list(map(held_here, tensors)) if self.sharded else tensors
+
+
+Collected = list[tuple[Bucket, list[Tensor]]]
+"""Buckets, each with the gradients that it is stepped by."""
+
+
+class Buckets:
+    """The buckets of an optimizer for the parameters that had gradients when they were made."""
+
+    def __init__(self, optimizer: Any, present: Sequence[list[Parameter]]) -> None:
+        self._groups = list(optimizer.param_groups)
+        self._names = list(map(optimizer.state_names, self._groups))
+        self._present = list(map(list, present))
+        self.all: list[Bucket] = []
+        every = [param for params in present for param in params]
+        shared = overlapping(every)
+        for number, (group, params) in enumerate(zip(optimizer.param_groups, present, strict=True)):
+            place = {param: i for i, param in enumerate(params)}
+            for packed, own in _alike(optimizer, group, params, shared):
+                for bucket in _buckets_of(optimizer, group, own, packed):
+                    bucket.number, bucket.pick = number, _picker([place[param] for param in bucket.params])
+                    aliases = {other for param in bucket.params for other in shared.get(param, ())}
+                    bucket.aliases = list(aliases.difference(bucket.params))
+                    self.all.append(bucket)
+        places = {param.device.type for param in every}
+        packed = any(isinstance(bucket.where, Packed) for bucket in self.all)
+        self.readable = (packed and places == {"cpu"}) or (places == {"cuda"} and not any(b.sharded for b in self.all))
+        """Whether it pays to read gradients in the lists in which they are stepped."""
+        counts = ("step",) if optimizer.counts_steps else ()
+        self._entries = Entries(optimizer, [(bucket.params, (*bucket.names, *counts)) for bucket in self.all])
+
+    def collect(self, optimizer: Any) -> Collected | None:
+        """The buckets, each with its gradients.
+
+        None where these buckets do not hold any more: other groups, parameters with gradients or states, or elsewhere.
+        Raises `ShapeMismatch` where parameters that are packed have other sizes.
+        """
+        groups = optimizer.param_groups
+        if not _same(self._groups, groups) or self._names != list(map(optimizer.state_names, groups)):
+            return None
+        present, gradients = zip(*(present_in(group["params"]) for group in groups), strict=True)
+        if not all(map(_same, self._present, present)) or not self._entries.hold(optimizer):
+            return None
+        found: Collected = []
+        for bucket in self.all:
+            own = bucket.collect(gradients[bucket.number])
+            if own is None:
+                return None
+            found.append((bucket, own))
+        return found
+
+
+def _alike(
+    optimizer: Any, group: dict[str, Any], params: list[Parameter], shared: dict[Parameter, dict[Parameter, int]]
+) -> Iterator[tuple[bool, list[Parameter]]]:
+    """Parameters that may be in one bucket, and whether they are packed."""
+    alike: dict[tuple[Any, ...], list[Parameter]] = defaultdict(list)
+    for param in params:
+        names, lent = optimizer.names_for(group, param), optimizer.may_swap(param)
+        packed = (
+            optimizer.packs and param not in shared and names == optimizer.state_names(group) and is_packable(param)
+        )
+        turn = shared[param][param] if param in shared else 0
+        alike[packed, param.device, param.dtype, names, is_sharded(param), lent, turn].append(param)
+    if sum(len(own) for (packed, *_), own in alike.items() if packed) == 1:  # which saves nothing
+        for key in [key for key in alike if key[0]]:
+            together = (False, *key[1:])
+            alike[together] += alike.pop(key)
+    for (packed, *_), own in alike.items():
+        yield packed, own
+
+
+def _picker(places: list[int]) -> Callable[[list[Tensor]], Sequence[Tensor]]:
+    """What takes the items at `places` out of a list."""
+    begin, end = places[0], places[0] + len(places)
+    return itemgetter(slice(begin, end)) if places == list(range(begin, end)) else itemgetter(*places)
+
+
+def _same(those: Sequence[Any], these: Sequence[Any]) -> bool:
+    return len(those) == len(these) and all(map(is_, those, these))
+
+
+def _buckets_of(optimizer: Any, group: dict[str, Any], params: list[Parameter], packed: bool) -> list[Bucket]:
+    """Buckets of like parameters, split by how many steps they have seen; states are made where there are none."""
+    state: dict[Parameter, dict[str, Any]] = optimizer.state
+    mastered, names = optimizer.is_mastered(params[0]), optimizer.names_for(group, params[0])
+    age = ages(params, state, optimizer.counts) if optimizer.counts_steps else (lambda _: 0.0)
+    by_age: dict[tuple[Steps | float, bool], list[Parameter]] = defaultdict(list)
+    for param in params:
+        own = state[param] if names or optimizer.counts_steps else {}
+        for name in names:
+            if own.get(name) is None:
+                own[name] = optimizer.new_state(name, group, param, optimizer.state_dtype(name, param))
+            optimizer.check_state(name, own[name], param)
+        by_age[(age(param), param in optimizer.unstarted)].append(param)
+    chunks = [(when, chunk) for (when, _), alike in by_age.items() for chunk in (_pieces(alike) if packed else [alike])]
+    largest = max((padded(sum(p.numel() for p in chunk)) for _, chunk in chunks), default=0) if packed else 0
+    scratch = held_here(params[0]).detach().new_zeros(largest)
+    buckets = []
+    for when, alike in chunks:
+        steps = optimizer.counted(alike, when) if optimizer.counts_steps else None
+        rows, owner = [state.get(param, {}) for param in alike], counting(state, alike)
+        where: Packed | Layout
+        if packed:
+            where = Packed(alike, rows, names, owner, scratch)
+            storage = Storage([where.param], [where.states[name] for name in names], contiguous=True)
+        else:
+            where = Layout(alike, [[row[name] for row in rows] for name in names], owner)
+            storage = Storage(where.params, where.states, contiguous=where.dense)
+        storage.step = None if steps is None else steps.one
+        buckets.append(Bucket(group, alike, mastered, names, storage, steps, where, is_sharded(alike[0])))
+    return buckets
+
+
+def _pieces(alike: list[Parameter]) -> Iterator[list[Parameter]]:
+    """Packed parameters in pieces that stay in the cache from one copy to the other."""
+    alike = sorted(alike, key=order)
+    begin = total = 0
+    for end, param in enumerate(alike):
+        if total + param.numel() > PIECE:
+            yield alike[begin:end]
+            begin, total = end, 0
+        total += param.numel()
+    yield alike[begin:]

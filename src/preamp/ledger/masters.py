@@ -1,0 +1,327 @@
+"""Master weights: the float32 copies that an optimizer steps while the model computes in 16 bits.
+
+The optimizer keeps the model's own parameters in its groups. While it works, each parameter is its master, with a
+float32 gradient; afterwards it is the 16-bit tensor again, with the new master rounded into it. So `zero_grad` of the
+optimizer and of the model, `add_param_group`, LR schedulers, hooks and `state_dict` see the parameters they always saw,
+and any optimizer's state is made in float32.
+
+A master follows its parameter: one that was written from outside (`load_state_dict`, an EMA, a clamp) takes over the
+entries that changed, and keeps its own bits where the written value is what the master rounds to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..errors import SessionError, StateError
+from ..formats import LOW_DTYPES
+from ..sharding import held_here, is_sharded
+from .audit import Audit, agrees
+from .leaves import Agreed, Leaf, Leaves
+from .swap import rebuild_reducers, set_data, swap
+
+LISTS = 32
+"""Lists of parameters whose leaves are kept at hand."""
+
+
+class Masters:
+    """The masters of a session's low parameters, by parameter."""
+
+    wanted = True
+    """Whether a low parameter that turns up later should get a master too."""
+    split = False
+    """Whether masters lie in the parameters and 16 bits beside them, not in float32."""
+    shadows = False
+    """Whether it is the other way round: float32 parameters with 16-bit copies beside them."""
+
+    def __init__(self) -> None:
+        self._leaves: dict[Parameter, Leaf] = {}
+        self._inside: dict[Parameter, Leaf] = {}
+        self._lists: dict[tuple[int, ...], Leaves] = {}
+        self._recent: Leaves | None = None
+        self._agreed = Agreed()
+        self._audit = Audit()
+        self._loaded = False
+        self.rounded: str | None = None
+        """A parameter whose master was replaced by 16-bit values that were loaded, if there is one."""
+
+    def __len__(self) -> int:
+        return len(self._leaves)
+
+    def __contains__(self, parameter: Parameter) -> bool:
+        return parameter in self._leaves
+
+    def among(self, parameters: Iterable[Parameter]) -> list[Parameter]:
+        """Those of the parameters that have one."""
+        return [parameter for parameter in parameters if parameter in self] if self._any else []
+
+    @property
+    def _any(self) -> bool:
+        return bool(self._leaves)
+
+    @property
+    def swapped_in(self) -> bool:
+        """Whether some parameters hold their masters now."""
+        return bool(self._inside)
+
+    def lower(self, name: str, parameter: Parameter, dtype: torch.dtype) -> None:
+        """Turn a float32 parameter into a low one; its present data becomes the master."""
+        master = parameter.data
+        set_data(parameter, master.to(dtype))
+        self._know(name, parameter, master)
+
+    def adopt(self, name: str, parameter: Parameter, master: Tensor | None = None) -> None:
+        """Make a master for a parameter that is already low, or take the one that was kept for it."""
+        self._know(name, parameter, parameter.data.float() if master is None else master)
+
+    def _know(self, name: str, parameter: Parameter, stored: Tensor) -> None:
+        self._leaves[parameter] = Leaf(name, stored, parameter.data, self._agreed.add(parameter))
+        self._forget_lists()
+
+    def _forget_lists(self) -> None:
+        self._lists.clear()
+        self._recent = None
+
+    def _together(self, parameters: Sequence[Parameter]) -> Leaves:
+        """What a step asks of all its parameters, as it was found for the last one."""
+        if self._recent is not None and self._recent.was_made_of(parameters):
+            return self._recent
+        key = (len(parameters), *(id(parameter) for parameter in (*parameters[:1], *parameters[-1:])))
+        found = self._lists.get(key)
+        if found is not None and found.is_of(parameters):
+            found.made_of = parameters
+        else:
+            if len(self._lists) > LISTS:  # other parameters have gradients at every step
+                self._lists.clear()
+            found = self._lists[key] = Leaves(parameters, self._leaves, self._agreed)
+        self._recent = found
+        return found
+
+    def strangers(self, parameters: Sequence[Parameter]) -> list[Parameter]:
+        """16-bit parameters that should have a master and have none."""
+        return [p for p in self._together(parameters).others if p.dtype in LOW_DTYPES] if self.wanted else []
+
+    def refresh(
+        self, parameters: Iterable[Parameter] | None = None, addresses: tuple[int, ...] | None = None
+    ) -> None:  # fmt: skip
+        """Let the masters follow parameters that were written from outside since the last step.
+
+        `addresses`: where the parameters lie, if that is known.
+        """
+        if not self._leaves:
+            return
+        own = self._leaves if parameters is None else parameters
+        together = self._together(own if isinstance(own, list) else list(own))
+        if together.agree(addresses) and not self._inside:
+            return
+        for parameter, leaf in zip(together.parameters, together.leaves, strict=True):
+            if parameter not in self._inside:
+                self._follow(parameter, leaf)
+
+    def _follow(self, parameter: Parameter, leaf: Leaf) -> None:
+        if self._agreed.holds(leaf.number, parameter):
+            return
+        data = parameter.data
+        master = leaf.stored.to(data.device)
+        kept = data == master.to(data.dtype)
+        if self._loaded and not bool(held_here(kept).all()):
+            self.rounded = leaf.name
+        written = torch.where(kept, master, data.float()) if data.dtype is not torch.float32 else data.detach()
+        leaf.stored = master.detach().copy_(written)  # in place: an optimizer's state may hold it too
+        self._agreed.exchanges += 1
+        self._note(parameter, leaf)
+
+    def _note(self, parameter: Parameter, leaf: Leaf) -> None:
+        """A parameter agrees with its master now."""
+        leaf.low = parameter.data
+        self._agreed.note(leaf.number, parameter)
+
+    def refresh_before_step(self, parameters: Sequence[Parameter], *, again: bool = False) -> None:
+        """`refresh`, and in the first steps a look at the values themselves (`Audit`).
+
+        `again`: the step refreshes them itself.
+        """
+        if not self._leaves:
+            return
+        if self._audit.due or not again:
+            self.refresh(parameters)
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return  # a graph would repeat the comparison for ever, and must not ask for what is on its way
+        self._audit.hear()
+        if not self._audit.due:
+            return
+        together = self._together(parameters)
+        for parameter, leaf in self._audit.written(list(zip(together.parameters, together.leaves, strict=True))):
+            self._agreed.versions[leaf.number] = -1
+            self._follow(parameter, leaf)
+
+    def swap_in(self, parameters: Iterable[Parameter], gradients: Mapping[Parameter, Tensor] | None = None) -> None:
+        """Put masters in the parameters' place, with the float32 `gradients` (None where a parameter has none)."""
+        for parameter in parameters:
+            leaf = self._leaves.get(parameter)
+            if leaf is None or parameter in self._inside:
+                continue
+            gradient = None if gradients is None else gradients.get(parameter)
+            leaf.other = Parameter(self._in_float32(parameter, leaf), parameter.requires_grad)
+            leaf.other.grad = leaf.shown = gradient
+            leaf.shown_version = 0 if gradient is None else gradient._version
+            self._inside[parameter] = leaf  # first: an interrupt may come at any line, and the way back starts here
+            try:
+                swap(parameter, leaf.other)
+            except SessionError:
+                del self._inside[parameter]
+                raise
+
+    def _in_float32(self, parameter: Parameter, leaf: Leaf) -> Tensor:
+        """The master that takes a parameter's place."""
+        return leaf.stored
+
+    def swap_out(
+        self, parameters: Iterable[Parameter] | None = None, scale: Tensor | None = None, changed: bool = False,
+        lazily: bool = False,
+    ) -> list[tuple[Parameter, Parameter]]:  # fmt: skip
+        """Put the 16-bit tensors back, and round the masters into them; if `lazily`, where that makes a difference.
+
+        They get their gradients back. Of gradients that were shown in float32 those that were changed since come back
+        changed, times `scale` (all of them if `changed`), and those that are gone do not. Returns pairs of a parameter
+        and what it was just now.
+        """
+        if not self._inside:
+            return []
+        leaving = list(self._inside if parameters is None else (p for p in parameters if p in self._inside))
+        self._agreed.exchanges += 1
+        with torch.no_grad():
+            for parameter in leaving:
+                leaf = self._inside[parameter]
+                other = leaf.other
+                if other is None or other.dtype is torch.float32:  # an interrupt has left it here, 16-bit as it is
+                    continue
+                leaf.take_back(parameter, scale, changed)
+                other.requires_grad_(parameter.requires_grad)  # who freezes it meanwhile means it for good
+                swap(parameter, other)
+            self._publish(leaving, lazily)
+        others = []
+        for parameter in leaving:
+            leaf = self._inside[parameter]
+            self._note(parameter, leaf)
+            if leaf.other is not None:
+                leaf.other.grad = None
+                others.append((parameter, leaf.other))
+            leaf.other = None
+            del self._inside[parameter]
+        return others
+
+    def _publish(self, parameters: Sequence[Parameter], lazily: bool) -> None:
+        for parameter in parameters:
+            leaf = self._leaves[parameter]
+            if leaf.other is not None:
+                leaf.stored = leaf.other.data  # an optimizer may have put another tensor there
+        written = [p for p in parameters if not lazily or not agrees(p, self._leaves[p])]
+        if written:
+            masters = [held_here(self._leaves[p].stored) for p in written]
+            torch._foreach_copy_(list(map(held_here, written)), masters)
+
+    def beside(self, parameters: Sequence[Parameter]) -> list[Tensor]:
+        """What is stored beside parameters that have masters, as it is: these, or the lower halves of split ones.
+
+        For a step that writes them and their parameters itself; `published` comes after it.
+        """
+        return self._together(parameters).stored()
+
+    def published(self, parameters: Sequence[Parameter]) -> None:
+        """Parameters were written with what their masters round to."""
+        if self._leaves:
+            self._together(parameters).note()
+
+    def copies(self, parameters: Sequence[Parameter]) -> list[Tensor | None] | None:
+        """16-bit copies that a step of float32 parameters writes too; None where there are none at all."""
+        return None
+
+    def shadow(self, parameter: Parameter) -> None:
+        """Keep a 16-bit copy beside a float32 parameter."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no shadows")
+
+    def through(self, parameter: Any) -> Tensor:
+        """What the forward pass computes with in place of a parameter."""
+        given: Tensor = parameter
+        return given
+
+    def stored(self, parameter: Parameter) -> Tensor:
+        """What is stored beside a parameter: its float32 master, or the lower half of it, int16."""
+        self._agreed.asked += 1
+        return self._leaves[parameter].stored
+
+    def full(self) -> None:
+        """Every parameter in float32, without a gradient, for as long as it takes; `low` is the way back."""
+        self.refresh()
+        self.swap_in(self._leaves)
+
+    def low(self) -> None:
+        """Undo `full`; what was written into the parameters meanwhile is kept.
+
+        A forward pass may wait for its backward: 16-bit parameters that stay as they are must not be written.
+        """
+        self.swap_out(lazily=True)
+
+    def restore(self) -> None:
+        """Give every parameter its master for good, and forget it."""
+        self.swap_out()
+        self.refresh()
+        for parameter, leaf in self._leaves.items():
+            set_data(parameter, self._in_float32(parameter, leaf))
+        rebuild_reducers(self._leaves)
+        self._leaves.clear()
+        self._forget_lists()
+
+    @contextmanager
+    def loading(self, named: Mapping[str, Parameter], state: Mapping[str, Any]) -> Iterator[None]:
+        """Around a load of a model's state: masters take what it has in float32, and parameters would round."""
+        known = [(p, state[name]) for name, p in named.items() if p in self._leaves and name in state]
+        wide = [p for p, value in known if getattr(value, "dtype", None) is torch.float32 and p not in self._inside]
+        self._loaded = self._loaded or len(wide) < len(known)
+        self.swap_in(wide)
+        try:
+            yield
+        finally:
+            self.swap_out(wide)
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, master) pairs, the masters being the live tensors."""
+        self._agreed.asked += 1
+        self.refresh()
+        for leaf in self._leaves.values():
+            yield leaf.name, leaf.stored
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take masters by name, and round them into the parameters. `StateError`, changing nothing, if not fitting."""
+        self._loaded, self.rounded = False, None
+        self.swap_out()
+        self._check_fit(state)
+        by_name = {leaf.name: (parameter, leaf) for parameter, leaf in self._leaves.items()}
+        with torch.no_grad():
+            for name, (parameter, leaf) in by_name.items():
+                leaf.stored.copy_(state[name])
+                parameter.data.copy_(leaf.stored)
+                self._note(parameter, leaf)
+
+    def _check_fit(self, state: Mapping[str, Tensor]) -> None:
+        by_name = {leaf.name: tuple(parameter.shape) for parameter, leaf in self._leaves.items()}
+        missing, foreign = sorted(by_name.keys() - state.keys()), sorted(state.keys() - by_name.keys())
+        if missing or foreign:
+            raise StateError(f"masters do not fit this model: missing {missing[:5]}, unexpected {foreign[:5]}")
+        for name, shape in by_name.items():
+            if tuple(state[name].shape) != shape:
+                seen = tuple(state[name].shape)
+                raise StateError(f"the master {name!r} has shape {seen} in the state and {shape} here")
+        for leaf in self._leaves.values():
+            if is_sharded(leaf.low) and not is_sharded(state[leaf.name]):
+                raise StateError(
+                    f"the master {leaf.name!r} is whole in the state and sharded here: load what save_sharded wrote, "
+                    "or give it as a DTensor"
+                )

@@ -1,0 +1,57 @@
+"""Low parameters without masters."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..sharding import held_here
+from .masters import Masters
+from .swap import rebuild_reducers, set_data, swap
+
+
+class NoMasters(Masters):
+    """Parameters that nobody keeps a float32 copy of; the optimizer steps them as they are."""
+
+    wanted = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lowered: dict[Parameter, torch.dtype] = {}
+        self._others: dict[Parameter, Parameter] = {}
+        """What lowered parameters are else, while they are float32."""
+
+    def lower(self, name: str, parameter: Parameter, dtype: torch.dtype) -> None:
+        """Round a float32 parameter into a low one."""
+        set_data(parameter, parameter.data.to(dtype))
+        self._lowered[parameter] = dtype
+
+    def adopt(self, name: str, parameter: Parameter, master: Tensor | None = None) -> None:
+        """A low parameter stays as it is."""
+
+    def full(self) -> None:
+        """Every lowered parameter in float32, without a gradient."""
+        for parameter in self._lowered:
+            if parameter not in self._others:
+                self._others[parameter] = Parameter(parameter.data.float(), parameter.requires_grad)
+                swap(parameter, self._others[parameter])
+
+    def low(self) -> None:
+        """Undo `full`."""
+        for parameter, other in list(self._others.items()):
+            if other.dtype is not torch.float32:  # not so where an interrupt came before they changed places
+                other.requires_grad_(parameter.requires_grad)
+                swap(parameter, other)
+            with torch.no_grad():
+                if not torch.equal(held_here(parameter), held_here(other.to(parameter.dtype))):
+                    parameter.copy_(other)
+            del self._others[parameter]
+
+    def restore(self) -> None:
+        """Every lowered parameter in float32 for good."""
+        self.low()
+        for parameter in self._lowered:
+            set_data(parameter, parameter.data.float())
+        rebuild_reducers(self._lowered)
+        self._lowered.clear()

@@ -1,0 +1,111 @@
+"""Lets a parameter be another tensor for a while, without anybody noticing who hung something on it.
+
+`parameter.data = other` would do, but where the dtype changes torch then makes a new gradient accumulator, and hooks on
+the old one (DistributedDataParallel's, and any on `AccumulateGrad`) never fire again. So the tensors behind two Python
+objects change places, as in `torch.utils.swap_tensors`: what is hung on the one, its gradient and its accumulator stay
+with it. References from Python (in modules, groups and states of optimizers) see the parameter that they know.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Collection, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import SessionError
+from ..sharding import is_sharded
+
+
+def set_data(parameter: Parameter, data: Tensor) -> None:
+    """Have a parameter be other data for good, of another dtype too; its gradient is gone."""
+    parameter.grad = None
+    if is_sharded(parameter):  # `.data` would change what a DTensor says of itself, and leave what it holds
+        swap(parameter, Parameter(data, parameter.requires_grad))
+    else:
+        parameter.data = data
+
+
+def swap(parameter: Parameter, other: Parameter) -> None:
+    """The tensors behind two parameters change places; the same again is the way back.
+
+    `SessionError` where something holds a weak reference to one of the tensors themselves, and nothing has changed.
+    """
+    try:
+        try:
+            torch._C._swap_tensor_impl(parameter, other)
+        except RuntimeError:  # inside a region autocast refers to what it has cast
+            torch.clear_autocast_cache()
+            torch._C._swap_tensor_impl(parameter, other)
+    except RuntimeError as error:
+        raise SessionError(
+            f"a master cannot take the place of a parameter of shape {tuple(parameter.shape)}, since something holds a "
+            f"weak reference to its tensor ({str(error).splitlines()[0]}). Drop it, or use an optimizer of "
+            "preamp.optim, which needs no such exchange"
+        ) from error
+    if is_sharded(parameter):  # what a DTensor holds, and how it is placed, belongs to its Python object
+        one, two = cast(Any, parameter), cast(Any, other)
+        one._local_tensor, two._local_tensor = two._local_tensor, one._local_tensor
+        one._spec, two._spec = two._spec, one._spec
+
+
+_GIVEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Wrappers that sessions were given: `gc.freeze()` hides what was made before it from the search for others."""
+
+
+def rebuild_reducers(
+    parameters: Collection[Parameter], *, models: Iterable[nn.Module] = (), strict: bool = False
+) -> None:
+    """Have DistributedDataParallel models that hold one of these, whose dtype has changed for good, begin anew.
+
+    Their buckets are of the dtype before, and their hooks lie on its gradient accumulators: nothing would be exchanged
+    from then on. So they make their reducer again, as torch does when one is unpickled; communication hooks are taken
+    along. One that cannot refuses to train on; with `strict` that is a `SessionError` now. `models`: where wrappers may
+    be among, besides those that are found.
+    """
+    if not parameters or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    kinds = {DistributedDataParallel, *DistributedDataParallel.__subclasses__()}
+    _GIVEN.update(model for model in models if isinstance(model, DistributedDataParallel))
+    for one in dict.fromkeys([*_GIVEN, *(thing for thing in gc.get_objects() if type(thing) in kinds)]):
+        if any(p in parameters for p in one.parameters()):
+            try:
+                _rebuild_reducer(one)
+            except Exception as error:
+                if strict:
+                    raise SessionError(
+                        "a DistributedDataParallel around this model cannot lay its buckets out for 16-bit parameters "
+                        f"({error}): prepare() the bare model first, then wrap it"
+                    ) from error
+                one.register_forward_pre_hook(_refuse)
+
+
+def _rebuild_reducer(wrapper: Any) -> None:
+    if wrapper.mixed_precision is not None:
+        raise SessionError("it casts parameters by itself: mixed_precision=...")
+    told = wrapper._get_ddp_logging_data().get("comm_hook", "")
+    held, sparse = wrapper._build_params_for_reducer()
+    names = wrapper._build_debug_param_to_name_mapping(held)
+    wrapper._ddp_init_helper(held, sparse, names, wrapper.static_graph)
+    if wrapper.static_graph:
+        wrapper.reducer._set_static_graph()
+        wrapper.logger._set_static_graph()
+    for hook, state in wrapper._comm_hooks:
+        wrapper.logger._set_comm_hook_name(hook.__qualname__)
+        torch._C._distributed_c10d._register_comm_hook(wrapper.reducer, state, hook)
+    _, builtin, name = told.partition("BuiltinCommHookType.")
+    if builtin:  # torch's own in C++, of which the wrapper keeps nothing but what it says
+        wrapper._register_builtin_comm_hook(getattr(torch._C._distributed_c10d.BuiltinCommHookType, name))
+
+
+def _refuse(wrapper: nn.Module, _: Any) -> None:
+    if torch.is_grad_enabled() and wrapper.training:
+        raise SessionError(
+            "this DistributedDataParallel was made around 16-bit parameters, and its session is closed: they are "
+            "float32 again, and their gradients would no longer be exchanged. To train on, wrap the model anew"
+        )

@@ -1,0 +1,156 @@
+"""Split masters lose nothing, and rounding by chance is right in the mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from . import calls as fused
+from .steps import ADAM, by_operators, gradients
+
+EDGES = [
+    0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x00007FFF, 0x00008000, 0x00008001, 0x0000FFFF, 0x007FFFFF,
+    0x00800000, 0x3F800000, 0x3F807FFF, 0x3F808000, 0x3F808001, 0x3F818000, 0xBF818000, 0x3FFFFFFF, 0x7F7FFFFF,
+    0xFF7FFFFF, 0x7F7F7FFF, 0x7F7F8000, 0x7F800000, 0xFF800000,
+]  # fmt: skip
+
+
+def floats(bits: Any) -> Tensor:
+    return torch.from_numpy(np.asarray(bits, dtype=np.uint32).view(np.float32).copy())
+
+
+@given(bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50))
+@example(bits=EDGES)
+@settings(deadline=None)
+def test_split_is_exact(bits: list[int]) -> None:
+    master = floats(bits)
+    weight, rest = fused.split(master)
+    assert weight.dtype is torch.bfloat16 and rest.dtype is torch.int16
+    again = fused.join(weight, rest)
+    nan = master.isnan()
+    assert torch.equal(again.view(torch.int32)[~nan], master.view(torch.int32)[~nan])
+    assert again[nan].isnan().all() and weight[nan].isnan().all()
+
+    number = master.view(torch.int32)
+    tie = (number & 0xFFFF) == 0x8000
+    nearest = master.bfloat16()
+    assert torch.equal(weight[~tie & ~nan], nearest[~tie & ~nan])
+    up = ((number + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+    assert torch.equal(weight[tie & ~nan], up[tie & ~nan])  # away from zero
+    gap = (weight.double() - master.double()).abs()
+    beyond = weight.isinf() | master.isnan()
+    assert bool((gap <= (nearest.double() - master.double()).abs())[~beyond].all())  # as near as the even one
+
+
+@pytest.mark.parametrize("rest", [-0x8000, -1, 0, 1, 0x7FFF])
+def test_a_weight_written_since_is_a_number_near_it(rest: int) -> None:
+    """Zeroed by pruning or by padding, say: beside a negative distance that was NaN."""
+    weights = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    weights = weights[weights.isfinite()]
+    made = fused.join(weights, torch.full(weights.shape, rest, dtype=torch.int16))
+    assert made.isfinite().all()
+    assert made[weights == 0].abs().max() < 1e-40
+    gap = (made.double() - weights.double()).abs()
+    assert bool((gap <= (weights.double().abs() * 2**-7).clamp_min(2.0**-133)).all())
+
+
+def test_every_low_half_of_some_weights() -> None:
+    low = np.arange(2**16, dtype=np.uint32)
+    for high in (0x0000, 0x8000, 0x3F80, 0x3F81, 0x7F7F, 0xFF7F, 0x007F, 0x0080):
+        master = floats((high << 16) | low)
+        weight, rest = fused.split(master)
+        assert torch.equal(fused.join(weight, rest).view(torch.int32), master.view(torch.int32))
+        assert len(weight.view(torch.int16).unique()) == 2
+
+
+@pytest.mark.parametrize("options", [ADAM, {**ADAM, "decoupled": True, "weight_decay": 0.1, "amsgrad": True}])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_split_steps_are_those_of_masters(options: dict[str, Any], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    masters = [torch.randn(n) for n in (0, 1, 50, 333)]
+    halves = [fused.split(p) for p in masters]
+    lows, bits = [w for w, _ in halves], [b for _, b in halves]
+    make = lambda: [[torch.zeros_like(p) for p in masters] for _ in range(3)]  # noqa: E731
+    ours, theirs = make(), make()
+    if not options["amsgrad"]:
+        ours[2], theirs[2] = [], []
+    step, step_ = torch.zeros(()), torch.zeros(())
+    for i in range(200):
+        grads = gradients(masters, dtype, i)
+        common = {**options, "factor": torch.tensor(0.3), "found": torch.tensor(float(i % 50 == 7))}
+        fused.adam_(masters, [g.clone() for g in grads], *theirs, None, step_, **common)
+        fused.adam_split_(lows, bits, grads, *ours, step, **common)
+    assert float(step) == float(step_) == 196
+    for master, low, rest in zip(masters, lows, bits, strict=True):
+        assert torch.equal(fused.join(low, rest), master)
+        assert torch.equal(low, fused.split(master)[0])
+
+
+def test_chances_are_even_and_apart() -> None:
+    like = torch.zeros(1 << 16)
+    drawn = [fused.chances_like(like, seed, torch.tensor(float(step)), spot)
+             for seed, step, spot in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1 << 31, 0, 0))]  # fmt: skip
+    for numbers in drawn:
+        assert int(numbers.min()) >= 0 and int(numbers.max()) < 2**32
+        share = numbers.double() / 2**32
+        assert float(share.mean()) == pytest.approx(0.5, abs=5 / (12 * 2**16) ** 0.5)
+        counts = torch.histc(share, 64)
+        assert float(((counts - 1024) ** 2 / 1024).sum()) < 130  # chi square of 63: 1e-6
+        follows = torch.corrcoef(torch.stack([share[:-1], share[1:]]))[0, 1]
+        assert abs(float(follows)) < 0.02
+    for i, one in enumerate(drawn):
+        for other in drawn[i + 1 :]:
+            assert int((one == other).sum()) < 5
+            assert abs(float(torch.corrcoef(torch.stack([one.double(), other.double()]))[0, 1])) < 0.02
+
+
+def test_rounding_by_chance_has_the_right_mean() -> None:
+    values = torch.tensor([1.0 + 2.0**-10, -3.0 - 2.0**-9, 2.0**-130 * 1.3, 1e30, 0.1, -0.0, torch.inf, 2.0])
+    many = values.repeat(20_000, 1)
+    rounded = fused.round_stochastically(many, fused.chances_like(many, 5, torch.tensor(3.0), 0)).double()
+    spacing = (many.bfloat16().double() * 2.0**-7).abs().clamp_min(2.0**-133)
+    finite = values.isfinite()
+    error = (rounded.mean(0) - values.double())[finite].abs()
+    assert bool((error <= 4.5 * 0.5 * spacing[0][finite] / 20_000**0.5 + 1e-300).all())
+    assert rounded[:, 6].eq(torch.inf).all() and rounded[:, 7].eq(2.0).all() and rounded[:, 5].eq(0).all()
+    nan = fused.round_stochastically(torch.tensor([torch.nan]), torch.tensor([2**32 - 1]))
+    assert nan.isnan().all()
+
+
+def test_small_updates_are_not_lost() -> None:
+    """A hundred steps of a hundredth of bfloat16's spacing: rounding to nearest would never leave 1."""
+    with by_operators():
+        low = [torch.ones(4000, dtype=torch.bfloat16)]
+        states = [[torch.zeros(4000)] for _ in range(2)]
+        step = torch.zeros(())
+        for _ in range(100):
+            fused.adam_stochastic_(low, [torch.ones(4000)], *states, [], step, seed=3, **{**ADAM, "lr": 2.0**-8 / 100})
+    assert float(low[0].double().mean()) == pytest.approx(1 - 2.0**-8, rel=2e-4)
+    again = [torch.ones(4000, dtype=torch.bfloat16)]
+    states = [[torch.zeros(4000)] for _ in range(2)]
+    step = torch.zeros(())
+    with by_operators():
+        for _ in range(100):
+            fused.adam_stochastic_(
+                again, [torch.ones(4000)], *states, [], step, seed=3, **{**ADAM, "lr": 2.0**-8 / 100}
+            )
+    assert torch.equal(low[0], again[0])
+
+
+def test_found_writes_nothing() -> None:
+    low, rest = (list(half) for half in zip(*[fused.split(torch.randn(9))], strict=True))
+    states = [[torch.ones(9)], [torch.ones(9)], []]
+    step = torch.tensor(4.0)
+    everything = [*low, *rest, *states[0], *states[1], step]
+    before = [t.clone() for t in everything]
+    bad = [torch.full((9,), torch.inf)]
+    flag = torch.tensor(1.0)
+    fused.adam_split_(low, rest, bad, *states, step, **ADAM, found=flag)
+    fused.adam_stochastic_(low, bad, *states, step, seed=0, **ADAM, found=flag)
+    assert all(torch.equal(a, b) for a, b in zip(before, everything, strict=True))

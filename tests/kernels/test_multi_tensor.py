@@ -1,0 +1,159 @@
+"""Plans, tables of addresses, and what may be walked together."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from preamp.kernels.lists import TensorList, chained, count_writes, listed, same_walk, split_by_walk, walkable
+from preamp.kernels.triton import tables
+from preamp.kernels.triton.tables import parts_of, plan_of
+
+CPU = torch.device("cpu")
+
+
+@given(sizes=st.lists(st.integers(0, 50), max_size=8), chunk=st.sampled_from([1, 4, 16, 64]))
+def test_a_plan_covers_every_element_once(sizes: list[int], chunk: int) -> None:
+    plan = plan_of(tuple(sizes), chunk, CPU)
+    seen = [
+        (int(tensor), int(block) * chunk + k)
+        for tensor, block in zip(plan.tensor_of, plan.block_of, strict=True)
+        for k in range(chunk)
+        if int(block) * chunk + k < sizes[int(tensor)]
+    ]
+    assert sorted(seen) == [(i, k) for i, size in enumerate(sizes) for k in range(size)]
+    assert plan.chunks == len(plan.tensor_of) == int(plan.first[-1])
+    for i in range(len(sizes)):
+        assert plan.tensor_of[plan.first[i] : plan.first[i + 1]].eq(i).all()
+    assert plan_of(tuple(sizes), chunk, CPU) is plan
+
+
+def test_parts_hold_addresses_and_positions() -> None:
+    flat = torch.zeros(100)
+    tensors = [torch.zeros(0), torch.zeros(5), flat[1:40], torch.zeros(3000)]
+    states = [torch.zeros_like(t) for t in tensors]
+    aligned, odd = parts_of([tensors, states], 1024)
+    assert aligned.aligned and not odd.aligned
+    assert aligned.table.tolist() == [
+        [tensors[1].data_ptr(), tensors[3].data_ptr()], [states[1].data_ptr(), states[3].data_ptr()], [1, 3],
+    ]  # fmt: skip
+    assert odd.table.tolist() == [[tensors[2].data_ptr()], [states[2].data_ptr()], [2]]
+    assert parts_of([tensors, states], 1024) == (aligned, odd)
+    moved = [*states[:3], torch.zeros(3000)]
+    assert parts_of([tensors, moved], 1024)[0] is not aligned
+    assert parts_of([tensors, states], 1024, [9, 8, 7, 6])[0].table[2].tolist() == [8, 6]
+    assert parts_of([[torch.zeros(0)]], 1024) == ()
+
+
+def test_tables_do_not_pile_up() -> None:
+    kept = [torch.zeros(3) for _ in range(100)]
+    for tensor in kept:
+        parts_of([[tensor]], 16)
+    assert len(tables._tables) <= tables._KEPT
+    assert len(tables._plans) <= tables._KEPT
+
+
+def test_walks() -> None:
+    plain = torch.zeros(4, 3, 5, 5)
+    last = plain.to(memory_format=torch.channels_last)
+    assert walkable(plain) and walkable(last) and walkable(torch.zeros(3, 4).t()) and walkable(torch.zeros(()))
+    assert not walkable(torch.zeros(4, 6)[:, ::2]) and not walkable(torch.zeros(3, 1).expand(3, 4))
+    assert walkable(torch.zeros(0, 3)) and walkable(torch.zeros(5, 1, 7).transpose(0, 2))
+    assert same_walk(plain, torch.ones_like(plain)) and same_walk(last, torch.ones_like(last))
+    assert not same_walk(plain, last) and not same_walk(last, plain)
+    one = torch.zeros(4, 3, 1, 1)
+    assert same_walk(one, one.to(memory_format=torch.channels_last))
+    assert split_by_walk([[plain, one], [plain, one]]) is None
+    assert split_by_walk([[last, one], [last, one]]) is None
+    assert split_by_walk([[plain, one, plain[:, :2]], [last, one, plain[:, :2]]]) == ([1], [0, 2])
+
+
+RUNS = """
+import sys, torch
+from preamp.kernels import triton_runs_on
+import preamp.kernels
+before = "triton" in sys.modules
+print(triton_runs_on(torch.device("cpu")), triton_runs_on(torch.device("cuda")), before, "triton" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({}, "False True False True"),
+        ({"TRITON_INTERPRET": "1"}, "True True False True"),
+        ({"TRITON_INTERPRET": "1", "PREAMP_NO_TRITON": "1"}, "False False False False"),
+    ],
+)
+def test_where_triton_runs(variables: dict[str, str], said: str) -> None:
+    pytest.importorskip("triton")
+    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PREAMP_NO_TRITON")}
+    environment |= variables
+    done = subprocess.run([sys.executable, "-c", RUNS], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == said
+
+
+def test_without_triton() -> None:
+    code = "import sys; sys.modules['triton'] = None\n" + RUNS.replace("before =", "before = False and")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[:2] == ["False", "False"]
+
+
+def test_a_list_is_asked_once() -> None:
+    tensors = [torch.zeros(2, 3), torch.zeros(4, dtype=torch.float16)]
+    found = listed(tensors)
+    assert listed(found) is found and found == TensorList(tensors)
+    assert found.addresses == tuple(t.data_ptr() for t in tensors) and found.sizes == (6, 4)
+    assert list(found.dtypes) == [torch.float32, torch.float16]
+    assert found.strided and found.contiguous and found.together
+    found[:] = [torch.zeros(3, 2).t()]
+    assert found.sizes == (6, 4)
+    found.ask_anew()
+    assert found.sizes == (6,) and not found.contiguous and found.strided
+
+
+def test_lists_one_behind_the_other_know_what_these_know() -> None:
+    lists = [TensorList([torch.zeros(2), torch.zeros(3)]), TensorList([torch.zeros(5, dtype=torch.bfloat16)])]
+    both = chained(lists)
+    assert chained(lists[:1]) is lists[0]
+    plain = TensorList(both)
+    for what in ("addresses", "sizes", "dtypes", "strided", "contiguous", "together"):
+        assert getattr(both, what) == getattr(plain, what), what
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_lists_with_sparse_tensors_are_not_dense(layout: torch.layout) -> None:
+    for lists in (
+        [[torch.eye(3).to_sparse(layout=layout), torch.zeros(2)]],
+        [[torch.zeros(2)], [torch.eye(3).to_sparse(layout=layout)]],
+    ):
+        found = chained(lists)
+        assert not found.strided and not found.contiguous
+
+
+def test_writes_are_counted_in_the_name_of_the_owners() -> None:
+    held, owner = torch.zeros(2), torch.zeros(2)
+    count_writes([held])
+    assert (held._version, owner._version) == (1, 0)
+    kept = TensorList([held])
+    kept.ask_anew(owners=[owner])
+    count_writes(kept)
+    assert (held._version, owner._version) == (1, 1)
+
+
+def test_of_many_tables_those_of_long_ago_go() -> None:
+    tensors = [[torch.zeros(8)] for _ in range(40)]
+    first = parts_of([tensors[0]], 4)
+    for other in tensors[1:]:
+        assert parts_of([tensors[0]], 4) is first, "it is in use"
+        kept = parts_of([other], 4)
+        assert parts_of([other], 4) is kept
+    assert parts_of([tensors[1]], 4) is not kept

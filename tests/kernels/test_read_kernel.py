@@ -1,0 +1,142 @@
+"""The kernel that reads gradients, in Triton's interpreter; `test_kernels.py` says how these tests are run."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from preamp.formats import FP16
+
+from .where import inside
+
+pytest.importorskip("triton")
+pytestmark = [
+    inside,
+    # the first, unscaled sum of squares of huge numbers overflows by design; the interpreter's NumPy says so
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+]
+TINY = FP16.smallest_normal
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b) or bool((a.isnan() & b.isnan()).all())
+
+
+def check(gradients: list[Tensor], tiny: float = TINY) -> None:
+    from preamp.kernels.triton.read import read
+
+    got = read(gradients, tiny)
+    values = torch.cat([g.double().reshape(-1) for g in gradients])
+    size = values.abs()
+    assert float(got.found) == float(not values.isfinite().all())
+    assert got.nonfinite.tolist() == [not bool(g.isfinite().all()) for g in gradients]
+    assert got.counts is not None
+    assert got.counts.tolist() == [int(((size < tiny) & (size > 0)).sum()), int((size == 0).sum())]
+    plain = read(gradients, None)
+    assert plain.counts is None
+    assert all(same_bits(mine, theirs) for mine, theirs in zip(plain[:4], got[:4], strict=True))
+    if got.found:
+        assert not math.isfinite(got.norm)
+        assert not math.isfinite(got.amax)
+    else:
+        assert got.amax == (size.max().float() if len(size) else 0)
+        assert float(got.norm) == pytest.approx(float(values.norm().clamp_max(3.4028234e38)), rel=1e-6)
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    """Of many magnitudes, with zeros."""
+    device = torch.get_default_device()
+    generator = torch.Generator().manual_seed(seed)
+    powers = torch.randint(-24, 8, shape, generator=generator, device="cpu")
+    values = torch.randn(shape, generator=generator, device="cpu").ldexp(powers)
+    return (values * (torch.rand(shape, generator=generator, device="cpu") > 0.1)).to(device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_numbers_of_one_dtype(dtype: torch.dtype) -> None:
+    check([numbers(5).to(dtype), numbers(0).to(dtype), numbers(3, 1000).to(dtype), numbers(2048, seed=1).to(dtype)])
+
+
+def test_several_dtypes_views_and_layouts() -> None:
+    flat = numbers(5000).half()
+    check([
+        numbers(40, 40)[:, ::2], flat[1:], numbers(7).bfloat16(), numbers(6, 4).t(), numbers(1)[0].half(),
+        numbers(2, 3, 5, 5).to(memory_format=torch.channels_last),
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -math.nan])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_bad_entry(dtype: torch.dtype, bad: float) -> None:
+    gradients = [numbers(100, seed=i).to(dtype) for i in range(4)]
+    gradients[2][99] = bad
+    check(gradients)
+    check(gradients[2:3])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("power", [-149, -130, -100, -64, -41, -40, -39, 49, 50, 51, 63, 64, 100, 127])
+def test_squares_out_of_range(dtype: torch.dtype, power: int) -> None:
+    one = 2.0**power
+    check([torch.tensor([one, -one, 0.0]).to(dtype)])
+    check([torch.full((2500,), one / 64).to(dtype), torch.tensor([one]).to(dtype), numbers(50).to(dtype)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tiny", [0.0, 1e-40, 2.0**-14, 0.1, 1.0, 70000.0, 1e39])
+def test_any_threshold(dtype: torch.dtype, tiny: float) -> None:
+    check([numbers(300).to(dtype), torch.tensor([0.0, -0.0, 0.1, -1.0, 1.0]).to(dtype)], tiny)
+
+
+def test_nothing() -> None:
+    check([torch.zeros(0), torch.zeros(0, 3)])
+
+
+def test_long_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("preamp.kernels.triton.read.MANY", 1)
+    check([numbers(40_000).half(), numbers(3).half(), numbers(16_384).half(), numbers(2049).bfloat16()])
+    check([torch.full((20_000,), 1e30), torch.full((5000,), 1e-30)])
+
+
+def test_through_the_public_door() -> None:
+    """Where Triton runs, `read` is the kernel, and a session's step is one; they mean what they mean without."""
+    from preamp.kernels import read
+
+    gradients = [numbers(40, 3).half(), numbers(5000).half(), torch.zeros(3).half()]
+    assert read(gradients).amax is None
+    reading = read(gradients, statistics=True)
+    assert reading.amax is not None and reading.zeros is not None
+    values = torch.cat([g.double().reshape(-1) for g in gradients])
+    assert reading.entries == len(values) and reading.zeros.item() == (values == 0).sum()
+    assert float(reading.norm) == pytest.approx(float(values.norm()), rel=1e-6)
+    assert not reading.nonfinite.any() and reading.found.item() == 0
+
+
+@pytest.mark.parametrize("master", ["float32", "split"])
+def test_a_session_steps_by_kernels(master: str) -> None:
+    import preamp
+
+    def train(optimizer_of: type[torch.optim.Optimizer], **arguments: object) -> tuple[list[Tensor], list[float]]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
+        optimizer = optimizer_of(model.parameters(), lr=1e-2, **arguments)
+        norms = []
+        with preamp.prepare(model, optimizer, level="O5") as session:
+            for step in range(3):
+                with session.autocast():
+                    loss = model(torch.full((3, 4), step + 1.0)).float().pow(2).sum()
+                session.backward(loss)
+                session.clip_grad_norm_(1.0)
+                norms.append(session.step().grad_norm)
+                session.zero_grad()
+            return [m.clone() for m in session.state_dict()["masters"].values()], norms
+
+    ours, theirs = train(preamp.optim.AdamW, master=master), train(torch.optim.AdamW)
+    assert ours[1] == pytest.approx(theirs[1], rel=1e-2)
+    for mine, other in zip(ours[0], theirs[0], strict=True):
+        assert torch.allclose(mine, other, atol=1e-4)

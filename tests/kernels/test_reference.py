@@ -1,0 +1,197 @@
+"""On torch's operators: bit for bit torch's own fused optimizers where it has them, plain maths everywhere."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from preamp.kernels import common, dispatch
+
+from . import calls as fused
+from .steps import ADAGRAD, ADAM, NAMES, PLAIN, SETTINGS, SGD, Run, awkward, by_operators, far, gradients
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def operators() -> Any:
+    with by_operators():
+        yield
+
+
+TORCH = [
+    (name, options) for name, options in [*SETTINGS[:8], ("adam", {**ADAM, "lr": torch.tensor(0.02), "eps": 1e-3})]
+]
+
+
+def torch_twin(name: str, options: dict[str, Any], params: list[Tensor]) -> torch.optim.Optimizer:
+    o = dict(options)
+    if name == "adam":
+        kind = torch.optim.AdamW if o.pop("decoupled") else torch.optim.Adam
+        return kind(params, betas=(o.pop("beta1"), o.pop("beta2")), fused=True, **o)
+    return {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[name](params, fused=True, **o)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "options"), TORCH, ids=[f"{name}-{i}" for i, (name, _) in enumerate(TORCH)])
+def test_bit_for_bit_torch_fused(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    params = [torch.randn(n) for n in (1, 3, 100, 1000)]
+    twins = [p.clone().requires_grad_() for p in params]
+    optimizer = torch_twin(name, options, twins)
+    run = Run(name, options, params, None if dtype is torch.float32 else [p.to(dtype) for p in params])
+    for i, factor in enumerate([None, 1.0, 0.25, 2.0**-16, 0.3, 1e-6, 3.0]):
+        grads = gradients(params, dtype, i)
+        for twin, grad in zip(twins, grads, strict=True):
+            twin.grad = grad.float() * (1.0 if factor is None else factor)
+        optimizer.step()
+        run.take(grads, None if factor is None else torch.tensor(factor), torch.tensor(0.0))
+        for p, twin in zip(params, twins, strict=True):
+            assert torch.equal(p, twin.detach()), (i, factor)
+        if run.lows:
+            assert all(torch.equal(low, p.to(dtype)) for low, p in zip(run.lows, params, strict=True))
+    assert name == "sgd" or float(run.step) == 7
+
+
+@pytest.mark.parametrize("operator", ["stock", "plain"])
+@pytest.mark.parametrize(("name", "options"), SETTINGS, ids=NAMES)
+def test_plain_maths(name: str, options: dict[str, Any], operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if operator == "plain":
+        monkeypatch.setattr(dispatch, "_has_kernel", lambda *_: False)
+    params = awkward()
+    run, wanted = Run(name, options, params), PLAIN[name](params, options)
+    for i in range(10):
+        grads = gradients(params, torch.float32, i)
+        wanted.step([grad * 0.5 for grad in grads])
+        run.take(grads, torch.tensor(0.5))
+    assert far(run.params, wanted.params) < 16
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_any_shape_dtype_and_factor(data: st.DataObject) -> None:
+    name, options = data.draw(st.sampled_from(SETTINGS))
+    sizes = data.draw(st.lists(st.sampled_from([0, 1, 2, 7, 33]), min_size=1, max_size=4))
+    low = data.draw(st.sampled_from([None, torch.bfloat16, torch.float16]))
+    factor = data.draw(st.sampled_from([1.0, 2.0**-10, 0.37, 0.0]))
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    params = [torch.randn(n) for n in sizes]
+    with_low = [data.draw(st.booleans()) for _ in sizes]
+    lows = [p.to(low) if low and has else None for p, has in zip(params, with_low, strict=True)]
+    run, wanted = Run(name, options, params, lows), PLAIN[name](params, options)
+    for i in range(3):
+        grads = [
+            g.to(low) if low and has else g
+            for g, has in zip(gradients(params, torch.float32, i), with_low, strict=True)
+        ]
+        wanted.step([grad.double() * factor for grad in grads])
+        run.take(grads, torch.tensor(factor), torch.zeros(()))
+    if name == "novograd" and factor == 0.0:
+        return  # 0 / 0 up to eps: both are right
+    assert far(run.params, wanted.params) < 16
+    for p, twin in zip(run.params, lows, strict=True):
+        assert twin is None or torch.equal(twin, p.to(twin.dtype))
+
+
+@pytest.mark.parametrize(("name", "options"), SETTINGS, ids=NAMES)
+def test_found_writes_nothing(name: str, options: dict[str, Any]) -> None:
+    params = awkward()
+    run = Run(name, options, params, [p.to(torch.bfloat16) for p in params])
+    run.take(gradients(params, torch.bfloat16, 0))
+    before = [t.clone() for t in run.everything()]
+    bad = gradients(params, torch.bfloat16, 1)
+    bad[2][3, 3] = torch.inf
+    run.take(bad, torch.tensor(0.5), torch.tensor(1.0))
+    run.take(bad, torch.tensor(0.5), torch.tensor(3.0))
+    assert all(torch.equal(a, b) for a, b in zip(before, run.everything(), strict=True))
+
+
+@pytest.mark.parametrize("flag", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize(("name", "options"), SETTINGS, ids=NAMES)
+def test_gate_without_reading_the_flag(
+    name: str, options: dict[str, Any], flag: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What accelerators do, where a flag stays on the device, done on the CPU."""
+    params = awkward()
+    run = Run(name, options, params, [p.to(torch.bfloat16) for p in params])
+    run.take(gradients(params, torch.bfloat16, 0))
+    twin = run.twin()
+    if name != "sgd":  # torch's own SGD reads the flag by itself, the others are made to take the plain way
+        monkeypatch.setattr(dispatch, "_has_kernel", lambda *_: False)
+    grads = gradients(params, torch.bfloat16, 1)
+    if not flag:
+        twin.take(grads, torch.tensor(0.5))
+    gate = common.Gate((torch.tensor(flag) > 0).float())
+    for module in ("adam", "first_order", "layerwise", "common"):
+        monkeypatch.setattr(sys.modules[f"preamp.kernels.{module}"], "gate_of", lambda *_: gate)
+    run.take(grads, torch.tensor(0.5))
+    if flag:
+        assert all(torch.equal(a, b) for a, b in zip(run.everything(), twin.everything(), strict=True))
+    else:  # copies may be walked in another order, and rounded otherwise by torch's vector code
+        assert far(run.params, twin.params) <= 2
+        assert float(run.step) == float(twin.step)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_low_parameters_without_masters(dtype: torch.dtype) -> None:
+    """The gradient is multiplied in float32 inside the step: in float16 it would be lost."""
+    params = [torch.ones(5, dtype=dtype)]
+    states = [[torch.zeros(5, dtype=dtype)] for _ in range(2)]
+    grads = [torch.full((5,), 2.0**-8, dtype=dtype)]
+    o = {**ADAM, "eps": 2.0**-40, "lr": 0.5}
+    fused.adam_(params, grads, *states, [], None, torch.zeros(()), factor=torch.tensor(2.0**-16), **o)
+    assert torch.equal(params[0], torch.full((5,), 0.5, dtype=dtype))
+
+
+def test_gradients_are_not_changed_without_need() -> None:
+    params = [torch.randn(5)]
+    for name, options in (("adam", ADAM), ("sgd", SGD), ("adagrad", ADAGRAD)):
+        grads = gradients(params, torch.float32, 0)
+        kept = grads[0].clone()
+        run = Run(name, options, params)
+        run.take(grads)
+        run.take(grads, torch.tensor(1.0))
+        assert torch.equal(grads[0], kept)
+
+
+def test_promised_contiguous_parameters_with_gradients_that_are_not() -> None:
+    params = [torch.randn(6, 5), torch.randn(3)]
+    for name, options in SETTINGS[:8]:
+        run = Run(name, {**options, "contiguous": True}, [p.clone() for p in params])
+        twin = Run(name, options, [p.clone() for p in params])
+        grads = [torch.randn(5, 6).t(), torch.randn(3)]
+        run.take(grads)
+        twin.take([g.contiguous() for g in grads])
+        assert all(torch.equal(a, b) for a, b in zip(run.params, twin.params, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "options"), SETTINGS[:8], ids=NAMES[:8])
+def test_slices_change_nothing(
+    name: str, options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = [*awkward()[:-1], torch.randn(40, 50), torch.randn(64)]
+    lows = [p.to(dtype) if i % 3 else None for i, p in enumerate(params)]
+    run = Run(name, options, params, lows)
+    twin = run.twin()
+    for i in range(3):
+        grads = [g if low is not None else g.float() for g, low in zip(gradients(params, dtype, i), lows, strict=True)]
+        monkeypatch.setattr(common, "SLICE", 256)
+        run.take([g.clone() for g in grads], torch.tensor(0.3))
+        monkeypatch.setattr(common, "SLICE", 2**18)
+        twin.take(grads, torch.tensor(0.3))
+    assert all(torch.equal(a, b) for a, b in zip(run.everything(), twin.everything(), strict=True))
+
+
+def test_no_parameters() -> None:
+    step = torch.zeros(())
+    fused.adam_([], [], [], [], [], None, step, **ADAM)
+    assert float(step) == 0
+    with pytest.raises(ValueError, match="norm_type"):
+        fused.novograd_([], [], [], torch.zeros(0), None, step, lr=0.1, norm_type=1)
