@@ -89,14 +89,14 @@ def places(run: Training) -> dict[str, int]:
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
 @pytest.mark.parametrize("maker", ["AdamW", "torch AdamW, fused"])
 def test_a_graph_finds_everything_where_it_was(level: str, maker: str) -> None:
-    """What moves between two steps, a captured step would miss, unless it is told (`Session._loads`)."""
+    """What moves between two steps, a captured step would miss, unless it is told (`OptimizerSteps.loads`)."""
     run = Training(level, maker, "window", False)
     try:
         list(STEPS["clipped"](run))
         for event in (name for name in NEUTRAL if name not in AGAIN):
-            before, loads = places(run), run.session._loads
+            before, loads = places(run), run.session._steps.loads
             NEUTRAL[event](run)
-            assert run.session._loads > loads or places(run) == before, event
+            assert run.session._steps.loads > loads or places(run) == before, event
             list(STEPS["clipped"](run))
     finally:
         run.session.close()

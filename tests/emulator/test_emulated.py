@@ -84,4 +84,6 @@ def test_a_capture_loads_no_kernel(prepared: str) -> None:
         assert done.returncode == 0, done.stderr[-2000:]
     else:
         assert done.returncode != 0
-        assert "operation not permitted when stream is capturing: the module of prepare_numbers is loaded" in done.stderr
+        assert (
+            "operation not permitted when stream is capturing: the module of prepare_numbers is loaded" in done.stderr
+        )

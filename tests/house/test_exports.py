@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import subprocess
@@ -76,11 +77,21 @@ def test_import_is_lean() -> None:
     assert min(shares) < 0.2, shares
 
 
+def lines_of_code(text: str) -> int:
+    """Those that are neither empty nor a comment nor part of a docstring: what is well told must not be split for it."""
+    told: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            told.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines = enumerate(text.splitlines(), 1)
+    return sum(bool(line.strip()) and not line.strip().startswith("#") and i not in told for i, line in lines)
+
+
 def test_sources_keep_the_rules() -> None:
     for path in SOURCE.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
-        lines = text.count("\n")
-        assert lines <= 400, f"{path.name} has {lines} lines: split it by idea"
+        lines = lines_of_code(text)
+        assert lines <= 350, f"{path.name} has {lines} lines of code: split it by idea"
         assert text.isascii(), path.name
         assert not re.search(r"\b(TODO|FIXME|XXX)\b", text), path.name
         assert not re.search(r"except (Base)?Exception:\s*pass", text), path.name

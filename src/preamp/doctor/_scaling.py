@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ..errors import PreampError
 from ..report import Finding
 from ..session import Session
-from ..session import _base as session_base
+from ..session import _step as session_step
 from ..tree import tensors
 from ._apex import Apex
 from ._patches import Patches, subclasses_with
@@ -89,7 +89,7 @@ class Scaling:
         patches.wrap(torch.autograd, "backward", self._backward)
         patches.on_close(base.register_optimizer_step_pre_hook(self._about_to_step).remove)
         patches.wrap(Session, "__init__", self._made_session)
-        patches.wrap(session_base, "check_own_step", self._watch.errors.telling(_as_it_is))
+        patches.wrap(session_step, "check_own_step", self._watch.errors.telling(_as_it_is))
         patches.wrap(Session, "scale", self._session_scale)
         patches.wrap(Session, "backward", self._session_backward)
         patches.wrap(Session, "unscale_", self._session_unscale)
@@ -221,7 +221,7 @@ class Scaling:
         self.sessions.add(session)
         self._from_session(session, None, kwargs.get("name"))
         self._stepping, before = True, self._stepping
-        self._apart = session._losses.apart
+        self._apart = session._losses.separate_scales
         try:
             return original(session, loss, *args, **kwargs)
         finally:

@@ -4,12 +4,14 @@ The only place that asks whether somebody has changed something since the last s
 """
 
 from .buckets import Bucket, Buckets, Collected
+from .gradients import Gradients
+from .leaves import gradients_of, parameters_of
 from .masters import Masters
 from .no_masters import NoMasters
 from .packed import ShapeMismatch
 from .shadows import Shadows, shadows_work
 from .split import SplitMasters
-from .state import State
+from .state import State, state_like_parameters
 from .steps import Steps
 from .swap import rebuild_reducers
 
@@ -17,6 +19,7 @@ __all__ = [
     "Bucket",
     "Buckets",
     "Collected",
+    "Gradients",
     "Masters",
     "NoMasters",
     "Shadows",
@@ -24,6 +27,9 @@ __all__ = [
     "SplitMasters",
     "State",
     "Steps",
+    "gradients_of",
+    "parameters_of",
     "rebuild_reducers",
     "shadows_work",
+    "state_like_parameters",
 ]

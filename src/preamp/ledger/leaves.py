@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from sys import getrefcount
 from typing import Any
@@ -12,13 +13,24 @@ from weakref import getweakrefcount
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from ..kernels import TensorList
 
-_VERSION, _STORED = attrgetter("_version"), attrgetter("stored")
+_VERSION, _STORED, _PARAMS = attrgetter("_version"), attrgetter("stored"), itemgetter("params")
 
 _IN_A_LIST = next(map(getrefcount, [object()]))
 """References to what nothing holds but the list that is looked through."""
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[Parameter]:
+    """Every parameter in an optimizer's groups."""
+    return chain.from_iterable(map(_PARAMS, optimizer.param_groups))
+
+
+def gradients_of(optimizer: Optimizer) -> list[Tensor]:
+    """The gradients that an optimizer's parameters have now."""
+    return [p.grad for p in parameters_of(optimizer) if p.grad is not None]
 
 
 @dataclass(slots=True)

@@ -12,6 +12,10 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
 _CHANGING = ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update")
 _ASKING = ("__getitem__", "get", "items", "values", "copy", "__or__", "__ror__", "__iter__")
 """The last is not asked for a value: a dict that has one of its own is copied by `dict(...)` through the others."""
@@ -90,3 +94,16 @@ for _kind in (Row, State):
         _counting(_kind, _name, _kind._changes)
 for _name in _ASKING:
     _counting(Row, _name, Row._asks)
+
+
+def state_like_parameters(optimizer: Optimizer) -> None:
+    """Bring an optimizer's state to the dtype that its parameters have now, where it has their shape."""
+    inner = getattr(optimizer, "optim", None)  # by which a ZeroRedundancyOptimizer steps its part
+    if isinstance(inner, Optimizer):
+        state_like_parameters(inner)
+    castable = (torch.float16, torch.bfloat16, torch.float32)
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            fits = isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype in castable
+            if fits and parameter.dtype in castable and value.dtype is not parameter.dtype:
+                state[key] = value.to(parameter.dtype)

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 
 from ..errors import PreampWarning, SessionError
 from ..kernels.triton.tables import ready_for_capture
+from ..ledger import parameters_of
 from ..optim import FusedOptimizer
 from ..tree import map_tensors, tensors
-from ._parameters import parameters_of
 from ._step import needs_host
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class CapturedStep:
         self._ran: tuple[Any, ...] | None = None
         """What the last call worked on, if it ran as written."""
         self._stream: Any = None
-        self._loads = session._loads
+        self._loads = session._steps.loads
         self._eager = session.device_type != "cuda"
         places = sorted({str(p.device) for o in session.optimizers.values() for p in parameters_of(o)})
         if not self._eager and len(places) > 1:
@@ -81,8 +81,8 @@ class CapturedStep:
         if self._eager:
             return self._function(*args, **kwargs)
         self._look_at_hyper()
-        if self._loads != self._session._loads:  # states and counts lie in other tensors now
-            self._loads = self._session._loads
+        if self._loads != self._session._steps.loads:  # states and counts lie in other tensors now
+            self._loads = self._session._steps.loads
             self.reset()
         if self._graph is not None:
             self._copy_in(args, kwargs)
@@ -102,7 +102,7 @@ class CapturedStep:
     def _look_at_hyper(self) -> None:
         """Put rates into tensors, in which they may change, and forget the graph where anything else has changed."""
         optimizers = list(self._session.optimizers.values())
-        if not any(_refuses(o, self._session._skip) for o in optimizers):
+        if not any(_refuses(o, self._session._steps.skip) for o in optimizers):
             self._session._rates.become_tensors(optimizers, self._session._device())
         now = _Hyper.of(optimizers)
         before, self._hyper = self._hyper, now
@@ -142,7 +142,7 @@ class CapturedStep:
 
     def _capture(self, args: Any, kwargs: Any) -> None:
         session = self._session
-        waiting = [type(o).__name__ for o in session.optimizers.values() if _refuses(o, session._skip)]
+        waiting = [type(o).__name__ for o in session.optimizers.values() if _refuses(o, session._steps.skip)]
         if waiting:
             raise SessionError(
                 f"{', '.join(waiting)} cannot step inside a graph as it is: use preamp.optim, make it with "
@@ -207,3 +207,51 @@ def _refuses(optimizer: Optimizer, skip: str) -> bool:
     """Whether an optimizer asks the host whether to step, or is one of torch's that want capturable=True in a graph."""
     told = [group["capturable"] for group in optimizer.param_groups if "capturable" in group]
     return needs_host(optimizer, skip) or (not isinstance(optimizer, FusedOptimizer) and not all(told))
+
+
+class Rates:
+    """What optimizers had as rates before they were captured, and the tensors that stand in their place."""
+
+    def __init__(self) -> None:
+        self._given: dict[tuple[Optimizer, int], float | Tensor] = {}
+        self._ours: dict[tuple[Optimizer, int], Tensor] = {}
+
+    def become_tensors(self, optimizers: Iterable[Optimizer], device: torch.device) -> None:
+        """Give every group a rate that is a tensor on `device`; a number set since goes into the tensor of before.
+
+        A tensor that lies there already stays the one it is.
+        """
+        for optimizer in optimizers:
+            for index, group in enumerate(optimizer.param_groups):
+                rate = group["lr"]
+                if isinstance(rate, Tensor) and rate.device == device:
+                    continue
+                place = (optimizer, index)
+                if place not in self._given or not isinstance(rate, Tensor):  # else loaded, from the CPU
+                    self._given[place] = rate
+                ours = self._ours.get(place)
+                if ours is None or ours.device != device:
+                    ours = self._ours[place] = torch.full((), float(rate), dtype=torch.float32, device=device)
+                else:
+                    ours.fill_(float(rate))
+                group["lr"] = ours
+
+    def give_back(self) -> None:
+        """Let rates be numbers again, or tensors of the caller's, with the values that they have come to.
+
+        Also those that were loaded since, from a state that has tensors. Waits for the device.
+        """
+        for (optimizer, index), given in self._given.items():
+            if index >= len(optimizer.param_groups):
+                continue
+            group = optimizer.param_groups[index]
+            now = group["lr"]
+            if not isinstance(now, Tensor):  # set after the last call
+                continue
+            if isinstance(given, Tensor):
+                group["lr"] = given.copy_(now)
+            else:
+                unchanged = torch.equal(now.detach().cpu(), torch.tensor(given, dtype=now.dtype, device="cpu"))
+                group["lr"] = given if unchanged else float(now)  # the tensor has fewer digits
+        self._given.clear()
+        self._ours.clear()

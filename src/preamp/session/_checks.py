@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import SessionError, StateError
+from ..errors import PreampError, PreampWarning, SessionError, StateError, kind_of
 from ..formats import LOW_DTYPES, name_of
 from ..frameworks import unwrap
 from ..ledger import Masters
 from ..modules import unwrapped
 from ..optim import FusedOptimizer
-from ..sharding import gathered_as, is_sharded, sharded_parts
-
-STATE_VERSION = 1
-
-_FIELDS = {"version", "policy", "losses", "masters", "steps", "skipped"}
+from ..sharding import agreed_largest, gathered_as, is_sharded, sharded_parts
+from ._losses import Losses
 
 
 def check_loss(loss: Any) -> None:
@@ -56,6 +56,17 @@ def check_gathered_full(models: Iterable[nn.Module]) -> None:
                 "Validate in the session's precision, or write the float32 model with preamp.checkpoint.export and run "
                 "that; to read parameters, full_precision(values_only=True)"
             )
+
+
+def check_scaled_somewhere(losses: Losses, ran: Sequence[str], device: torch.device, group: Any) -> None:
+    """Before the first step: the loss of some stage has to have been scaled. Waits for the device."""
+    scales = any(losses[name].inverse(device) is not None for name in losses)
+    if scales and not bool(agreed_largest(torch.tensor(float(len(ran)), device=device), group)):
+        raise SessionError(
+            "no stage of the group has scaled its loss, and gradients that are not scaled would vanish when they "
+            "are unscaled. Where the loss is computed, write session.backward(loss), or have the schedule's "
+            "loss_fn return session.scale(loss)"
+        )
 
 
 def check_sharded_late(models: Iterable[nn.Module]) -> None:
@@ -105,19 +116,6 @@ def selected(optimizers: Mapping[str, Optimizer], optimizer: Any) -> list[Optimi
     return [optimizer]
 
 
-def check_state(state: Mapping[str, Any], policy: str) -> None:
-    """A state must be a session's, of this version, made under the same policy."""
-    if set(state) != _FIELDS:
-        raise StateError(f"not a session's state: missing or unexpected {sorted(set(state) ^ _FIELDS)}")
-    if state["version"] != STATE_VERSION:
-        raise StateError(f"the state has version {state['version']!r}; this preamp reads version {STATE_VERSION}")
-    if state["policy"] != policy:
-        raise StateError(
-            f"the state was made under the policy {state['policy']!r}, and this session has {policy!r}; "
-            "prepare with that policy (prepare(..., policy=...)), or load only model and optimizer"
-        )
-
-
 def first_nonfinite(named: Iterable[tuple[str, nn.Parameter]]) -> str | None:
     """The path of the first parameter whose gradient is not finite; waits for the device."""
     for path, parameter in named:
@@ -137,3 +135,85 @@ def named_parameters(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.
     for prefix, model in models.items():
         for path, parameter in unwrapped(model).named_parameters():
             yield f"{prefix}:{path}" if prefix else path, parameter
+
+
+def warn_rounded(masters: Masters) -> None:
+    """Once: masters were replaced by 16-bit values that were loaded."""
+    warnings.warn(
+        f"{masters.rounded} and others were loaded from a state that has them in 16 bits, and their float32 masters "
+        "with them: what was below that precision is lost. To go back to an earlier point (a range test of learning "
+        "rates, the best weights so far), keep session.state_dict() beside model.state_dict() and load both, or take "
+        "and load the model's inside session.full_precision(values_only=True)",
+        PreampWarning,
+        stacklevel=4,
+    )
+    masters.rounded = None
+
+
+# -- states
+
+STATE_VERSION = 1
+
+_FIELDS = {"version", "policy", "losses", "masters", "steps", "skipped"}
+
+
+def check_state(state: Any, policy: str, losses: Losses) -> None:
+    """`StateError` (or `ScaleError`) unless every part but the masters' names and shapes fits; changes nothing.
+
+    Those two are the masters' own to check, which they do before they take one.
+    """
+    if not isinstance(state, Mapping):
+        raise StateError(f"a session's state is a dict, what state_dict() gave; this is {kind_of(state)}")
+    kinds = {"version": int, "policy": str}
+    odd = [name for name in state if not isinstance(state[name], kinds.get(name, object)) or not isinstance(name, str)]
+    if odd:
+        raise StateError(f"not a session's state: {odd[0]!r:.40} is {state[odd[0]]!r:.60}")
+    _check_origin(state, policy)
+    for name in ("steps", "skipped"):
+        _check_count(state[name], name)
+    _check_masters(state["masters"])
+    scales = state["losses"]
+    if not isinstance(scales, Mapping) or not all(
+        isinstance(name, str) and isinstance(fields, Mapping) for name, fields in scales.items()
+    ):
+        raise StateError(f"the state's losses are to be a dict of dicts by name; they are {scales!r:.80}")
+    losses.check(scales)
+    for name in losses:
+        fields = dict(scales[name])
+        _check_count(fields.pop("skipped_in_a_row", None), f"skipped_in_a_row of the loss {name!r}")
+        try:
+            copy.deepcopy(losses[name]).load_state_dict(fields)
+        except PreampError:
+            raise
+        except Exception as error:
+            raise StateError(
+                f"the scale of the loss {name!r} cannot be what the state says ({type(error).__name__}: {error})"
+            ) from error
+
+
+def _check_count(value: Any, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise StateError(f"the state has {name}={value!r:.60}: it counts steps")
+
+
+def _check_masters(masters: Any) -> None:
+    if not isinstance(masters, Mapping) or not all(isinstance(name, str) for name in masters):
+        raise StateError(f"the state's masters are to be a dict of tensors by name; they are {masters!r:.80}")
+    for name, value in masters.items():
+        fits = isinstance(value, Tensor) and value.is_floating_point() and value.layout is torch.strided
+        if not fits or value.device.type == "meta":
+            seen = f"a {value.dtype} on {value.device}" if isinstance(value, Tensor) else f"{value!r:.60}"
+            raise StateError(f"the master {name!r} is {seen} in the state: a dense floating tensor is wanted")
+
+
+def _check_origin(state: Mapping[str, Any], policy: str) -> None:
+    """A state must be a session's, of this version, made under the same policy."""
+    if set(state) != _FIELDS:
+        raise StateError(f"not a session's state: missing or unexpected {sorted(set(state) ^ _FIELDS)}")
+    if state["version"] != STATE_VERSION:
+        raise StateError(f"the state has version {state['version']!r}; this preamp reads version {STATE_VERSION}")
+    if state["policy"] != policy:
+        raise StateError(
+            f"the state was made under the policy {state['policy']!r}, and this session has {policy!r}; "
+            "prepare with that policy (prepare(..., policy=...)), or load only model and optimizer"
+        )

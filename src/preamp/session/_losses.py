@@ -1,15 +1,17 @@
-"""The named losses of a session: their scales, and how long each has been skipping."""
+"""The named losses of a session: their scales, what these have still to learn, and how long each has been skipping."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..errors import ScaleCollapse, SessionError, StateError
-from ..kernels import Reading
+from ..kernels import Reading, multiply_
+from ..ledger import Gradients, gradients_of
 from ..scaling import LossScale
 
 
@@ -43,7 +45,7 @@ class Losses:
         return name
 
     @property
-    def apart(self) -> bool:
+    def separate_scales(self) -> bool:
         """Whether losses have scales of their own, so that their gradients can be added only once they are true."""
         return len(self._scales) > 1 and any(scale.kind != "none" for scale in self._scales.values())
 
@@ -52,13 +54,18 @@ class Losses:
         """Whether a scale learns from more than the finite flag."""
         return any(scale.needs_statistics for scale in self._scales.values())
 
-    def after_step(self, name: str, reading: Reading, known: bool | None, offender: Callable[[], str | None]) -> None:
-        """Let a scale learn from a step, and raise `ScaleCollapse` when it has skipped too long."""
+    def after_step(
+        self, name: str, reading: Reading, host_skipped: bool | None, offender: Callable[[], str | None]
+    ) -> None:
+        """Let a scale learn from a step, and raise `ScaleCollapse` when it has skipped too long.
+
+        `host_skipped`: whether the step was skipped, where the host knows that; None: only the device does.
+        """
         scale, found = self._scales[name], reading.found
         if scale.kind == "none":
             return
         scale.after_step(found, reading if scale.needs_statistics else None)
-        self._give_up(name, self._runs[name].add(found, known, scale.patience), found.device, offender)
+        self._give_up(name, self._runs[name].add(found, host_skipped, scale.patience), found.device, offender)
 
     def replayed(self, steps: int, offender: Callable[[], str | None]) -> None:
         """A CUDA graph takes steps that the host does not see: now and then, ask how many were skipped in a row."""
@@ -130,10 +137,10 @@ class _Run:
     def length(self) -> int:
         return self._host if self._device is None else int(self._device)
 
-    def add(self, found: Tensor, known: bool | None, patience: int | None) -> int | None:
+    def add(self, found: Tensor, host_skipped: bool | None, patience: int | None) -> int | None:
         """The run's length after a step; None when only the device knows it and it is not yet worth asking."""
-        if known is not None:
-            self._host = self.length + 1 if known else 0
+        if host_skipped is not None:
+            self._host = self.length + 1 if host_skipped else 0
             self._device = None
             return self._host
         if self._device is None:
@@ -157,6 +164,101 @@ class _Run:
             return None
         self._unread = 0
         return int(found)
+
+
+class PendingScales:
+    """What scales have to learn: which losses ran, what was found in their gradients, and when to tell the scales.
+
+    A scale learns once a round: after `step()` of all optimizers, or, when they are stepped one by one, at the next
+    backward pass of its loss.
+    """
+
+    def __init__(self, losses: Losses, gradients: Gradients, optimizers: Iterable[Optimizer]) -> None:
+        self._losses, self._gradients, self._optimizers = losses, gradients, list(optimizers)
+        self._ran: set[str] = set()
+        self._stepped: set[Optimizer] = set()
+        self._due: dict[str, tuple[Reading, bool | None]] = {}
+        self._records: dict[Optimizer, dict[str, Reading]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """The losses whose gradients a step would apply; empty when no backward came before."""
+        return sorted(self._ran or self._due)
+
+    @property
+    def running(self) -> bool:
+        """Whether a backward pass has run that no step of all optimizers followed."""
+        return bool(self._ran)
+
+    def ran(self, name: str) -> None:
+        """A backward pass of a loss has run."""
+        self._ran.add(name)
+
+    def record(self, name: str, readings: dict[Optimizer, Reading]) -> None:
+        """What a loss with a scale of its own gave each optimizer."""
+        for optimizer, reading in readings.items():
+            record = self._records.setdefault(optimizer, {})
+            record[name] = record[name].merged(reading) if name in record else reading
+
+    def void(self, optimizer: Optimizer) -> None:
+        """The optimizer's gradients were thrown away: what was found in them teaches nothing."""
+        self._records.pop(optimizer, None)
+
+    def void_zeroed(self) -> None:
+        """`void` for every optimizer whose gradients were set to None behind the session's back."""
+        for optimizer in self._optimizers:
+            if not gradients_of(optimizer):
+                self.void(optimizer)
+
+    def stepped(self, chosen: Sequence[Optimizer], reading: Reading, host_skipped: bool | None) -> None:
+        """Optimizers have stepped, or skipped. `reading`: of their gradients. `host_skipped`: as in `after_step`."""
+        self._stepped.update(chosen)
+        if not self._losses.separate_scales:
+            for name in self._ran:
+                self._owe(name, reading, host_skipped)
+        for optimizer in chosen:
+            for name, own in self._records.pop(optimizer, {}).items():
+                self._owe(name, own, bool(own.found) if own.found.device.type == "cpu" else None)
+        if len(chosen) == len(self._optimizers):
+            self._ran.clear()
+
+    def _owe(self, name: str, reading: Reading, host_skipped: bool | None) -> None:
+        if name in self._due:
+            earlier, skipped = self._due[name]
+            reading = earlier.merged(reading)
+            host_skipped = None if host_skipped is None or skipped is None else host_skipped or skipped
+        self._due[name] = (reading, host_skipped)
+
+    def settle(self, name: str | None, offender: Callable[[], str | None]) -> None:
+        """Let the scale of a loss (None: every scale) learn. May raise `ScaleCollapse`, naming `offender()`."""
+        for each in [due for due in self._due if name in (None, due)] if self._due else ():
+            reading, host_skipped = self._due.pop(each)
+            self._ran.discard(each)
+            outstanding = (
+                [] if self._losses.separate_scales else [o for o in self._optimizers if o not in self._stepped]
+            )
+            outstanding = [o for o in outstanding if o not in self._gradients]
+            device = reading.found.device
+            before = self._losses[each].current(device) if outstanding else None
+            try:
+                self._losses.after_step(each, reading, host_skipped, offender)
+            finally:
+                if before is not None:  # they go on accumulating: bring their gradients to the new scale
+                    ratio = self._losses[each].current(device) / before
+                    for optimizer in outstanding:
+                        multiply_(gradients_of(optimizer), ratio)
+        self._stepped.clear()
+
+    def clear(self) -> None:
+        """Forget everything; nothing is learnt."""
+        self._ran.clear()
+        self._stepped.clear()
+        self._due.clear()
+        self._records.clear()
+
+    def forget_backward(self) -> None:
+        """All gradients were zeroed: the passes that made them teach nothing any more."""
+        self._ran.clear()
 
 
 def named_values(value: Any, what: str) -> dict[str, Any]:

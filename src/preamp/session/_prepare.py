@@ -16,7 +16,16 @@ from ..eps import safe_eps
 from ..errors import PolicyError, PreampWarning, SessionError, kind_of
 from ..formats import LOW_DTYPES, name_of
 from ..frameworks import unwrap
-from ..ledger import Masters, NoMasters, Shadows, SplitMasters, rebuild_reducers, shadows_work
+from ..ledger import (
+    Masters,
+    NoMasters,
+    Shadows,
+    SplitMasters,
+    parameters_of,
+    rebuild_reducers,
+    shadows_work,
+    state_like_parameters,
+)
 from ..modules import Conversion, unwrapped
 from ..optim import FusedOptimizer
 from ..policy import Policy, auto_level
@@ -25,7 +34,6 @@ from ..scaling import LossScale, loss_scale
 from ..sharding import flat_group, is_sharded, reshard
 from ._checks import named_parameters
 from ._losses import Losses, named_values
-from ._parameters import parameters_of, state_like_parameters
 from ._session import Session
 from ._step import SKIPS
 

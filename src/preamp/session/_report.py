@@ -75,3 +75,25 @@ class StepReport:
             f"StepReport(index={self.index}, skipped={self.skipped}, scale={self.scale:g}, "
             f"grad_norm={self.grad_norm:.4g})"
         )
+
+
+class Skips:
+    """How many steps were skipped: counted on the host where it knows, else on the device."""
+
+    def __init__(self, start: int = 0) -> None:
+        self._host = start
+        self._device: Tensor | None = None
+
+    @property
+    def total(self) -> int:
+        """Waits for the device."""
+        return self._host + (0 if self._device is None else int(self._device))
+
+    def count(self, found: Tensor, host_skipped: bool | None) -> None:
+        """A step was tried. `found`: 0-d, 1 if it was skipped. `host_skipped`: None where only the device knows."""
+        if host_skipped is not None:
+            self._host += host_skipped
+        elif self._device is None:
+            self._device = found.clone()
+        else:
+            self._device.add_(found)  # in place, for a captured step to count too

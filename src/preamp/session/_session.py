@@ -4,34 +4,98 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..autocast import REGISTRY
 from ..compiling import traced_by_callers, uncompiled
 from ..errors import SessionError
-from ..frameworks import framework_hooks, tell_skipped, unwrap
+from ..frameworks import unwrap
 from ..kernels import Reading, clip_values_
-from ..sharding import sharded_parts
-from ._base import SessionBase
-from ._capture import CapturedStep
-from ._checks import check_gathered_full, check_loss, check_no_sync, names_of, selected
-from ._parameters import gradients_of
-from ._region import SessionRegion
-from ._report import StepReport
-from ._step import step_unless
+from ..ledger import Gradients, Masters, gradients_of, parameters_of, state_like_parameters
+from ..modules import Conversion
+from ..policy import Policy
+from ..sharding import flat_group, is_sharded, sharded_parts
+from ._capture import CapturedStep, Rates
+from ._checks import (
+    STATE_VERSION,
+    check_gathered_full,
+    check_loss,
+    check_no_sync,
+    check_scaled_somewhere,
+    check_sharded_late,
+    check_state,
+    first_nonfinite,
+    named_parameters,
+    names_of,
+    selected,
+    warn_rounded,
+)
+from ._losses import Losses, PendingScales
+from ._regions import FullPrecision, SessionRegion, not_synchronised
+from ._report import Skips, StepReport
+from ._step import OptimizerSteps
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
-class Session(SessionBase):
+class Session:
     """Made by `preamp.prepare`. Owns what mixed precision adds to a training loop: regions, scales, masters, skips.
 
     A context manager: leaving it, or `close()`, gives model, optimizer and torch back as they were, with the values
     that training gave them.
     """
+
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        optimizers: Mapping[str, Optimizer],
+        policy: Policy,
+        losses: Losses,
+        masters: Masters,
+        conversions: Sequence[Conversion],
+        device_type: str,
+        skip: str = "auto",
+        group: Any = None,
+        given: Mapping[str, Any] | None = None,
+        earlier: Mapping[nn.Parameter, Tensor] | None = None,
+    ) -> None:
+        self.policy = policy
+        """The policy in force."""
+        self.device_type = device_type
+        self.is_stage = group is not None and flat_group(models.values()) is None
+        """Whether other processes have other parameters, in plain tensors: a stage of a pipeline, say."""
+        self.last_step: StepReport | None = None
+        """The report of the last `step`."""
+        self._models, self._optimizers = dict(models), dict(optimizers)
+        self._losses, self._masters, self._conversions = losses, masters, list(conversions)
+        self._group = group
+        own = list(self._optimizers.values())
+        self._gradients = Gradients(masters, own, self._device, group)
+        self._pending = PendingScales(losses, self._gradients, own)
+        self._full = FullPrecision(models.values(), masters, conversions)
+        self._steps = OptimizerSteps(own, self._gradients, masters, losses, self._pending, self._full, skip)
+        self._steps.given = {optimizers[name]: each for name, each in (given or {}).items()}
+        self._rates = Rates()
+        self._sharded = any(is_sharded(p) for model in models.values() for p in model.parameters())
+        self._parts = [part for model in models.values() for part in sharded_parts(model)]
+        self._shards = list(named_parameters(models)) if self._sharded else None
+        self._attempts, self._skips = 0, Skips()
+        self._closed = False
+        self._gradients.carry(earlier or {})
+        if policy.has_regions:
+            assert policy.ops is not None
+            holder = REGISTRY.hold(policy.ops, device_type)
+            # also of a session that is lost before it is closed
+            self._rules = weakref.finalize(self, REGISTRY.release, holder)
+            self._rules.atexit = False
 
     # -- forward
 
@@ -48,8 +112,8 @@ class Session(SessionBase):
         """A region begins: the forward pass is to see 16-bit parameters and up-to-date copies."""
         if self._masters.shadows:
             self._masters.refresh()
-        if torch.is_grad_enabled():
-            self._rest()
+        if torch.is_grad_enabled() and not self._full.depth:
+            self._gradients.rest()
 
     @contextmanager
     def full_precision(self, *, values_only: bool = False) -> Iterator[None]:
@@ -66,15 +130,9 @@ class Session(SessionBase):
         self._reshard()
         if self._sharded and not values_only and self.policy.compute is not torch.float32:
             check_gathered_full(self._models.values())
-        self._rest()
-        self._full.depth += 1
-        try:
-            self._full.enter()
-            with torch.autocast(self.device_type, enabled=False):
-                yield
-        finally:
-            self._full.depth = 0
-            self._full.leave()
+        self._gradients.rest()
+        with self._full, torch.autocast(self.device_type, enabled=False):
+            yield
 
     # -- backward
 
@@ -85,9 +143,9 @@ class Session(SessionBase):
         Not for losses with scales of their own, whose gradients have to be unscaled as their backward ends.
         """
         name = self._begin_backward(loss, name)
-        if self._losses.apart:
+        if self._losses.separate_scales:
             raise SessionError(f"the loss {name!r} has a scale of its own: write session.backward(loss, name={name!r})")
-        self._round.ran(name)
+        self._pending.ran(name)
         return self._losses[name].scale(loss)
 
     @uncompiled
@@ -107,16 +165,26 @@ class Session(SessionBase):
             run = functools.partial(scale.scale(loss).backward, **kwargs)
         else:
             run = functools.partial(loss.backward, seed, **kwargs)
-        if not self._losses.apart:
-            run()
-            self._book.collect_strays()
+        if self._losses.separate_scales:
+            self._pending.void_zeroed()
+            readings = self._gradients.add_unscaled(run, scale.inverse(loss.device), scale.needs_statistics)
+            self._pending.record(name, readings)
         else:
-            self._round.void_zeroed()
-            readings = self._book.backward_apart(
-                run, scale.inverse(loss.device), self._optimizers.values(), scale.needs_statistics
-            )
-            self._round.record(name, readings)
-        self._round.ran(name)
+            run()
+            self._gradients.collect_strays()
+        self._pending.ran(name)
+
+    def _begin_backward(self, loss: Tensor, name: str | None) -> str:
+        """Checks before a backward pass, and what the loss's scale still has to learn; returns the loss's name."""
+        self._check_open()
+        check_loss(loss)
+        name = self._losses.named(name)
+        if not self._full.depth:
+            self._gradients.rest()
+        self._settle(name)
+        if self._gradients.carried:
+            self._gradients.scale_carried(None if self._losses.separate_scales else self._losses[name].scale)
+        return name
 
     def grad(
         self, outputs: Tensor, inputs: Tensor | Sequence[Tensor], *, name: str | None = None, create_graph: bool = True
@@ -140,13 +208,7 @@ class Session(SessionBase):
 
         `wrapped`: DistributedDataParallel models made after `prepare`, which the session does not know.
         """
-        with ExitStack() as stack:
-            for model in (*self._models.values(), *map(unwrap, wrapped)):
-                if isinstance(model, nn.parallel.DistributedDataParallel):
-                    stack.enter_context(model.no_sync())
-                for part in sharded_parts(model):
-                    part.set_requires_gradient_sync(False, recurse=False)
-                    stack.callback(part.set_requires_gradient_sync, True, recurse=False)
+        with not_synchronised((*self._models.values(), *map(unwrap, wrapped))):
             yield
 
     # -- between backward and step
@@ -159,8 +221,8 @@ class Session(SessionBase):
         """
         self._check_open()
         for each in selected(self._optimizers, optimizer):
-            self._look(each)
-            self._book.make_true(each)
+            self._read(each)
+            self._gradients.make_true(each)
 
     @uncompiled
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, optimizer: Optimizer | None = None) -> Tensor:
@@ -173,12 +235,11 @@ class Session(SessionBase):
         self._check_open()
         chosen = selected(self._optimizers, optimizer)
         for each in chosen:
-            self._look(each)
-            self._book.norm(each)  # what the report tells is the norm before clipping
-        norms = [self._book.norm_now(each, norm_type) for each in chosen]
+            self._read(each)
+            self._gradients.norm(each)  # what the report tells is the norm before clipping
+        norms = [self._gradients.norm_now(each, norm_type) for each in chosen]
         norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        self._book.clip(chosen, coefficient)
+        self._gradients.clip(chosen, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     @uncompiled
@@ -187,8 +248,16 @@ class Session(SessionBase):
         self._check_open()
         self.unscale_(optimizer)
         for each in selected(self._optimizers, optimizer):
-            self._book.norm(each)
+            self._gradients.norm(each)
             clip_values_(gradients_of(each), float(clip_value))
+
+    def _read(self, optimizer: Optimizer, steps_next: bool = False) -> Reading:
+        inverse = None
+        separate = self._losses.separate_scales
+        if not separate and optimizer not in self._gradients:
+            names = self._pending.names or list(self._losses)
+            inverse = self._losses[names[0]].inverse(self._device())
+        return self._gradients.read(optimizer, inverse, self._losses.need_statistics and not separate, steps_next)
 
     # -- step
 
@@ -203,49 +272,57 @@ class Session(SessionBase):
         """
         self._check_open()
         chosen = selected(self._optimizers, optimizer)
-        if self.is_stage and not self._losses.apart:
+        device = self._device()
+        if self.is_stage and not self._losses.separate_scales:
             if not self._attempts:
-                self._check_scaled_somewhere()
-            for name in () if self._round.names else self._losses:
-                self._round.ran(name)  # and was scaled where it was computed
-        if not self._round.names:
+                check_scaled_somewhere(self._losses, self._pending.names, device, self._group)
+            for name in () if self._pending.names else self._losses:
+                self._pending.ran(name)  # and was scaled where it was computed
+        if not self._pending.names:
             raise SessionError(
                 "step() without session.backward(): gradients made by loss.backward() are not scaled, and would vanish "
                 "when they are unscaled. Write session.backward(loss)"
             )
-        device = self._device()
-        scales = [self._losses[name].current(device) for name in self._round.names]
+        scale = self._losses[self._pending.names[0]].current(device)
         # of several not: a hook around the step of one may change the gradients of another after they were copied
-        readings = [self._look(each, steps_next=len(chosen) == 1) for each in chosen]
-        norm, scaled = self._norm(chosen)
-        parameters = list(itertools.chain.from_iterable(self._book.parameters(each) for each in chosen))
-        known: list[bool | None] = []
+        readings = [self._read(each, steps_next=len(chosen) == 1) for each in chosen]
+        norm, scaled = self._gradients.norm_of_all(chosen)
+        parameters = list(itertools.chain.from_iterable(self._gradients[each].parameters for each in chosen))
+        skipped: list[bool | None] = []
         try:
             for each, reading in zip(chosen, readings, strict=True):
-                known.append(self._step_one(each, reading.found))
+                skipped.append(self._steps.take(each, reading.found))
         finally:
             torch.clear_autocast_cache()  # of a region that is open still: casts of weights as they were
             for each in chosen:
-                self._book.forget(each)
+                self._gradients.forget(each)
             self._reshard()  # what an evaluation since backward has gathered is out of date
         if self._masters.rounded is not None:
-            self._tell_rounded()
+            warn_rounded(self._masters)
         read = functools.reduce(Reading.merged, readings)
         names = functools.partial(names_of, parameters, self._named)
-        report = StepReport(self._attempts, read.found, scales[0], norm, read.nonfinite, names, scaled)
+        report = StepReport(self._attempts, read.found, scale, norm, read.nonfinite, names, scaled)
         self._attempts += 1
-        skipped = any(k for k in known if k) if None not in known else None
-        if skipped is not None:
-            self._skips += skipped
-        elif self._device_skips is None:
-            self._device_skips = read.found.clone()
-        else:
-            self._device_skips.add_(read.found)  # in place, for a captured step to count too
+        host_skipped = None if None in skipped else any(skipped)
+        self._skips.count(read.found, host_skipped)
         self.last_step = report
-        self._round.stepped(chosen, read, skipped)
-        if optimizer is None or len(self._optimizers) == 1:
+        self._pending.stepped(chosen, read, host_skipped)
+        if len(chosen) == len(self._optimizers):
             self._settle(None)
         return report
+
+    @uncompiled
+    def zero_grad(self, set_to_none: bool = True, *, optimizer: Optimizer | None = None) -> None:
+        """Clear the gradients of all optimizers (and of the models' other parameters), or of one optimizer."""
+        self._check_open()
+        for each in selected(self._optimizers, optimizer):
+            self._gradients.forget(each)
+            self._pending.void(each)
+            each.zero_grad(set_to_none)
+        if optimizer is None:
+            self._pending.forget_backward()
+            for model in self._models.values():
+                model.zero_grad(set_to_none)
 
     def capture(self, function: Callable[..., Any], *, warmup: int = 3) -> CapturedStep:
         """`function`, a whole training step on tensors, as a CUDA graph: it pays where kernels are short.
@@ -272,51 +349,140 @@ class Session(SessionBase):
         if self.last_step is not None:
             self.last_step = self.last_step.after_replay(self._attempts - 1)
 
-    @uncompiled
-    def zero_grad(self, set_to_none: bool = True, *, optimizer: Optimizer | None = None) -> None:
-        """Clear the gradients of all optimizers (and of the models' other parameters), or of one optimizer."""
+    # -- what there is, and its state
+
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        """The session's models by name; a single one has the name ""."""
+        return dict(self._models)
+
+    @property
+    def optimizers(self) -> dict[str, Optimizer]:
+        """The session's optimizers by name; a single one has the name ""."""
+        return dict(self._optimizers)
+
+    @property
+    def steps(self) -> int:
+        """Attempts at a step so far, skipped ones included."""
+        return self._attempts
+
+    @property
+    def skipped(self) -> int:
+        """Skipped steps so far; waits for the device."""
+        return self._skips.total
+
+    def loss_scale(self, name: str | None = None) -> float:
+        """The present scale of a loss; waits for the device."""
+        name = self._losses.named(name)
+        self._settle(name)
+        return float(self._losses[name].current(self._device()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that preamp adds to a training run: scales, masters, counters. Save it beside model and optimizer.
+
+        Tensors, numbers and strings only, so `torch.load(weights_only=True)` reads it. The tensors are the live ones,
+        as in torch's own state dicts: clone them to keep a moment.
+        """
         self._check_open()
-        for each in selected(self._optimizers, optimizer):
-            self._book.forget(each)
-            self._round.void(each)
-            each.zero_grad(set_to_none)
-        if optimizer is None:
-            self._round.forget_backward()
-            for model in self._models.values():
-                model.zero_grad(set_to_none)
+        self._settle(None)
+        return {
+            "version": STATE_VERSION,
+            "policy": str(self.policy),
+            "losses": self._losses.state_dict(),
+            "masters": dict(self._masters.named()),
+            "steps": self._attempts,
+            "skipped": self.skipped,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave; before or after the model's and the optimizer's own state, as you like.
+
+        Strict: another version, policy, set of losses or of masters is a `StateError`, and nothing has changed.
+        """
+        self._check_open()
+        check_state(state, str(self.policy), self._losses)
+        for each in self._optimizers.values():
+            self._gradients.forget(each)
+        self._masters.load(state["masters"])
+        self._losses.load_state_dict(state["losses"])
+        self._attempts, self._skips = int(state["steps"]), Skips(int(state["skipped"]))
+        self._steps.loads += 1
+        self._pending.clear()
+
+    def close(self) -> None:
+        """Give model, optimizer and torch back as they were; the second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        torch.clear_autocast_cache()
+        self._full.leave()
+        true = self._true_gradients()
+        self._steps.close()
+        self._reshard()
+        for conversion in self._conversions:
+            conversion.undo()
+        self._masters.restore()
+        for parameter, gradient in true.items():
+            parameter.grad = gradient
+        for each in self._optimizers.values():
+            state_like_parameters(each)
+        self._steps.take_masters_back()
+        if self.policy.has_regions:
+            self._rules()
+        self._rates.give_back()
+
+    def _true_gradients(self) -> dict[nn.Parameter, Tensor]:
+        """Make gradients that wait for a step true, for good, and drop those that a step has used scaled.
+
+        Returns those of low parameters, in float32.
+        """
+        self._gradients.rest()
+        inverse = None
+        if not self._losses.separate_scales and not self._gradients.carried:  # no backward pass has come to those
+            inverse = self._losses[next(iter(self._losses))].inverse(self._device())
+            if inverse is not None and not self._pending.running:
+                for each in self._optimizers.values():
+                    each.zero_grad()
+        return self._gradients.true_for_good(inverse)
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        level = self.policy.level
+        state = "closed" if self._closed else f"{self._attempts} steps"
+        return f"Session({level or 'custom'} on {self.device_type}, {state}: {self.policy})"
 
     # -- inside
 
-    def _begin_backward(self, loss: Tensor, name: str | None) -> str:
-        """Checks before a backward pass, and what the loss's scale still has to learn; returns the loss's name."""
-        self._check_open()
-        check_loss(loss)
-        name = self._losses.named(name)
-        self._rest()
-        self._settle(name)
-        self._scale_earlier(name)
-        return name
+    def _reshard(self) -> None:
+        """Drop what FSDP2 has gathered (`sharding.reshard`)."""
+        for part in self._parts:
+            part.reshard()
 
-    def _look(self, optimizer: Optimizer, steps_next: bool = False) -> Reading:
-        inverse = None
-        if not self._losses.apart and not self._book.has_read(optimizer):
-            names = self._round.names or list(self._losses)
-            inverse = self._losses[names[0]].inverse(self._device())
-        statistics = self._losses.need_statistics and not self._losses.apart
-        return self._book.look(optimizer, inverse, statistics, steps_next)
+    def _named(self) -> Any:
+        """Parameters with their paths; of a sharded model its first ones, as it has others while it is gathered."""
+        return named_parameters(self._models) if self._shards is None else self._shards
 
-    def _norm(self, chosen: Sequence[Optimizer]) -> tuple[Tensor, bool]:
-        """The norm of all gradients before clipping, and whether it is one of scaled gradients."""
-        if len(chosen) == 1:
-            return self._book.norm_read(chosen[0])
-        return torch.linalg.vector_norm(torch.stack([self._book.norm(each) for each in chosen])), False
+    @traced_by_callers
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SessionError("this session is closed; prepare the model again to go on")
+        compiling = torch.compiler.is_compiling()
+        if not self._full.depth and not compiling:
+            self._full.leave()  # of one that was interrupted
+        if not compiling and not self._attempts and not self._sharded:
+            check_sharded_late(self._models.values())
 
-    def _step_one(self, optimizer: Optimizer, found: Tensor) -> bool | None:
-        self._stepping = optimizer
-        try:
-            with framework_hooks(self._given.get(optimizer)):
-                skipped = step_unless(found, optimizer, self._book, self._losses.apart, self._skip)
-            tell_skipped(self._given.get(optimizer), lambda: found > 0 if skipped is None else skipped)
-            return skipped
-        finally:
-            self._stepping = None
+    def _device(self) -> torch.device:
+        for each in self._optimizers.values():
+            for parameter in parameters_of(each):
+                return parameter.device
+        return torch.device(self.device_type)
+
+    def _settle(self, name: str | None) -> None:
+        self._pending.settle(name, lambda: first_nonfinite(self._named()))

@@ -1,8 +1,8 @@
-"""One optimizer's step, taken or skipped, by as few waits for the device as the optimizer allows."""
+"""Steps of optimizers, taken or skipped, by as few host syncs as the optimizer allows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,39 +10,124 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import SessionError
+from ..frameworks import framework_hooks, tell_skipped
+from ..ledger import Gradients, Masters, parameters_of
 from ..optim import FusedOptimizer
 from ..sharding import held_here
-from ._gradients import GradientBook
+from ._checks import check_own_step
+from ._losses import Losses, PendingScales
+from ._regions import FullPrecision
 
 SKIPS = ("auto", "host", "device")
 """Who decides about the skip of an optimizer that takes no flag."""
 
 
-def step_unless(found: Tensor, optimizer: Optimizer, book: GradientBook, apart: bool, skip: str) -> bool | None:
-    """Step unless `found`; returns whether it skipped, or None when only the device knows.
+class OptimizerSteps:
+    """How a session's optimizers step, and what happens when somebody else steps them or loads their state."""
 
-    Optimizers of `preamp.optim` take gradients as they rest, low and scaled, with a factor and the session's masters.
-    torch's fused ones take true gradients and the flag. Any other is stepped when the host has read the flag, the one
-    wait of such a step; or, with `skip="device"` and for capturable ones, stepped always and put back where `found`.
-    """
-    on_cpu, fused = found.device.type == "cpu", getattr(optimizer, "_step_supports_amp_scaling", False)
-    on_device = not fused and (skip == "device" or (not on_cpu and not needs_host(optimizer, skip)))
-    if on_device and not all(optimizer.state.get(p) for p in _stepping(optimizer)):
-        on_device = False  # states made by this step could not be unmade: the host decides
-    skipped = bool(found) if (on_cpu or not fused) and not on_device else None
-    if skipped:
-        return True
-    if isinstance(optimizer, FusedOptimizer) and fused and not book.is_true(optimizer) and not apart:
-        book.step_low(optimizer, None if on_cpu else found)
+    def __init__(
+        self, optimizers: Sequence[Optimizer], gradients: Gradients, masters: Masters, losses: Losses,
+        pending: PendingScales, full: FullPrecision, skip: str,
+    ) -> None:  # fmt: skip
+        self._optimizers, self._gradients, self._masters = list(optimizers), gradients, masters
+        self._losses, self._pending, self._full = losses, pending, full
+        self.skip = skip
+        """One of `SKIPS`."""
+        self.given: dict[Optimizer, Any] = {}
+        """What a framework handed out in the place of optimizers."""
+        self.loads = 0
+        """How often states were loaded, which lie in other tensors then."""
+        self._stepping: Optimizer | None = None
+        for each in self._optimizers:
+            if isinstance(each, FusedOptimizer):
+                each.lend(masters)
+        self._handles = [
+            handle
+            for each in self._optimizers
+            for handle in (
+                each.register_step_pre_hook(self._before_step),
+                each.register_load_state_dict_pre_hook(self._before_load),
+                each.register_load_state_dict_post_hook(self._after_load),
+            )
+        ]
+
+    def take(self, optimizer: Optimizer, found: Tensor) -> bool | None:
+        """Step unless `found`; returns whether it skipped, or None when only the device knows."""
+        given = self.given.get(optimizer)
+        self._stepping = optimizer
+        try:
+            with framework_hooks(given):
+                skipped = self._step_unless(found, optimizer)
+            tell_skipped(given, lambda: found > 0 if skipped is None else skipped)
+            return skipped
+        finally:
+            self._stepping = None
+
+    def _step_unless(self, found: Tensor, optimizer: Optimizer) -> bool | None:
+        """Step or skip.
+
+        Optimizers of `preamp.optim` take gradients as they rest, low and scaled, with a factor and the session's
+        masters. torch's fused ones take true gradients and the flag. Any other is stepped when the host has read the
+        flag, the one host sync of such a step; or, with `skip="device"` and for capturable ones, stepped always and put
+        back where `found`.
+        """
+        on_cpu, fused = found.device.type == "cpu", getattr(optimizer, "_step_supports_amp_scaling", False)
+        on_device = not fused and (self.skip == "device" or (not on_cpu and not needs_host(optimizer, self.skip)))
+        if on_device and not all(optimizer.state.get(p) for p in _stepping(optimizer)):
+            on_device = False  # states made by this step could not be unmade: the host decides
+        skipped = bool(found) if (on_cpu or not fused) and not on_device else None
+        flag = None if on_cpu else found
+        if skipped:
+            return True
+        ours = isinstance(optimizer, FusedOptimizer) and fused and not self._losses.separate_scales
+        if ours and not self._gradients[optimizer].true:
+            self._gradients.step_low(optimizer, flag)
+            return skipped
+        self._gradients.make_true(optimizer)
+        if on_device:
+            _step_and_put_back(optimizer, found)
+        elif fused:
+            _step_under_flag(optimizer, flag)
+        else:
+            optimizer.step()
         return skipped
-    book.make_true(optimizer)
-    if on_device:
-        _step_and_put_back(optimizer, found)
-    elif fused:
-        _step_under_flag(optimizer, None if on_cpu else found)
-    else:
-        optimizer.step()
-    return skipped
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Refuse a step that nobody but the caller takes, where it would do harm."""
+        if self._stepping is optimizer or self._full.depth:  # where parameters are masters, and gradients true
+            return
+        scaled = self._pending.running and any(self._losses[name].kind != "none" for name in self._losses)
+        check_own_step(optimizer, self._masters, scaled)
+
+    _before_step.changes_nothing = True  # type: ignore[attr-defined]
+
+    def _before_load(self, optimizer: Optimizer, state: Any) -> None:
+        """Torch casts loaded state to the parameters' dtype: let it find float32 masters, not 16-bit parameters."""
+        if list(map(_size, optimizer.param_groups)) != list(map(_size, state["param_groups"])):
+            return  # torch refuses it, and nobody would swap them out
+        if not self._full.depth:
+            self._gradients.rest()
+        self._masters.refresh(parameters_of(optimizer))
+        self._masters.swap_in(parameters_of(optimizer))
+
+    def _after_load(self, optimizer: Optimizer) -> None:
+        self._masters.swap_out(parameters_of(optimizer))
+        self.loads += 1
+
+    def close(self) -> None:
+        """Let go of the optimizers; those of `preamp.optim` get back masters of their own by `take_masters_back`."""
+        for handle in self._handles:
+            handle.remove()
+
+    def take_masters_back(self) -> None:
+        """When these have been put back into the parameters."""
+        for each in self._optimizers:
+            if isinstance(each, FusedOptimizer):
+                each.lend(None)
+
+
+def _size(group: Mapping[str, Any]) -> int:
+    return len(group["params"])
 
 
 def _step_under_flag(optimizer: Any, found: Tensor | None) -> None:

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ._parameters import dtype_of_gradient
-
 
 @dataclass(slots=True)
 class _Sum:
@@ -55,3 +53,8 @@ class WideSums:
     def forget(self, parameter: Parameter) -> bool:
         """Drop a parameter's sum; returns whether there was one."""
         return self._of.pop(parameter, None) is not None
+
+
+def dtype_of_gradient(parameter: Parameter) -> torch.dtype:
+    """What dtype a parameter's gradient has; since torch 2.10 it may be another than the parameter's."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype

@@ -1,0 +1,372 @@
+"""Gradients between backward and step: resting, read, or true.
+
+*Resting*: as backward left them, scaled, of 16 bits where the parameter is. More can be added. *Read*: their norm is
+known, and whether they are finite; unscaling and clipping are a factor that the step applies. *True*: unscaled and
+clipped, float32 where there is a master, which then is in the parameter's place; anybody may read and change them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ..kernels import Reading, chained, global_norm, multiply_, present_in, read, reciprocal
+from ..parallel import Agreement
+from ..sharding import placed_as
+from .buckets import Collected
+from .leaves import gradients_of, parameters_of
+from .masters import Masters
+from .sums import WideSums, dtype_of_gradient
+
+_LAYOUT, _VERSION = attrgetter("layout"), attrgetter("_version")
+
+
+@dataclass(slots=True)
+class Record:
+    """What was read of an optimizer's gradients before its step, and what is to be done to them."""
+
+    reading: Reading
+    parameters: list[Parameter]
+    """Those whose gradients were read, in the order of the reading."""
+    inverse: Tensor | None
+    """0-d float32 that makes them true; None: they are."""
+    clip: Tensor | None = None
+    """0-d float32, by which they are to shrink besides."""
+    clipped: dict[int, int] = field(default_factory=dict)
+    """Of the gradients that `clip` was made for: the version of each, by its identity."""
+    true: bool = False
+    """Whether `inverse` and `clip` have been applied, so that anybody may read and change them."""
+    kept: list[Parameter] = field(default_factory=list)
+    """Low parameters whose gradients rest in float32 beside 16-bit ones, since several losses add up in them."""
+    norm: Tensor | None = None
+    """L2 norm of the true gradients before clipping, once asked for."""
+    collected: Collected | None = None
+    """What an optimizer of `preamp.optim` steps, where that was read in the gradients' place."""
+
+    @property
+    def factor(self) -> Tensor | None:
+        """What the gradients are still to be multiplied by."""
+        if self.true or self.inverse is None or self.clip is None:
+            return None if self.true else (self.clip if self.inverse is None else self.inverse)
+        return self.inverse * self.clip
+
+
+class Gradients:
+    """The gradients of a session's optimizers, with a record of each optimizer whose gradients were read.
+
+    One loss: gradients accumulate and rest scaled. Several losses with scales of their own: `add_unscaled` unscales
+    each loss's gradients at once and adds them up, in float32 for low parameters. What was read, factors and norms are
+    on the device that `home` tells, wherever the gradients are: optimizers of several devices have to be compared.
+    """
+
+    def __init__(
+        self, masters: Masters, optimizers: Iterable[Optimizer], home: Callable[[], torch.device], group: Any = None
+    ) -> None:
+        self._masters, self._optimizers, self._home, self._group = masters, list(optimizers), home, group
+        self._agreements: dict[Optimizer, tuple[int, Agreement | None]] = {}
+        self._sums = WideSums()
+        self._records: dict[Optimizer, Record] = {}
+        self._strays: list[tuple[Parameter, Parameter]] = []
+        """Parameters that held masters a moment ago, and what they were: a forward pass may have run meanwhile, and its
+        gradients end there."""
+        self.carried: list[Parameter] = []
+        """Parameters with true gradients from before the session, until the first backward pass."""
+
+    def __contains__(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer's gradients were read since its last step."""
+        return optimizer in self._records
+
+    def __getitem__(self, optimizer: Optimizer) -> Record:
+        return self._records[optimizer]
+
+    # -- resting
+
+    def rest(self) -> None:
+        """Let gradients be as backward leaves them, so that more can be added, with all that was done to them since.
+
+        What was thrown away stays away, by whichever call. A step that comes after it reads them anew.
+        """
+        self.collect_strays()
+        for optimizer in self._optimizers if self._records else ():
+            record = self._records.pop(optimizer, None)
+            if record is not None and record.true:
+                self._rest_true(record)
+            elif record is not None and record.clip is not None:
+                self._shrink(record, record.clip)
+        if self._masters.swapped_in:
+            self._masters.swap_out()  # those that an interrupt has left
+
+    def _rest_true(self, record: Record) -> None:
+        scale = None if record.inverse is None else reciprocal(record.inverse)
+        totals = {p: p.grad for p in record.kept if p.grad is not None}
+        others = [p for p in record.parameters if p not in self._masters]
+        self._strays += self._masters.swap_out(record.parameters, scale, changed=record.clip is not None)
+        if scale is not None:
+            multiply_(present_in(others)[1], scale)
+        for parameter, total in totals.items():
+            self._sums.show(parameter, total)
+
+    def _shrink(self, record: Record, clip: Tensor) -> None:
+        """Apply the clipping that a step would, to gradients that were not thrown away or written since."""
+        rest = []
+        for parameter in present_in(record.parameters)[0]:
+            grad = parameter.grad
+            assert grad is not None
+            if record.clipped.get(id(grad)) != grad._version:
+                continue
+            if parameter in self._sums:
+                self._sums.show(parameter, self._sums.of(parameter) * clip.to(grad.device))
+            else:
+                rest.append(grad)
+        multiply_(rest, clip)
+
+    def collect_strays(self) -> None:
+        """Add gradients that a backward pass left where a parameter was when its forward pass ran."""
+        for parameter, other in self._strays:
+            if other.grad is not None:
+                late, other.grad = other.grad.to(parameter.dtype), None
+                parameter.grad = late if parameter.grad is None else parameter.grad + late
+        self._strays.clear()
+
+    def carry(self, gradients: Mapping[Parameter, Tensor]) -> None:
+        """Put true gradients here that were made before the session, of low parameters also in float32."""
+        self.carried = list(gradients)
+        for parameter, true in gradients.items():
+            if parameter in self._masters:
+                self._sums.show(parameter, true.float())
+            else:
+                parameter.grad = true
+
+    def scale_carried(self, scaled: Callable[[Tensor], Tensor] | None) -> None:
+        """Bring those that are still here to the scale of what will be added to them; None: to true gradients."""
+        if scaled is not None:
+            for parameter in self.carried:
+                if parameter.grad is not None:
+                    parameter.grad = scaled(self._sums.of(parameter)).to(dtype_of_gradient(parameter))
+                self._sums.forget(parameter)
+        self.carried.clear()
+
+    def true_for_good(self, inverse: Tensor | None) -> dict[Parameter, Tensor]:
+        """Multiply resting gradients by `inverse`. Those of parameters with masters are returned, in float32."""
+        present = present_in([p for optimizer in self._optimizers for p in parameters_of(optimizer)])[0]
+        wide = {p: self._sums.of(p) for p in self._masters.among(present)}
+        if inverse is not None:
+            multiply_([*wide.values(), *present_in([p for p in present if p not in wide])[1]], inverse)
+        return wide
+
+    def add_unscaled(
+        self, run: Callable[[], None], inverse: Tensor | None, statistics: bool
+    ) -> dict[Optimizer, Reading]:
+        """Run a backward pass, unscale what it adds by `inverse`, and add that to the true gradients so far.
+
+        Returns what was read for each optimizer that got gradients from it. Whatever happens in `run`, the gradients
+        that were there before stay.
+        """
+        parameters = {p: None for each in self._optimizers for p in parameters_of(each) if p.requires_grad}
+        before = {p: p.grad for p in parameters}
+        for parameter, grad in before.items():
+            if grad is not None:
+                parameter.grad = None
+            else:
+                self._sums.forget(parameter)  # zeroed since: what was kept for it is void
+        try:
+            run()
+        except BaseException:
+            for parameter, grad in before.items():
+                parameter.grad = grad
+            raise
+        self.collect_strays()
+        added: dict[Parameter, Tensor] = {}
+        for parameter in parameters:
+            grad = parameter.grad
+            if grad is not None:
+                grad = grad.coalesce() if grad.layout is torch.sparse_coo else placed_as(grad, parameter)
+                added[parameter] = grad.float() if parameter in self._masters else grad
+        readings = {}
+        scaled = dict(added)
+        for optimizer in self._optimizers:
+            own = {p: scaled.pop(p) for p in parameters_of(optimizer) if p in scaled}
+            if own or self._agreement(optimizer) is not None:
+                readings[optimizer] = self._read(optimizer, own, statistics)
+                if inverse is not None:
+                    multiply_(own.values(), inverse)
+        for parameter, grad in before.items():
+            parameter.grad = grad
+            if parameter in added:
+                self._add(parameter, added[parameter])
+        return readings
+
+    def _add(self, parameter: Parameter, gradient: Tensor) -> None:
+        if parameter not in self._masters:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+            return
+        self._sums.show(parameter, gradient if parameter.grad is None else self._sums.of(parameter) + gradient)
+
+    # -- read
+
+    def read(self, optimizer: Optimizer, inverse: Tensor | None, statistics: bool, steps_next: bool = False) -> Reading:
+        """Read an optimizer's gradients, once; `inverse` makes them true (None: they are).
+
+        `steps_next`: the optimizer's step follows at once, so that they may be read where it collects them. Then the
+        last bit of the norm depends on how they lie there, so not if it is to clip them by.
+        """
+        if optimizer not in self._records:
+            self.collect_strays()
+            every = list(parameters_of(optimizer))
+            for index, parameter in enumerate(self._masters.strangers(every)):
+                self._masters.adopt(f"(added later):{index}:{len(self._masters)}", parameter)
+            record = None
+            if self._agreement(optimizer) is None and not self._sums and not statistics:
+                record = self._read_quickly(optimizer, every, inverse, steps_next)
+            self._records[optimizer] = record or self._read_all(optimizer, every, inverse, statistics)
+        return self._records[optimizer].reading
+
+    def _read_all(
+        self, optimizer: Optimizer, every: list[Parameter], inverse: Tensor | None, statistics: bool
+    ) -> Record:
+        agreement = self._agreement(optimizer)
+        parameters = [p for p in every if p.grad is not None]
+        gradients = {}
+        for parameter in parameters:
+            grad = parameter.grad
+            assert grad is not None
+            if grad.layout is torch.sparse_coo:
+                grad = parameter.grad = grad.coalesce()
+            elif agreement is not None:
+                grad = parameter.grad = placed_as(grad, parameter)
+            gradients[parameter] = self._sums.of(parameter) if parameter in self._sums else grad
+        return Record(self._read(optimizer, gradients, statistics), parameters, inverse)
+
+    def _read_quickly(
+        self, optimizer: Any, every: list[Parameter], inverse: Tensor | None, steps_next: bool
+    ) -> Record | None:
+        """Without asking each of a thousand parameters more than its gradient; None where that does not do."""
+        home = self._home()
+        collected = optimizer.collect() if steps_next and getattr(optimizer, "takes_masters", False) else None
+        if collected and home.type == collected[0][0].params[0].device.type:
+            record = self._read_collected(collected, inverse)
+            if record is not None:
+                return record
+        parameters, gradients = present_in(every)
+        if set(map(_LAYOUT, gradients)) - {torch.strided}:
+            return None
+        return Record(read(gradients, device=home), parameters, inverse)
+
+    def _read_collected(self, collected: Collected, inverse: Tensor | None) -> Record | None:
+        """In the lists of the step that follows; None if they have to be read one by one."""
+        parameters = list(chain.from_iterable(bucket.params for bucket, _ in collected))
+        gradients = chained([own for _, own in collected])
+        if not gradients.strided:
+            return None
+        reading = read(gradients, device=self._home())
+        if len(gradients) != len(parameters):  # on a CPU, where some are packed
+            if reading.found.item():
+                return None
+            none = reading.nonfinite.new_zeros(len(parameters))
+            reading = Reading(reading.found, reading.norm, none, sum(map(Tensor.numel, parameters)))
+        return Record(reading, parameters, inverse, collected=collected)
+
+    def _agreement(self, optimizer: Optimizer) -> Agreement | None:
+        """With whom what is read of an optimizer's gradients has to be agreed, if with anybody."""
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._agreements.get(optimizer)
+        if known is None or known[0] != count:
+            agreement = Agreement(list(parameters_of(optimizer)), self._group)
+            known = self._agreements[optimizer] = (count, agreement if agreement.needed else None)
+        return known[1]
+
+    def _read(self, optimizer: Optimizer, gradients: Mapping[Parameter, Tensor], statistics: bool) -> Reading:
+        agreement, home = self._agreement(optimizer), self._home()
+        if agreement is None:
+            return read(list(gradients.values()), statistics=statistics, device=home)
+        return agreement.read([gradients.get(p) for p in parameters_of(optimizer)], statistics=statistics).on(home)
+
+    def _norm_of(self, optimizer: Optimizer, order: float = 2.0) -> Tensor:
+        """Of the gradients as they are now."""
+        agreement = self._agreement(optimizer)
+        if agreement is None:
+            return global_norm(gradients_of(optimizer), order, device=self._home())
+        return agreement.norm([p.grad for p in parameters_of(optimizer)], order).to(self._home())
+
+    def norm(self, optimizer: Optimizer) -> Tensor:
+        """L2 norm of an optimizer's true gradients, before clipping."""
+        record = self._records[optimizer]
+        if record.norm is None:
+            if record.true:  # somebody may have changed them since they were read
+                record.norm = self._norm_of(optimizer)
+            else:
+                record.norm = record.reading.norm if record.inverse is None else record.reading.norm * record.inverse
+        return record.norm
+
+    def norm_of_all(self, optimizers: Sequence[Optimizer]) -> tuple[Tensor, bool]:
+        """`norm` of several together; or of one, where nobody has asked for it, as it was read, and True if scaled."""
+        if len(optimizers) > 1:
+            return torch.linalg.vector_norm(torch.stack([self.norm(each) for each in optimizers])), False
+        record = self._records[optimizers[0]]
+        scaled = record.norm is None and not record.true and record.inverse is not None
+        return (record.reading.norm if scaled else self.norm(optimizers[0])), scaled
+
+    def norm_now(self, optimizer: Optimizer, order: float) -> Tensor:
+        """The norm that an optimizer's true gradients have now, after the clipping so far; of any order."""
+        record = self._records[optimizer]
+        if record.clip is None and not record.true and order == 2.0:
+            return self.norm(optimizer)
+        norm = self._norm_of(optimizer, order) if record.true or order != 2.0 else record.reading.norm
+        return norm if record.factor is None else norm * record.factor
+
+    def clip(self, optimizers: Sequence[Optimizer], coefficient: Tensor) -> None:
+        """Shrink optimizers' gradients by what their common norm asks: at once if they are true, else by their factor.
+
+        One that is not finite makes that norm so, and shrinking by it would spoil the others': they skip together.
+        """
+        records = [self._records[each] for each in optimizers]
+        found = torch.stack([record.reading.found for record in records]).amax() if len(records) > 1 else None
+        for each, record in zip(optimizers, records, strict=True):
+            if record.true:
+                multiply_(gradients_of(each), coefficient)
+            else:
+                record.clip = coefficient if record.clip is None else record.clip * coefficient
+                gradients = gradients_of(each)
+                record.clipped = dict(zip(map(id, gradients), map(_VERSION, gradients), strict=True))
+            if found is not None:
+                record.reading = replace(record.reading, found=found)
+
+    # -- true, and stepped
+
+    def make_true(self, optimizer: Optimizer) -> None:
+        """Unscale and clip an optimizer's gradients, once; low parameters get float32 ones, and their masters in."""
+        record = self._records[optimizer]
+        if record.true:
+            return
+        self._masters.refresh_before_step(record.parameters)
+        present, _ = present_in(record.parameters)  # of those that were read; some may have been thrown away since
+        wide = {p: self._sums.of(p) for p in self._masters.among(present)}
+        record.kept = [p for p in wide if self._sums.forget(p)]
+        factor = record.factor
+        if factor is not None:
+            others = [p for p in present if p not in wide] if wide else present
+            multiply_([*wide.values(), *present_in(others)[1]], factor)
+        self._masters.swap_in(wide, wide)
+        record.norm, record.true = self.norm(optimizer) if record.clip is not None else None, True
+
+    def step_low(self, optimizer: Any, found: Tensor | None) -> None:
+        """Have an optimizer step that takes 16-bit gradients and masters as they are."""
+        record = self._records[optimizer]
+        self._masters.refresh_before_step(record.parameters, again=True)
+        optimizer.step_with(factor=record.factor, found=found, collected=record.collected)
+
+    def forget(self, optimizer: Optimizer) -> None:
+        """The optimizer has stepped, or its gradients were thrown away."""
+        record = self._records.pop(optimizer, None)
+        if self._masters.swapped_in:
+            scale = None if record is None or record.inverse is None else reciprocal(record.inverse)
+            self._masters.swap_out(parameters_of(optimizer), scale)
+        self._strays.clear()
