@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from preamp.kernels.triton.tables import parts_of, ready_for_capture
-from tests.kernels import test_parts as parts
 from tests.kernels import calls as fused
+from tests.kernels import test_parts as parts
 from tests.kernels.steps import (
     ADAM,
     CANCELLED,

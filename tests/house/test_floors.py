@@ -17,7 +17,7 @@ FLOOR = {
     "policy": 1.5,  # made of rules, so half a floor above them
     "sharding": 1, "frameworks": 1,
     "kernels": 2,
-    "parallel": 2.5, "ledger": 2.5,  # optimizers and sessions share it
+    "parallel": 2.5, "ledger": 2.7,  # optimizers and sessions share it
     "optim": 3, "autocast": 3, "eps": 3, "modules": 3, "scaling": 3,
     "session": 4,
     "": 4.5,  # preamp/__init__.py shows the floors up to here; the rest is loaded when asked for
