@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from preamp.kernels import common, dispatch
+from preamp.kernels import dispatch, foreach
 
 from . import calls as fused
 from .steps import ADAGRAD, ADAM, NAMES, PLAIN, SETTINGS, SGD, Run, awkward, by_operators, far, gradients
@@ -127,8 +127,8 @@ def test_gate_without_reading_the_flag(
     grads = gradients(params, torch.bfloat16, 1)
     if not flag:
         twin.take(grads, torch.tensor(0.5))
-    gate = common.Gate((torch.tensor(flag) > 0).float())
-    for module in ("adam", "first_order", "layerwise", "common"):
+    gate = foreach.Gate((torch.tensor(flag) > 0).float())
+    for module in ("adam", "first_order", "layerwise", "foreach"):
         monkeypatch.setattr(sys.modules[f"preamp.kernels.{module}"], "gate_of", lambda *_: gate)
     run.take(grads, torch.tensor(0.5))
     if flag:
@@ -182,9 +182,9 @@ def test_slices_change_nothing(
     twin = run.twin()
     for i in range(3):
         grads = [g if low is not None else g.float() for g, low in zip(gradients(params, dtype, i), lows, strict=True)]
-        monkeypatch.setattr(common, "SLICE", 256)
+        monkeypatch.setattr(foreach, "SLICE", 256)
         run.take([g.clone() for g in grads], torch.tensor(0.3))
-        monkeypatch.setattr(common, "SLICE", 2**18)
+        monkeypatch.setattr(foreach, "SLICE", 2**18)
         twin.take(grads, torch.tensor(0.3))
     assert all(torch.equal(a, b) for a, b in zip(run.everything(), twin.everything(), strict=True))
 

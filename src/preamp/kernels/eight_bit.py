@@ -31,7 +31,7 @@ from torch import Tensor
 from ..formats import LOW_DTYPES
 from .adam import adam
 from .bits import chances_like, join, mix, round_stochastically, split
-from .common import Gate, gate_of
+from .foreach import Gate, gate_of
 from .dispatch import Backend, Backends, dispatch
 from .lists import same_walk
 from .storage import AdamOptions, Storage, Tensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .common import by_torch_fused, descend, gate_of, gradients_of, number_of, single
+from .foreach import by_torch_fused, descend, gate_of, gradients_of, number_of, single
 from .dispatch import Backend, Backends, dispatch
 from .storage import AdagradOptions, SGDOptions, Storage, Tensors
 

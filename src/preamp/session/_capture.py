@@ -236,7 +236,7 @@ class Rates:
                     ours.fill_(float(rate))
                 group["lr"] = ours
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Let rates be numbers again, or tensors of the caller's, with the values that they have come to.
 
         Also those that were loaded since, from a state that has tensors. Waits for the device.

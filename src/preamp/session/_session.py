@@ -429,7 +429,7 @@ class Session:
         self._steps.take_masters_back()
         if self.policy.has_regions:
             self._rules()
-        self._rates.give_back()
+        self._rates.restore()
 
     def _true_gradients(self) -> dict[nn.Parameter, Tensor]:
         """Make gradients that wait for a step true, for good, and drop those that a step has used scaled.
