@@ -1,4 +1,4 @@
-"""This process's rank; DTensors, of which it holds a shard, and what FSDP2 gathers them as.
+"""The rank of a process; DTensors, of which it holds a shard, and what FSDP2 gathers them as.
 
 Nothing here imports `torch.distributed.tensor`, which takes long: who has a DTensor has imported it.
 """

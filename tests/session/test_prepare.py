@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 import preamp
 from preamp.errors import SessionError
@@ -54,3 +55,16 @@ def test_a_parameter_of_two_optimizers_is_refused(level: str) -> None:
 def loss_in_region(session: preamp.Session, model: torch.nn.Module) -> torch.Tensor:
     with session.autocast():
         return loss_of(model, 0)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_a_bare_module_that_only_holds_parameters(level: str) -> None:
+    model = nn.Module()
+    model.weights = nn.ParameterList([torch.ones(4, 4)])
+    before = type(model)
+    with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level=level) as session:
+        with session.autocast():
+            loss = (model.weights[0] @ torch.ones(4, 1, dtype=model.weights[0].dtype)).float().sum()
+        session.backward(loss)
+        session.step()
+    assert type(model) is before and model.weights[0][0, 0].item() == pytest.approx(0.9, abs=1e-3)

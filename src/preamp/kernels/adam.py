@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from .bits import chances_like, join, round_stochastically, split
-from .foreach import by_torch_fused, descend, gate_of, gradients_of, number_of, root, single
 from .dispatch import Backend, Backends, dispatch
+from .foreach import by_torch_fused, descend, gate_of, gradients_of, number_of, root, single
 from .storage import AdamOptions, Storage, Tensors
 
 

@@ -31,8 +31,8 @@ from torch import Tensor
 from ..formats import LOW_DTYPES
 from .adam import adam
 from .bits import chances_like, join, mix, round_stochastically, split
-from .foreach import Gate, gate_of
 from .dispatch import Backend, Backends, dispatch
+from .foreach import Gate, gate_of
 from .lists import same_walk
 from .storage import AdamOptions, Storage, Tensors
 

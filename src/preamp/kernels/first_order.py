@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .foreach import by_torch_fused, descend, gate_of, gradients_of, number_of, single
 from .dispatch import Backend, Backends, dispatch
+from .foreach import by_torch_fused, descend, gate_of, gradients_of, number_of, single
 from .storage import AdagradOptions, SGDOptions, Storage, Tensors
 
 

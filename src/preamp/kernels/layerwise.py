@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .foreach import descend, gate_of, gradients_of, number_of, root, single
 from .dispatch import Backend, Backends, dispatch
+from .foreach import descend, gate_of, gradients_of, number_of, root, single
 from .norms import l2_norms
 from .storage import LambOptions, NovoGradOptions, ShardSum, Storage, Tensors
 

@@ -47,7 +47,8 @@ class Subclasses:
             forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
         body |= {**self._methods, "forward": forward}
         body |= {"__module__": original.__module__, "__doc__": original.__doc__}
-        return type(original.__name__, (original, self._mixin), body)
+        bases = (self._mixin,) if issubclass(self._mixin, original) else (original, self._mixin)  # of a bare nn.Module
+        return type(original.__name__, bases, body)
 
     def leave(self, module: nn.Module) -> None:
         """Give a module the class that it would have else, whatever was made of its class meanwhile."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,14 +21,28 @@ from ..kernels.triton.tables import ready_for_capture
 from ..ledger import parameters_of
 from ..optim import FusedOptimizer
 from ..tree import map_tensors, tensors
-from ._step import needs_host
-
-if TYPE_CHECKING:
-    from ._session import Session
+from ._step import OptimizerSteps, needs_host
 
 _PLAIN = (bool, int, float, str, type(None), tuple)
 _NOTED = "initial_lr"
 """What schedulers note in a group, and no step reads."""
+
+
+class _Session(Protocol):
+    """What a captured step asks of a session."""
+
+    device_type: str
+    _rates: Rates
+    _steps: OptimizerSteps
+
+    @property
+    def optimizers(self) -> dict[str, Optimizer]: ...
+    @property
+    def steps(self) -> int: ...
+    def _check_open(self) -> None: ...
+    def _device(self) -> torch.device: ...
+    def _replayed(self, steps: int) -> None: ...
+    def _after_replay(self) -> None: ...
 
 
 class CapturedStep:
@@ -41,7 +55,7 @@ class CapturedStep:
     written, has done: with the same hyper-parameters, the same states, and arguments of the same shapes.
     """
 
-    def __init__(self, session: Session, function: Callable[..., Any], warmup: int) -> None:
+    def __init__(self, session: _Session, function: Callable[..., Any], warmup: int) -> None:
         if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 1:
             raise SessionError(f"warmup={warmup!r}: at least one call has to run before a capture, to make all states")
         self._session, self._function, self._warmup = session, function, warmup

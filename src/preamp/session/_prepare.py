@@ -66,19 +66,26 @@ def prepare(
 ) -> Session:
     """Bring a model and its optimizer under a level or policy, in place, and return the session that trains them.
 
-    `model`: float32, on its device; one, or a list or mapping of several. What Lightning and Accelerate hand out in the
-    place of model and optimizer will do: the session takes what is behind. `optimizer`: any `torch.optim.Optimizer` but
-    LBFGS, made from the model's parameters; one, several, or None for inference. `level`: "O0".."O5", an alias, or
-    "auto" (the default; it suits the device, and the log and `repr(session)` say which); or `policy`: a policy or its
-    string. `losses`: names of the losses, each with a scale of its own. `scale`: in place of the policy's, for all
-    losses or by name. `skip`: who decides whether an optimizer steps that takes no flag: "host" reads the flag, one
-    wait a step; "device" steps it and puts parameters and states back where gradients were not finite, which costs a
-    copy of them; "auto" is "device" for capturable optimizers on an accelerator, else "host". `shadow`: for O1 and O4
-    with an optimizer of preamp.optim: keep 16-bit copies of weights, so that none is cast, and gradients rest, and add
-    up, in 16 bits. `group`: the process group whose members hold different parameters in plain tensors (pipeline
-    stages): whether gradients are finite, and their norm, are agreed over it, and gradients may come from the loss of
-    another stage, which scales it. DTensors (FSDP2, tensor parallelism) need none, and under DistributedDataParallel
-    gradients are alike anyway. `overrides`: single fields of the policy (`norms="fp16"`, `modules={"head": "full"}`).
+    What Lightning and Accelerate hand out in place of model and optimizer will do: the session takes what is behind.
+
+    | argument | what it is |
+    |---|---|
+    | `model` | float32, on its device; one, or a list or mapping of several |
+    | `optimizer` | any of `torch.optim` but LBFGS, made from the model's parameters; one, several, or None |
+    | `level` | "O0" to "O5", an alias, or "auto" (the default): what suits the device; `repr(session)` tells it |
+    | `policy` | in place of a level: a `Policy`, its string or its fields |
+    | `losses` | names of the losses, each with a scale of its own |
+    | `scale` | in place of the policy's scale, for all losses or by name |
+    | `skip` | who decides on a step, for optimizers that take no flag: see below |
+    | `shadow` | for O1 and O4 with an optimizer of preamp.optim: 16-bit copies of weights, so that none is cast |
+    | `group` | the process group whose ranks have other parameters in plain tensors (pipeline stages): see below |
+    | `overrides` | single fields of the policy: `norms="fp16"`, `modules={"head": "full"}` |
+
+    `skip="host"` reads the flag, one host sync a step. "device" steps always, and puts parameters and states back where
+    gradients were not finite, which costs a copy of them. "auto" is "device" for capturable optimizers on an
+    accelerator, else "host". With `shadow` gradients rest, and add up, in 16 bits. Over a `group` it is agreed whether
+    gradients are finite, and their norm; gradients may come from the loss of another stage, which scales it. DTensors
+    (FSDP2, tensor parallelism) need none, and under DistributedDataParallel gradients are alike anyway.
 
     Raises `PolicyError` for a policy that cannot be meant or does not fit the model, `SessionError` for objects that
     cannot be prepared; then nothing has been changed. Warns once when an epsilon would vanish (see `safe_eps`).
