@@ -62,7 +62,7 @@ def test_a_bare_module_that_only_holds_parameters(level: str) -> None:
     model = nn.Module()
     model.weights = nn.ParameterList([torch.ones(4, 4)])
     before = type(model)
-    with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level=level) as session:
+    with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level=level, scale=8.0) as session:
         with session.autocast():
             loss = (model.weights[0] @ torch.ones(4, 1, dtype=model.weights[0].dtype)).float().sum()
         session.backward(loss)
