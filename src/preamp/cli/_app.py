@@ -8,17 +8,15 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 
-from .. import __version__
+from .._version import __version__
 from ..errors import PreampError
-from ..policy import LEVELS, auto_level
-from ..policy import policy as make_policy
 from ..report import Column, Table
-from ..rules import OpRules
 from ._show import show
+
+# what needs torch is imported by the verb that uses it, so that --version and --help do not wait for it
 
 app = typer.Typer(
     name="preamp",
@@ -308,6 +306,8 @@ def plan(
 @app.command()
 def levels(as_json: _Json = None) -> None:
     """The levels, what each keeps in which dtype, and which of them suits this machine."""
+    from ..policy import LEVELS, auto_level
+
     auto, why = auto_level()
     columns = ("level", "alias", "params", "compute", "norms", "output", "masters", "scale", "what it is")
     rows = []
@@ -324,7 +324,10 @@ def rules(
     as_json: _Json = None,
 ) -> None:
     """The operator rules of a 16-bit region, each with its reason: low, full, promote, banned, as-is."""
-    ops = make_policy(policy).ops
+    from ..policy import parse_policy
+    from ..rules import OpRules
+
+    ops = parse_policy(policy).ops
     if ops is None:
         raise PreampError(f"the policy {policy!r} has ops=none: it has no operator rules")
     order = {"low": 0, "full": 1, "promote": 2, "banned": 3, "as-is": 4}
@@ -340,7 +343,10 @@ def rules(
 @app.command()
 def env(as_json: _Json = None) -> None:
     """The machine, the versions, and what they can do in 16 bits."""
+    import torch
+
     from ..bench import environment
+    from ..policy import auto_level
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     auto, why = auto_level(device.type)

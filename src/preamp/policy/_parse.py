@@ -16,7 +16,7 @@ from ._levels import LEVEL_BY_NAME, auto_level, level_names
 from ._policy import Policy, coerce
 
 
-def policy(description: str | Policy | Mapping[str, Any] | None = None, **changes: Any) -> Policy:
+def parse_policy(description: str | Policy | Mapping[str, Any] | None = None, **changes: Any) -> Policy:
     """The policy that a description stands for.
 
     `description`: a level or alias ("O2", "bf16-mixed"); "auto", the best level of this machine's default device;
