@@ -10,8 +10,7 @@ from torch import nn
 
 from ..errors import PreampError
 from ..formats import LOW_DTYPES, name_of
-from ..policy import Policy
-from ..policy import parse_policy
+from ..policy import Policy, parse_policy
 from ..report import Cell, Column, Table
 from ._asked import Asked, ask
 from ._rows import Row, rows_of, unit_of
