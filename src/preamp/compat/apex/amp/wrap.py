@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....formats import LOW_DTYPES
 from . import utils
+from ._casts import Casts
 from .utils import Caster, casted_args, collect_fp_tensor_types, mapped
-
-if TYPE_CHECKING:
-    from .handle import AmpHandle
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _RANK = {torch.float16: 0, torch.bfloat16: 0, torch.float32: 1, torch.float64: 2}
@@ -27,7 +25,7 @@ _RANK = {torch.float16: 0, torch.bfloat16: 0, torch.float32: 1, torch.float64: 2
 Function = Callable[..., Any]
 
 
-def make_cast_wrapper(function: Function, cast: Caster, handle: AmpHandle) -> Function:
+def make_cast_wrapper(function: Function, cast: Caster, handle: Casts) -> Function:
     """`function`, called with all floating arguments cast while `handle` is active."""
 
     @functools.wraps(function)
@@ -40,7 +38,7 @@ def make_cast_wrapper(function: Function, cast: Caster, handle: AmpHandle) -> Fu
     return wrapper
 
 
-def make_promote_wrapper(function: Function, handle: AmpHandle) -> Function:
+def make_promote_wrapper(function: Function, handle: Casts) -> Function:
     """`function`, called with all floating arguments in the widest of their dtypes while `handle` is active."""
 
     @functools.wraps(function)
@@ -60,7 +58,7 @@ def make_promote_wrapper(function: Function, handle: AmpHandle) -> Function:
     return wrapper
 
 
-def _dtypes(handle: AmpHandle, values: Iterable[Any]) -> set[torch.dtype]:
+def _dtypes(handle: Casts, values: Iterable[Any]) -> set[torch.dtype]:
     found = set()
     for value in values:
         if isinstance(value, Tensor):
@@ -80,7 +78,7 @@ def widest(dtypes: set[torch.dtype]) -> torch.dtype | None:
 
 
 def cached_cast(
-    module: Any, name: str, cast: Caster, handle: AmpHandle, try_caching: bool = False, verbose: bool = False
+    module: Any, name: str, cast: Caster, handle: Casts, try_caching: bool = False, verbose: bool = False
 ) -> None:
     """Have `module.name` cast its arguments; with `try_caching`, each parameter once between two updates."""
     if not utils.has_func(module, name):
@@ -93,13 +91,13 @@ def cached_cast(
     )
 
 
-def promote(module: Any, name: str, handle: AmpHandle) -> None:
+def promote(module: Any, name: str, handle: Casts) -> None:
     """Have `module.name` compute at the widest type of its arguments, given singly or in a sequence."""
     if utils.has_func(module, name):
         utils.set_func_save(handle, module, name, make_promote_wrapper(utils.get_func(module, name), handle))
 
 
-def promote_match_arg0(module: Any, name: str, handle: AmpHandle) -> None:
+def promote_match_arg0(module: Any, name: str, handle: Casts) -> None:
     """Have a function that works in place cast its other arguments to the dtype of what it writes."""
     if not utils.has_func(module, name):
         return
@@ -115,7 +113,7 @@ def promote_match_arg0(module: Any, name: str, handle: AmpHandle) -> None:
     utils.set_func_save(handle, module, name, wrapper)
 
 
-def err_if_any_half(module: Any, name: str, handle: AmpHandle, custom_err_msg: str | None = None) -> None:
+def err_if_any_half(module: Any, name: str, handle: Casts, custom_err_msg: str | None = None) -> None:
     """Have `module.name` refuse 16-bit arguments."""
     if not utils.has_func(module, name):
         return
@@ -136,7 +134,7 @@ def err_if_any_half(module: Any, name: str, handle: AmpHandle, custom_err_msg: s
     utils.set_func_save(handle, module, name, wrapper)
 
 
-def err_if_arg0_half(module: Any, name: str, handle: AmpHandle) -> None:
+def err_if_arg0_half(module: Any, name: str, handle: Casts) -> None:
     """Have a method that works in place refuse a 16-bit tensor, which could not hold its float32 result."""
     if not utils.has_func(module, name):
         return
@@ -157,7 +155,7 @@ def err_if_arg0_half(module: Any, name: str, handle: AmpHandle) -> None:
     utils.set_func_save(handle, module, name, wrapper)
 
 
-def decorated_cast(function: Function, dtype_of: Callable[[AmpHandle], torch.dtype], current: Callable[[], Any]) -> Any:
+def decorated_cast(function: Function, dtype_of: Callable[[Casts], torch.dtype], current: Callable[[], Any]) -> Any:
     """The wrapper of `half_function` and `float_function`: it asks for the handle when called."""
 
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""What the model's 16-bit gradients were when they were last unscaled or cleared, and what was done to them since.
+"""Which versions of the model's 16-bit gradients amp knows: what was done to them since they were unscaled or cleared.
 
 The optimizer steps masters, which have gradients of their own. Loops of others know the model's: they clear those to
 give a step up, or write new ones by a backward pass without `scale_loss`.
@@ -19,14 +19,14 @@ _SEEN = "_amp_seen_version"
 """A mark on a gradient: a reference would keep its memory where a script has set it to None."""
 
 
-class Shown:
+class GradientVersions:
     """The gradients of a list of parameters as amp left them."""
 
     def __init__(self) -> None:
         self._had: list[bool] = []
 
-    def show(self, parameters: Sequence[Parameter]) -> None:
-        """These gradients are known."""
+    def record(self, parameters: Sequence[Parameter]) -> None:
+        """Note the gradients as they are now."""
         gradients = list(map(_GRAD, parameters))
         self._had = [gradient is not None for gradient in gradients]
         for gradient in gradients:
@@ -37,7 +37,7 @@ class Shown:
         """No gradient is there that could be cleared."""
         self._had = []
 
-    def follow(self, parameters: Sequence[Parameter], masters: Sequence[Parameter], stepping: bool) -> None:
+    def update_masters(self, parameters: Sequence[Parameter], masters: Sequence[Parameter], stepping: bool) -> None:
         """Clear the masters' gradients whose parameters' were cleared, by whichever call.
 
         `stepping`: the step comes next. Where all are None before it, somebody saves memory, and the masters' stay;
@@ -85,11 +85,3 @@ def _zeros(gradients: Sequence[Tensor]) -> set[int]:
         return set()
     largest = torch.stack([norm.to(dense[0].device) for norm in torch._foreach_norm(dense, float("inf"))])
     return {id(gradient) for gradient, size in zip(dense, largest.tolist(), strict=True) if size == 0}
-
-
-def multiply(parameters: Sequence[Parameter], factor: float) -> None:
-    """Multiply the gradients that are there."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            with torch.no_grad():
-                parameter.grad.mul_(factor)
