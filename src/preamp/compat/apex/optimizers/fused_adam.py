@@ -13,8 +13,7 @@ from torch import Tensor
 from ....formats import LOW_DTYPES
 from ....gradients import global_norm
 from .. import _amp_c, _steps
-from ._base import MASTER, ApexOptimizer, Closure, check_hypers, evaluated, refuse_amsgrad
-from ._scaling import scaling_of
+from ._base import MASTER, ApexOptimizer, Closure, check_hypers, evaluated, refuse_amsgrad, scaling_of
 
 OF_2018 = frozenset(("amp_scale_adjustment", "eps_inside_sqrt", "max_grad_norm", "use_mt"))
 
@@ -118,31 +117,18 @@ class FusedAdam(ApexOptimizer):
         for group in self.param_groups:
             if not group["params"]:
                 continue
-            params = self.present(group)
-            number = self._counted(group, found)
+            params, grads = self.present(group)
+            if self.capturable and "step" not in group:
+                group["step"] = self._as_count(0, group["params"][0].device)
             _steps.adam(
-                params, [p.grad for p in params if p.grad is not None], self.states(params, "exp_avg"),
-                self.states(params, "exp_avg_sq"), step=number, lr=group["lr"], betas=group["betas"],
+                params, grads, self.states(params, "exp_avg"), self.states(params, "exp_avg_sq"),
+                step=self.count(group, found), lr=group["lr"], betas=group["betas"],
                 eps=group["eps"], weight_decay=group["weight_decay"], decoupled=bool(self.adam_w_mode),
                 bias_correction=bool(group["bias_correction"]), factor=factor, found=found,
                 masters=self.masters(params) if self.master_weights else None,
             )  # fmt: skip
             self.published(params)
         return loss
-
-    def _counted(self, group: dict[str, Any], found: Tensor | None) -> int | Tensor:
-        """The number of this step, which is counted unless it is known, here or on the device, to be skipped."""
-        if not self.capturable:
-            return self.count(group)
-        if "step" not in group:
-            group["step"] = self._as_count(0, group["params"][0].device)
-        step: Tensor = group["step"]
-        number = step + 1
-        if found is None:
-            step.copy_(number)  # in place: a captured graph has to find it where it was
-        else:
-            step.add_((found.to(step.device) <= 0).to(step.dtype))
-        return number
 
 
 FusedAdam.__new__.__signature__ = inspect.signature(FusedAdam.__init__)  # type: ignore[attr-defined]
