@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from preamp.compat.apex.parallel._flat import flat_dist_call
+from ._flat import flat_dist_call
 
 Group = Any  # dist.ProcessGroup; None stands for the default group. Absent where torch has no distributed
 
@@ -39,7 +39,7 @@ def require_group(what: str) -> None:
 def own_group() -> Group:
     """A new group over all ranks, with the default group's backend and timeout. Every rank has to call this.
 
-    Gradients travel while backward goes on, at moments that may differ between ranks when ranks use different
+    Gradients are reduced while backward goes on, at moments that may differ between ranks when ranks use different
     parameters. In the default group they would then be taken for the collectives of SyncBatchNorm, of a second
     wrapped model or of the training script, which torch matches by order alone.
     """
@@ -56,7 +56,7 @@ def default_timeout() -> timedelta | None:
     return timeout if isinstance(timeout, timedelta) else None
 
 
-def home_device(tensors: Sequence[Tensor]) -> torch.device:
+def device_of(tensors: Sequence[Tensor]) -> torch.device:
     """Where small messages of a group have to live: with `tensors`, or on the GPU for nccl when there are none."""
     if tensors:
         return tensors[0].device
@@ -73,7 +73,7 @@ def check_same_model(parameters: Sequence[tuple[str, Tensor]], group: Group) -> 
     listing = repr([(tuple(p.shape), str(p.dtype), p.requires_grad) for _, p in parameters])
     digest = int.from_bytes(hashlib.sha256(listing.encode()).digest()[:7], "big")
     elements = sum(p.numel() for _, p in parameters)
-    mine = torch.tensor([digest, len(parameters), elements], device=home_device([p for _, p in parameters]))
+    mine = torch.tensor([digest, len(parameters), elements], device=device_of([p for _, p in parameters]))
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, mine, group=group)
     rows = [row.tolist() for row in gathered]
