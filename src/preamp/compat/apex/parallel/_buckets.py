@@ -36,7 +36,7 @@ class ReductionOptions:
 
 
 class Bucket:
-    """Parameters of one dtype and device whose gradients are reduced together; `members` are their numbers in the model."""
+    """Parameters of one dtype and device, reduced together; `members` are their numbers in the model."""
 
     def __init__(self, members: Sequence[int], parameters: Sequence[Tensor]) -> None:
         self.members = list(members)
