@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from preamp.report.axis import Axis, Tick
-from preamp.report.charts import Span
-from preamp.report.markup import FONT, Element, element, label, text_width
+from .axis import Axis, Tick
+from .charts import Span
+from .markup import FONT, Element, element, label, text_width
 
 COLOURS = 8
 DASHES = 6

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from rich.cells import cell_len
 
-from preamp.report.values import Cell, format_cell, to_json
+from .values import Cell, format_cell, to_json
 
 Align = Literal["auto", "left", "right"]
 
