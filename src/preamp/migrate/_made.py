@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from ._callees import Callees
 from ._edits import Edits
 from ._forward import binds, block_around
 from ._names import Names, root, walk
 from ._notes import Note
-from ._scopes import Scope, Scopes
+from ._scopes import Callees, Scope, Scopes
 from ._sessions import Plan, elements
 
 _CONDITIONS = (cst.If, cst.IfExp, cst.BooleanOperation, cst.ExceptHandler, cst.Match, cst.While)

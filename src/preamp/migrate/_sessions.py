@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
-from ._callees import family
 from ._calls import literal
 from ._names import Names, dotted
 from ._options import Options, read
-from ._scopes import Scope, Scopes
+from ._scopes import Scope, Scopes, family
 
 
 @dataclass(eq=False)

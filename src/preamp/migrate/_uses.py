@@ -6,13 +6,12 @@ import re
 
 import libcst as cst
 
-from ._bodies import is_linear, is_plain, method, substituted, unindented
 from ._calls import literal, named_arguments
 from ._edits import Edits, Statement
 from ._forward import block_around
 from ._names import Names, calls, chains, dotted, mentions, walk
 from ._notes import Note
-from ._regions import Regions
+from ._scaled_losses import Regions, is_linear, is_plain, method, substituted, unindented
 from ._scopes import Scope, Scopes
 from ._sessions import POSITIONS_OF_SCALE_LOSS, Access, Sessions, elements, name_losses
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._group import Group
+from ._collectives import Group
 
 _LOW = (torch.float16, torch.bfloat16)
 

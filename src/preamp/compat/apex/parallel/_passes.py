@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._buckets import Bucket, Reduction, ReductionOptions, plan_buckets, refuse_sparse
-from ._group import Group, has_group
+from ._collectives import Group, has_group
 
 
 class _Pass:

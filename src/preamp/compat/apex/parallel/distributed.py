@@ -14,23 +14,21 @@ from torch import Tensor, nn
 from ....errors import PreampWarning
 from ....tree import tensors
 from ._buckets import ReductionOptions, reduce_now
-from ._flat import (
+from ._collectives import (
+    Group,
     apply_flat_dist_call,
+    broadcast_parameters,
+    check_same_model,
     extract_tensors,
     flat_dist_call,
     flatten,
+    has_group,
     import_flatten_impl,
+    own_group,
+    require_group,
     split_by_type,
     split_half_float_double,
     unflatten,
-)
-from ._group import (
-    Group,
-    broadcast_parameters,
-    check_same_model,
-    has_group,
-    own_group,
-    require_group,
 )
 from ._passes import Synchronizer
 

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from .._notice import deprecated_warning
-from ._group import Group, default_timeout, has_group, require_group
+from ._collectives import Group, default_timeout, has_group, require_group
 from .sync_batchnorm_kernel import SyncBatchnormFunction
 
 
