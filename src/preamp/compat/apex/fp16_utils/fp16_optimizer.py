@@ -51,10 +51,7 @@ class FP16_Optimizer(Masters):
             self.maybe_print(f"FP16_Optimizer processing param group {i}:")
             self._take_group(group)
         self.dynamic_loss_scale = bool(dynamic_loss_scale)
-        if dynamic_loss_scale:
-            self.loss_scaler = LossScaler("dynamic", **(dynamic_loss_args or {}))
-        else:
-            self.loss_scaler = LossScaler(static_loss_scale)
+        self.loss_scaler = self._make_scaler(static_loss_scale, self.dynamic_loss_scale, dynamic_loss_args)
         self.overflow = False
         self.first_closure_call_this_step = True
         self.clip_grad_norm = clip_grad_norm
@@ -62,6 +59,9 @@ class FP16_Optimizer(Masters):
         """The scale on the model's 16-bit gradients, None where there are none yet."""
         self._fp32_are_true = False
         """Whether gradients of float32 parameters were divided by the scale already."""
+
+    def _make_scaler(self, static: float, dynamic: bool, arguments: dict[str, Any] | None) -> LossScaler:
+        return LossScaler("dynamic", **(arguments or {})) if dynamic else LossScaler(static)
 
     def _take_group(self, group: dict[str, Any]) -> None:
         """Put masters in the places of 16-bit parameters."""

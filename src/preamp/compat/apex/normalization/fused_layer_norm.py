@@ -46,7 +46,13 @@ class _FusedNorm(nn.Module):
     memory_efficient: bool
     weight: Parameter | None
 
-    def __init__(self, normalized_shape: Shape, eps: float, elementwise_affine: bool, memory_efficient: bool) -> None:
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
         super().__init__()
         self.normalized_shape = shape_of(normalized_shape)
         self.eps = eps
@@ -81,15 +87,6 @@ class FusedLayerNorm(_FusedNorm):
     bias: Parameter | None
     _norm: Callable[..., Tensor] = staticmethod(fused_layer_norm_affine)
 
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, memory_efficient)
-
     def _names(self) -> tuple[str, ...]:
         return ("weight", "bias")
 
@@ -102,15 +99,6 @@ class FusedRMSNorm(_FusedNorm):
     """RMS norm (Zhang and Sennrich 2019) over the last dimensions; dtypes as in `FusedLayerNorm`, and no bias."""
 
     _norm: Callable[..., Tensor] = staticmethod(fused_rms_norm_affine)
-
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, memory_efficient)
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`, whose last dimensions are `normalized_shape`."""

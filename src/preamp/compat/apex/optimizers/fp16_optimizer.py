@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ....errors import StateError
 from .._scaler import LossScaler
@@ -20,21 +19,12 @@ class FP16_Optimizer(_FP16_Optimizer):
     `dynamic_loss_args`: other arguments of `amp.scaler.LossScaler`. The optimizer may be any.
     """
 
-    def __init__(
-        self,
-        init_optimizer: Optimizer,
-        static_loss_scale: float = 1.0,
-        dynamic_loss_scale: bool = False,
-        dynamic_loss_args: dict[str, Any] | None = None,
-        verbose: bool = True,
-    ) -> None:
-        super().__init__(init_optimizer, static_loss_scale, dynamic_loss_scale, None, verbose)
-        if dynamic_loss_scale:
-            arguments = {"scale_window": 1000, "min_loss_scale": 1.0, "max_loss_scale": float("inf")}
-            self.loss_scaler = LossScaler("dynamic", **{**arguments, **(dynamic_loss_args or {})})
-        else:  # one that looks for overflows and stays where it is
-            fixed = float(static_loss_scale)
-            self.loss_scaler = LossScaler("dynamic", fixed, min_loss_scale=fixed, max_loss_scale=fixed)
+    def _make_scaler(self, static: float, dynamic: bool, arguments: dict[str, Any] | None) -> LossScaler:
+        if dynamic:
+            own = {"scale_window": 1000, "min_loss_scale": 1.0, "max_loss_scale": float("inf")}
+            return LossScaler("dynamic", **{**own, **(arguments or {})})
+        fixed = float(static)  # one that looks for overflows and stays where it is
+        return LossScaler("dynamic", fixed, min_loss_scale=fixed, max_loss_scale=fixed)
 
     def zero_grad(self, set_grads_to_None: bool = True) -> None:
         """Make the gradients of the model and of the masters None, or zero them."""
