@@ -9,7 +9,6 @@ import libcst as cst
 from ._edits import Edits
 from ._forward import binds, block_around
 from ._names import Names, root, walk
-from ._notes import Note
 from ._scopes import Callees, Scope, Scopes
 from ._sessions import Plan, elements
 
@@ -102,7 +101,7 @@ class Made:
         return False
 
     def _doubt(self, plan: Plan, seen: str, write: str) -> None:
-        self._edits.doubts.append(Note(self._names.line(plan.call), seen, write))
+        self._edits.doubt(plan.call, seen, write)
 
 
 def is_repeated(names: Names, scope: Scope, node: cst.CSTNode, models: Sequence[str], own: cst.Call) -> bool:
