@@ -170,12 +170,12 @@ def _hand_on(names: Names, scopes: Scopes, sessions: Sessions, edits: Edits) -> 
         edits.first[init.node] = f"{init.parameters()[0]}.{access.text} = {access.text}"
         _tell(edits, own.node, f"{own.name}()", access.text)
     for call, text in sessions.arguments.items():
-        target = _callee(names, scopes, sessions, call)
+        target = _callee(sessions, call)
         if target is not None:
             edits.arguments[call] = (target, text or target)
 
 
-def _callee(names: Names, scopes: Scopes, sessions: Sessions, call: cst.CSTNode) -> str | None:
+def _callee(sessions: Sessions, call: cst.CSTNode) -> str | None:
     if not isinstance(call, cst.Call):
         return None
     for where, access in (*sessions.parameters.items(), *sessions.stored.items()):

@@ -277,7 +277,7 @@ def _same(known: str, given: str) -> bool:
     return known == given or (given.startswith(f"{known}[") and given.endswith("]"))
 
 
-def name_losses(names: Names, plan: Plan, uses: list[tuple[cst.BaseExpression, cst.BaseExpression | None]]) -> None:
+def name_losses(plan: Plan, uses: list[tuple[cst.BaseExpression, cst.BaseExpression | None]]) -> None:
     """Names for the losses of a session that has several: those of the variables, where they tell them apart."""
     if plan.options.losses is None or not plan.options.losses.isdecimal():
         return

@@ -54,7 +54,7 @@ class Uses:
         ]
         for plan in self._sessions.plans:
             uses = [named_arguments(call, POSITIONS_OF_SCALE_LOSS) or {} for _, call in scaled]
-            name_losses(self._names, plan, [(u["loss"], u.get("loss_id")) for u in uses if "loss" in u])
+            name_losses(plan, [(u["loss"], u.get("loss_id")) for u in uses if "loss" in u])
         for scope, call in scaled:
             self._scale_loss(scope, call)
         for scope in self._scopes.all:

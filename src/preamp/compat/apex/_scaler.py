@@ -101,11 +101,6 @@ class LossScaler:
             torch._foreach_add_(new, _alike(stashed, new))
             torch._foreach_copy_(master, new)
 
-    def note(self, gradients: Sequence[Tensor]) -> None:
-        """Have a dynamic scale look at gradients, and leave them as they are."""
-        if self.dynamic and gradients:
-            self._flag(check_and_unscale_(gradients, None))
-
     def update_scale(self) -> bool:
         """Move a dynamic scale by what the gradients were like; True if the step must be skipped.
 
