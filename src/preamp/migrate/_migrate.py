@@ -144,7 +144,7 @@ def _planned(names: Names) -> tuple[Edits, list[Plan]]:
         made = Made(names, scopes, edits)
         for plan in plans:
             made.look(plan, uses.plain)
-    _hand_on(names, scopes, sessions, edits)
+    _hand_on(scopes, sessions, edits)
     _classes(names, edits)
     Starts(names, scopes, sessions, edits).plan()
     for call in untold:
@@ -159,7 +159,7 @@ def _planned(names: Names) -> tuple[Edits, list[Plan]]:
     return edits, plans
 
 
-def _hand_on(names: Names, scopes: Scopes, sessions: Sessions, edits: Edits) -> None:
+def _hand_on(scopes: Scopes, sessions: Sessions, edits: Edits) -> None:
     """Sessions as parameters and arguments of the functions that need them."""
     for function, access in sessions.parameters.items():
         edits.parameters[function.node] = access.text
