@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -63,6 +64,14 @@ class Masters:
         """Round the masters into the model."""
         if self.all_fp16_params:
             torch._foreach_copy_(list[Tensor](self.all_fp16_params), list[Tensor](self.all_fp32_from_fp16_params))
+
+
+@torch.no_grad()
+def multiply_gradients(parameters: Iterable[Parameter], factor: float) -> None:
+    """Multiply the gradients that are there."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ....formats import LOW_DTYPES
-from .._masters import Masters
+from .._masters import Masters, multiply_gradients
 from .._scaler import LossScaler
 from ._amp_state import maybe_print
 from ._scaled_backward import Stash, put_aside, put_back, unscale_and_add
@@ -206,14 +206,14 @@ class AmpOptimizerState(Masters):
     def keep_scaled(self, scale: float) -> None:
         """The gradients of the pass to come stay scaled; those that are there, in true size, get that scale."""
         self._clear_low()  # the masters have them
-        _multiply(self._stepped(), scale)
+        multiply_gradients(self._stepped(), scale)
         self.params_have_scaled_gradients, self.delayed_scale = True, scale
 
     def rescale(self, scale: float) -> None:
         """Give scaled gradients another scale: that of one of the losses may have moved, or each has its own."""
         if scale != self.delayed_scale:
             low = self.all_fp16_params if self.master_weights else []
-            _multiply([*low, *self._stepped()], scale / self.delayed_scale)
+            multiply_gradients([*low, *self._stepped()], scale / self.delayed_scale)
             self.delayed_scale = scale
 
     def check_unscaled(self) -> None:
@@ -276,10 +276,3 @@ class AmpOptimizerState(Masters):
             for i, master in self._numbered().items():
                 master.copy_(saved[i])
             self.masters_to_model()
-
-
-@torch.no_grad()
-def _multiply(parameters: Sequence[Parameter], factor: float) -> None:
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ....errors import StateError
 from ....formats import LOW_DTYPES
-from .._masters import Masters
+from .._masters import Masters, multiply_gradients
 from .._notice import deprecated_warning
 from .._scaler import LossScaler, scaler_of, state_of
 from .fp16util import clip_grad_norm
@@ -109,9 +109,9 @@ class FP16_Optimizer(Masters):
         """Bring gradients that are there already under the scale of those to come, so that they can be added."""
         if self._scale_on_fp16 not in (None, scale) and not self.overflow:
             assert self._scale_on_fp16 is not None
-            _multiply([p.grad for p in self.all_fp16_params if p.grad is not None], scale / self._scale_on_fp16)
+            multiply_gradients(self.all_fp16_params, scale / self._scale_on_fp16)
         if self._fp32_are_true:
-            _multiply([p.grad for p in self.all_fp32_from_fp32_params if p.grad is not None], scale)
+            multiply_gradients(self.all_fp32_from_fp32_params, scale)
         self._fp32_are_true = False
 
     def update_master_grads(self) -> None:
@@ -285,11 +285,6 @@ class FP16_Optimizer(Masters):
     @param_groups.setter
     def param_groups(self, value: Any) -> None:
         self.optimizer.param_groups = value
-
-
-def _multiply(gradients: list[Tensor], factor: float) -> None:
-    for gradient in gradients:
-        gradient.mul_(factor)
 
 
 def _dense_grad(param: Parameter) -> Tensor:
