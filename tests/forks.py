@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["torch._dynamo", "preamp"])
+_FORKS.set_forkserver_preload(["torch._dynamo", "preamp.session", "preamp.optim"])
 
 
 def run(

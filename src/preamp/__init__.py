@@ -13,23 +13,22 @@ A training loop with it:
 """
 
 from importlib import import_module as _import_module
+from sys import modules as _modules
+from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ._version import __version__, only_version_is_asked
+from ._version import __version__
 
-if TYPE_CHECKING or not only_version_is_asked():
-    from . import errors, optim
+if TYPE_CHECKING:
+    from . import checkpoint, compat, doctor, errors, lr_finder, optim, parallel, plan, report, zoo
     from .autocast import autocast, float_function, half_function, promote_function
+    from .compat.install import install_as_apex, uninstall_as_apex
     from .eps import safe_eps
     from .errors import PreampError, PreampWarning
     from .policy import Policy, policy
     from .rules import OpRules
     from .scaling import DynamicScale, GradScaler, HysteresisScale, NoScale, StaticScale, WindowScale
     from .session import Session, StepReport, prepare
-
-if TYPE_CHECKING:
-    from . import checkpoint, compat, doctor, lr_finder, parallel, plan, report, zoo
-    from .compat.install import install_as_apex, uninstall_as_apex
 
 __all__ = [
     "DynamicScale",
@@ -66,13 +65,59 @@ __all__ = [
     "zoo",
 ]
 
-_ON_DEMAND = ("checkpoint", "compat", "doctor", "lr_finder", "parallel", "plan", "report", "zoo")
-_DOORS = ("install_as_apex", "uninstall_as_apex")
+_MODULE_OF = {
+    "autocast": "autocast",
+    "float_function": "autocast",
+    "half_function": "autocast",
+    "promote_function": "autocast",
+    "install_as_apex": "compat.install",
+    "uninstall_as_apex": "compat.install",
+    "safe_eps": "eps",
+    "PreampError": "errors",
+    "PreampWarning": "errors",
+    "Policy": "policy",
+    "policy": "policy",
+    "OpRules": "rules",
+    "DynamicScale": "scaling",
+    "GradScaler": "scaling",
+    "HysteresisScale": "scaling",
+    "NoScale": "scaling",
+    "StaticScale": "scaling",
+    "WindowScale": "scaling",
+    "Session": "session",
+    "StepReport": "session",
+    "prepare": "session",
+}
+"""The modules of the public names that are not modules themselves; each is imported when first asked for."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ON_DEMAND:  # instruments: nobody waits for them who only trains
-        return _import_module(f".{name}", __name__)
-    if name in _DOORS:
-        return getattr(_import_module(".compat.install", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _MODULE_OF:
+        value = getattr(_import_module(f".{_MODULE_OF[name]}", __name__), name)
+    else:
+        try:
+            value = _import_module(f".{name}", __name__)
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(_ModuleType):
+    """A package whose modules `autocast` and `policy` do not take the place of what users call by these names."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # the import system sets a module as an attribute of its package
+        if not (name in _MODULE_OF and isinstance(value, _ModuleType)):
+            super().__setattr__(name, value)
+
+
+_modules[__name__].__class__ = _Package

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-
-from preamp import docs_tables
+from tools import docs
 
 from ..session.toys import batch, mlp
 
@@ -49,10 +48,10 @@ def test_other_examples_compile() -> None:
             compile(block, name, "exec")
 
 
-@pytest.mark.parametrize("name", docs_tables.DOCUMENTS)
+@pytest.mark.parametrize("name", docs.DOCUMENTS)
 def test_generated_parts_are_current(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
-    assert docs_tables.renewed(ROOT, text) == text, "run ./dev docs"
+    assert docs.renewed(ROOT, text) == text, "run ./dev docs"
     assert text.count("<!-- begin:") == text.count("<!-- end:") > 0
 
 

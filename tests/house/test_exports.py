@@ -55,6 +55,7 @@ torchs = time.perf_counter() - started
 before = set(sys.modules)
 started = time.perf_counter()
 import preamp
+preamp.prepare, preamp.optim
 seconds = time.perf_counter() - started
 new = {name.partition(".")[0] for name in set(sys.modules) - before}
 heavy = new & {"typer", "rich", "jinja2", "matplotlib", "pandas", "skimage", "click", "tokenizers"}
@@ -85,6 +86,46 @@ def lines_of_code(text: str) -> int:
             told.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     lines = enumerate(text.splitlines(), 1)
     return sum(bool(line.strip()) and not line.strip().startswith("#") and i not in told for i, line in lines)
+
+
+ALONE = """
+import sys
+import preamp
+assert set(preamp.__all__) <= set(dir(preamp))
+heavy = {"torch", "numpy", "typer", "rich", "jinja2", "matplotlib"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+ORDERS = """
+import pickle, sys, torch
+
+def check(first):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "preamp"]:
+        del sys.modules[name]
+    exec(first, {})
+    import preamp
+    from preamp import autocast, policy
+    assert preamp.policy is policy and policy("O1").compute == torch.float16, first
+    assert preamp.autocast is autocast and issubclass(autocast, torch.autocast), first
+    assert sys.modules["preamp.policy"].policy is policy and preamp.scaling.SCHEDULES and preamp.optim.AdamW, first
+    assert pickle.loads(pickle.dumps(preamp.Policy)) is preamp.Policy, first
+
+check("import preamp; preamp.prepare")
+check("import preamp.policy, preamp.autocast")
+check("import preamp.policy._levels, preamp.autocast._region")
+check("from preamp.policy import LEVELS; from preamp.autocast import MARKER")
+check("from importlib import import_module; import_module('preamp.policy'); import_module('preamp.autocast')")
+check("import preamp.session, preamp.doctor, preamp.compat.install")
+check("from preamp import *")
+"""
+
+
+def test_import_alone_loads_nothing() -> None:
+    subprocess.run([sys.executable, "-c", ALONE], check=True)
+
+
+def test_names_are_the_same_in_every_order_of_imports() -> None:
+    subprocess.run([sys.executable, "-c", ORDERS], check=True)
 
 
 def test_sources_keep_the_rules() -> None:

@@ -24,8 +24,7 @@ FLOOR = {
     "checkpoint": 5, "lr_finder": 5, "plan": 5, "zoo": 5,
     "bench": 6, "doctor": 6,
     "compat": 7, "migrate": 7,
-    "docs_results": 7.5, "docs_simulation": 7.6,
-    "demo": 8, "docs_tables": 8,
+    "demo": 8,
     "cli": 8.5,  # the demo is one of its verbs
     "__main__": 9,
 }  # fmt: skip

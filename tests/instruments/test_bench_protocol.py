@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from preamp.bench import _counting
 from preamp.bench._counting import SilentProfiler, counted_launches, launches
 from preamp.bench.training import Work, _optimizer
+from preamp.bench.training._by_hand import Graphed
 from preamp.bench.training._contenders import BF16, EAGER, REFERENCE, Contender, Trainer
-from preamp.bench.training._graph import Graphed
-from preamp.bench.training._optimizer import _makers, _Problem, optimizer_row, speeds
-from preamp.bench.training._rivals import RIVALS, Rival, installed
+from preamp.bench.training._optimizer import RIVALS, Rival, _makers, _Problem, installed, optimizer_row, speeds
 from preamp.scaling import DynamicScale
 
 CPU = torch.device("cpu")

@@ -45,13 +45,6 @@ def test_the_version_is_told_without_torch(how: str) -> None:
     assert "preamp._version" in ran.stderr and " torch" not in ran.stderr
 
 
-def test_another_program_s_version_is_its_own(tmp_path: Path) -> None:
-    path = tmp_path / "theirs.py"
-    path.write_text("import preamp, sys\nassert preamp.prepare\nprint(sys.argv[1:])\n")
-    ran = subprocess.run([sys.executable, str(path), "--version"], capture_output=True, text=True, check=True)
-    assert ran.stdout == "['--version']\n"
-
-
 def test_help_shows_code_as_code() -> None:
     lines = str(preamp.__doc__).splitlines()
     assert "    for x, y in loader:" in lines and "            loss = loss_fn(model(x), y)" in lines

@@ -19,8 +19,9 @@ import torch
 
 from preamp.bench import models
 from preamp.bench._results import complete
-from preamp.bench.training import Clock, estimates
 from preamp.bench.training import _suite as training_suite
+from preamp.bench.training import estimates
+from preamp.bench.training._parts import Run
 from tests.forks import run
 from tests.pretend.device import missing
 
@@ -162,7 +163,7 @@ def test_three_calls_do_everything_by_the_estimates(
     clock, done = [0.0], set()
     monkeypatch.setattr(dev, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setenv("OUT", str(tmp_path))
-    machine, *rows = training_suite._parts(torch.device("cpu"), 7, "full", Clock(1), None, print)
+    machine, *rows = training_suite._parts(Run.imagined(training_suite.SIZES), None)
 
     def process(self: Any, *command: Any, limit: float) -> int:
         words = [str(word) for word in command]

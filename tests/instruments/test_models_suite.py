@@ -25,18 +25,21 @@ from preamp.bench._machine import DeviceLost
 from preamp.bench._results import Missing, complete
 from preamp.bench.models import GROUPS, NETWORKS, estimates, models
 from preamp.bench.models import _suite as models_suite
-from preamp.bench.models._contenders import BATCHES, COMPILED, EAGER, LOSSES, NETS
+from preamp.bench.models._suite import BATCHES, COMPILED, EAGER, LOSSES, NETS
 from preamp.bench.training import Clock, Contender, Trainer, TrainingRow, Work, works
 from preamp.bench.training._contenders import O2, O5_EIGHT, REFERENCE
 from preamp.bench.training._largest import net_row, trains
 from preamp.bench.training._parity import FP32
+from preamp.bench.training._parts import Run
 from preamp.cli import _bench
 from preamp.cli._app import app, main
 from preamp.cli._bench import run_suites
 from preamp.errors import PolicyError
 
 CPU = torch.device("cpu")
-EVERY = [part.name for part in models_suite._parts(CPU, 1, "tiny", Clock(1.0), None, print)]
+EVERY = [
+    part.name for part in models_suite._parts(Run.begun("models", models_suite.SIZES, CPU, 1, print, "tiny"), None)
+]
 
 
 def fits(contender: Contender, size: int) -> bool:
@@ -104,7 +107,7 @@ def test_a_decoder_sees_nothing_of_what_comes() -> None:
 
 def test_parts_fit_in_a_call_and_are_all_asked_for() -> None:
     assert set(estimates()) == set(GROUPS) and max(estimates().values()) <= 530
-    kinds = Counter(part.kind for part in models_suite._parts(CPU, 1, "full", Clock(1.0), None, print))
+    kinds = Counter(part.kind for part in models_suite._parts(Run.imagined(models_suite.SIZES), None))
     assert kinds == {"steps": 7, "compiled": 7, "losses": 7, "largest batch": 7, "larger net": 2}
     assert len(set(EVERY)) == len(EVERY) == 30
     with pytest.raises(PolicyError, match="its parts are models, models-losses, models-memory"):

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from tools import docs_results
 
-from preamp import docs_results
 from preamp.bench._replay import below, overflows, replay
 from preamp.bench._schedules import ScheduleRow, schedule_table, schedules
 from preamp.bench._traces import Trace, load_trace, record, trace_of

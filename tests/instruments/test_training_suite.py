@@ -14,6 +14,7 @@ import jsonschema
 import pytest
 import torch
 import torch.nn.functional as F
+from tools.goals import goals, goals_table, main
 from torch import Tensor, nn
 
 from preamp.autocast import REGISTRY
@@ -23,8 +24,6 @@ from preamp.bench.training import (
     Contender,
     TrainingRow,
     Work,
-    goals,
-    goals_table,
     training,
     training_table,
     works,
@@ -373,6 +372,15 @@ def test_goals_of_waits_and_launches() -> None:
     assert [judged(rows(0.0, 704))[key]["met"] for key in keys] == [True, True]
     found = judged(rows(1.0, 705))
     assert [(found[key]["measured"], found[key]["met"]) for key in keys] == [(1.0, False), (5, False)]
+
+
+def test_goals_are_written_beside_the_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "training.json"
+    row = row_of("optimizer", "Adam, BERT-large", measured("torch.amp fp16", 0.010), measured("preamp O2", 0.005))
+    path.write_text(json.dumps({"suites": {"training": [row]}}))
+    main(path)
+    assert json.loads(path.read_text())["goals"][0]["measured"] == pytest.approx(2.0)
+    assert "optimizer and casts, BERT-large" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from preamp.report import (
     exponent_spans,
     to_svg,
 )
-from preamp.report.thin import runs, thin
+from preamp.report.svg import runs, thin
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 ACROSS, DOWN = ("x", "x1", "x2", "cx"), ("y", "y1", "y2", "cy")

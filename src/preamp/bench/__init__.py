@@ -7,12 +7,12 @@ from ._range_test import RangeTest, lr_chart, range_test
 from ._ranks import join_ranks
 from ._replay import Replay, replay
 from ._results import Results
-from ._schedules import ScheduleRow, record_traces, schedule_table, schedules, write_schedules
+from ._schedules import ScheduleRow, schedule_table, schedules
 from ._suites import PARTS, SUITES, suite_named, suite_table
 from ._traces import Trace, load_trace, record
 from ._trial import EXPONENTS, GradientHistogram, Trial, make_optimizer, run_trial
 from .models import report as models_report
-from .training import TrainingRow, goals, goals_table
+from .training import TrainingRow
 
 __all__ = [
     "EXPONENTS",
@@ -31,8 +31,6 @@ __all__ = [
     "Trial",
     "count",
     "environment",
-    "goals",
-    "goals_table",
     "join_ranks",
     "keep_heap",
     "load_trace",
@@ -42,12 +40,10 @@ __all__ = [
     "race",
     "range_test",
     "record",
-    "record_traces",
     "replay",
     "run_trial",
     "schedule_table",
     "schedules",
     "suite_named",
     "suite_table",
-    "write_schedules",
 ]

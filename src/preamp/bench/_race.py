@@ -27,11 +27,6 @@ class Outcome:
     seconds: tuple[float, ...]
     ratios: tuple[float, ...]
 
-    @property
-    def ratio(self) -> float:
-        """Median of the rounds' ratios."""
-        return statistics.median(self.ratios)
-
     def to_dict(self) -> dict[str, Any]:
         """Statistics and all samples; key names are those of pytest-benchmark's `stats`."""
         return {

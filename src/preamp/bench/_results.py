@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -123,10 +123,6 @@ class Results:
     def add(self, suite: str, row: AnyRow) -> None:
         """Put a row in the place of one of its name, and write."""
         self._write_with(suite, row.to_dict())
-
-    def judge(self, goals: Sequence[Mapping[str, Any]]) -> None:
-        """Have the goals in the file from the next writing on."""
-        self._content["goals"] = list(goals)
 
     def write(self) -> Path:
         """Write the file whole."""

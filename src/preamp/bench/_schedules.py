@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +11,11 @@ import numpy as np
 import torch
 
 from ..report import Column, Table
-from ..report.files import write_text
 from ..scaling import SCHEDULES, DynamicScale
 from ..zoo import TASKS
-from ._machine import cpu_name, environment
 from ._replay import OVERFLOW, Replay, replay
-from ._results import EVERYTHING, SCHEMA, Missing
+from ._results import EVERYTHING, Missing
 from ._traces import Trace, load_trace, record
-
-SEEDS = (0, 1, 2, 3)
 
 STARTS: dict[str, Callable[[float], float]] = {
     "2^20 too high": lambda settled: settled * 2.0**20,
@@ -111,39 +105,6 @@ def schedule_table(rows: Sequence[ScheduleRow]) -> Table:
     ]
     columns = ("network", "start", "schedule", Column("skips", digits=0), Column("flushed", "ppm", 3))
     return Table("Schedules of the loss scale, replayed", columns, cells)
-
-
-def record_traces(
-    folder: Path = TRACES, *, seeds: Sequence[int] = SEEDS, tell: Callable[[str], None] = lambda what: None
-) -> None:
-    """Record every network of the zoo, size "ci", anew: about three minutes on two cores."""
-    for task in TASKS.values():
-        for seed in seeds:
-            tell(f"recording {task.name}, seed {seed}")
-            record(task, seed=seed).save(folder / f"{task.name}_{seed}.npz")
-
-
-def write_schedules(root: Path, *, tell: Callable[[str], None] = lambda what: None) -> Path:
-    """Run the suite and write `schedules_<hardware>_<date>_<commit>.json` below `root`, in `benchmarks/results`.
-
-    Traces are those in `benchmarks/traces`; where there are none they are recorded first.
-    """
-    folder = root / "benchmarks" / "traces"
-    if not list(folder.glob("*.npz")):
-        record_traces(folder, tell=tell)
-    device = torch.device("cpu")
-    about = environment(device)
-    rows = schedules(device, 1, tell, folder=folder)
-    content = {
-        "schema": SCHEMA,
-        "environment": about,
-        "rounds": 1,
-        "suites": {"schedules": [row.to_dict() for row in rows]},
-    }
-    hardware = cpu_name().removeprefix("AMD ").replace(",", "").replace(" ", "-").lower()
-    commit = str(about["commit"] or "unknown").rstrip("+")
-    name = f"schedules_{hardware}_{time.strftime('%Y-%m-%d')}_{commit}.json"
-    return write_text(root / "benchmarks" / "results" / name, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def _by_task(folder: Path, seeds: Sequence[int] | None, tell: Callable[[str], None]) -> dict[str, list[Trace]]:

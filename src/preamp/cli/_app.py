@@ -8,17 +8,18 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
 
-from .. import __version__
+from .._version import __version__
 from ..errors import PreampError
-from ..policy import LEVELS, auto_level
-from ..policy import policy as make_policy
 from ..report import Column, Table
-from ..rules import OpRules
-from ._show import show
+from ..report.values import format_cell
+
+# what needs torch is imported by the verb that uses it, so that --version and --help do not wait for it
 
 app = typer.Typer(
     name="preamp",
@@ -64,8 +65,7 @@ def demo(
 ) -> None:
     """Train four real networks at several levels, side by side, and write a report."""
     from ..bench import join_ranks
-    from ..demo import build, judge, make_plan, run, task_table, write
-    from ._torchrun import torchrun
+    from ..demo import build, judge, make_plan, run, task_table, torchrun, write
 
     if nproc > 1 and "WORLD_SIZE" not in os.environ:
         make_plan(model, levels, size, quick, seeds, device).check_shared(nproc)
@@ -308,14 +308,9 @@ def plan(
 @app.command()
 def levels(as_json: _Json = None) -> None:
     """The levels, what each keeps in which dtype, and which of them suits this machine."""
-    auto, why = auto_level()
-    columns = ("level", "alias", "params", "compute", "norms", "output", "masters", "scale", "what it is")
-    rows = []
-    for level in LEVELS:
-        fields = dict(part.split("=") for part in str(level.policy).split(",") if "=" in part)
-        told = [fields[name] for name in ("params", "compute", "norms", "output", "masters", "scale")]
-        rows.append((level.name, level.alias, *told, level.summary))
-    _print_table(Table("Levels", columns, rows, notes=(f"auto is {auto} here: {why}",)), as_json)
+    from ._tables import levels_table
+
+    _print_table(levels_table(), as_json)
 
 
 @app.command()
@@ -324,32 +319,37 @@ def rules(
     as_json: _Json = None,
 ) -> None:
     """The operator rules of a 16-bit region, each with its reason: low, full, promote, banned, as-is."""
-    ops = make_policy(policy).ops
-    if ops is None:
-        raise PreampError(f"the policy {policy!r} has ops=none: it has no operator rules")
-    order = {"low": 0, "full": 1, "promote": 2, "banned": 3, "as-is": 4}
-    rows = sorted(OpRules(ops.changes).rows(), key=lambda row: order[row.category])
-    columns = (Column("runs"), Column("family"), Column("operators"), Column("why"))
-    table = Table(
-        "Operator rules", columns, [(row.category, row.family, ", ".join(row.ops), row.reason) for row in rows],
-        notes=("operators that are not listed run in the dtype of their inputs", "the same on every device"),
-    )  # fmt: skip
-    _print_table(table, as_json)
+    from ._tables import rules_table
+
+    _print_table(rules_table(policy), as_json)
 
 
 @app.command()
 def env(as_json: _Json = None) -> None:
     """The machine, the versions, and what they can do in 16 bits."""
-    from ..bench import environment
+    from ._tables import environment_table
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    auto, why = auto_level(device.type)
-    found = {**environment(device), "auto level": f"{auto}: {why}"}
-    rows = [(name, str(value) if isinstance(value, bool) else value) for name, value in found.items()]
-    _print_table(Table("Environment", ("what", "value"), rows), as_json)
+    _print_table(environment_table(), as_json)
 
 
 def _print_table(table: Table, as_json: Path | None) -> None:
     show(table, Console())
     if as_json is not None:
         as_json.write_text(json.dumps(table.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def show(table: Table, console: Console) -> None:
+    """Print a table as rich sees it; in a pipe, as plain text of whatever width it needs."""
+    if not console.is_terminal:
+        console.print(table.to_text(), markup=False, highlight=False, soft_wrap=True)
+        return
+    drawn = RichTable(title=table.title, box=SIMPLE_HEAD, title_justify="left", title_style="bold")
+    columns = [column if isinstance(column, Column) else Column(column) for column in table.columns]
+    for index, column in enumerate(columns):
+        numbers = all(isinstance(row[index], (int, float, type(None))) for row in table.rows)
+        drawn.add_column(Text(column.heading), justify="right" if numbers else "left", overflow="fold")
+    for row in table.rows:
+        drawn.add_row(*[Text(format_cell(cell, column.digits)) for cell, column in zip(row, columns, strict=True)])
+    console.print(drawn)
+    for note in table.notes:
+        console.print(Text(note, style="dim"))

@@ -16,8 +16,6 @@ from ..bench import (
     SUITES,
     Results,
     environment,
-    goals,
-    goals_table,
     keep_heap,
     models_report,
     suite_named,
@@ -65,16 +63,10 @@ def run_suites(
             for row in run(device, rounds, tell, missing=results.missing(name)):
                 rows.append(row)
                 results.add(name, row)
-                if name == "training":
-                    results.judge(goals(results.suites))
         finally:
             if name == "models" and name in results.suites:
                 models_report(results.suites[name], about).write_html(out / "report.html")
         tables += [suite_table(name, rows, hardware)] if rows else []
-    if "training" in results.suites:
-        judged = goals(results.suites)
-        results.judge(judged)
-        tables.append(goals_table(judged))
     return tables, results.write()
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..errors import PolicyError, PreampError
-from ..policy import LEVELS, policy
+from ..policy import LEVELS, parse_policy
 from ..zoo import TASKS, Recipe, Task
 
 SLICE_STEPS, SLICE_BATCH, SLICE_SECONDS = 40, 4, 6.0
@@ -71,7 +71,7 @@ def make_plan(
         raise PreampError(f"--seeds {count}: at least one seed is needed")
     asked = _levels(levels, where)
     slow = where.type == "cpu"
-    sliced = tuple(level for level in asked if slow and policy(level).compute is torch.float16)
+    sliced = tuple(level for level in asked if slow and parse_policy(level).compute is torch.float16)
     return Plan(
         tasks=tuple(TASKS[name] for name in dict.fromkeys(names)),
         whole=tuple(level for level in asked if level not in sliced),

@@ -6,16 +6,13 @@ import re
 
 import libcst as cst
 
-from ._callees import Callees, bases, family
 from ._calls import literal
 from ._edits import Edits
+from ._effects import Weights, is_harmless, is_optimizer_method, knows, names_gradients
 from ._flow import Flow, State
 from ._names import Names, dotted, root
-from ._notes import Note
-from ._scopes import Scope, Scopes
+from ._scopes import Callees, Scope, Scopes, bases, family
 from ._sessions import Plan, Sessions
-from ._strangers import is_harmless, is_optimizer_method, names_gradients
-from ._weights import Weights, knows
 
 _NOT_OPTIMIZERS = re.compile(
     r"sched|lr|warm|anneal|plateau|prof|env|timer|bar$|progress|meter|ema|swa|logger|writer|wandb|tracker|game|world|"
@@ -246,6 +243,4 @@ class Doubts:
         )  # fmt: skip
 
     def _doubt(self, node: cst.CSTNode, seen: str, write: str) -> None:
-        note = Note(self._names.line(node), " ".join(seen.split()), f"write {write}")
-        if note not in self._edits.doubts:
-            self._edits.doubts.append(note)
+        self._edits.doubt(node, seen, f"write {write}")

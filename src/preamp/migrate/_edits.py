@@ -16,8 +16,10 @@ Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
 
 @dataclass
 class Edits:
-    """What to change, by node of the original tree."""
+    """What to change, by node of the original tree; and what is said of it."""
 
+    line: Callable[[cst.CSTNode], int]
+    """The line of a node."""
     expressions: dict[cst.CSTNode, Callable[[cst.CSTNode], cst.CSTNode]] = field(default_factory=dict)
     """An expression's replacement, from what it has become inside."""
     statements: dict[cst.CSTNode, Callable[[Statement], list[Statement]]] = field(default_factory=dict)
@@ -41,6 +43,16 @@ class Edits:
     """What makes it unsure that the sessions of the file train as before; one of them, and nothing is changed."""
     acts: dict[cst.CSTNode, str] = field(default_factory=dict)
     """Calls that a session's methods take the place of: "backward", "step", "zero", "clip"; "unscale" goes before."""
+
+    def say(self, node: cst.CSTNode, seen: str, write: str, by_hand: bool = True) -> None:
+        """Note something about a node."""
+        self.notes.append(Note(self.line(node), " ".join(seen.split()), " ".join(write.split()), by_hand))
+
+    def doubt(self, node: cst.CSTNode, seen: str, write: str) -> None:
+        """Note what makes it unsure that the file's sessions train as before; each thing once."""
+        note = Note(self.line(node), " ".join(seen.split()), " ".join(write.split()))
+        if note not in self.doubts:
+            self.doubts.append(note)
 
 
 class Apply(cst.CSTTransformer):

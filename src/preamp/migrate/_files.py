@@ -1,4 +1,4 @@
-"""Files and folders: read, translate, print or replace."""
+"""Scripts, files and folders: read, translate, print or replace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ..errors import PreampError
+from ..errors import MissingExtra, PreampError
 from ._notes import CannotParse, Migration
 
 _SKIPPED = {".git", ".hg", ".tox", ".venv", "venv", "__pycache__", "node_modules", "site-packages", "build", "dist"}
@@ -19,14 +19,31 @@ class NoSuchFile(PreampError, FileNotFoundError):
     """A file or folder that is not there."""
 
 
+def migrate_source(source: str, filename: str = "script.py") -> Migration:
+    """A script for `apex.amp` as one for preamp, formatting and comments kept.
+
+    `filename` is what the difference and the notes call it; nothing is read or written. What cannot be translated is
+    left as it is, with a `Note` of what to write. Raises `CannotParse` for what is not Python, and `MissingExtra`
+    without libcst.
+
+    >>> found = migrate_source(source, "train.py")
+    >>> print(found.diff(), *(note.text("train.py") for note in found.notes), sep="\\n")
+    """
+    try:
+        import libcst  # noqa: F401
+    except ImportError as error:
+        raise MissingExtra("libcst", "migrate", "rewriting a script") from error
+    from ._migrate import migrate_text
+
+    return migrate_text(source, filename)
+
+
 def run(paths: Sequence[Path], write: bool = False) -> tuple[str, int]:
     """Translate files and all `*.py` in folders; the text to print and an exit status.
 
     `write`: replace the files, else only show the difference. Status 0: nothing is left to do by hand; 1: notes say
     what is; 2: a file could not be read, and was left alone. Raises `NoSuchFile`, and `MissingExtra` without libcst.
     """
-    from . import migrate_source
-
     parts: list[str] = []
     status, silent = 0, 0
     single = len(paths) == 1 and paths[0].is_file()

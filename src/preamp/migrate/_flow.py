@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import libcst as cst
 
-from ._callees import Callees
-from ._scopes import Scope, Scopes
+from ._scopes import Callees, Scope, Scopes
 
 State = frozenset[str]
 """What may be: "none", no backward pass so far; "open", scaled gradients wait; "true", unscaled ones do; "done"; and

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from ._callees import Callees
 from ._edits import Edits
 from ._forward import binds, block_around
 from ._names import Names, root, walk
-from ._notes import Note
-from ._scopes import Scope, Scopes
+from ._scopes import Callees, Scope, Scopes
 from ._sessions import Plan, elements
 
 _CONDITIONS = (cst.If, cst.IfExp, cst.BooleanOperation, cst.ExceptHandler, cst.Match, cst.While)
@@ -103,7 +101,7 @@ class Made:
         return False
 
     def _doubt(self, plan: Plan, seen: str, write: str) -> None:
-        self._edits.doubts.append(Note(self._names.line(plan.call), seen, write))
+        self._edits.doubt(plan.call, seen, write)
 
 
 def is_repeated(names: Names, scope: Scope, node: cst.CSTNode, models: Sequence[str], own: cst.Call) -> bool:

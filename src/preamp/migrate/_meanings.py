@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import libcst as cst
 
-from ._callees import Callees
 from ._names import Names, dotted, root
-from ._scopes import Scope, Scopes
+from ._scopes import Callees, Scope, Scopes
 from ._sessions import Plan, elements
 
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "compile", "convert_syncbn_model", "convert_sync_batchnorm"}

@@ -81,21 +81,22 @@ def _late_doubts(names: Names, plans: list[Plan], edits: Edits, after: str) -> N
     for plan in plans:
         if re.search(rf"\b{plan.name}\b(?! = preamp\.prepare\()(?=[.,)\]=])", after) is not None:
             continue
-        note = Note(
-            names.line(plan.call), f"{plan.text} is used nowhere in this file",
-            "hand it on to what trains (return it, or keep it as an attribute), which then writes session.autocast(), "
-            "session.backward(loss) and session.step()",
-        )  # fmt: skip
         begin = names.line(plan.call)
         alone = plan.scope.node is names.module and not any(names.line(c) > begin for c in calls(names.module))
-        (edits.notes if alone else edits.doubts).append(note)
+        (edits.say if alone else edits.doubt)(
+            plan.call,
+            f"{plan.text} is used nowhere in this file",
+            "hand it on to what trains (return it, or keep it as an attribute), which then writes session.autocast(), "
+            "session.backward(loss) and session.step()",
+        )
     staying = set().union(*(found for _, found in fallbacks(cst.parse_module(after))))
     for node, found in fallbacks(names.module):
         if plans and found & staying:
-            edits.doubts.append(Note(
-                names.line(node), f"an import of {', '.join(sorted(found & staying))} that may fail stays",
+            edits.doubt(
+                node,
+                f"an import of {', '.join(sorted(found & staying))} that may fail stays",
                 "the script would go on without mixed precision where there is no Apex: take out what needs the import",
-            ))  # fmt: skip
+            )
 
 
 def _left(names: Names, doubts: list[Note]) -> list[Note]:
@@ -128,7 +129,7 @@ def _silent(names: Names, after: str) -> list[Note]:
 
 
 def _planned(names: Names) -> tuple[Edits, list[Plan]]:
-    edits = Edits()
+    edits = Edits(names.line)
     scopes = Scopes(names)
     plans, untold = find_plans(names, scopes)
     for plan in plans:
@@ -143,37 +144,38 @@ def _planned(names: Names) -> tuple[Edits, list[Plan]]:
         made = Made(names, scopes, edits)
         for plan in plans:
             made.look(plan, uses.plain)
-    _hand_on(names, scopes, sessions, edits)
+    _hand_on(scopes, sessions, edits)
     _classes(names, edits)
     Starts(names, scopes, sessions, edits).plan()
     for call in untold:
         edits.handled.add(call.func)
-        edits.doubts.append(Note(
-            names.line(call), "amp.initialize, whose arguments or results are not in plain sight",
+        edits.doubt(
+            call,
+            "amp.initialize, whose arguments or results are not in plain sight",
             "write `session = preamp.prepare(model, optimizer, level=...)`, and hand on the session with them",
-        ))  # fmt: skip
+        )
     Doubts(names, scopes, sessions, edits).look()
     _leftovers(names, edits)
     return edits, plans
 
 
-def _hand_on(names: Names, scopes: Scopes, sessions: Sessions, edits: Edits) -> None:
+def _hand_on(scopes: Scopes, sessions: Sessions, edits: Edits) -> None:
     """Sessions as parameters and arguments of the functions that need them."""
     for function, access in sessions.parameters.items():
         edits.parameters[function.node] = access.text
-        _tell(names, edits, function.node, f"{function.name}()", access.text)
+        _tell(edits, function.node, f"{function.name}()", access.text)
     for own, access in sessions.stored.items():
         init = next(s for s in scopes.all if s.parent is own and s.name == "__init__")
         edits.parameters[init.node] = access.text
         edits.first[init.node] = f"{init.parameters()[0]}.{access.text} = {access.text}"
-        _tell(names, edits, own.node, f"{own.name}()", access.text)
+        _tell(edits, own.node, f"{own.name}()", access.text)
     for call, text in sessions.arguments.items():
-        target = _callee(names, scopes, sessions, call)
+        target = _callee(sessions, call)
         if target is not None:
             edits.arguments[call] = (target, text or target)
 
 
-def _callee(names: Names, scopes: Scopes, sessions: Sessions, call: cst.CSTNode) -> str | None:
+def _callee(sessions: Sessions, call: cst.CSTNode) -> str | None:
     if not isinstance(call, cst.Call):
         return None
     for where, access in (*sessions.parameters.items(), *sessions.stored.items()):
@@ -182,10 +184,13 @@ def _callee(names: Names, scopes: Scopes, sessions: Sessions, call: cst.CSTNode)
     return None
 
 
-def _tell(names: Names, edits: Edits, node: cst.CSTNode, what: str, session: str) -> None:
-    edits.notes.append(Note(
-        names.line(node), f"{what} takes the session now", f"where other files call it, add {session}={session}", False,
-    ))  # fmt: skip
+def _tell(edits: Edits, node: cst.CSTNode, what: str, session: str) -> None:
+    edits.say(
+        node,
+        f"{what} takes the session now",
+        f"where other files call it, add {session}={session}",
+        False,
+    )
 
 
 def _classes(names: Names, edits: Edits) -> None:
@@ -198,23 +203,24 @@ def _classes(names: Names, edits: Edits) -> None:
             why = refusal(parent, row, names.code)
             if why is not None:
                 edits.handled.add(node)
-                edits.notes.append(Note(names.line(node), f"apex.{what}", f"{why}; write {row.target} by hand"))
+                edits.say(node, f"apex.{what}", f"{why}; write {row.target} by hand")
                 continue
             edits.expressions[parent] = (
                 lambda new, parent=parent, row=row: translated(parent, new, row, names.code)  # type: ignore[misc]
             )
             edits.handled.add(node)
             if row.remark:
-                edits.notes.append(Note(names.line(node), f"apex.{what} became {row.target}", row.remark, False))
+                edits.say(node, f"apex.{what} became {row.target}", row.remark, False)
         elif row.bare:
             edits.expressions[node] = lambda _, row=row: cst.parse_expression(row.target)  # type: ignore[misc]
             edits.handled.add(node)
         else:
             edits.handled.add(node)
-            edits.notes.append(Note(
-                names.line(node), f"apex.{what} without a call",
+            edits.say(
+                node,
+                f"apex.{what} without a call",
                 f"write {row.target}; mind that defaults differ: {', '.join(f'{k}={v}' for k, v in row.add.items())}",
-            ))  # fmt: skip
+            )
 
 
 def _leftovers(names: Names, edits: Edits) -> None:
@@ -222,29 +228,35 @@ def _leftovers(names: Names, edits: Edits) -> None:
     for node, what in names.apex_references():
         if node not in edits.handled:
             doubtful = what.startswith(_OF_SESSIONS)
-            (edits.doubts if doubtful else edits.notes).append(Note(names.line(node), shown(what), advice(what, keep)))
+            (edits.doubt if doubtful else edits.say)(node, shown(what), advice(what, keep))
     for place, text in by_text(names):
-        edits.doubts.append(Note(
-            names.line(place), f"{text} names Apex in a text", "write an import, so that what it is for can be told",
-        ))  # fmt: skip
+        edits.doubt(
+            place,
+            f"{text} names Apex in a text",
+            "write an import, so that what it is for can be told",
+        )
     for place, text in hidden(names):
-        edits.doubts.append(Note(
-            names.line(place), f"{text}() of an amp that is handed over",
+        edits.doubt(
+            place,
+            f"{text}() of an amp that is handed over",
             "call it by what this file imports from apex, so that it can be told; or hand over the session",
-        ))  # fmt: skip
+        )
     for place, text in questions(names):
-        edits.doubts.append(Note(
-            names.line(place), f"{text} asks whether there is an Apex", "a session needs none: take the question out",
-        ))  # fmt: skip
+        edits.doubt(
+            place,
+            f"{text} asks whether there is an Apex",
+            "a session needs none: take the question out",
+        )
     for each in names.nodes:
         if isinstance(each, cst.ImportFrom) and isinstance(each.names, cst.ImportStar) and each.module is not None:
             base = apex_name(dotted(each.module) or "")
             used = sorted(names.identifiers & STARS.get(base or "", set()))
             if base is not None and used:
-                edits.notes.append(Note(
-                    names.line(each), f"from apex.{base} import *, for {', '.join(used)}",
+                edits.say(
+                    each,
+                    f"from apex.{base} import *, for {', '.join(used)}",
                     f"import these by name and migrate again: then each is told; {advice(f'{base}.{used[0]}', keep)}",
-                ))  # fmt: skip
+                )
 
 
 def _imports_apex(node: cst.CSTNode) -> bool:

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
-from ._callees import family
 from ._calls import literal
 from ._names import Names, dotted
 from ._options import Options, read
-from ._scopes import Scope, Scopes
+from ._scopes import Scope, Scopes, family
 
 
 @dataclass(eq=False)
@@ -278,7 +277,7 @@ def _same(known: str, given: str) -> bool:
     return known == given or (given.startswith(f"{known}[") and given.endswith("]"))
 
 
-def name_losses(names: Names, plan: Plan, uses: list[tuple[cst.BaseExpression, cst.BaseExpression | None]]) -> None:
+def name_losses(plan: Plan, uses: list[tuple[cst.BaseExpression, cst.BaseExpression | None]]) -> None:
     """Names for the losses of a session that has several: those of the variables, where they tell them apart."""
     if plan.options.losses is None or not plan.options.losses.isdecimal():
         return

@@ -13,7 +13,6 @@ from ._edits import Edits, Statement, with_lead
 from ._forward import block_around
 from ._made import is_bound_before, is_repeated
 from ._names import Names, root, walk
-from ._notes import Note
 from ._options import POSITIONS
 from ._scopes import Scopes
 from ._sessions import Plan, Sessions
@@ -44,7 +43,7 @@ class Starts:
         for plan in self._sessions.plans:
             self._edits.handled.add(plan.call.func)
             for seen, write, by_hand in plan.options.remarks:
-                self._say(plan.call, seen, write, by_hand)
+                self._edits.say(plan.call, seen, write, by_hand)
             self._edits.statements[plan.statement] = lambda new, plan=plan: self._prepared(plan, new)  # type: ignore[misc]
             self._share_global(plan)
         for plan in self._sessions.plans:
@@ -130,7 +129,7 @@ class Starts:
                 return
             repeated = is_repeated(self._names, plan.scope, whole, plan.models, plan.call)
             if repeated or not is_bound_before(self._names, self._scopes, plan, whole):
-                self._doubt(
+                self._edits.doubt(
                     plan.call, f"amp.initialize under a condition{' in a loop' if repeated else ''}",
                     f"write `{plan.text} = preamp.prepare(model, optimizer, level='O0')` where it does not hold, "
                     "so that there is a session whatever the condition",
@@ -201,7 +200,7 @@ class Starts:
             getattr(OpRules(), method)(name)
         except PolicyError:
             self._edits.handled.add(call.func)
-            self._say(
+            self._edits.say(
                 call, f"{what}(..., {name!r})",
                 f"preamp's rules know no operator of this name: see `preamp rules`, or wrap the function of yours that "
                 f"calls it with preamp.{decorator}",
@@ -209,7 +208,7 @@ class Starts:
             return
         if not self._sessions.plans:
             self._edits.handled.add(call.func)
-            self._say(
+            self._edits.say(
                 call, f"{what}(..., {name!r})", f"write `ops=preamp.OpRules(){rule}` in the call of preamp.prepare"
             )
             return
@@ -217,12 +216,6 @@ class Starts:
         if rule not in self._rules:
             self._rules.append(rule)
         self._edits.statements[statement] = lambda _: []
-
-    def _say(self, node: cst.CSTNode, seen: str, write: str, by_hand: bool = True) -> None:
-        self._edits.notes.append(Note(self._names.line(node), " ".join(seen.split()), " ".join(write.split()), by_hand))
-
-    def _doubt(self, node: cst.CSTNode, seen: str, write: str) -> None:
-        self._edits.doubts.append(Note(self._names.line(node), seen, " ".join(write.split())))
 
 
 def assignment(target: str, value: cst.BaseExpression) -> cst.Assign:

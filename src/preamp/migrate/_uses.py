@@ -6,13 +6,11 @@ import re
 
 import libcst as cst
 
-from ._bodies import is_linear, is_plain, method, substituted, unindented
 from ._calls import literal, named_arguments
 from ._edits import Edits, Statement
 from ._forward import block_around
 from ._names import Names, calls, chains, dotted, mentions, walk
-from ._notes import Note
-from ._regions import Regions
+from ._scaled_losses import Regions, is_linear, is_plain, method, substituted, unindented
 from ._scopes import Scope, Scopes
 from ._sessions import POSITIONS_OF_SCALE_LOSS, Access, Sessions, elements, name_losses
 
@@ -56,7 +54,7 @@ class Uses:
         ]
         for plan in self._sessions.plans:
             uses = [named_arguments(call, POSITIONS_OF_SCALE_LOSS) or {} for _, call in scaled]
-            name_losses(self._names, plan, [(u["loss"], u.get("loss_id")) for u in uses if "loss" in u])
+            name_losses(plan, [(u["loss"], u.get("loss_id")) for u in uses if "loss" in u])
         for scope, call in scaled:
             self._scale_loss(scope, call)
         for scope in self._scopes.all:
@@ -91,7 +89,7 @@ class Uses:
             self._left.update(walk(block))
             self._edits.handled.update(walk(block))
             self._regions.around(scope, access, loss, block)
-            self._doubt(
+            self._edits.doubt(
                 call, f"with amp.scale_loss(...): {trouble}",
                 f"put `{access.text}.backward({names.code(loss)}{named})` in its place, and what works on "
                 f"gradients after it, behind `{access.text}.unscale_()`",
@@ -99,7 +97,9 @@ class Uses:
             return
         assert isinstance(scaled, cst.Name)
         if "delay_overflow_check" in given and literal(given["delay_overflow_check"], None) is not False:
-            self._say(call, "delay_overflow_check", "left out: a session looks at the gradients once, in step()", False)
+            self._edits.say(
+                call, "delay_overflow_check", "left out: a session looks at the gradients once, in step()", False
+            )
         text = names.code(loss)
         if (
             any("." not in (dotted(c.func) or "") or mentions(c, scope.models) for c in calls(loss))
@@ -107,7 +107,7 @@ class Uses:
         ):
             text = self._hoisted(scope, access, block, loss)
         elif not self._regions.around(scope, access, loss, block):
-            self._say(
+            self._edits.say(
                 call, f"the statements that make {text!r} from the model are not in sight",
                 f"put the forward pass and the loss inside `with {access.text}.autocast():`",
             )  # fmt: skip
@@ -194,7 +194,7 @@ class Uses:
             if access is None:
                 return
             if method == "step" and call.args:
-                self._doubt(
+                self._edits.doubt(
                     call, f"{optimizer}.step with a closure",
                     f"a session's step takes none: run forward and {access.text}.backward(loss), then "
                     f"{access.text}.step()",
@@ -238,7 +238,7 @@ class Uses:
             self._replace(call, f"{access.text}.state_dict()")
         elif what == "amp.load_state_dict":
             self._replace(call, f"{access.text}.load_state_dict({args})")
-            self._say(
+            self._edits.say(
                 call, "amp.load_state_dict", "translated; a session's state has masters and counters too, and one that "
                 "Apex saved does not load: start from model and optimizer, and a fresh scale", False,
             )  # fmt: skip
@@ -320,9 +320,3 @@ class Uses:
             return parsed.with_changes(lpar=updated.lpar, rpar=updated.rpar)
 
         self._edits.expressions[call] = new
-
-    def _say(self, node: cst.CSTNode, seen: str, write: str, by_hand: bool = True) -> None:
-        self._edits.notes.append(Note(self._names.line(node), " ".join(seen.split()), " ".join(write.split()), by_hand))
-
-    def _doubt(self, node: cst.CSTNode, seen: str, write: str) -> None:
-        self._edits.doubts.append(Note(self._names.line(node), " ".join(seen.split()), " ".join(write.split())))

@@ -10,8 +10,7 @@ from torch import nn
 
 from ..errors import PreampError
 from ..formats import LOW_DTYPES, name_of
-from ..policy import Policy
-from ..policy import policy as make_policy
+from ..policy import Policy, parse_policy
 from ..report import Cell, Column, Table
 from ._asked import Asked, ask
 from ._rows import Row, rows_of, unit_of
@@ -125,7 +124,7 @@ def plan(
     >>> plan("7B", level="O2").total / 7e9
     16.0
     """
-    policy = make_policy(level)
+    policy = parse_policy(level)
     asked = ask(
         policy, world=world, shard=shard, optimizer=optimizer, states=states, master=master, rounding=rounding,
         shadow=shadow, reshard=reshard, bucket_view=bucket_view, reduce=reduce, units=units,

@@ -1,8 +1,11 @@
 """Policies and levels."""
 
-from ._levels import LEVELS, Level, auto_level, cpu_has_bf16, level_names
-from ._parse import policy
-from ._policy import Policy, Precision, Scale
+from ._levels import auto_level, cpu_has_bf16
+from ._parse import parse_policy
+from ._policy import LEVELS, Level, Policy, Precision, Scale, level_names
+
+policy = parse_policy
+"""The name that users call it by: `preamp.policy("O2")`."""
 
 __all__ = [
     "LEVELS",
@@ -13,5 +16,6 @@ __all__ = [
     "auto_level",
     "cpu_has_bf16",
     "level_names",
+    "parse_policy",
     "policy",
 ]

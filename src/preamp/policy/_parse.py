@@ -12,11 +12,11 @@ import torch
 from ..errors import PolicyError
 from ..formats import LOW_DTYPES
 from ..rules import category_named
-from ._levels import LEVEL_BY_NAME, auto_level, level_names
-from ._policy import Policy, coerce
+from ._levels import auto_level
+from ._policy import LEVEL_BY_NAME, Policy, coerce, level_names
 
 
-def policy(description: str | Policy | Mapping[str, Any] | None = None, **changes: Any) -> Policy:
+def parse_policy(description: str | Policy | Mapping[str, Any] | None = None, **changes: Any) -> Policy:
     """The policy that a description stands for.
 
     `description`: a level or alias ("O2", "bf16-mixed"); "auto", the best level of this machine's default device;

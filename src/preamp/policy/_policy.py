@@ -1,4 +1,4 @@
-"""`Policy`: which dtype each kind of tensor has, as one frozen value."""
+"""`Policy`: which dtype each kind of tensor has, as one frozen value; and the levels, as rows of one table."""
 
 from __future__ import annotations
 
@@ -76,8 +76,6 @@ class Policy:
     @property
     def level(self) -> str | None:
         """The level that this policy is ("O2"), or None when it is none of them."""
-        from ._levels import LEVELS  # the table is made of policies
-
         return next((level.name for level in LEVELS if level.policy == self), None)
 
     @property
@@ -249,3 +247,45 @@ def _scale(value: Any) -> Scale:
         raise PolicyError(f"scale={value!r}: {_SCALES}") from None
     _validate_scale(number)
     return number
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A row of the table of levels."""
+
+    name: str
+    alias: str
+    policy: Policy
+    summary: str
+
+
+_FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
+
+LEVELS: tuple[Level, ...] = (
+    Level("O0", "fp32", Policy(), "float32 throughout: the yardstick"),
+    Level(
+        "O1", "fp16-mixed", Policy(compute=_FP16, scale="dynamic"),
+        "float32 parameters, float16 where it is safe, by operator rules; loss scaling",
+    ),
+    Level(
+        "O2", "fp16-master",
+        Policy(params=_FP16, compute=_FP16, norms=_FP32, output=_FP32, masters=True, scale="dynamic"),
+        "float16 parameters and activations, float32 norms and master weights; loss scaling",
+    ),
+    Level(
+        "O3", "fp16", Policy(params=_FP16, compute=_FP16, norms=_FP16, output=_FP32, ops=None),
+        "float16 throughout, no masters, no scaling: the speed of light, rarely a way to train",
+    ),
+    Level("O4", "bf16-mixed", Policy(compute=_BF16), "as O1 in bfloat16, whose range needs no loss scaling"),
+    Level(
+        "O5", "bf16-master", Policy(params=_BF16, compute=_BF16, norms=_FP32, output=_FP32, masters=True),
+        "as O2 in bfloat16, whose range needs no loss scaling",
+    ),
+)  # fmt: skip
+
+LEVEL_BY_NAME = {name.lower(): level for level in LEVELS for name in (level.name, level.alias)}
+
+
+def level_names() -> tuple[str, ...]:
+    """Every name that `policy` and `prepare(level=...)` take."""
+    return (*(level.name for level in LEVELS), *(level.alias for level in LEVELS), "auto")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from preamp.report.charts import (
+from .charts import (
     BarChart,
     Bars,
     Chart,
@@ -14,12 +14,12 @@ from preamp.report.charts import (
     Span,
     exponent_spans,
 )
-from preamp.report.document import Item, Report, Section, Snippet, Status
-from preamp.report.finding import SEVERITIES, Direction, Finding, Severity, count_severities
-from preamp.report.png import write_png
-from preamp.report.svg import to_svg
-from preamp.report.table import Column, Table
-from preamp.report.values import Cell, format_number, smoothed, to_json
+from .document import Item, Report, Section, Snippet, Status
+from .finding import SEVERITIES, Direction, Finding, Severity, count_severities
+from .png import write_png
+from .svg import to_svg
+from .table import Column, Table
+from .values import Cell, format_number, smoothed, to_json
 
 __all__ = [
     "SEVERITIES",

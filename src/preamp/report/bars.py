@@ -1,18 +1,27 @@
-"""Bar charts to SVG: horizontal, so that names of any length have room, with each value beside its bar."""
+"""Charts with a line for each name to SVG: horizontal bars, so that names of any length have room, and heat maps.
+
+Every value is written beside its bar or in its cell, so that no colour is needed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from preamp.report.axis import Axis, fit
-from preamp.report.charts import BarChart
-from preamp.report.frame import COLOURS, NARROW, apart
-from preamp.report.markup import FONT, Element, element, label, text_width
-from preamp.report.values import format_number
+from .axis import Axis, fit
+from .charts import BarChart, HeatMap
+from .frame import COLOURS, NARROW, apart
+from .markup import FONT, Element, element, label, text_width
+from .values import format_number
 
 BAR = 15.0
 BETWEEN = 3.0
 GROUP = 13.0
+
+ROW = 21.0
+GAP = 2.0
+DARKEST = 0.55
+"""Opacity at the dark end: text on it can still be read, on light and on dark paper."""
+SMALL = 11.0
 
 
 def draw_bars(chart: BarChart, width: float) -> tuple[list[Element], float]:
@@ -135,3 +144,58 @@ def _whisker(start: float, end: float, y: float) -> Sequence[Element]:
         element("line", x1=start, y1=y - 3, x2=start, y2=y + 3, class_="whisker"),
         element("line", x1=end, y1=y - 3, x2=end, y2=y + 3, class_="whisker"),
     ]
+
+
+def draw_heat(chart: HeatMap, width: float) -> tuple[list[Element], float]:
+    """A heat map's elements and its height."""
+    names = max((text_width(name) for name in chart.rows), default=0.0)
+    left = min(names, (0.36 if width < NARROW else 0.44) * width) + 14
+    wide = (width - left - 2) / max(len(chart.columns), 1)
+    parts: list[Element] = []
+    lines = [_wrapped(name, wide - 6) for name in chart.columns]
+    top = max(map(len, lines), default=0) * (SMALL + 2) + 8
+    for column, words in enumerate(lines):
+        for index, line in enumerate(reversed(words)):
+            x, y = left + (column + 0.5) * wide, top - 7 - index * (SMALL + 2)
+            parts.append(label(line, wide - 4, x=x, y=y, size=SMALL, text_anchor="middle", class_="small"))
+    for name, row in zip(chart.rows, chart.values, strict=True):
+        parts.append(label(name, left - 12, x=left - 10, y=top + ROW / 2 + 4, text_anchor="end"))
+        for column, value in enumerate(row):
+            parts += _cell(chart, name, column, value, (left + column * wide, top, wide))
+        top += ROW
+    if chart.value_label:
+        parts.append(label(chart.value_label, width - 8, x=left, y=top + FONT + 6, class_="name"))
+        top += FONT + 12
+    return parts, top + 2
+
+
+def _cell(
+    chart: HeatMap, name: str, column: int, value: float | None, place: tuple[float, float, float]
+) -> list[Element]:
+    """The coloured rectangle of one value, and the value."""
+    x, y, wide = place
+    text = chart.cell(value)
+    pieces: list[Element] = []
+    if value is not None:
+        hover = element("title", f"{name}, {chart.columns[column]}: {text}")
+        opacity = f"{0.05 + chart.shade(value) * (DARKEST - 0.05):.2f}"
+        pieces.append(
+            element(
+                "rect", hover, x=x + GAP / 2, y=y + GAP / 2, width=max(wide - GAP, 1), height=ROW - GAP, rx=2,
+                class_="heat", fill_opacity=opacity,
+            )
+        )  # fmt: skip
+    middle = x + wide / 2
+    pieces.append(label(text, wide, x=middle, y=y + ROW / 2 + 4, size=SMALL, text_anchor="middle", class_="cell"))
+    return pieces
+
+
+def _wrapped(text: str, width: float) -> list[str]:
+    """Words in as many lines as needed."""
+    lines: list[str] = []
+    for word in text.split():
+        if lines and text_width(f"{lines[-1]} {word}", SMALL) <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return lines

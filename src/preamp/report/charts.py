@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
-from preamp.report.values import as_float, format_number, to_json
+from .values import Fields, as_float, format_number
 
 Points = Sequence[float | None]
 
@@ -16,7 +16,7 @@ MARKERS_TOLD = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
+class Series(Fields):
     """One line of a chart. None, nan and inf leave a gap; `low` and `high` draw a band around the line.
 
     `dashed` marks a reference or a fit; `steps` holds each value until the next (a loss scale). Raises
@@ -35,10 +35,7 @@ class Series:
         """Freeze the points as finite floats or None."""
         if (self.low is None) != (self.high is None):
             raise ValueError(f"series {self.name!r}: a band needs both low and high")
-        for field in ("x", "y", "low", "high"):
-            values = getattr(self, field)
-            if values is not None:
-                object.__setattr__(self, field, tuple(as_float(value) for value in values))
+        self._freeze_points("x", "y", "low", "high")
         lengths = {len(v) for v in (self.x, self.y, self.low, self.high) if v is not None}
         if len(lengths) > 1:
             raise ValueError(
@@ -58,27 +55,18 @@ class Series:
             f"point{'s' if len(values) != 1 else ''}" + (f" and {gaps} not finite" if gaps else "")
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Every point, gaps as null."""
-        fields = ("name", "x", "y", "low", "high", "dashed", "steps")
-        return {field: to_json(getattr(self, field)) for field in fields}
-
 
 @dataclass(frozen=True, slots=True)
-class Marker:
+class Marker(Fields):
     """A labelled point; with `y=None` a vertical rule at `x`. Left out where an axis has no place for it."""
 
     x: float
     y: float | None
     label: str
 
-    def to_dict(self) -> dict[str, Any]:
-        """Place and label."""
-        return {"x": to_json(self.x), "y": to_json(self.y), "label": self.label}
-
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Span(Fields):
     """A shaded range of one axis, as in "fp16 subnormal". An infinite or None end reaches the plot's edge.
 
     Spans do not widen the axes: one wholly outside what the data needs is left out.
@@ -94,15 +82,6 @@ class Span:
         if self.axis not in ("x", "y"):
             raise ValueError(f"a span lies along axis 'x' or 'y'; got {self.axis!r}")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Axis, ends and label; an open end is null."""
-        return {
-            "axis": self.axis,
-            "start": to_json(self.start),
-            "end": to_json(self.end),
-            "label": self.label,
-        }
-
 
 def exponent_spans(
     name: str, *, smallest_subnormal: float, smallest_normal: float, largest: float
@@ -117,12 +96,14 @@ def exponent_spans(
 
 
 @dataclass(frozen=True, slots=True)
-class LineChart:
+class LineChart(Fields):
     """Lines over a common x axis, with bands, markers and shaded ranges.
 
     Axes are linear unless `x_log` or `y_log` (powers of ten) or `y_log2` (powers of two); on a log axis a
     point that is not positive leaves a gap. Raises `ValueError` for `y_log` together with `y_log2`.
     """
+
+    kind: ClassVar[str] = "line_chart"
 
     title: str
     x_label: str
@@ -140,7 +121,7 @@ class LineChart:
         """Freeze the parts."""
         if self.y_log and self.y_log2:
             raise ValueError(f"chart {self.title!r}: y_log and y_log2 exclude each other")
-        _freeze(self, "series", "markers", "spans")
+        self._freeze("series", "markers", "spans")
 
     def to_text(self) -> str:
         """Title and one line a series."""
@@ -150,29 +131,15 @@ class LineChart:
             marks.append(f"  and {len(self.markers) - MARKERS_TOLD} more markers")
         return "\n".join([head, *(f"  {series.to_text()}" for series in self.series), *marks])
 
-    def to_dict(self) -> dict[str, Any]:
-        """Every field, in types that strict JSON takes."""
-        return {
-            "kind": "line_chart",
-            "title": self.title,
-            "x_label": self.x_label,
-            "y_label": self.y_label,
-            "series": [series.to_dict() for series in self.series],
-            "x_log": self.x_log,
-            "y_log": self.y_log,
-            "y_log2": self.y_log2,
-            "markers": [marker.to_dict() for marker in self.markers],
-            "spans": [span.to_dict() for span in self.spans],
-            "note": self.note,
-        }
-
 
 @dataclass(frozen=True, slots=True)
-class ExponentHistogram:
+class ExponentHistogram(Fields):
     """How often each power of two occurs: `x` is the exponent e of a bin [2^e, 2^(e+1)), `y` its share.
 
     Drawn as filled steps over an axis of powers of two; `exponent_spans` gives the ranges of a number format.
     """
+
+    kind: ClassVar[str] = "exponent_histogram"
 
     title: str
     series: Sequence[Series]
@@ -185,7 +152,7 @@ class ExponentHistogram:
 
     def __post_init__(self) -> None:
         """Freeze the parts."""
-        _freeze(self, "series", "spans")
+        self._freeze("series", "spans")
 
     def to_text(self) -> str:
         """Title and, for each series, the exponents it covers and where it peaks."""
@@ -202,22 +169,9 @@ class ExponentHistogram:
             lines.append(f"  {series.name}: 2^{min(exponents):g} to 2^{max(exponents):g}, peak at 2^{peak:g}")
         return "\n".join(lines)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Every field, in types that strict JSON takes."""
-        return {
-            "kind": "exponent_histogram",
-            "title": self.title,
-            "series": [series.to_dict() for series in self.series],
-            "x_label": self.x_label,
-            "y_label": self.y_label,
-            "y_log": self.y_log,
-            "spans": [span.to_dict() for span in self.spans],
-            "note": self.note,
-        }
-
 
 @dataclass(frozen=True, slots=True)
-class Bars:
+class Bars(Fields):
     """One colour of a bar chart: a value for every label; `low` and `high` draw a whisker."""
 
     name: str
@@ -229,22 +183,17 @@ class Bars:
         """Freeze the values as finite floats or None."""
         if (self.low is None) != (self.high is None):
             raise ValueError(f"bars {self.name!r}: whiskers need both low and high")
-        for field in ("values", "low", "high"):
-            values = getattr(self, field)
-            if values is not None:
-                object.__setattr__(self, field, tuple(as_float(value) for value in values))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Every value, gaps as null."""
-        return {field: to_json(getattr(self, field)) for field in ("name", "values", "low", "high")}
+        self._freeze_points("values", "low", "high")
 
 
 @dataclass(frozen=True, slots=True)
-class BarChart:
+class BarChart(Fields):
     """Groups of horizontal bars: one group a label, one bar for each of `series`, the value beside it.
 
     Raises `ValueError` when a series has not one value for every label.
     """
+
+    kind: ClassVar[str] = "bar_chart"
 
     title: str
     labels: Sequence[str]
@@ -257,7 +206,7 @@ class BarChart:
 
     def __post_init__(self) -> None:
         """Freeze the parts and check their lengths."""
-        _freeze(self, "labels", "series")
+        self._freeze("labels", "series")
         for bars in self.series:
             for values in (bars.values, bars.low, bars.high):
                 if values is not None and len(values) != len(self.labels):
@@ -278,28 +227,17 @@ class BarChart:
             lines.append(f"  {label}: {', '.join(values)}")
         return "\n".join(lines)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Every field, in types that strict JSON takes."""
-        return {
-            "kind": "bar_chart",
-            "title": self.title,
-            "labels": list(self.labels),
-            "series": [bars.to_dict() for bars in self.series],
-            "value_label": self.value_label,
-            "log": self.log,
-            "digits": self.digits,
-            "note": self.note,
-        }
-
 
 @dataclass(frozen=True, slots=True)
-class HeatMap:
+class HeatMap(Fields):
     """A value for every row and column, the harmful ones dark: "which layer, and in what".
 
     `values`: one sequence a row, None where there is none; `pale` and `dark` are the values at the two ends of the
     shades, the smaller one first or last. Raises `ValueError` when a row has not one value for every column, or when
     the ends are equal or not finite.
     """
+
+    kind: ClassVar[str] = "heat_map"
 
     title: str
     rows: Sequence[str]
@@ -315,7 +253,7 @@ class HeatMap:
 
     def __post_init__(self) -> None:
         """Freeze the parts and check their lengths."""
-        _freeze(self, "rows", "columns")
+        self._freeze("rows", "columns")
         object.__setattr__(self, "values", tuple(tuple(as_float(v) for v in row) for row in self.values))
         lengths = {len(row) for row in self.values}
         if len(self.values) != len(self.rows) or lengths - {len(self.columns)}:
@@ -346,16 +284,5 @@ class HeatMap:
             lines.append(f"  {name}: {told}")
         return "\n".join(lines)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Every field, in types that strict JSON takes."""
-        fields = ("title", "rows", "columns", "values", "value_label", "pale", "dark", "percent", "digits", "note")
-        return {"kind": "heat_map", **{field: to_json(getattr(self, field)) for field in fields}}
-
 
 Chart = LineChart | ExponentHistogram | BarChart | HeatMap
-
-
-def _freeze(chart: object, *fields: str) -> None:
-    """Turn the named fields of a chart under construction into tuples."""
-    for field in fields:
-        object.__setattr__(chart, field, tuple(getattr(chart, field)))

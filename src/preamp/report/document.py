@@ -7,21 +7,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Literal
-
-from preamp.report.charts import BarChart, Chart, ExponentHistogram, HeatMap, LineChart
-from preamp.report.finding import Finding, count_severities
-from preamp.report.table import Table
-from preamp.report.values import format_cell, to_json
+from typing import Any, ClassVar, Literal
 
 from ..errors import kind_of
+from .charts import BarChart, Chart, ExponentHistogram, HeatMap, LineChart
+from .files import write_text
+from .finding import Finding, count_severities
+from .html import render
+from .table import Table
+from .values import Fields, paragraphs, plain_text, to_json
 
 Status = Literal["good", "warning", "error", "neutral"]
 
 
 @dataclass(frozen=True, slots=True)
-class Snippet:
+class Snippet(Fields):
     """A piece of text to paste as it is: a configuration, a command, a patch."""
+
+    kind: ClassVar[str] = "snippet"
 
     title: str
     text: str
@@ -29,10 +32,6 @@ class Snippet:
     def to_text(self) -> str:
         """The title, and the text indented."""
         return "\n".join([self.title, *(f"    {line}".rstrip() for line in self.text.splitlines())])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Title and text."""
-        return {"kind": "snippet", "title": self.title, "text": self.text}
 
 
 Item = Table | LineChart | ExponentHistogram | BarChart | HeatMap | Finding | Snippet
@@ -128,13 +127,17 @@ class Report:
         counts = count_severities(self.findings)
         return "error" if counts["error"] else "warning" if counts["warning"] else "neutral"
 
+    def environment_rows(self) -> list[tuple[str, str]]:
+        """The environment as (name, text) pairs."""
+        return [(str(name), plain_text(value)) for name, value in self.environment.items()]
+
     def to_text(self) -> str:
         """The report for a terminal."""
         title = " ".join(self.title.split())
         parts = [f"{title}\n{'=' * len(title)}", self.verdict, *paragraphs(self.summary)]
         if self.environment:
             wide = max(len(name) for name in self.environment)
-            parts.append("\n".join(f"{name:<{wide}}  {text}" for name, text in environment_rows(self)))
+            parts.append("\n".join(f"{name:<{wide}}  {text}" for name, text in self.environment_rows()))
         parts += [section.to_text() for section in self.sections]
         return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -154,34 +157,11 @@ class Report:
 
     def to_html(self) -> str:
         """The report as one HTML page that loads nothing."""
-        from preamp.report.html import render
-
         return render(self)
 
     def write_html(self, path: str | Path) -> Path:
         """Write `to_html()` to `path`, whole or not at all, and return the path. Missing folders are made."""
-        from preamp.report.files import write_text
-
         return write_text(path, self.to_html())
-
-
-def environment_rows(report: Report) -> list[tuple[str, str]]:
-    """The environment as (name, text) pairs."""
-    return [(str(name), _plain(value)) for name, value in report.environment.items()]
-
-
-def paragraphs(text: str) -> list[str]:
-    """`text` cut at blank lines, each paragraph on one line."""
-    return [" ".join(part.split()) for part in re.split(r"\n\s*\n", text) if part.strip()]
-
-
-def _plain(value: Any) -> str:
-    """A value of the environment as text."""
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return format_cell(value)
-    if isinstance(value, (list, tuple)):
-        return ", ".join(_plain(item) for item in value)
-    return str(value)
 
 
 def _item_dict(item: Item) -> dict[str, Any]:
@@ -189,4 +169,4 @@ def _item_dict(item: Item) -> dict[str, Any]:
     return {"kind": "finding", **item.to_dict()} if isinstance(item, Finding) else item.to_dict()
 
 
-__all__ = ["Chart", "Item", "Report", "Section", "Snippet", "Status", "environment_rows", "paragraphs"]
+__all__ = ["Chart", "Item", "Report", "Section", "Snippet", "Status"]

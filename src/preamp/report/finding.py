@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from preamp.report.values import format_cell, to_json
+from .values import Fields, plain_text
 
 Severity = Literal["error", "warning", "info"]
 Direction = Literal["forward", "backward"]
@@ -19,7 +19,7 @@ _CODE = re.compile(r"PA\d{3}\Z", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Fields):
     """One thing found: what, how harmful, where, what was seen, and what to write instead.
 
     `step` counts optimizer-step attempts from 0; `module` is a path of `named_modules()` (the root is "");
@@ -84,7 +84,7 @@ class Finding:
             return ()
         if isinstance(self.evidence, str):
             return (("", self.evidence),)
-        return tuple((str(name), _evidence_text(value)) for name, value in self.evidence.items())
+        return tuple((str(name), plain_text(value)) for name, value in self.evidence.items())
 
     def to_text(self) -> str:
         """Plain lines for a terminal; the first has severity, code and message."""
@@ -105,22 +105,6 @@ class Finding:
             fence += "`"
         return f"{fence}text\n{self.to_text()}\n{fence}"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Every field, in types that strict JSON takes."""
-        return {
-            "code": self.code,
-            "severity": self.severity,
-            "message": self.message,
-            "module": self.module,
-            "op": self.op,
-            "direction": self.direction,
-            "file": self.file,
-            "line": self.line,
-            "step": self.step,
-            "evidence": to_json(self.evidence),
-            "fix": self.fix,
-        }
-
 
 def count_severities(findings: Iterable[Finding]) -> dict[Severity, int]:
     """How many findings there are of each severity, zeros included, most harmful first."""
@@ -128,12 +112,3 @@ def count_severities(findings: Iterable[Finding]) -> dict[Severity, int]:
     for finding in findings:
         counts[finding.severity] += 1
     return counts
-
-
-def _evidence_text(value: Any) -> str:
-    """One piece of evidence as text."""
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return format_cell(value)
-    if isinstance(value, (list, tuple)):
-        return ", ".join(_evidence_text(item) for item in value)
-    return str(value)

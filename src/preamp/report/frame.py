@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from preamp.report.axis import Axis, Tick
-from preamp.report.charts import Span
-from preamp.report.markup import FONT, Element, element, label, text_width
+from .axis import Axis, Tick
+from .charts import Span
+from .markup import FONT, Element, element, label, text_width
 
 COLOURS = 8
 DASHES = 6
@@ -30,7 +30,6 @@ class Entry:
 
     name: str
     style: str
-    block: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +125,10 @@ def _legend(entries: Sequence[Entry], left: float, right: float, top: float) -> 
         used = 30 + min(text_width(" ".join(entry.name.split())), room) + 16
         if x > left and x + used - 16 > right:
             x, y = left, y + 19
-        if entry.block:
-            pieces.append(element("rect", x=x, y=y + 3, width=16, height=10, rx=2, class_=f"bar {entry.style}"))
-        else:
-            pieces.append(
-                element("path", d=f"M{x:.1f} {y + 8:.1f}L{x + 24:.1f} {y + 8:.1f}", class_=f"line {entry.style}")
-            )
-        pieces.append(label(entry.name, room, x=x + (22 if entry.block else 30), y=y + 12))
-        x += used - (8 if entry.block else 0)
+        line = f"M{x:.1f} {y + 8:.1f}L{x + 24:.1f} {y + 8:.1f}"
+        pieces.append(element("path", d=line, class_=f"line {entry.style}"))
+        pieces.append(label(entry.name, room, x=x + 30, y=y + 12))
+        x += used
     return pieces, y + 22
 
 

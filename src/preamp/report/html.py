@@ -7,13 +7,12 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from preamp.report.charts import BarChart, ExponentHistogram, HeatMap, LineChart
-from preamp.report.document import Item, Report, environment_rows, paragraphs
-from preamp.report.finding import Finding, count_severities
-from preamp.report.markup import clean
-from preamp.report.svg import NARROW_WIDTH, WIDE_WIDTH, chart_css, to_svg
-from preamp.report.table import Column, Table
-from preamp.report.values import to_json
+from .charts import BarChart, ExponentHistogram, HeatMap, LineChart
+from .finding import Finding, count_severities
+from .markup import clean
+from .svg import NARROW_WIDTH, WIDE_WIDTH, chart_css, to_svg
+from .table import Column, Table
+from .values import paragraphs, to_json
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -26,8 +25,8 @@ BRIEF = 16
 """Cells up to this many characters stay on one line."""
 
 
-def render(report: Report) -> str:
-    """The page. Every text in it is escaped by jinja2, or by `markup` inside the charts."""
+def render(report: Any) -> str:
+    """The page of a `Report`. Every text in it is escaped by jinja2, or by `markup` inside the charts."""
     from markupsafe import Markup
 
     counts = [(severity, count) for severity, count in count_severities(report.findings).items() if count]
@@ -35,7 +34,7 @@ def render(report: Report) -> str:
         report=report,
         css=Markup(chart_css() + _read("style.css")),
         counts=counts,
-        environment=environment_rows(report),
+        environment=report.environment_rows(),
         summary=[inline(text) for text in paragraphs(report.summary)],
         sections=[
             {
@@ -66,7 +65,7 @@ def inline(text: str) -> list[tuple[bool, str]]:
     return [(index % 2 == 1, piece) for index, piece in enumerate(pieces) if piece]
 
 
-def _view(item: Item, report: Report) -> dict[str, Any]:
+def _view(item: Any, report: Any) -> dict[str, Any]:
     """What the template needs of one item."""
     from markupsafe import Markup
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from preamp.report.charts import Marker
-from preamp.report.frame import Box, Frame
-from preamp.report.markup import FONT, Element, element, label, path, text_width
+from .charts import Marker
+from .frame import Box, Frame
+from .markup import FONT, Element, element, label, path, text_width
 
 MOST = 200
 """So many markers are drawn at most, evenly chosen; a report stays small however many steps were skipped."""

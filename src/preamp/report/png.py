@@ -9,9 +9,9 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from preamp.errors import MissingExtra
-from preamp.report.charts import BarChart, Chart, ExponentHistogram, HeatMap, LineChart
-from preamp.report.files import write_with
+from ..errors import MissingExtra
+from .charts import BarChart, Chart, ExponentHistogram, HeatMap, LineChart
+from .files import write_with
 
 COLOURS = ("#0a6cb8", "#d1540a", "#00875f", "#b04a8f", "#b37a00", "#3e9fd6", "#6b6f76", "#7a4fbf")
 DASHES = ("-", (0, (6, 1.5)), (0, (6, 1.5, 1, 1.5)), (0, (1.5, 1)), "-.", ":")

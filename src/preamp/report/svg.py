@@ -1,4 +1,4 @@
-"""Charts to inline SVG: lines, bands, markers, exponent histograms. Bars are in `bars.py`, heat maps in `heat.py`."""
+"""Charts to inline SVG: lines, bands, markers, exponent histograms. Bars and heat maps are in `bars.py`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from functools import lru_cache
 from importlib.resources import files
 from itertools import pairwise
 
-from preamp.report.axis import Axis, fit
-from preamp.report.bars import draw_bars
-from preamp.report.charts import BarChart, Chart, ExponentHistogram, HeatMap, LineChart, Series
-from preamp.report.frame import NARROW, Entry, Frame, build_frame, series_style
-from preamp.report.heat import draw_heat
-from preamp.report.markers import draw_markers
-from preamp.report.markup import Element, element, path
-from preamp.report.thin import Point, runs, thin
+from .axis import Axis, fit
+from .bars import draw_bars, draw_heat
+from .charts import BarChart, Chart, ExponentHistogram, HeatMap, LineChart, Series
+from .frame import NARROW, Entry, Frame, build_frame, series_style
+from .markers import draw_markers
+from .markup import Element, element, path
+
+Point = tuple[float, float] | None
+"""A point in axis coordinates, or None for a gap."""
 
 WIDE_WIDTH = 760.0
 NARROW_WIDTH = 390.0
@@ -64,15 +65,7 @@ def _draw_lines(chart: LineChart, width: float) -> tuple[list[Element], float]:
     y_values += [marker.y for marker in chart.markers]
     x = fit(x_values, "log10" if chart.x_log else "linear", ticks=4 if narrow else 7, pad=0.015)
     y = fit(y_values, "log2" if chart.y_log2 else "log10" if chart.y_log else "linear", ticks=5, pad=0.06)
-    frame = build_frame(
-        width,
-        x,
-        y,
-        x_label=chart.x_label,
-        y_label=chart.y_label,
-        entries=_entries(chart),
-        spans=chart.spans,
-    )
+    frame = _frame(chart, width, x, y)
     limit = int(width * 0.8)
     parts = list(frame.behind)
     for index, series in enumerate(chart.series):
@@ -84,6 +77,11 @@ def _draw_lines(chart: LineChart, width: float) -> tuple[list[Element], float]:
         drawn += stretches
     parts += draw_markers(chart.markers, frame, drawn)
     return parts, frame.height
+
+
+def _frame(chart: LineChart | ExponentHistogram, width: float, x: Axis, y: Axis) -> Frame:
+    labels = {"x_label": chart.x_label, "y_label": chart.y_label}
+    return build_frame(width, x, y, **labels, entries=_entries(chart), spans=chart.spans)
 
 
 def _entries(chart: LineChart | ExponentHistogram) -> list[Entry]:
@@ -158,15 +156,7 @@ def _draw_histogram(chart: ExponentHistogram, width: float) -> tuple[list[Elemen
     counts = [v for series in chart.series for v in series.y]
     x = fit(edges, "exponent", ticks=6 if narrow else 11, pad=0.01)
     y = fit(counts, "log10" if chart.y_log else "linear", ticks=5, zero=True, pad=0.06)
-    frame = build_frame(
-        width,
-        x,
-        y,
-        x_label=chart.x_label,
-        y_label=chart.y_label,
-        entries=_entries(chart),
-        spans=chart.spans,
-    )
+    frame = _frame(chart, width, x, y)
     parts = list(frame.behind)
     base = frame.y.at(frame.y.low) if chart.y_log else frame.y.project(0.0)
     assert base is not None
@@ -198,3 +188,41 @@ def _steps(series: Series, frame: Frame, base: float) -> list[list[tuple[float, 
         shapes[-1] += [(left, at), (right, at), (right, base)]
         previous = exponent
     return shapes
+
+
+def thin(points: Sequence[Point], limit: int) -> list[Point]:
+    """About `limit` of `points` at most, with the first, the last, and the extremes of each stretch kept.
+
+    The points are cut into stretches of equal count; of each, the lowest, the highest and one gap (if any)
+    stay, in their order. So the smallest and the largest y of all survive, and a gap never closes.
+    """
+    if len(points) <= limit:
+        return list(points)
+    buckets = max(1, limit // 3)
+    kept = {0, len(points) - 1}
+    for bucket in range(buckets):
+        start, stop = bucket * len(points) // buckets, (bucket + 1) * len(points) // buckets
+        lowest = highest = gap = None
+        low = high = 0.0
+        for index in range(start, stop):
+            point = points[index]
+            if point is None:
+                gap = index if gap is None else gap
+                continue
+            if lowest is None or point[1] < low:
+                lowest, low = index, point[1]
+            if highest is None or point[1] > high:
+                highest, high = index, point[1]
+        kept.update(index for index in (lowest, highest, gap) if index is not None)
+    return [points[index] for index in sorted(kept)]
+
+
+def runs(points: Sequence[Point]) -> list[list[tuple[float, float]]]:
+    """The stretches of `points` between gaps, none of them empty."""
+    found: list[list[tuple[float, float]]] = [[]]
+    for point in points:
+        if point is None:
+            found.append([])
+        else:
+            found[-1].append(point)
+    return [run for run in found if run]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from preamp.report.values import Cell, format_cell, to_json
+from rich.cells import cell_len
+
+from .values import Cell, format_cell, to_json
 
 Align = Literal["auto", "left", "right"]
 
@@ -95,7 +96,7 @@ class Table:
         """Aligned columns for a terminal; the title above, the notes below."""
         layout, cells = self.layout, self.cells
         grid = [tuple(column.heading for column in layout), *cells]
-        widths = [max(display_width(row[index]) for row in grid) for index in range(len(layout))]
+        widths = [max(cell_len(row[index]) for row in grid) for index in range(len(layout))]
         grid.insert(1, tuple("-" * width for width in widths))
         lines = [self.title] if self.title else []
         for row in grid:
@@ -127,13 +128,6 @@ class Table:
         }
 
 
-def display_width(text: str) -> int:
-    """Terminal cells that `text` takes: two for wide East Asian characters, none for combining marks."""
-    return sum(
-        0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text
-    )
-
-
 def _is_numeric(values: Sequence[Cell]) -> bool:
     """Whether there is a number and nothing but numbers and None."""
     known = [value for value in values if value is not None]
@@ -142,7 +136,7 @@ def _is_numeric(values: Sequence[Cell]) -> bool:
 
 def _pad(text: str, width: int, align: Align) -> str:
     """`text` filled with spaces to `width` terminal cells."""
-    fill = " " * (width - display_width(text))
+    fill = " " * (width - cell_len(text))
     return fill + text if align == "right" else text + fill
 
 

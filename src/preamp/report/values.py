@@ -1,10 +1,12 @@
-"""Numbers as people read them, and values as strict JSON takes them."""
+"""Numbers and paragraphs as people read them, and values as strict JSON takes them."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import fields
+from typing import Any, ClassVar
 
 Cell = str | int | float | bool | None
 """What a table cell may hold."""
@@ -59,6 +61,20 @@ def format_cell(value: Cell, digits: int | None = None) -> str:
     return " ".join(value.split())
 
 
+def plain_text(value: Any) -> str:
+    """A piece of evidence, or of what is known of a machine, as text."""
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return format_cell(value)
+    if isinstance(value, (list, tuple)):
+        return ", ".join(plain_text(item) for item in value)
+    return str(value)
+
+
+def paragraphs(text: str) -> list[str]:
+    """`text` cut at blank lines, each paragraph on one line."""
+    return [" ".join(part.split()) for part in re.split(r"\n\s*\n", text) if part.strip()]
+
+
 def as_float(value: Any) -> float | None:
     """`value` as a finite float, or None for what no chart can show (None, nan, inf, beyond float)."""
     if value is None:
@@ -82,8 +98,8 @@ def smoothed(values: Sequence[float], weight: float = 0.9) -> list[float]:
 def to_json(value: Any) -> Any:
     """`value` in the types of strict JSON: `json.dumps(..., allow_nan=False)` takes the result.
 
-    nan and inf become null, keys become text, sets are sorted by their text, arrays and tensors become lists,
-    and anything unknown (a path, a dtype) becomes its text.
+    nan and inf become null, keys become text, sets are sorted by their text, arrays and tensors become lists, `Fields`
+    their `to_dict()`, and anything unknown (a path, a dtype) becomes its text.
     """
     if value is None or isinstance(value, (str, bool)):
         return value
@@ -99,6 +115,32 @@ def to_json(value: Any) -> Any:
         return [to_json(item) for item in value]
     if isinstance(value, (set, frozenset)):
         return [to_json(item) for item in sorted(value, key=str)]
+    if isinstance(value, Fields):
+        return value.to_dict()
     if callable(getattr(value, "tolist", None)):  # numpy and torch, without importing either
         return to_json(value.tolist())
     return str(value)
+
+
+class Fields:
+    """A frozen dataclass whose fields are all there is to it."""
+
+    __slots__ = ()
+    kind: ClassVar[str] = ""
+    """What its dict is told apart by, under "kind"; "" where that is plain from its place."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, in types that strict JSON takes."""
+        told = {each.name: to_json(getattr(self, each.name)) for each in fields(self)}  # type: ignore[arg-type]
+        return {"kind": self.kind, **told} if self.kind else told
+
+    def _freeze(self, *names: str) -> None:
+        """Turn fields of a value under construction into tuples."""
+        for name in names:
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    def _freeze_points(self, *names: str) -> None:
+        """Turn fields under construction into tuples of finite floats or None; a field that is None stays."""
+        for name in names:
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, tuple(as_float(value) for value in getattr(self, name)))

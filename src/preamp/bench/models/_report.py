@@ -10,8 +10,8 @@ from ...report import BarChart, Bars, Cell, Column, Item, LineChart, Report, Sec
 from .._results import MEASURED_ON
 from ..training._contenders import O2, O5_EIGHT, REFERENCE, Contender
 from ..training._parity import FP32
-from ._contenders import AMP_BF16, BATCHES, NETS, O1, O4, O5, TF32
 from ._measured import COMPILED, Figure, Measured
+from ._suite import AMP_BF16, BATCHES, NETS, O1, O4, O5, TF32
 
 LEVELS = (O1, O2, O4, O5, O5_EIGHT)
 """Of preamp, in the pictures over all networks."""

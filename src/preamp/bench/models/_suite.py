@@ -1,4 +1,4 @@
-"""The suite itself: seven networks, and for each what is measured, in groups of parts that fit in a call each."""
+"""The suite itself: who competes on seven networks, and what is measured, in groups that fit in a call each."""
 
 from __future__ import annotations
 
@@ -9,15 +9,37 @@ from dataclasses import dataclass, replace
 import torch
 
 from .._results import EVERYTHING, Missing
-from ..training._largest import Fits, batch_row, net_row
-from ..training._measure import Clock, Tell, heat, quiet
-from ..training._parity import parity_row
-from ..training._parts import Part, device_for_parts, groups_named, needs_by_group, run_parts, size_named
+from ..training._contenders import BF16, O2, O5_EIGHT, O5_SPLIT, REFERENCE, Contender
+from ..training._largest import Fits, net_row
+from ..training._parity import FP32
+from ..training._parts import Part, Run, Size, needs_by_group, run_suite
 from ..training._rows import TrainingRow
 from ..training._suite import SIZES as TRAINING_SIZES
-from ..training._suite import Size
-from ..training._works import works
-from ._contenders import BATCHES, COMPILED, EAGER, LOSSES, NETS, fitting
+from ..training._works import Work
+
+TF32 = Contender(name="tf32")
+AMP_BF16 = Contender(name="torch.amp bf16", dtype=BF16)
+O1, O4, O5 = (Contender(name=f"preamp {level}", level=level) for level in ("O1", "O4", "O5"))
+
+EAGER: tuple[Contender, ...] = (REFERENCE, O2, AMP_BF16, O5, TF32, FP32, O1, O4, O5_EIGHT)
+
+COMPILED: tuple[Contender, ...] = tuple(
+    replace(contender, name=f"{contender.name}, compiled", compiled=True)
+    for contender in (REFERENCE, O2, AMP_BF16, O5, TF32, O1, O4, FP32)
+)
+"""Without 8-bit states, which are the optimizer's, and that is not compiled."""
+
+LOSSES: tuple[Contender, ...] = (REFERENCE, O2, AMP_BF16, O5, O1, O4, TF32, O5_EIGHT)
+"""Against fp32, which every such row begins with."""
+
+BATCHES: tuple[Contender, ...] = (REFERENCE, O2, O5_EIGHT, O5, FP32)
+NETS: tuple[Contender, ...] = (REFERENCE, O2, O5, O5_SPLIT, O5_EIGHT)
+
+
+def fitting(contenders: tuple[Contender, ...], work: Work) -> list[Contender]:
+    """Those that say something about a work: SGD has no states for 8 bits, and no split masters."""
+    return [each for each in contenders if work.optimizer != "SGD" or not (each.eight_bit or each.split)]
+
 
 SIZES: dict[str, Size] = {
     "full": replace(TRAINING_SIZES["full"], budget=3000.0, parity_steps=100),
@@ -78,8 +100,8 @@ def models(
     budget: float | None = None,
     parts: Collection[str] | None = None,
     missing: Missing = EVERYTHING,
-    now: Callable[[], float] = time.monotonic,
     fits: Fits | None = None,
+    now: Callable[[], float] = time.monotonic,
 ) -> Iterator[TrainingRow]:
     """Train seven networks at their real sizes by every contender, and give a row for each network and question.
 
@@ -87,83 +109,49 @@ def models(
     of a row is torch.amp in float16, compiled where the others are; images lie channels last for all. `fits` stands for
     trying whether something fits.
     """
-    asked = groups_named("models", GROUPS, parts)
-    size, chosen = size_named("models", SIZES, size, device)
-    device = device_for_parts(device)
-    clock = Clock(budget if budget is not None else chosen.budget, now)
-    made = _parts(device, min(rounds, chosen.pace.rounds), size, clock, fits, tell)
-    for row in run_parts(made, asked, device, clock, missing, tell):
-        row.about["size"] = size
+    run = Run.begun("models", SIZES, device, rounds, tell, size, budget, now)
+    for row in run_suite(run, _parts(run, fits), GROUPS, parts, missing):
+        row.about["size"] = run.name
         yield row
 
 
 def estimates() -> dict[str, float]:
     """Seconds that each group of parts takes in the full size, by the estimate of its parts, on an H100."""
-    return needs_by_group(_parts(torch.device("cpu"), 7, "full", Clock(0.0), None, quiet))
+    return needs_by_group(_parts(Run.imagined(SIZES), None))
 
 
-def _parts(device: torch.device, rounds: int, size: str, clock: Clock, fits: Fits | None, tell: Tell) -> list[Part]:
+def _parts(run: Run, fits: Fits | None) -> list[Part]:
     """Network by network in each group."""
-    chosen, every = SIZES[size], works(size)
-    pace = replace(chosen.pace, rounds=rounds)
 
-    def eager(network: Network) -> Part:
-        work = every[network.key]
-        return Part(
-            kind="steps", group=EAGER_GROUP, name=work.name, needs=network.eager,
-            make=lambda: heat(
-                "steps", work, fitting(EAGER, work), device, pace, clock, None, chosen.reserve, tell=tell
-            ),
-        )  # fmt: skip
+    def of(contenders: tuple[Contender, ...], network: Network) -> list[Contender]:
+        return fitting(contenders, run.works[network.key])
 
-    def losses(network: Network) -> Part:
-        work = every[network.key]
-        return Part(
-            kind="losses", group=LOSSES_GROUP, name=f"losses, {work.name}", needs=network.losses,
-            make=lambda: parity_row(
-                work, device, chosen.parity_steps, clock, chosen.reserve, tell, fitting(LOSSES, work), "losses"
-            ),
-        )  # fmt: skip
-
-    def batches(network: Network) -> Part:
-        work, step = every[network.key], network.batches if size == "full" else 1
-        return Part(
-            kind="largest batch", group=MEMORY_GROUP, name=f"largest batch, {work.name}", needs=network.memory,
-            make=lambda: batch_row(
-                work, device, clock, _sizes(step), fitting(BATCHES, work), tell=tell, fits=fits
-            ),
-        )  # fmt: skip
+    def sizes(step: int) -> range:
+        step = step if run.name == "full" else 1
+        return range(step, (PROBED + 1) * step, step)
 
     def deeper(network: Network) -> Part:
-        work, step = every[network.key], network.layers if size == "full" else 1
-        return Part(
-            kind="larger net", group=MEMORY_GROUP, name=f"larger net, {work.name}", needs=network.deeper,
-            make=lambda: net_row(
-                work, max(work.count // 4, 1), device, clock, _sizes(step), fitting(NETS, work), tell=tell, fits=fits
-            ),
-        )  # fmt: skip
-
-    def compiled(network: Network) -> Part:
-        work = every[network.key]
-        name = f"{work.name}, compiled"
+        work, tried = run.works[network.key], sizes(network.layers)
 
         def make() -> TrainingRow:
-            torch.compiler.reset()  # entries of other works would be looked through at every call
-            ones = fitting(COMPILED, work)
-            return heat("compiled", work, ones, device, pace, clock, None, chosen.reserve_compiled, name, tell)
+            count = max(work.count // 4, 1)
+            return net_row(work, count, run.device, run.clock, tried, of(NETS, network), tell=run.tell, fits=fits)
 
+        name = f"larger net, {work.name}"
+        return Part(kind="larger net", group=MEMORY_GROUP, name=name, needs=network.deeper, make=make)
+
+    def batches(network: Network) -> Part:
+        tried = sizes(network.batches)
+        return run.largest_batch(MEMORY_GROUP, network.key, network.memory, tried, of(BATCHES, network), fits)
+
+    def compiled(network: Network) -> Part:
         group = next(group for group, keys in COMPILED_GROUPS.items() if network.key in keys)
-        return Part(kind="compiled", group=group, name=name, needs=network.compiled, make=make)
+        return run.compiled(group, network.key, network.compiled, of(COMPILED, network))
 
-    parts = [
-        *(eager(network) for network in NETWORKS),
+    return [
+        *(run.steps(EAGER_GROUP, network.key, network.eager, of(EAGER, network)) for network in NETWORKS),
         *(deeper(network) for network in NETWORKS if network.layers),
         *(batches(network) for network in NETWORKS),
-        *(losses(network) for network in NETWORKS),
+        *(run.parity(LOSSES_GROUP, n.key, n.losses, of(LOSSES, n), "losses") for n in NETWORKS),
         *(compiled(network) for network in NETWORKS),
     ]
-    return parts if size == "full" else [replace(part, needs=0) for part in parts]
-
-
-def _sizes(step: int) -> range:
-    return range(step, (PROBED + 1) * step, step)

@@ -1,7 +1,6 @@
-"""The suite `training`: whole training steps against torch.amp, in a fixed time, and what they say about the goals."""
+"""The suite `training`: whole training steps against torch.amp, in a fixed time."""
 
 from ._contenders import Contender, Trainer
-from ._goals import goals, goals_table
 from ._measure import Clock
 from ._models import ResNet, feed_forward
 from ._rows import TrainingRow, training_table
@@ -19,8 +18,6 @@ __all__ = [
     "Work",
     "estimates",
     "feed_forward",
-    "goals",
-    "goals_table",
     "training",
     "training_table",
     "works",

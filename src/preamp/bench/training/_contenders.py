@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from ... import optim
 from ...errors import PreampWarning
 from ...session import Session, prepare
-from ._by_hand import ByHand
-from ._graph import Graphed
+from ._by_hand import ByHand, Graphed
 from ._works import Batch, Work
 
 BATCHES = 4

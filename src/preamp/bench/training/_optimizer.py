@@ -1,10 +1,12 @@
-"""What precision costs beside forward and backward: casts, check, unscaling, clipping, the optimizer's step."""
+"""What precision costs beside forward and backward: casts, check, unscaling, clipping, the optimizer step."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import statistics
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,10 +23,53 @@ from .._counting import counted_launches
 from .._race import race
 from .._results import failure
 from .._step_suite import LISTS, TINY
-from ._graph import Graphed
+from ._by_hand import Graphed
 from ._measure import Speeds, Tell, free, quiet
-from ._rivals import Rival, installed
 from ._rows import TrainingRow
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rival:
+    """An optimizer of another library. `masters`: whether it keeps float32 masters of 16-bit parameters itself."""
+
+    name: str
+    package: str
+    """The distribution it comes with; importing a name proves nothing where preamp stands in for Apex."""
+    module: str
+    kind: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    masters: bool = False
+
+    @property
+    def installed(self) -> bool:
+        """Whether its distribution is there."""
+        try:
+            importlib.metadata.version(self.package)
+        except importlib.metadata.PackageNotFoundError:
+            return False
+        return True
+
+    def make(self, params: Sequence[Parameter], lr: float) -> torch.optim.Optimizer:
+        """The optimizer over `params`."""
+        kind = getattr(importlib.import_module(self.module), self.kind)
+        made: torch.optim.Optimizer = kind(params, lr=lr, **self.arguments)
+        return made
+
+
+RIVALS = (
+    Rival(
+        name="apex FusedAdam, masters", package="apex", module="apex.optimizers", kind="FusedAdam", masters=True,
+        arguments={"adam_w_mode": False, "capturable": True, "master_weights": True},
+    ),
+    Rival(name="bitsandbytes Adam8bit", package="bitsandbytes", module="bitsandbytes.optim", kind="Adam8bit"),
+    Rival(name="torchao Adam8bit", package="torchao", module="torchao.optim", kind="Adam8bit"),
+)  # fmt: skip
+
+
+def installed() -> list[Rival]:
+    """Those that this machine has."""
+    return [rival for rival in RIVALS if rival.installed]
+
 
 Step = Callable[[], Any]
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
 
 import torch
 
 from ...errors import PolicyError
 from .._machine import DeviceLost, check_device
 from .._results import Missing, described, failure
-from ._measure import Clock, Tell, free
+from ._contenders import PARITY, Contender
+from ._largest import SEARCHED, Fits, batch_row
+from ._measure import Clock, Pace, Speeds, Tell, free, heat, quiet
+from ._parity import parity_row
 from ._rows import TrainingRow, lines
-
-S = TypeVar("S")
+from ._works import Work, works
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,22 +34,112 @@ class Part:
     """Under which it can be asked for; without one it is measured first, whatever is asked for."""
 
 
-def size_named(suite: str, sizes: Mapping[str, S], size: str | None, device: torch.device) -> tuple[str, S]:
-    """A size by name, "full" on CUDA and "tiny" elsewhere if none is asked for."""
-    size = size or ("full" if device.type == "cuda" else "tiny")
-    if size not in sizes:
-        raise PolicyError(f"the suite {suite} has no size {size!r}; write {' or '.join(sizes)}")
-    return size, sizes[size]
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How large everything is."""
+
+    pace: Pace
+    budget: float
+    """Seconds that the suite may take."""
+    parity_steps: int
+    reserve: float
+    """Seconds that a contender has to have left to begin."""
+    reserve_compiled: float
+    """The same for one that has to be compiled first."""
 
 
-def groups_named(suite: str, groups: Collection[str], asked: Collection[str] | None) -> Collection[str]:
-    """Groups of parts by name, all of them if none is asked for."""
-    if unknown := [part for part in asked or () if part not in groups]:
-        raise PolicyError(f"the suite {suite} has no part {unknown[0]!r}; its parts are {', '.join(groups)}")
-    return groups if asked is None else asked
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One call of a suite, and the parts that suites share. `needs` of a part is an estimate for the full size."""
+
+    suite: str
+    name: str
+    """The size's: "full" or "tiny"."""
+    size: Size
+    device: torch.device
+    pace: Pace
+    clock: Clock
+    tell: Tell
+    works: Mapping[str, Work]
+
+    @classmethod
+    def begun(
+        cls, suite: str, sizes: Mapping[str, Size], device: torch.device, rounds: int, tell: Tell,
+        size: str | None = None, budget: float | None = None, now: Callable[[], float] = time.monotonic,
+    ) -> Run:  # fmt: skip
+        """A call that begins: the size "full" on CUDA and "tiny" elsewhere if none is asked for; the clock runs."""
+        name = size or ("full" if device.type == "cuda" else "tiny")
+        if name not in sizes:
+            raise PolicyError(f"the suite {suite} has no size {name!r}; write {' or '.join(sizes)}")
+        chosen = sizes[name]
+        return cls(
+            suite=suite, name=name, size=chosen, device=_ready(device), works=works(name), tell=tell,
+            pace=replace(chosen.pace, rounds=min(rounds, chosen.pace.rounds)),
+            clock=Clock(chosen.budget if budget is None else budget, now),
+        )  # fmt: skip
+
+    @classmethod
+    def imagined(cls, sizes: Mapping[str, Size]) -> Run:
+        """A call of the full size, of which only the estimates are looked at."""
+        return cls.begun("", sizes, torch.device("cpu"), sizes["full"].pace.rounds, quiet, "full")
+
+    def steps(
+        self, group: str, key: str, needs: float, contenders: Sequence[Contender],
+        speeds: Callable[[], Speeds | None] = lambda: None,
+    ) -> Part:  # fmt: skip
+        """Whole steps of a work, as they are written."""
+        work, reserve = self.works[key], self.size.reserve
+
+        def make() -> TrainingRow:
+            return heat(
+                "steps", work, contenders, self.device, self.pace, self.clock, speeds(), reserve, tell=self.tell
+            )
+
+        return Part(kind="steps", group=group, name=work.name, needs=needs, make=make)
+
+    def compiled(
+        self, group: str, key: str, needs: float, contenders: Sequence[Contender],
+        speeds: Callable[[], Speeds | None] = lambda: None,
+    ) -> Part:  # fmt: skip
+        """Whole steps of a work, compiled."""
+        work, reserve = self.works[key], self.size.reserve_compiled
+        name = f"{work.name}, compiled"
+
+        def make() -> TrainingRow:
+            torch.compiler.reset()  # entries of other works would be looked through at every call
+            return heat(
+                "compiled", work, contenders, self.device, self.pace, self.clock, speeds(), reserve, name, self.tell
+            )
+
+        return Part(kind="compiled", group=group, name=name, needs=needs, make=make)
+
+    def parity(
+        self, group: str, key: str, needs: float, contenders: Sequence[Contender] = PARITY, part: str = "parity"
+    ) -> Part:
+        """Losses of a work at equal steps."""
+        work, size = self.works[key], self.size
+
+        def make() -> TrainingRow:
+            return parity_row(
+                work, self.device, size.parity_steps, self.clock, size.reserve, self.tell, contenders, part
+            )
+
+        return Part(kind=part, group=group, name=f"{part}, {work.name}", needs=needs, make=make)
+
+    def largest_batch(
+        self, group: str, key: str, needs: float, sizes: Sequence[int], contenders: Sequence[Contender] = SEARCHED,
+        fits: Fits | None = None,
+    ) -> Part:  # fmt: skip
+        """The largest batch of a work that trains."""
+        work = self.works[key]
+
+        def make() -> TrainingRow:
+            return batch_row(work, self.device, self.clock, sizes, contenders, tell=self.tell, fits=fits)
+
+        return Part(kind="largest batch", group=group, name=f"largest batch, {work.name}", needs=needs, make=make)
 
 
-def device_for_parts(device: torch.device) -> torch.device:
+def _ready(device: torch.device) -> torch.device:
     """The device with its number, and the profiler told what it has to know before it begins."""
     if device.type != "cuda":
         return device
@@ -57,17 +149,19 @@ def device_for_parts(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
-def run_parts(
-    parts: Sequence[Part], asked: Collection[str], device: torch.device, clock: Clock, missing: Missing, tell: Tell
+def run_suite(
+    run: Run, parts: Sequence[Part], groups: Collection[str], asked: Collection[str] | None, missing: Missing
 ) -> Iterator[TrainingRow]:
-    """The row of each part that is missing, of the groups asked for. A lost device ends it after its row."""
+    """The row of each part that is missing, of the `groups` asked for (all). A lost device ends it after its row."""
+    if unknown := [group for group in asked or () if group not in groups]:
+        raise PolicyError(f"the suite {run.suite} has no part {unknown[0]!r}; its parts are {', '.join(groups)}")
     always = [part for part in parts if not part.group]
-    wanted = [part for part in parts if part.group in asked]
+    wanted = [part for part in parts if part.group in (groups if asked is None else asked)]
     with _settings():
         needed = missing.of(wanted, lambda part: part.name)
         for part in itertools.chain(always if missing.any(wanted, lambda part: part.name) else [], needed):
-            row = run_part(part, clock, tell)
-            lost = _lost(row, device)
+            row = run_part(part if run.name == "full" else replace(part, needs=0), run.clock, run.tell)
+            lost = _lost(row, run.device)
             yield row
             if lost is not None:
                 raise lost

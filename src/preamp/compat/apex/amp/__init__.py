@@ -1,7 +1,7 @@
 """apex.amp: mixed precision of both of its generations, on today's torch."""
 
 from ._amp_state import _amp_state, master_params
-from ._close import close
+from ._initialize import close
 from .amp import (
     bfloat16_function,
     float_function,

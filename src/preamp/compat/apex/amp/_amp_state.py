@@ -7,16 +7,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from .._notice import is_rank_zero
-
-if TYPE_CHECKING:
-    from .frontend import Properties
-    from .handle import AmpHandle
-    from .scaler import LossScaler
 
 
 class AmpState:
@@ -28,9 +23,10 @@ class AmpState:
     """Whether `initialize` takes models with 16-bit parameters."""
     verbosity: int
     """0: silent. 1: options and skipped steps. 2: every cast as well."""
-    opt_properties: Properties
-    loss_scalers: list[LossScaler]
-    handle: AmpHandle
+    # what the modules above put here: Properties, LossScalers by loss_id, an AmpHandle
+    opt_properties: Any
+    loss_scalers: list[Any]
+    handle: Any
 
     def __init__(self) -> None:
         self.reset()

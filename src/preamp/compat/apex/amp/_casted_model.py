@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ....formats import LOW_DTYPES
 from ....modules import Subclasses
 from ....tree import map_tensors
-from ._masters import follow
+from .._masters import update_master
 
 
 class CastedModel(nn.Module):
@@ -110,7 +110,7 @@ def _tell_masters(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_
     for name, parameter in module._parameters.items():
         written = state_dict.get(prefix + name)
         if parameter is not None and isinstance(written, Tensor):
-            follow(parameter, written)
+            update_master(parameter, written)
 
 
 def check_params_fp32(models: list[nn.Module]) -> None:

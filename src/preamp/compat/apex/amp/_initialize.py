@@ -1,4 +1,4 @@
-"""The work behind `amp.initialize`: everything is checked before anything is changed."""
+"""The work behind `amp.initialize`, where everything is checked before anything is changed, and its undoing."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ import torch
 from torch import nn
 
 from ....errors import kind_of
-from ._amp_state import _amp_state, maybe_print
-from ._casted_model import cast_nested, check_params_fp32, keep_state_dict_full, patch_forward
+from .._scaler import LossScaler
+from ..fp16_utils import FP16_Optimizer, convert_network
+from ..parallel import DistributedDataParallel as ApexDDP
+from . import amp
+from ._amp_state import _amp_state
+from ._amp_state import maybe_print as maybe_print  # Apex has it here
+from ._casted_model import cast_nested as cast_nested  # and this
+from ._casted_model import check_params_fp32, keep_state_dict_full, patch_forward, unpatch_forward
 from ._process_optimizer import _process_optimizer, release
-from .scaler import LossScaler
 
 KNOWN: list[weakref.ref[Any]] = []
 """Models and optimizers that `initialize` has changed, for `close`; it keeps none of them alive."""
@@ -26,8 +31,6 @@ def remember(things: list[Any]) -> None:
 
 def check_models(models: list[Any], wrapped: bool = False) -> None:
     """RuntimeError for models inside a parallel wrapper, which would not see what is changed; `wrapped` allows it."""
-    from ..parallel import DistributedDataParallel as ApexDDP
-
     for model in models:
         if not isinstance(model, nn.Module):
             raise TypeError(f"amp.initialize prepares torch.nn.Modules, and got {kind_of(model)}")
@@ -47,8 +50,6 @@ def check_models(models: list[Any], wrapped: bool = False) -> None:
 
 def check_optimizers(optimizers: list[Any]) -> None:
     """RuntimeError for an optimizer that keeps masters of its own, TypeError for what is no optimizer."""
-    from ..fp16_utils import FP16_Optimizer
-
     for optimizer in optimizers:
         if isinstance(optimizer, FP16_Optimizer):
             raise RuntimeError(
@@ -122,8 +123,6 @@ def _cast(models: list[Any], optimizers: list[Any], properties: Any, outputs: to
             for model in models:
                 patch_forward(model, None, outputs)
         return
-    from ..fp16_utils import convert_network
-
     for model in models:
         if properties.keep_batchnorm_fp32:
             convert_network(model, dtype)
@@ -138,11 +137,9 @@ def _cast(models: list[Any], optimizers: list[Any], properties: Any, outputs: to
 
 
 def _patch_torch(models: list[Any], optimizers: list[Any], properties: Any) -> None:
-    from .amp import init
-
     on_accelerator = any(p.device.type != "cpu" for model in models for p in model.parameters())
     low = properties.patch_torch_functions_type or torch.float16
-    handle = init(
+    handle = amp.init(
         loss_scale=properties.loss_scale,
         verbose=_amp_state.verbosity == 2,
         patch_type=low,
@@ -152,4 +149,23 @@ def _patch_torch(models: list[Any], optimizers: list[Any], properties: Any) -> N
         optimizer._amp_stash.without_casts = handle
 
 
-__all__ = ["_initialize", "cast_nested", "check_models", "check_optimizers", "check_params_fp32", "maybe_print"]
+def close() -> None:
+    """Undo what amp did: torch's functions, models' forwards and optimizers' methods are as before, its state is new.
+
+    Parameters keep the dtype they have, and optimizers the parameters they step: at O2 the masters, which
+    `amp.master_params` gives. May be called any number of times; amp can be initialized again afterwards.
+    """
+    handle = getattr(_amp_state, "handle", None)
+    if handle is not None:
+        handle._deactivate()
+    for ref in KNOWN:
+        thing = ref()
+        if thing is not None and hasattr(thing, "_amp_stash"):
+            release(thing)
+        elif thing is not None:
+            unpatch_forward(thing)
+    KNOWN.clear()
+    amp._DECORATOR_HANDLE = None
+    amp._USER_CAST_REGISTRY.clear()
+    amp._USER_PROMOTE_REGISTRY.clear()
+    _amp_state.reset()

@@ -7,15 +7,13 @@ built before or after, and wrap or be wrapped.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....errors import kind_of
-from ._amp_state import maybe_print
-from ._masters import MastersOfOptimizer, PlainParameters
+from ._optimizer_state import NO_CLOSURE, AmpOptimizerState
 
 _METHODS = (
     "_lazy_init_maybe_master_weights",
@@ -24,72 +22,6 @@ _METHODS = (
     "_post_amp_backward",
     "_amp_lazy_init",
     "_abandon_amp_backward",
-)
-
-
-class AmpOptimizerState(MastersOfOptimizer):
-    """`optimizer._amp_stash`: parameters by kind, gradients put aside, and whether the next step is skipped."""
-
-    def __init__(self, optimizer: Any, master_weights: bool) -> None:
-        super().__init__(optimizer)
-        self.master_weights = master_weights
-        self.params_have_scaled_gradients = False
-        self.delayed_scale = 1.0
-        """The scale that gradients carry while they rest scaled."""
-        self.already_patched = False
-        """Whether the next step is skipped."""
-        self.without_casts: Any = None
-        """The handle whose casts `step` runs without."""
-        self.undo: list[Callable[[], None]] = []
-        self._reason = (0, 1.0)
-        self.kind: Any = self if master_weights else PlainParameters(self)
-
-    def check_gradients(self, stepping: bool = False) -> None:
-        """RuntimeError for gradients that no master has learnt of, where there are masters."""
-        if self.master_weights and not self.params_have_scaled_gradients:
-            self.follow_gradients(stepping)
-
-    def rest_under(self, scale: float) -> None:
-        """Bring gradients that rest scaled under another scale: one of the losses may have moved, or has its own."""
-        if scale != self.delayed_scale:
-            self.kind.rescale(scale / self.delayed_scale)
-            self.delayed_scale = scale
-
-    def begin_to_rest(self, scale: float) -> None:
-        """The gradients of the pass to come rest scaled; those that are there are brought under its scale."""
-        self.kind.bring_under(scale)
-        self.params_have_scaled_gradients, self.delayed_scale = True, scale
-
-    def check_unscaled(self) -> None:
-        """RuntimeError for gradients that still rest scaled."""
-        params = [*self.all_fp16_params, *(p for group in self._optimizer.param_groups for p in group["params"])]
-        if self.params_have_scaled_gradients and any(p.grad is not None and bool(p.grad.any()) for p in params):
-            raise RuntimeError(
-                f"step() while gradients carry the loss scale of {self.delayed_scale:g}: they come from "
-                "amp.scale_loss(..., delay_unscale=True), which leaves them to the next pass. Write "
-                "delay_unscale=False for the last backward pass before step()"
-            )
-
-    def skip_next(self, loss_id: int, scale: float) -> None:
-        """Have the next step do nothing but say so; if that is settled already, leave the first reason."""
-        if not self.already_patched:
-            self.already_patched = True
-            self._reason = (loss_id, scale)
-
-    def skipped(self, closure: Any) -> None:
-        """What a skipped step does."""
-        self.already_patched = False
-        if closure is not None:
-            raise RuntimeError(_NO_CLOSURE)
-        loss_id, scale = self._reason
-        maybe_print(f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {scale}")
-        for master in self.all_fp32_from_fp16_params:
-            master.grad = None
-
-
-_NO_CLOSURE = (
-    "Currently, Amp does not support closure use with optimizers. A closure runs backward inside step(), where its "
-    "gradients would still be scaled; call step() without one, after `with amp.scale_loss(...)`."
 )
 
 
@@ -107,11 +39,10 @@ def _process_optimizer(optimizer: Any, properties: Any) -> Any:
             )
     stash = AmpOptimizerState(optimizer, bool(properties.master_weights))
     optimizer._amp_stash = stash
-    kind = stash.kind
-    optimizer._lazy_init_maybe_master_weights = optimizer._amp_lazy_init = kind.lazy_init
-    optimizer._prepare_amp_backward = kind.prepare_backward
-    optimizer._post_amp_backward = kind.post_backward
-    optimizer._abandon_amp_backward = kind.abandon_backward
+    optimizer._lazy_init_maybe_master_weights = optimizer._amp_lazy_init = stash.lazy_init
+    optimizer._prepare_amp_backward = stash.prepare_backward
+    optimizer._post_amp_backward = stash.post_backward
+    optimizer._abandon_amp_backward = stash.abandon_backward
     optimizer._master_params_to_model_params = stash.masters_to_model
     _replace(optimizer, "step", _stepping(optimizer.step, stash))
     if stash.master_weights:
@@ -163,7 +94,7 @@ def _stepping(inner: Any, stash: AmpOptimizerState) -> Any:
             stash.check_unscaled()
         if stash.master_weights:
             if closure is not None:
-                raise RuntimeError(_NO_CLOSURE)
+                raise RuntimeError(NO_CLOSURE)
             stash.lazy_init()
             stash.check_gradients(stepping=True)
         if closure is not None:
@@ -177,8 +108,7 @@ def _stepping(inner: Any, stash: AmpOptimizerState) -> Any:
             handle._clear_cache()
         if stash.master_weights:
             stash.masters_to_model()
-            for master in stash.all_fp32_from_fp16_params:
-                master.grad = None
+            stash.clear_master_gradients()
         return result
 
     return step
@@ -198,9 +128,8 @@ def _zeroing(stash: AmpOptimizerState) -> Any:
                     kept.append(parameter.grad)
         if kept:
             torch._foreach_zero_(kept)
-        for master in stash.all_fp32_from_fp16_params:
-            master.grad = None
-        stash.shown.show(stash.all_fp16_params)
+        stash.clear_master_gradients()
+        stash.versions.record(stash.all_fp16_params)
 
     return zero_grad
 
@@ -216,7 +145,7 @@ def _adding(inner: Any, stash: AmpOptimizerState) -> Any:
         before = len(self.param_groups)
         inner(param_group)
         for group in self.param_groups[before:]:
-            stash.make_masters(group)
+            stash.make_masters(self, group)
 
     return add_param_group
 
@@ -225,7 +154,7 @@ def _saving(inner: Any, stash: AmpOptimizerState) -> Any:
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's own, and the masters by parameter number under "amp_master_params"."""
         saved = inner(*args, **kwargs)
-        masters = stash.numbered_masters()
+        masters = stash.saved_masters()
         return {**saved, "amp_master_params": masters} if masters else saved
 
     return state_dict

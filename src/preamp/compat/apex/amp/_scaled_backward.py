@@ -1,4 +1,7 @@
-"""Before and after the backward pass of a scaled loss, for optimizers that `initialize` has seen."""
+"""Before and after the backward pass of a scaled loss: only the gradients of that pass are unscaled and judged.
+
+Gradients that were there before are put aside meanwhile, and added to the new ones once those are true.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
 from ....errors import kind_of
-from .scaler import LossScaler
+from ....formats import LOW_DTYPES
+from .._scaler import LossScaler
+
+Stash = list[Tensor | None]
+"""Gradients put aside, by position of their parameters."""
 
 
 def as_list(optimizers: Any) -> list[Any]:
@@ -23,10 +34,9 @@ def scaled_backward(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[None]:
-    """Around a backward pass: gradients that were there are put aside, the new ones unscaled and added to them.
+    """Around the backward pass of a scaled loss, for optimizers that `initialize` has seen.
 
-    Putting them aside means that the new ones alone are unscaled and judged. When the body raises, what was put aside
-    is put back and the scale stays.
+    When the body raises, gradients that were put aside are put back and the scale stays.
     """
     for optimizer in optimizers:
         if not hasattr(optimizer, "_amp_stash"):
@@ -39,11 +49,10 @@ def scaled_backward(
     for optimizer in optimizers:  # all of them before any is changed
         optimizer._amp_stash.check_gradients()
     for optimizer in optimizers:
-        stash = optimizer._amp_stash
-        if stash.params_have_scaled_gradients:
-            stash.rest_under(scale)
+        if optimizer._amp_stash.params_have_scaled_gradients:
+            optimizer._amp_stash.rescale(scale)
         elif delay_unscale:
-            stash.begin_to_rest(scale)
+            optimizer._amp_stash.keep_scaled(scale)
         else:
             optimizer._prepare_amp_backward()
     try:
@@ -62,3 +71,56 @@ def scaled_backward(
     if not delay_overflow_check and scaler.update_scale():
         for optimizer in optimizers:
             optimizer._amp_stash.skip_next(loss_id, scaler.loss_scale())
+
+
+def put_aside(parameters: Sequence[Parameter], stash: Stash) -> None:
+    """Move gradients into `stash`: backward then writes new ones instead of adding to them."""
+    stash[:] = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def put_back(parameters: Sequence[Parameter], stash: Stash) -> None:
+    """Move gradients back from `stash`, over whatever came since."""
+    for parameter, kept in zip(parameters, _taken(parameters, stash), strict=False):
+        parameter.grad = kept
+
+
+def unscale_and_add(parameters: Sequence[Parameter], stash: Stash, scaler: LossScaler) -> None:
+    """Unscale gradients in place, and add what was put aside; only the new ones are judged."""
+    fresh: list[Tensor] = []
+    added: list[tuple[Tensor, Tensor]] = []
+    for parameter, kept in zip(parameters, _taken(parameters, stash), strict=False):
+        new = parameter.grad
+        if new is None:
+            parameter.grad = kept
+        elif kept is None:
+            parameter.grad = new if new.layout is torch.strided else new.coalesce()
+            fresh.append(_values(parameter.grad))
+        elif new.layout is torch.strided and kept.layout is torch.strided:
+            added.append((new, kept))
+        else:
+            parameter.grad = new = new if new.layout is torch.strided else new.coalesce()
+            scaler.unscale([_values(new)], [_values(new)], models_are_masters=True)
+            parameter.grad = _sum(new, kept)
+    scaler.unscale(fresh, fresh, models_are_masters=True)
+    new_ones = [new for new, _ in added]
+    scaler.unscale_with_stashed(new_ones, [kept for _, kept in added], new_ones)
+
+
+def _taken(parameters: Sequence[Parameter], stash: Stash) -> Stash:
+    """What was put aside, which the stash forgets; None for parameters that came since."""
+    kept: Stash = [*stash, *[None] * (len(parameters) - len(stash))]
+    stash[:] = [None] * len(parameters)
+    return kept
+
+
+def _sum(one: Tensor, other: Tensor) -> Tensor:
+    """Of two gradients, one of them sparse at least; in float32, since torch adds no sparse tensors of 16 bits."""
+    a, b = (x.float() if x.dtype in LOW_DTYPES else x for x in (one, other))
+    total = (a + b).coalesce() if a.layout is b.layout else a.to_dense() + b.to_dense()
+    return total.to(one.dtype)
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient if gradient.layout is torch.strided else gradient._values()

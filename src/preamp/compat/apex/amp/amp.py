@@ -9,6 +9,7 @@ import torch
 from ....formats import LOW_DTYPES
 from . import rnn_compat, utils, wrap
 from ._amp_state import _amp_state
+from ._casts import Casts
 from .handle import AmpHandle, NoOpHandle
 from .lists import functional_overrides, tensor_overrides, torch_overrides
 
@@ -22,15 +23,15 @@ def _current() -> AmpHandle | NoOpHandle | None:
     return _DECORATOR_HANDLE
 
 
-def _low(handle: AmpHandle) -> torch.dtype:
+def _low(handle: Casts) -> torch.dtype:
     return handle.half_type
 
 
-def _bfloat16(handle: AmpHandle) -> torch.dtype:
+def _bfloat16(handle: Casts) -> torch.dtype:
     return torch.bfloat16
 
 
-def _float(handle: AmpHandle) -> torch.dtype:
+def _float(handle: Casts) -> torch.dtype:
     return torch.float32
 
 

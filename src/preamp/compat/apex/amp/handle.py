@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
+from .._scaler import LossScaler
 from ._amp_state import _amp_state
+from ._casts import Casts
+from ._process_optimizer import adopt
 from ._scaled_backward import as_list, scaled_backward
 from .opt import OptimWrapper
-from .scaler import LossScaler
-from .utils import Caster, caster_to, verbosify
 
 
 @contextmanager
@@ -71,11 +71,10 @@ def disable_casts() -> Iterator[None]:
         yield
 
 
-class AmpHandle:
-    """Casts are patched into torch as long as it lives: until `_deactivate()`.
+class AmpHandle(Casts):
+    """What `init` returns: the casts, and the loss scaling of scripts of 2018.
 
-    `half_type`: float16, or bfloat16 at O4. `takes_cpu`: whether tensors on the CPU are cast too. They are where
-    models are on the CPU; beside models on an accelerator, CPU tensors are data and keep their dtype.
+    `loss_scale`: "dynamic" or a number. The other arguments are those of `init`.
     """
 
     def __init__(
@@ -86,33 +85,13 @@ class AmpHandle:
         half_type: torch.dtype = torch.float16,
         takes_cpu: bool = True,
     ) -> None:
-        self._enable_caching = enable_caching
-        self._verbose = verbose
-        self._cache: dict[Tensor, Tensor] = {}
-        self._stamps: dict[Tensor, tuple[int, int]] = {}
-        self._default_scaler = LossScaler(loss_scale)
-        self._is_active = True
+        super().__init__(enable_caching, verbose, half_type, takes_cpu)
+        self._default_scaler: LossScaler | None = LossScaler(loss_scale)
         self._all_wrappers: list[OptimWrapper] = []
-        self._saved: list[tuple[Any, str, bool, Any]] = []
-        self.half_type = half_type
-        self.takes_cpu = takes_cpu
-        self._casters = {dtype: self.only(caster_to(dtype)) for dtype in (half_type, torch.float32, torch.float64)}
-
-    def is_active(self) -> bool:
-        """Whether functions cast now."""
-        return self._is_active
-
-    @contextmanager
-    def _disable_casts(self) -> Iterator[None]:
-        before, self._is_active = self._is_active, False
-        try:
-            yield
-        finally:
-            self._is_active = before
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, num_loss: int = 1) -> OptimWrapper:
         """An optimizer with a loss scale of its own for each of `num_loss` losses (API of 2018)."""
-        self._default_scaler = None  # type: ignore[assignment]  # as it was: one way of scaling or the other
+        self._default_scaler = None  # as it was: one way of scaling or the other
         wrapper = OptimWrapper(optimizer, self, num_loss)
         self._all_wrappers.append(wrapper)
         return wrapper
@@ -131,8 +110,6 @@ class AmpHandle:
                 "after handle.wrap_optimizer(), scale losses with the wrapped optimizer: "
                 "`with optimizer.scale_loss(loss) as scaled_loss:`"
             )
-        from ._process_optimizer import adopt
-
         chosen = as_list(optimizer)
         for each in chosen:
             adopt(each, self)
@@ -142,88 +119,13 @@ class AmpHandle:
         finally:
             self._clear_cache()
 
-    def takes(self, x: Tensor) -> bool:
-        """Whether a tensor is on a device where casts happen."""
-        return self.takes_cpu or x.device.type != "cpu"
-
-    def only(self, cast: Caster) -> Caster:
-        """`cast`, of those tensors that casts are for."""
-        if self.takes_cpu:
-            return cast
-        return lambda x: cast(x) if x.device.type != "cpu" else x
-
-    def caster(self, dtype: torch.dtype) -> Caster:
-        """A cast to `dtype` of those tensors that casts are for."""
-        if dtype not in self._casters:
-            self._casters[dtype] = self.only(caster_to(dtype))
-        return self._casters[dtype]
-
-    def low_caster(self, name: str) -> Caster:
-        """A cast to 16 bits that keeps parameters' casts and tells of them if it is to."""
-        told = verbosify(self.caster(self.half_type), name, self._verbose)
-        return self.cached(told) if self.has_cache else told
-
-    def cached(self, cast: Caster) -> Caster:
-        """`cast`, made once for each float32 parameter until it is written, stepped, or `scale_loss` ends.
-
-        Not kept where no gradient is recorded: such a copy would be found by the next training pass, without its
-        gradient; and weights that are swapped for evaluation are written in ways that leave no trace.
-        """
-        cache, stamps = self._cache, self._stamps
-
-        def kept(x: Tensor) -> Tensor:
-            if x.dtype is not torch.float32 or not isinstance(x, Parameter):
-                return cast(x)
-            if not x.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-                return cast(x)
-            stamp = (x._version, x.data_ptr())
-            if stamps.get(x) == stamp:
-                return cache[x]
-            cache[x], stamps[x] = result, _ = cast(x), stamp
-            return result
-
-        return kept
-
-    def _clear_cache(self) -> None:
-        self._cache.clear()
-        self._stamps.clear()
-
-    def _save_func(self, module: Any, name: str, function: Any = None) -> None:
-        """Remember what is under a name; a name that `module` only inherits is taken away again."""
-        own = name in vars(module)
-        self._saved.append((module, name, own, vars(module)[name] if own else None))
-
     def _deactivate(self) -> None:
         """Put everything back under the names in torch where it was found. A second call does nothing."""
         for wrapper in self._all_wrappers:
             if wrapper._pending():
                 warnings.warn("a wrapped optimizer had a skipped step coming when amp was deactivated", stacklevel=2)
-        for module, name, own, function in reversed(self._saved):
-            setattr(module, name, function) if own else delattr(module, name)
-        self._saved.clear()
         self._all_wrappers.clear()
-        self._clear_cache()
-        self._is_active = False
-
-    @property
-    def has_cache(self) -> bool:
-        """Whether casts of parameters are kept."""
-        return self._enable_caching
-
-    @property
-    def cache(self) -> dict[Tensor, Tensor]:
-        """Parameters and their casts."""
-        return self._cache
-
-    def remove_cache(self, param: Tensor) -> None:
-        """Forget the cast of one parameter."""
-        self._cache.pop(param, None)
-        self._stamps.pop(param, None)
-
-    @property
-    def verbose(self) -> bool:
-        """Whether every cast is printed."""
-        return self._verbose
+        super()._deactivate()
 
 
 class NoOpHandle:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from .._scaler import LossScaler
 from ._amp_state import maybe_print
-from ._masters import put_aside, put_back, unscale_and_add
-from .scaler import LossScaler
+from ._scaled_backward import put_aside, put_back, unscale_and_add
 
 
 class OptimWrapper:
@@ -45,7 +45,7 @@ class OptimWrapper:
             return
         scaler = self._cur_loss_scaler()
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        stash: list[Any] = [None] * len(parameters)
+        stash: list[Any] = []
         put_aside(parameters, stash)
         try:
             yield loss.float() * scaler.loss_scale()

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import rnn as _rnn
 
+from ._casts import Casts
 from .utils import Caster, mapped
-
-if TYPE_CHECKING:
-    from .handle import AmpHandle
 
 RNN_NAMES = ["rnn_relu", "rnn_tanh", "gru", "lstm"]
 CELL_NAMES = [name + "_cell" for name in ("rnn_relu", "rnn_tanh", "gru", "lstm")]
@@ -23,7 +21,7 @@ def has_old_rnns() -> bool:
     return False
 
 
-def whitelist_rnn_cells(handle: AmpHandle, verbose: bool) -> None:
+def whitelist_rnn_cells(handle: Casts, verbose: bool) -> None:
     """Have all recurrent layers and cells compute in 16 bits, until `handle._deactivate()`."""
     handle._save_func(_rnn, "_VF")
     setattr(_rnn, "_VF", _Functions(handle))  # noqa: B010  (torch's annotations call it a module)
@@ -34,7 +32,7 @@ def whitelist_rnn_cells(handle: AmpHandle, verbose: bool) -> None:
 class _Functions:
     """torch._VF, with the functions of recurrent layers replaced by ones that cast."""
 
-    def __init__(self, handle: AmpHandle) -> None:
+    def __init__(self, handle: Casts) -> None:
         for name in (*RNN_NAMES, *CELL_NAMES):
             setattr(self, name, _in_low(getattr(torch._VF, name), handle))
 
@@ -42,7 +40,7 @@ class _Functions:
         return getattr(torch._VF, name)
 
 
-def _in_low(function: Any, handle: AmpHandle) -> Any:
+def _in_low(function: Any, handle: Casts) -> Any:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not handle._is_active or not handle.takes(args[0]):
@@ -63,7 +61,7 @@ def _is_weights(x: Any) -> bool:
     return isinstance(x, (list, tuple)) and len(x) > 0 and isinstance(x[0], nn.Parameter)
 
 
-def _without_dtype(check: Any, handle: AmpHandle) -> Any:
+def _without_dtype(check: Any, handle: Casts) -> Any:
     """Torch refuses inputs of another dtype than the weights', which the functions above bring together."""
 
     @functools.wraps(check)

@@ -1,4 +1,4 @@
-"""Wrappers that cast arguments, and putting them in place of functions.
+"""Wrappers that prepare the arguments of functions, and putting them in the functions' place.
 
 A wrapper is called for every use of the function in the process, so each does as little as it can: it asks whether
 casts are on, looks at dtypes, and calls. `functools.wraps` keeps the function's name, so that what was pickled by name
@@ -9,58 +9,68 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....formats import LOW_DTYPES
 from . import utils
-from .utils import Caster, casted_args, collect_fp_tensor_types, mapped
+from ._casts import Casts
+from .utils import Caster, casted_args, collect_fp_tensor_types
 
-if TYPE_CHECKING:
-    from .handle import AmpHandle
-
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _RANK = {torch.float16: 0, torch.bfloat16: 0, torch.float32: 1, torch.float64: 2}
 
 Function = Callable[..., Any]
+Prepare = Callable[[Any, dict[str, Any]], tuple[Any, dict[str, Any]]]
+"""From the positional and keyword arguments of a call to those that the function gets; or an error."""
 
 
-def make_cast_wrapper(function: Function, cast: Caster, handle: AmpHandle) -> Function:
+def _prepared(function: Function, prepare: Prepare) -> Function:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = prepare(args, kwargs)
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def _prepared_while_active(function: Function, prepare: Prepare, handle: Casts) -> Function:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if handle._is_active:
+            args, kwargs = prepare(args, kwargs)
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def _patch(module: Any, name: str, prepare: Prepare, handle: Casts) -> None:
+    if utils.has_func(module, name):
+        wrapper = _prepared_while_active(utils.get_func(module, name), prepare, handle)
+        utils.set_func_save(handle, module, name, wrapper)
+
+
+def make_cast_wrapper(function: Function, cast: Caster, handle: Casts) -> Function:
     """`function`, called with all floating arguments cast while `handle` is active."""
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not handle._is_active:
-            return function(*args, **kwargs)
-        new_args, new_kwargs = casted_args(cast, args, kwargs)
-        return function(*new_args, **new_kwargs)
-
-    return wrapper
+    return _prepared_while_active(function, functools.partial(casted_args, cast), handle)
 
 
-def make_promote_wrapper(function: Function, handle: AmpHandle) -> Function:
+def make_promote_wrapper(function: Function, handle: Casts) -> Function:
     """`function`, called with all floating arguments in the widest of their dtypes while `handle` is active."""
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not handle._is_active:
-            return function(*args, **kwargs)
-        if not kwargs and len(args) == 2:  # nearly always, and nearly always there is nothing to do
-            left, right = args
-            if not isinstance(right, Tensor) or not isinstance(left, Tensor) or left.dtype is right.dtype:
-                return function(left, right)
-        dtype = widest(_dtypes(handle, (*args, *kwargs.values())))
-        if dtype is None:
-            return function(*args, **kwargs)
-        new_args, new_kwargs = casted_args(handle.caster(dtype), args, kwargs)
-        return function(*new_args, **new_kwargs)
-
-    return wrapper
+    return _prepared_while_active(function, functools.partial(_widened, handle), handle)
 
 
-def _dtypes(handle: AmpHandle, values: Iterable[Any]) -> set[torch.dtype]:
+def _widened(handle: Casts, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    if not kwargs and len(args) == 2:  # nearly always, and nearly always there is nothing to do
+        left, right = args
+        if not isinstance(right, Tensor) or not isinstance(left, Tensor) or left.dtype is right.dtype:
+            return args, kwargs
+    dtype = widest(_dtypes(handle, (*args, *kwargs.values())))
+    return (args, kwargs) if dtype is None else casted_args(handle.caster(dtype), args, kwargs)
+
+
+def _dtypes(handle: Casts, values: Iterable[Any]) -> set[torch.dtype]:
     found = set()
     for value in values:
         if isinstance(value, Tensor):
@@ -80,118 +90,96 @@ def widest(dtypes: set[torch.dtype]) -> torch.dtype | None:
 
 
 def cached_cast(
-    module: Any, name: str, cast: Caster, handle: AmpHandle, try_caching: bool = False, verbose: bool = False
+    module: Any, name: str, cast: Caster, handle: Casts, try_caching: bool = False, verbose: bool = False
 ) -> None:
     """Have `module.name` cast its arguments; with `try_caching`, each parameter once between two updates."""
-    if not utils.has_func(module, name):
-        return
     told = utils.verbosify(cast, name, verbose)
     if try_caching and handle.has_cache:
         told = handle.cached(told)
-    utils.set_func_save(
-        handle, module, name, make_cast_wrapper(utils.get_func(module, name), handle.only(told), handle)
-    )
+    _patch(module, name, functools.partial(casted_args, handle.only(told)), handle)
 
 
-def promote(module: Any, name: str, handle: AmpHandle) -> None:
+def promote(module: Any, name: str, handle: Casts) -> None:
     """Have `module.name` compute at the widest type of its arguments, given singly or in a sequence."""
-    if utils.has_func(module, name):
-        utils.set_func_save(handle, module, name, make_promote_wrapper(utils.get_func(module, name), handle))
+    _patch(module, name, functools.partial(_widened, handle), handle)
 
 
-def promote_match_arg0(module: Any, name: str, handle: AmpHandle) -> None:
+def promote_match_arg0(module: Any, name: str, handle: Casts) -> None:
     """Have a function that works in place cast its other arguments to the dtype of what it writes."""
-    if not utils.has_func(module, name):
-        return
-    function = utils.get_func(module, name)
 
-    @functools.wraps(function)
-    def wrapper(written: Any, *args: Any, **kwargs: Any) -> Any:
-        if not handle._is_active or not isinstance(written, Tensor) or written.dtype not in _RANK:
-            return function(written, *args, **kwargs)
-        new_args, new_kwargs = casted_args(handle.caster(written.dtype), args, kwargs)
-        return function(written, *new_args, **new_kwargs)
+    def matched(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        written, *others = args
+        if not isinstance(written, Tensor) or written.dtype not in _RANK:
+            return args, kwargs
+        others, kwargs = casted_args(handle.caster(written.dtype), others, kwargs)
+        return (written, *others), kwargs
 
-    utils.set_func_save(handle, module, name, wrapper)
+    _patch(module, name, matched, handle)
 
 
-def err_if_any_half(module: Any, name: str, handle: AmpHandle, custom_err_msg: str | None = None) -> None:
+def err_if_any_half(module: Any, name: str, handle: Casts, custom_err_msg: str | None = None) -> None:
     """Have `module.name` refuse 16-bit arguments."""
-    if not utils.has_func(module, name):
-        return
-    function = utils.get_func(module, name)
 
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if handle._is_active:
-            types = collect_fp_tensor_types(args, kwargs)
-            if "HalfTensor" in types or "BFloat16Tensor" in types:
-                raise NotImplementedError(
-                    custom_err_msg
-                    or f"Cannot call in-place function {name} with fp16 arguments. Write {name.rstrip('_')}, which "
-                    "computes in float32 and returns a new tensor."
-                )
-        return function(*args, **kwargs)
+    def refused(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        types = collect_fp_tensor_types(args, kwargs)
+        if "HalfTensor" in types or "BFloat16Tensor" in types:
+            raise NotImplementedError(
+                custom_err_msg
+                or f"Cannot call in-place function {name} with fp16 arguments. Write {name.rstrip('_')}, which "
+                "computes in float32 and returns a new tensor."
+            )
+        return args, kwargs
 
-    utils.set_func_save(handle, module, name, wrapper)
+    _patch(module, name, refused, handle)
 
 
-def err_if_arg0_half(module: Any, name: str, handle: AmpHandle) -> None:
+def err_if_arg0_half(module: Any, name: str, handle: Casts) -> None:
     """Have a method that works in place refuse a 16-bit tensor, which could not hold its float32 result."""
-    if not utils.has_func(module, name):
-        return
-    function = utils.get_func(module, name)
 
-    @functools.wraps(function)
-    def wrapper(written: Any, *args: Any, **kwargs: Any) -> Any:
-        if not handle._is_active or not isinstance(written, Tensor):
-            return function(written, *args, **kwargs)
+    def refused(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        written, *others = args
+        if not isinstance(written, Tensor):
+            return args, kwargs
         if written.dtype in LOW_DTYPES:
             raise NotImplementedError(
                 f"Cannot call in-place method {name} on fp16 Tensors. Write x = x.{name.rstrip('_')}(...), which "
                 "computes in float32, or x.float() before it."
             )
-        new_args, new_kwargs = casted_args(handle.caster(torch.float32), args, kwargs)
-        return function(written, *new_args, **new_kwargs)
+        others, kwargs = casted_args(handle.caster(torch.float32), others, kwargs)
+        return (written, *others), kwargs
 
-    utils.set_func_save(handle, module, name, wrapper)
+    _patch(module, name, refused, handle)
 
 
-def decorated_cast(function: Function, dtype_of: Callable[[AmpHandle], torch.dtype], current: Callable[[], Any]) -> Any:
+def decorated_cast(function: Function, dtype_of: Callable[[Casts], torch.dtype], current: Callable[[], Any]) -> Any:
     """The wrapper of `half_function` and `float_function`: it asks for the handle when called."""
 
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def cast_arguments(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         handle = current()
         if handle is None or not handle.is_active():
-            return function(*args, **kwargs)
+            return args, kwargs
         dtype = dtype_of(handle)
         cast = utils.verbosify(handle.caster(dtype), getattr(function, "__name__", str(function)), handle.verbose)
         if dtype in LOW_DTYPES and handle.has_cache:
             cast = handle.cached(cast)
-        args_, kwargs_ = [mapped(cast, x) for x in args], {key: mapped(cast, x) for key, x in kwargs.items()}
-        return function(*args_, **kwargs_)
+        return casted_args(cast, args, kwargs)
 
-    return wrapper
+    return _prepared(function, cast_arguments)
 
 
 def decorated_promote(function: Function, current: Callable[[], Any]) -> Any:
     """The wrapper of `promote_function`. It widens 16 bits to 32, and does not choose between other mixtures."""
 
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def widened(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         handle = current()
-        if handle is None or not handle.is_active():
-            return function(*args, **kwargs)
-        types = collect_fp_tensor_types(args, kwargs)
+        types = collect_fp_tensor_types(args, kwargs) if handle is not None and handle.is_active() else ()
         if len(types) <= 1:
-            return function(*args, **kwargs)
-        if types - {"HalfTensor", "BFloat16Tensor", "FloatTensor"}:
+            return args, kwargs
+        if set(types) - {"HalfTensor", "BFloat16Tensor", "FloatTensor"}:
             raise NotImplementedError(
                 f"Do not know how to handle these types to promote: {types}. Cast the arguments of "
                 f"{getattr(function, '__name__', function)} to one dtype before the call."
             )
-        new_args, new_kwargs = casted_args(handle.caster(torch.float32), args, kwargs)
-        return function(*new_args, **new_kwargs)
+        return casted_args(handle.caster(torch.float32), args, kwargs)
 
-    return wrapper
+    return _prepared(function, widened)

@@ -12,17 +12,17 @@ from torch.optim import Optimizer
 
 from ....errors import StateError
 from ....formats import LOW_DTYPES
+from .._masters import Masters, multiply_gradients
 from .._notice import deprecated_warning
-from ..amp.scaler import LossScaler
-from ._scaler_state import scaler_of, state_of
-from .fp16util import clip_grad_norm, master_params_to_model_params
+from .._scaler import LossScaler, scaler_of, state_of
+from .fp16util import clip_grad_norm
 
 RETRIES = 64
 """How often a closure is called again because it overflowed: a scale of 2**16 falls to 2**-48 meanwhile, far below
 what could help."""
 
 
-class FP16_Optimizer:
+class FP16_Optimizer(Masters):
     """Wraps an optimizer of a model with 16-bit parameters; their places in its groups are taken by float32 masters.
 
     `static_loss_scale`: a fixed loss scale. `dynamic_loss_scale`: one that looks for overflows instead;
@@ -44,24 +44,14 @@ class FP16_Optimizer:
             "FP16_Optimizer is deprecated in Apex: preamp.prepare(model, optimizer, policy='O2') keeps masters too, "
             "and leaves the optimizer its parameters"
         )
+        super().__init__()
         self.verbose = verbose
         self.optimizer = init_optimizer
-        self.fp16_groups: list[list[Parameter]] = []
-        self.fp32_from_fp16_groups: list[list[Parameter]] = []
-        self.fp32_from_fp32_groups: list[list[Parameter]] = []
         for i, group in enumerate(init_optimizer.param_groups):
             self.maybe_print(f"FP16_Optimizer processing param group {i}:")
             self._take_group(group)
-        self.all_fp16_params = [param for group in self.fp16_groups for param in group]
-        self.all_fp32_from_fp16_params = [param for group in self.fp32_from_fp16_groups for param in group]
-        self.all_fp32_from_fp32_params = [param for group in self.fp32_from_fp32_groups for param in group]
-        if init_optimizer.state:  # of a dtype that loading turns into the masters'
-            init_optimizer.load_state_dict(init_optimizer.state_dict())
         self.dynamic_loss_scale = bool(dynamic_loss_scale)
-        if dynamic_loss_scale:
-            self.loss_scaler = LossScaler("dynamic", **(dynamic_loss_args or {}))
-        else:
-            self.loss_scaler = LossScaler(static_loss_scale)
+        self.loss_scaler = self._make_scaler(static_loss_scale, self.dynamic_loss_scale, dynamic_loss_args)
         self.overflow = False
         self.first_closure_call_this_step = True
         self.clip_grad_norm = clip_grad_norm
@@ -70,34 +60,21 @@ class FP16_Optimizer:
         self._fp32_are_true = False
         """Whether gradients of float32 parameters were divided by the scale already."""
 
+    def _make_scaler(self, static: float, dynamic: bool, arguments: dict[str, Any] | None) -> LossScaler:
+        return LossScaler("dynamic", **(arguments or {})) if dynamic else LossScaler(static)
+
     def _take_group(self, group: dict[str, Any]) -> None:
         """Put masters in the places of 16-bit parameters."""
-        low: list[Parameter] = []
-        masters: list[Parameter] = []
-        full: list[Parameter] = []
-        for i, param in enumerate(group["params"]):
-            if not param.requires_grad:
-                continue
-            if param.dtype in LOW_DTYPES:
-                self.maybe_print(f"FP16_Optimizer received {param.type()} with {param.size()}")
-                master = Parameter(param.detach().clone().float())
-                group["params"][i] = master
-                if param in self.optimizer.state:
-                    self.optimizer.state[master] = self.optimizer.state.pop(param)
-                low.append(param)
-                masters.append(master)
-            elif param.dtype is torch.float32:
-                self.maybe_print(f"FP16_Optimizer received {param.type()} with {param.size()}")
-                full.append(param)
-            else:
+        for param in group["params"]:
+            if param.requires_grad and param.dtype not in (torch.float32, *LOW_DTYPES):
                 raise TypeError(
                     "Wrapped parameters must be either float32, float16 or bfloat16, and one of shape "
                     f"{tuple(param.shape)} is {param.type()}, for which a float32 master would lose bits: cast the "
                     "model first, with .half() or .float()"
                 )
-        self.fp16_groups.append(low)
-        self.fp32_from_fp16_groups.append(masters)
-        self.fp32_from_fp32_groups.append(full)
+            if param.requires_grad:
+                self.maybe_print(f"FP16_Optimizer received {param.type()} with {param.size()}")
+        self.make_masters(self.optimizer, group)
 
     def maybe_print(self, msg: str) -> None:
         """Print if `verbose`."""
@@ -132,9 +109,9 @@ class FP16_Optimizer:
         """Bring gradients that are there already under the scale of those to come, so that they can be added."""
         if self._scale_on_fp16 not in (None, scale) and not self.overflow:
             assert self._scale_on_fp16 is not None
-            _multiply([p.grad for p in self.all_fp16_params if p.grad is not None], scale / self._scale_on_fp16)
+            multiply_gradients(self.all_fp16_params, scale / self._scale_on_fp16)
         if self._fp32_are_true:
-            _multiply([p.grad for p in self.all_fp32_from_fp32_params if p.grad is not None], scale)
+            multiply_gradients(self.all_fp32_from_fp32_params, scale)
         self._fp32_are_true = False
 
     def update_master_grads(self) -> None:
@@ -232,8 +209,7 @@ class FP16_Optimizer:
         finally:
             self.first_closure_call_this_step = True
 
-    def _master_params_to_model_params(self) -> None:
-        master_params_to_model_params(self.all_fp16_params, self.all_fp32_from_fp16_params)
+    _master_params_to_model_params = Masters.masters_to_model
 
     # -- saving and loading
 
@@ -309,11 +285,6 @@ class FP16_Optimizer:
     @param_groups.setter
     def param_groups(self, value: Any) -> None:
         self.optimizer.param_groups = value
-
-
-def _multiply(gradients: list[Tensor], factor: float) -> None:
-    for gradient in gradients:
-        gradient.mul_(factor)
 
 
 def _dense_grad(param: Parameter) -> Tensor:

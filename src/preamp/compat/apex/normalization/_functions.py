@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ....formats import LOW_DTYPES
+from .._operator_function import OperatorFunction
 
 Shape = int | Sequence[int]
 
@@ -83,6 +84,35 @@ def mixed_dtype_fused_rms_norm_affine(
     return _rms_norm(input, weight, normalized_shape, eps, mixed=True)
 
 
+# -- under the names of Apex's autograd functions
+
+
+class FusedLayerNormFunction(OperatorFunction, function=fused_layer_norm, tensors=1):
+    """`fused_layer_norm`."""
+
+
+class FusedLayerNormAffineFunction(OperatorFunction, function=fused_layer_norm_affine, tensors=3):
+    """`fused_layer_norm_affine`."""
+
+
+class FusedLayerNormAffineMixedDtypesFunction(
+    OperatorFunction, function=mixed_dtype_fused_layer_norm_affine, tensors=3
+):
+    """`mixed_dtype_fused_layer_norm_affine`."""
+
+
+class FusedRMSNormFunction(OperatorFunction, function=fused_rms_norm, tensors=1):
+    """`fused_rms_norm`."""
+
+
+class FusedRMSNormAffineFunction(OperatorFunction, function=fused_rms_norm_affine, tensors=2):
+    """`fused_rms_norm_affine`."""
+
+
+class FusedRMSNormAffineMixedDtypesFunction(OperatorFunction, function=mixed_dtype_fused_rms_norm_affine, tensors=2):
+    """`mixed_dtype_fused_rms_norm_affine`."""
+
+
 def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float) -> Tensor:
     """RMS norm written out: x / sqrt(mean(x^2) + eps), the mean in float32 over the last dimensions, times `weight`.
 
@@ -127,9 +157,7 @@ def _layer_norm(
         with torch.autocast(input.device.type, enabled=False):  # which would have its own rule for this
             return torch.layer_norm(input, shape_of(normalized_shape), weight, bias, eps)
     dtype = _common(input, weight, bias)
-    normed = torch.layer_norm(
-        input.to(dtype), shape_of(normalized_shape), _to(weight, dtype), _to(bias, dtype), eps
-    )  # fmt: skip
+    normed = torch.layer_norm(input.to(dtype), shape_of(normalized_shape), _to(weight, dtype), _to(bias, dtype), eps)
     return normed.to(weight.dtype if mixed and weight is not None else input.dtype)
 
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ._autograd import (
+from ._functions import (
     FusedLayerNormAffineFunction,
     FusedLayerNormAffineMixedDtypesFunction,
     FusedLayerNormFunction,
     FusedRMSNormAffineFunction,
     FusedRMSNormAffineMixedDtypesFunction,
     FusedRMSNormFunction,
-)
-from ._functions import (
     Shape,
     fused_layer_norm,
     fused_layer_norm_affine,
@@ -47,7 +46,13 @@ class _FusedNorm(nn.Module):
     memory_efficient: bool
     weight: Parameter | None
 
-    def __init__(self, normalized_shape: Shape, eps: float, elementwise_affine: bool, memory_efficient: bool) -> None:
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
         super().__init__()
         self.normalized_shape = shape_of(normalized_shape)
         self.eps = eps
@@ -80,41 +85,24 @@ class FusedLayerNorm(_FusedNorm):
     """
 
     bias: Parameter | None
-
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, memory_efficient)
+    _norm: Callable[..., Tensor] = staticmethod(fused_layer_norm_affine)
 
     def _names(self) -> tuple[str, ...]:
         return ("weight", "bias")
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`, whose last dimensions are `normalized_shape`."""
-        return fused_layer_norm_affine(
-            input, self.weight, self.bias, self.normalized_shape, self.eps, self.memory_efficient
-        )
+        return self._norm(input, self.weight, self.bias, self.normalized_shape, self.eps, self.memory_efficient)
 
 
 class FusedRMSNorm(_FusedNorm):
     """RMS norm (Zhang and Sennrich 2019) over the last dimensions; dtypes as in `FusedLayerNorm`, and no bias."""
 
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, memory_efficient)
+    _norm: Callable[..., Tensor] = staticmethod(fused_rms_norm_affine)
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`, whose last dimensions are `normalized_shape`."""
-        return fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps, self.memory_efficient)
+        return self._norm(input, self.weight, self.normalized_shape, self.eps, self.memory_efficient)
 
 
 class MixedFusedLayerNorm(FusedLayerNorm):
@@ -123,35 +111,25 @@ class MixedFusedLayerNorm(FusedLayerNorm):
     `elementwise_affine` warns if given, and False is a RuntimeError: without parameters there is no dtype to go by.
     """
 
+    _norm = staticmethod(mixed_dtype_fused_layer_norm_affine)
+
     def __init__(
         self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
     ) -> None:
         _take_affine(type(self).__name__, kwargs)
         super().__init__(normalized_shape, eps, True, memory_efficient, **kwargs)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise `input`, whose last dimensions are `normalized_shape`."""
-        assert self.weight is not None
-        return mixed_dtype_fused_layer_norm_affine(
-            input, self.weight, self.bias, self.normalized_shape, self.eps, self.memory_efficient
-        )
 
 
 class MixedFusedRMSNorm(FusedRMSNorm):
     """`FusedRMSNorm` whose result has the dtype of its weight; `elementwise_affine` as in `MixedFusedLayerNorm`."""
 
+    _norm = staticmethod(mixed_dtype_fused_rms_norm_affine)
+
     def __init__(
         self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
     ) -> None:
         _take_affine(type(self).__name__, kwargs)
         super().__init__(normalized_shape, eps, True, memory_efficient, **kwargs)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise `input`, whose last dimensions are `normalized_shape`."""
-        assert self.weight is not None
-        return mixed_dtype_fused_rms_norm_affine(
-            input, self.weight, self.normalized_shape, self.eps, self.memory_efficient
-        )
 
 
 def _take_affine(name: str, kwargs: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """Apex's fused optimizers, on preamp's kernels: on any device, with nothing to compile."""
 
-from typing import Any
-
+from .fp16_optimizer import FP16_Optimizer as FP16_Optimizer  # not for `import *`: fp16_utils has another
 from .fused_adagrad import FusedAdagrad
 from .fused_adam import FusedAdam
 from .fused_lamb import FusedLAMB
@@ -10,11 +9,3 @@ from .fused_novograd import FusedNovoGrad
 from .fused_sgd import FusedSGD
 
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad", "FusedSGD"]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "FP16_Optimizer":  # it was here in 2018; it needs apex.amp, which the optimizers do not
-        from .fp16_optimizer import FP16_Optimizer
-
-        return FP16_Optimizer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

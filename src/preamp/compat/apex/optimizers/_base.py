@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ....errors import OptimizerError
 from ....formats import LOW_DTYPES
+from ....kernels import reciprocal
 from ....ledger import Masters
 from .. import _amp_c
 
@@ -52,12 +54,11 @@ class ApexOptimizer(Optimizer):
 
     # -- for the step
 
-    def present(self, group: dict[str, Any]) -> list[Parameter]:
-        """Parameters of a group that have gradients; RuntimeError for gradients that no kernel steps."""
+    def present(self, group: dict[str, Any]) -> tuple[list[Parameter], list[Tensor]]:
+        """Parameters of a group that have gradients, and these; RuntimeError for gradients that no kernel steps."""
         params = [param for param in group["params"] if param.grad is not None]
-        for param in params:
-            gradient = param.grad
-            assert gradient is not None
+        gradients = [param.grad for param in params if param.grad is not None]
+        for param, gradient in zip(params, gradients, strict=True):
             if gradient.layout is not torch.strided:
                 raise RuntimeError(
                     f"{type(self).__name__} does not support sparse gradients, and a parameter of shape "
@@ -69,7 +70,7 @@ class ApexOptimizer(Optimizer):
                     f"{type(self).__name__} only supports real floating parameters; one is {param.dtype}: step it "
                     "with an optimizer of torch.optim"
                 )
-        return params
+        return params, gradients
 
     def states(self, params: Sequence[Parameter], name: str) -> list[Tensor]:
         """A state of each parameter, zeros if there is none yet; float32 where the parameter is 16-bit."""
@@ -82,10 +83,15 @@ class ApexOptimizer(Optimizer):
             found.append(own[name])
         return found
 
-    def count(self, group: dict[str, Any]) -> int:
-        """Count a step of a group, and say which number it has."""
-        group["step"] = step = int(group.get("step", 0)) + 1
-        return step
+    def count(self, group: dict[str, Any], found: Tensor | None = None) -> Any:
+        """Count a step of a group, and return its number; a count on the device leaves out steps that are skipped."""
+        step = group.get("step", 0)
+        if not isinstance(step, Tensor):
+            group["step"] = number = int(step) + 1
+            return number
+        after = step + 1
+        step.add_(1 if found is None else (found.to(step.device) <= 0).to(step.dtype))  # in place, for captured graphs
+        return after
 
     # -- masters
 
@@ -145,7 +151,9 @@ class ApexOptimizer(Optimizer):
         return name in self.wide_states and param.dtype in LOW_DTYPES
 
     def mend_group(self, group: dict[str, Any]) -> None:
-        """Give a group that was loaded its tensors where they belong."""
+        """Give a group that was loaded its count and tensors in the form in which steps have them."""
+        if "step" in group:
+            group["step"] = int(group["step"])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self.own_attributes}}
@@ -153,6 +161,40 @@ class ApexOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._masters = Masters()
+
+
+class Scaling(NamedTuple):
+    """What a GradScaler tells an optimizer that skips and unscales by itself, on the device.
+
+    `factor`: what gradients have to be multiplied by; `found`: above 0, the step is skipped. 0-d float32 or None.
+    """
+
+    factor: Tensor | None
+    found: Tensor | None
+
+
+def scaling_of(optimizer: Any, grad_scaler: Any) -> Scaling:
+    """How the gradients of `optimizer` are scaled.
+
+    `grad_scaler`: the `torch.amp.GradScaler` whose step this is, or None: then the attributes `grad_scale` and
+    `found_inf`, torch's newer protocol, speak. Gradients that the scaler has unscaled already are not divided again.
+    """
+    if grad_scaler is None:
+        scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+        return Scaling(None if scale is None else reciprocal(scale.reshape(())), getattr(optimizer, "found_inf", None))
+    state = grad_scaler._per_optimizer_states[id(optimizer)]
+    if state["stage"] is OptState.UNSCALED:
+        return Scaling(None, _any(state["found_inf_per_device"]))
+    found = _any(grad_scaler._check_inf_per_device(optimizer))
+    return Scaling(reciprocal(grad_scaler._get_scale_async().reshape(())), found)
+
+
+def _any(flags: dict[Any, Tensor]) -> Tensor | None:
+    found = None
+    for flag in flags.values():
+        flag = flag.reshape(())
+        found = flag if found is None else found + flag.to(found.device)
+    return found
 
 
 def evaluated(closure: Closure) -> Any:

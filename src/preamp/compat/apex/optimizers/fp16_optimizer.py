@@ -1,5 +1,72 @@
-"""FP16_Optimizer, where it was in 2018."""
+"""FP16_Optimizer as it was in apex.optimizers, later apex.contrib.optimizers: around a fused optimizer."""
 
-from ..contrib.optimizers.fp16_optimizer import FP16_Optimizer
+from __future__ import annotations
 
-__all__ = ["FP16_Optimizer"]
+from typing import Any
+
+from torch import Tensor
+
+from ....errors import StateError
+from .._scaler import LossScaler
+from ..fp16_utils.fp16_optimizer import FP16_Optimizer as _FP16_Optimizer
+
+
+class FP16_Optimizer(_FP16_Optimizer):
+    """That of apex.fp16_utils, but gradients are unscaled and judged in `step()`, once for all backward passes.
+
+    `static_loss_scale`: a fixed scale, under which a step is skipped after an overflow as well. `dynamic_loss_scale`: a
+    scale from 2**16 on, doubled after 1000 clean steps and halved after an overflow, not below 1;
+    `dynamic_loss_args`: other arguments of `amp.scaler.LossScaler`. The optimizer may be any.
+    """
+
+    def _make_scaler(self, static: float, dynamic: bool, arguments: dict[str, Any] | None) -> LossScaler:
+        if dynamic:
+            own = {"scale_window": 1000, "min_loss_scale": 1.0, "max_loss_scale": float("inf")}
+            return LossScaler("dynamic", **{**own, **(arguments or {})})
+        fixed = float(static)  # one that looks for overflows and stays where it is
+        return LossScaler("dynamic", fixed, min_loss_scale=fixed, max_loss_scale=fixed)
+
+    def zero_grad(self, set_grads_to_None: bool = True) -> None:
+        """Make the gradients of the model and of the masters None, or zero them."""
+        super().zero_grad(set_grads_to_None)
+
+    def backward(self, loss: Tensor, update_master_grads: bool = False, retain_graph: bool = False) -> None:
+        """The backward pass of the scaled loss; gradients add up until `zero_grad`."""
+        super().backward(loss, update_master_grads, retain_graph)
+
+    def step(self, closure: Any = None) -> Any:
+        """Unscale the gradients, step the masters and round them into the model; after an overflow say so instead.
+
+        RuntimeError for a closure.
+        """
+        if closure is not None:
+            raise RuntimeError(
+                "apex.optimizers.FP16_Optimizer.step takes no closure: call step() after optimizer.backward(loss), or "
+                "write apex.fp16_utils.FP16_Optimizer, whose step does"
+            )
+        self.update_master_grads()
+        return super().step()
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale as it stands; may be set."""
+        return self.loss_scale
+
+    @cur_scale.setter
+    def cur_scale(self, value: float) -> None:
+        self.loss_scale = value
+
+    @property
+    def fp32_groups(self) -> list[list[Any]]:
+        """The masters of 16-bit parameters, by group."""
+        return self.fp32_from_fp16_groups
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave. `StateError`, a ValueError, for states of Apex, which kept masters otherwise."""
+        if "fp32_from_fp16" not in state_dict:
+            raise StateError(
+                f"this state holds {', '.join(map(repr, state_dict))}, and not the masters under 'fp32_from_fp16': it "
+                "was written by Apex's own FP16_Optimizer of 2018. Load the model's weights, and start the optimizer "
+                "anew"
+            )
+        super().load_state_dict(state_dict)

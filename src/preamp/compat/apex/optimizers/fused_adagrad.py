@@ -42,11 +42,10 @@ class FusedAdagrad(ApexOptimizer):
         """One step of every parameter that has a gradient; returns the closure's loss."""
         loss = evaluated(closure)
         for group in self.param_groups:
-            params = self.present(group)
+            params, grads = self.present(group)
             if params:
+                options = {name: group[name] for name in ("lr", "eps", "weight_decay")}
                 _steps.adagrad(
-                    params, [p.grad for p in params if p.grad is not None], self.states(params, "sum"),
-                    lr=group["lr"], eps=group["eps"], weight_decay=group["weight_decay"],
-                    decoupled=bool(self.adagrad_w_mode),
-                )  # fmt: skip
+                    params, grads, self.states(params, "sum"), decoupled=bool(self.adagrad_w_mode), **options
+                )
         return loss

@@ -23,9 +23,9 @@ class FusedLAMB(ApexOptimizer):
     hyper-parameters out of range.
     """
 
-    wide_states = ("exp_avg", "exp_avg_sq")
+    wide_states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     multi_tensor_lamb = staticmethod(_amp_c.multi_tensor_lamb)
-    own_attributes = ("set_grad_none", "adam_w_mode", "use_nvlamb")
+    own_attributes: tuple[str, ...] = ("set_grad_none", "adam_w_mode", "use_nvlamb")
 
     def __init__(
         self,
@@ -57,20 +57,21 @@ class FusedLAMB(ApexOptimizer):
     def step(self, closure: Closure = None) -> Any:
         """One step of every parameter that has a gradient; returns the closure's loss."""
         loss = evaluated(closure)
+        self._advance(None, None)
+        return loss
+
+    def _advance(self, factor: Tensor | None, found: Tensor | None) -> None:
+        """Step all groups; `factor` multiplies the gradients, and where `found` is above 0 nothing is written."""
         everyone = [self.present(group) for group in self.param_groups]
-        norm = _steps.norm_of([p.grad for params in everyone for p in params if p.grad is not None], None)
-        for group, params in zip(self.param_groups, everyone, strict=True):
+        norm = _steps.norm_of([gradient for _, grads in everyone for gradient in grads], factor)
+        names = ("lr", "betas", "eps", "weight_decay", "bias_correction", "grad_averaging", "max_grad_norm")
+        for group, (params, grads) in zip(self.param_groups, everyone, strict=True):
             if not group["params"]:
                 continue
             _steps.lamb(
-                params, [p.grad for p in params if p.grad is not None], self.states(params, "exp_avg"),
-                self.states(params, "exp_avg_sq"), step=self.count(group), grad_norm=norm,
-                adam_w_mode=bool(self.adam_w_mode), use_nvlamb=self.use_nvlamb, **lamb_options(group),
+                params, grads, self.states(params, "exp_avg"), self.states(params, "exp_avg_sq"),
+                step=self.count(group, found), grad_norm=norm, factor=factor, found=found,
+                masters=self.masters(params), adam_w_mode=bool(self.adam_w_mode), use_nvlamb=self.use_nvlamb,
+                **{name: group[name] for name in names},
             )  # fmt: skip
-        return loss
-
-
-def lamb_options(group: dict[str, Any]) -> dict[str, Any]:
-    """What a group says to `preamp.kernels.lamb`."""
-    names = ("lr", "betas", "eps", "weight_decay", "bias_correction", "grad_averaging", "max_grad_norm")
-    return {name: group[name] for name in names}
+            self.published(params)

@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from ....formats import LOW_DTYPES
-from .. import _steps
-from ._base import MASTER, ApexOptimizer, Closure, check_hypers, evaluated, refuse_amsgrad
-from ._scaling import scaling_of
-from .fused_lamb import lamb_options
+from ._base import MASTER, Closure, check_hypers, evaluated, refuse_amsgrad, scaling_of
+from .fused_lamb import FusedLAMB
 
 
-class FusedMixedPrecisionLamb(ApexOptimizer):
+class FusedMixedPrecisionLamb(FusedLAMB):
     """LAMB (You et al. 2020, arXiv:1904.00962) whose learning rate, count, skip and loss scale stay on the device.
 
     `step`: how many steps were taken before. `reduced_precision_dtype`: parameters of this dtype, torch.float16 or
@@ -52,7 +50,7 @@ class FusedMixedPrecisionLamb(ApexOptimizer):
             "lr": lr, "step": step, "bias_correction": bias_correction, "betas": betas, "eps": eps,
             "weight_decay": weight_decay, "grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm,
         }  # fmt: skip
-        super().__init__(params, defaults)
+        super(FusedLAMB, self).__init__(params, defaults)  # that of FusedLAMB has other arguments
 
     @property
     def param_groups_full_precision(self) -> list[dict[str, list[Tensor | None]]]:
@@ -81,19 +79,5 @@ class FusedMixedPrecisionLamb(ApexOptimizer):
         `grad_scaler`: given by `torch.amp.GradScaler.step`.
         """
         loss = evaluated(closure)
-        factor, found = scaling_of(self, grad_scaler)
-        everyone = [self.present(group) for group in self.param_groups]
-        norm = _steps.norm_of([p.grad for params in everyone for p in params if p.grad is not None], factor)
-        for group, params in zip(self.param_groups, everyone, strict=True):
-            if not group["params"]:
-                continue
-            count: Tensor = group["step"]
-            _steps.lamb(
-                params, [p.grad for p in params if p.grad is not None], self.states(params, "exp_avg"),
-                self.states(params, "exp_avg_sq"), step=count + 1, grad_norm=norm, factor=factor, found=found,
-                masters=self.masters(params), adam_w_mode=bool(self.adam_w_mode), use_nvlamb=self.use_nvlamb,
-                **lamb_options(group),
-            )  # fmt: skip
-            self.published(params)
-            count.add_(1 if found is None else (found.to(count.device) <= 0).to(count.dtype))
+        self._advance(*scaling_of(self, grad_scaler))
         return loss

@@ -126,12 +126,11 @@ class FusedNovoGrad(ApexOptimizer):
 
     def mend_group(self, group: dict[str, Any]) -> None:
         """Running norms where the parameters are, and in float32."""
+        super().mend_group(group)
         if "exp_avg_sq" in group and group["params"]:
             device = group["params"][0].device
             group["exp_avg_sq"] = [torch.as_tensor(n, dtype=torch.float32, device=device) for n in group["exp_avg_sq"]]
             self._norms(group)
-        if "step" in group:
-            group["step"] = int(group["step"])
 
 
 def _kinds(params: Sequence[Parameter]) -> tuple[list[Parameter], list[Parameter]]:

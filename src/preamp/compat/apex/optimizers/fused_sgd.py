@@ -74,7 +74,7 @@ class FusedSGD(ApexOptimizer):
         for group in self.param_groups:
             fresh: list[Parameter] = []
             going: list[Parameter] = []
-            for param in self.present(group):
+            for param in self.present(group)[0]:
                 started = self.state.get(param, {}).get("momentum_buffer") is not None
                 (going if started or not group["momentum"] else fresh).append(param)
             self._advance(group, going, first=False)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from preamp.errors import OptimizerError
-from preamp.kernels import l2_norms
+from ....errors import OptimizerError
+from ....kernels import l2_norms
 
 
 class LARC:

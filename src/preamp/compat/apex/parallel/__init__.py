@@ -11,9 +11,9 @@ from typing import Any
 
 import torch.distributed
 
-from preamp.compat.apex.parallel.distributed import DistributedDataParallel, Reducer
-from preamp.compat.apex.parallel.LARC import LARC
-from preamp.compat.apex.parallel.sync_batchnorm import (
+from .distributed import DistributedDataParallel, Reducer
+from .LARC import LARC
+from .sync_batchnorm import (
     SyncBatchNorm,
     convert_syncbn_model,
     create_syncbn_process_group,

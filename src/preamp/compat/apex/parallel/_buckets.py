@@ -1,4 +1,4 @@
-"""Gradients in buckets: which parameters travel together, and one bucket's journey through an all-reduce.
+"""Gradients in buckets: which parameters are reduced together, and the all-reduce of one bucket.
 
 Behind its gradients a bucket carries one flag per parameter, 1 where this rank has a gradient to give. Summed over
 ranks the flags tell, without a message of their own, which parameters were used anywhere: a rank that did not use a
@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from preamp.compat.apex.parallel._group import Group
+from ._collectives import Group
 
 _LOW = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ReductionOptions:
     """The arithmetic of a reduction over `world` ranks.
 
     Gradients are divided by `predivide` before the sum and multiplied by `predivide / world` after it, the latter
@@ -36,7 +36,7 @@ class Exchange:
 
 
 class Bucket:
-    """Parameters of one dtype and device whose gradients travel together; `members` are their numbers in the model."""
+    """Parameters of one dtype and device, reduced together; `members` are their numbers in the model."""
 
     def __init__(self, members: Sequence[int], parameters: Sequence[Tensor]) -> None:
         self.members = list(members)
@@ -74,17 +74,17 @@ def plan_buckets(
     return full
 
 
-class Flight:
-    """One bucket under way: sent by the constructor, brought home by `land`, or given up by `drop`.
+class Reduction:
+    """The all-reduce of one bucket: begun by the constructor, and ended by `finish` or `discard`.
 
     `used`: for each parameter, whether this rank contributes a gradient that the others have not seen.
     """
 
-    def __init__(self, bucket: Bucket, used: Sequence[bool], exchange: Exchange, group: Group) -> None:
-        self.bucket, self._used, self._exchange = bucket, list(used), exchange
+    def __init__(self, bucket: Bucket, used: Sequence[bool], options: ReductionOptions, group: Group) -> None:
+        self.bucket, self._used, self._options = bucket, list(used), options
         self._world = dist.get_world_size(group)
         first = bucket.parameters[0]
-        dtype = torch.float32 if exchange.always_fp32 and first.dtype in _LOW else first.dtype
+        dtype = torch.float32 if options.always_fp32 and first.dtype in _LOW else first.dtype
         with torch.no_grad():
             pieces = [_gradient(p) for p in bucket.parameters]
             if all(self._used):
@@ -92,30 +92,30 @@ class Flight:
             else:
                 flags = torch.tensor(self._used, dtype=first.dtype, device=first.device)
             self._flat = torch.cat([*pieces, flags]).to(dtype)
-            if exchange.predivide != 1.0:
-                self.body.mul_(1.0 / exchange.predivide)
+            if options.predivide != 1.0:
+                self.body.mul_(1.0 / options.predivide)
         self._work = dist.all_reduce(self._flat, group=group, async_op=True)
 
     @property
     def body(self) -> Tensor:
-        """The gradients alone: 1-d, in the order of the bucket's parameters, in the dtype that travelled."""
+        """The gradients alone: 1-d, in the order of the bucket's parameters, in the dtype of the reduction."""
         return self._flat[: self.bucket.numel]
 
-    def drop(self) -> None:
-        """Wait for the collective and forget what it brought."""
+    def discard(self) -> None:
+        """Wait for the collective, and leave `.grad` as it is."""
         self._wait()
 
     def _wait(self) -> None:
         if self._work is not None:
             self._work.wait()
 
-    def land(self) -> None:
+    def finish(self) -> None:
         """Wait, and write the reduced gradients into `.grad` of every parameter that some rank used."""
         self._wait()
-        bucket, exchange = self.bucket, self._exchange
+        bucket, options = self.bucket, self._options
         with torch.no_grad():
-            if exchange.average and exchange.predivide != self._world:
-                self.body.mul_(exchange.predivide / self._world)
+            if options.average and options.predivide != self._world:
+                self.body.mul_(options.predivide / self._world)
             if all(self._used):
                 wanted = self._used
             else:  # the host has to look at the flags: whether .grad stays None depends on them
@@ -125,7 +125,7 @@ class Flight:
                 if not want:
                     continue
                 reduced = piece.view(parameter.shape)
-                if exchange.retain and _set_view(parameter, reduced):
+                if options.retain and _set_view(parameter, reduced):
                     continue
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter, requires_grad=False)
@@ -163,10 +163,10 @@ def refuse_sparse(parameter: Tensor, name: str) -> None:
         )
 
 
-def reduce_now(parameters: Sequence[tuple[str, Tensor]], exchange: Exchange, group: Group) -> None:
+def reduce_now(parameters: Sequence[tuple[str, Tensor]], options: ReductionOptions, group: Group) -> None:
     """Reduce `.grad` of all parameters at once, one message per dtype and device; some may be None on some ranks."""
     for name, parameter in parameters:
         refuse_sparse(parameter, name)
     tensors = [p for _, p in parameters]
     for bucket in plan_buckets(range(len(tensors)), tensors, float("inf")):
-        Flight(bucket, [p.grad is not None for p in bucket.parameters], exchange, group).land()
+        Reduction(bucket, [p.grad is not None for p in bucket.parameters], options, group).finish()

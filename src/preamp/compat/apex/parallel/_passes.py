@@ -1,10 +1,10 @@
-"""When gradients travel: buckets leave during backward, in one order on every rank, and land before it returns.
+"""When gradients are reduced: buckets are sent during backward, in one order on every rank, and done before it returns.
 
 torch's own bucketed reducer is not used, because it reduces only the first backward after each forward, fixes the set
 of trained parameters at construction and stays broken after a backward that raised. Here a pass begins with the first
 gradient of any backward and ends in that backward's final callback, whatever happened before it. Ranks stay in step
 because every pass sends every bucket exactly once, in the same order: a bucket whose parameters this rank does not
-use leaves at the end of the pass with zeros in it.
+use is sent at the end of the pass with zeros in it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from preamp.compat.apex.parallel._buckets import Bucket, Exchange, Flight, plan_buckets, refuse_sparse
-from preamp.compat.apex.parallel._group import Group, has_group
+from ._buckets import Bucket, Reduction, ReductionOptions, plan_buckets, refuse_sparse
+from ._collectives import Group, has_group
 
 
 class _Pass:
@@ -31,9 +31,9 @@ class _Pass:
         self.sources: list[Any] = []  # graph nodes of the model's inputs
         self.at_end = False  # send nothing before the end
         self.arrivals: list[int] = []
-        self.strays: list[int] = []
+        self.frozen: list[int] = []
         self.missing = [set(bucket.members) for bucket in plan]
-        self.flights: list[Flight] = []
+        self.reductions: list[Reduction] = []
 
 
 class _Finish:
@@ -73,15 +73,15 @@ def _will_run(leaf: Any) -> bool:
 class Synchronizer:
     """Reduces the gradients of `named` parameters at the end of every backward that reaches them.
 
-    `message_size`: elements after which a bucket leaves, infinity for one message per dtype at the end of backward;
-    `triggers`: numbers of parameters that close a bucket instead. `groups`: bucket k travels in group k modulo their
+    `message_size`: elements after which a bucket is sent, infinity for one message per dtype at the end of backward;
+    `triggers`: numbers of parameters that close a bucket instead. `groups`: bucket k is reduced in group k modulo their
     number. `enabled`: False lets gradients accumulate locally; what accumulated is reduced with the next pass.
     """
 
     def __init__(
         self,
         named: Sequence[tuple[str, Tensor]],
-        exchange: Exchange,
+        options: ReductionOptions,
         groups: Sequence[Group],
         message_size: float,
         triggers: Collection[int] = (),
@@ -90,12 +90,12 @@ class Synchronizer:
         self.parameters = [parameter for _, parameter in named]
         self.enabled = True
         self.buffers: list[Tensor] = []
-        self._exchange, self._groups = exchange, list(groups)
+        self._options, self._groups = options, list(groups)
         self._message_size, self._triggers = message_size, frozenset(triggers)
         self._overlap = message_size != float("inf")
         self._order = list(reversed(range(len(named))))  # a first guess: backward meets the last layers first
         self._learned: set[int] = set()
-        self._leaving: dict[int, int] = {}
+        self._frozen_since: dict[int, int] = {}
         self._hooks: dict[int, Any] = {}
         self._shape: Any = None
         self._plan: list[Bucket] = []
@@ -124,16 +124,16 @@ class Synchronizer:
         if torch._C._current_graph_task_id() != -1:
             return  # a forward recomputed during backward, by checkpointing
         with self._lock:
-            self._make_up()
+            self._complete_interrupted()
             training = {i for i, p in enumerate(self.parameters) if p.requires_grad}
             for number in training - self._hooks.keys():
                 self._hooks[number] = self._hook(number)
-            self._leaving = {
+            self._frozen_since = {
                 number: since
                 for number in self._bucket_of.keys() - training
-                if (since := self._leaving.get(number, self._passes)) == self._passes
+                if (since := self._frozen_since.get(number, self._passes)) == self._passes
             }
-            self._replan(training | self._leaving.keys())
+            self._replan(training | self._frozen_since.keys())
 
     def _replan(self, active: Collection[int]) -> None:
         shape = [(i, self.parameters[i].dtype, self.parameters[i].device) for i in self._order if i in active]
@@ -191,7 +191,7 @@ class Synchronizer:
             if task != self._pass.task:  # nested: the same parameter may well come again
                 self._pass.at_end = True
             return self._pass
-        self._make_up()
+        self._complete_interrupted()
         current = self._pass = _Pass(task, self._plan)
         callback = _Finish(lambda: self._finish(current))
         self._callback = weakref.ref(callback)
@@ -209,9 +209,9 @@ class Synchronizer:
             current = self._begin()
             current.certain = True
             if number not in self._bucket_of:
-                current.strays.append(number)
+                current.frozen.append(number)
                 return
-            if self._bucket_of[number] < len(current.flights):
+            if self._bucket_of[number] < len(current.reductions):
                 raise RuntimeError(
                     f"{self.names[number]} received a second gradient in one backward after the first was sent to the "
                     "other ranks, so the ranks would no longer agree. This happens when reentrant checkpoints share "
@@ -220,16 +220,16 @@ class Synchronizer:
             current.arrivals.append(number)
             current.missing[self._bucket_of[number]].discard(number)
             if self._overlap and not current.at_end:
-                while len(current.flights) < len(self._plan) and not current.missing[len(current.flights)]:
+                while len(current.reductions) < len(self._plan) and not current.missing[len(current.reductions)]:
                     self._send(current)
 
     def _send(self, current: _Pass) -> None:
         """Send the next bucket with whatever is in `.grad` now."""
-        bucket = self._plan[len(current.flights)]
-        missing = current.missing[len(current.flights)]
+        bucket = self._plan[len(current.reductions)]
+        missing = current.missing[len(current.reductions)]
         used = [number not in missing or number in self._unsent for number in bucket.members]
-        group = self._groups[len(current.flights) % len(self._groups)]
-        current.flights.append(Flight(bucket, used, self._exchange, group))
+        group = self._groups[len(current.reductions) % len(self._groups)]
+        current.reductions.append(Reduction(bucket, used, self._options, group))
 
     # -- after backward
 
@@ -242,8 +242,8 @@ class Synchronizer:
                 current.certain = _fills_grad(current.sources)
             if current.certain:
                 self._complete(current)
-                if current.strays:
-                    names = ", ".join(self.names[number] for number in current.strays)
+                if current.frozen:
+                    names = ", ".join(self.names[number] for number in current.frozen)
                     raise RuntimeError(
                         f"{names} received a gradient although frozen when the last forward began, so it was not "
                         "averaged and differs between ranks. Run backward through a graph before freezing its "
@@ -251,26 +251,26 @@ class Synchronizer:
                     )
 
     def _complete(self, current: _Pass, keep: bool = True) -> None:
-        """Send what is left, bring all buckets home, and learn the order of arrival if there is one to learn."""
-        while len(current.flights) < len(self._plan):
+        """Send what is left, finish all reductions, and learn the order of arrival if there is one to learn."""
+        while len(current.reductions) < len(self._plan):
             self._send(current)
-        for flight in current.flights:
+        for reduction in current.reductions:
             if keep:
-                flight.land()
+                reduction.finish()
             else:
-                flight.drop()
+                reduction.discard()
         self._passes += 1
         if keep:
             self._unsent.clear()
-            if self._exchange.retain:
-                self.buffers = [flight.body for flight in current.flights]
+            if self._options.retain:
+                self.buffers = [reduction.body for reduction in current.reductions]
         if self._overlap and len(self._plan) > 1 and not self._learned >= self._bucket_of.keys():
             self._learn(current.arrivals)
 
-    def _make_up(self) -> None:
+    def _complete_interrupted(self) -> None:
         """Complete a pass whose backward raised: the other ranks, if they got through, are waiting for its buckets.
 
-        What comes back is dropped. The gradients of the interrupted backward stay as they are, for zero_grad.
+        Their results are discarded. The gradients of the interrupted backward stay as they are, for zero_grad.
         """
         current, self._pass = self._pass, None
         if current is not None and current.certain:

@@ -11,28 +11,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from preamp.compat.apex.parallel._buckets import Exchange, reduce_now
-from preamp.compat.apex.parallel._flat import (
+from ....errors import PreampWarning
+from ....tree import tensors
+from ._buckets import ReductionOptions, reduce_now
+from ._collectives import (
+    Group,
     apply_flat_dist_call,
+    broadcast_parameters,
+    check_same_model,
     extract_tensors,
     flat_dist_call,
     flatten,
+    has_group,
     import_flatten_impl,
+    own_group,
+    require_group,
     split_by_type,
     split_half_float_double,
     unflatten,
 )
-from preamp.compat.apex.parallel._group import (
-    Group,
-    broadcast_parameters,
-    check_same_model,
-    has_group,
-    own_group,
-    require_group,
-)
-from preamp.compat.apex.parallel._passes import Synchronizer
-from preamp.errors import PreampWarning
-from preamp.tree import tensors
+from ._passes import Synchronizer
 
 __all__ = [
     "DistributedDataParallel",
@@ -75,14 +73,14 @@ class Reducer:
         if self.module is None:
             flat_dist_call(self.grads, dist.all_reduce)
         else:
-            reduce_now([(n, p) for n, p in self.module.named_parameters() if p.requires_grad], Exchange(), None)
+            reduce_now([(n, p) for n, p in self.module.named_parameters() if p.requires_grad], ReductionOptions(), None)
 
 
 class DistributedDataParallel(nn.Module):
     """A module whose gradients are averaged over all ranks by the end of every backward, in place in `param.grad`.
 
     At construction the parameters, not the buffers, are set to rank 0's. Wrap a model after `amp.initialize`.
-    Gradients leave in buckets while backward goes on. Any number of forwards and backwards may come before a step;
+    Gradients are sent in buckets while backward goes on. Any number of forwards and backwards may come before a step;
     parameters may be frozen and thawed between passes, on all ranks alike; and they may stay unused, on all ranks
     or on some: such a rank counts as zero, and where no rank used a parameter its `.grad` stays as it is. What cannot
     work is a rank that runs no backward while the others do: they wait until the process group's timeout.
@@ -166,14 +164,14 @@ class DistributedDataParallel(nn.Module):
         """A fresh one for the module's present parameters; everything it needs to know is in plain attributes."""
         if self._groups is None:
             self._groups = [own_group()]
-        exchange = Exchange(
+        options = ReductionOptions(
             average=self.gradient_average,
             predivide=float(self.gradient_predivide_factor),
             always_fp32=self.allreduce_always_fp32,
             retain=self.retain_allreduce_buffers,
         )
         size = float("inf") if self.delay_allreduce else float(self.message_size)
-        made = Synchronizer(list(self.module.named_parameters()), exchange, self._groups, size, self._triggers)
+        made = Synchronizer(list(self.module.named_parameters()), options, self._groups, size, self._triggers)
         made.enabled = self._enabled
         return made
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from preamp.compat.apex.parallel.sync_batchnorm import SyncBatchNorm
-from preamp.compat.apex.parallel.sync_batchnorm_kernel import SyncBatchnormFunction
+from .sync_batchnorm import SyncBatchNorm
+from .sync_batchnorm_kernel import SyncBatchnormFunction
 
 __all__ = ["SyncBatchNorm", "SyncBatchnormFunction"]

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from preamp.compat.apex._notice import deprecated_warning
-from preamp.compat.apex.parallel._group import Group, default_timeout, has_group, require_group
-from preamp.compat.apex.parallel.sync_batchnorm_kernel import SyncBatchnormFunction
+from .._notice import deprecated_warning
+from ._collectives import Group, default_timeout, has_group, require_group
+from .sync_batchnorm_kernel import SyncBatchnormFunction
 
 
 class SyncBatchNorm(_BatchNorm):

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from preamp.compat.apex.parallel._group import Group
+from ._collectives import Group
 
 
 class Moments(NamedTuple):

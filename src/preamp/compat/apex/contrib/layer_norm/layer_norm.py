@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from ..._by_hand import ByHand, kept
+from ..._operator_function import OperatorFunction
 from ...normalization.fused_layer_norm import mixed_dtype_fused_layer_norm_affine
 
 __all__ = ["FastLayerNorm", "FastLayerNormFN"]
@@ -18,17 +16,8 @@ def _fast_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, me
     return mixed_dtype_fused_layer_norm_affine(x, weight, bias, weight.shape, epsilon, memory_efficient)
 
 
-class FastLayerNormFN(ByHand):
+class FastLayerNormFN(OperatorFunction, function=_fast_layer_norm, tensors=3):
     """Layer norm over the last dimension: `FastLayerNormFN.apply(x, gamma, beta, epsilon)`."""
-
-    apply = staticmethod(_fast_layer_norm)
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float, memory_efficient: bool = False
-    ) -> Tensor:
-        """The norm; `ctx` as in a torch.autograd.Function."""
-        return kept(ctx, _fast_layer_norm, (x, gamma, beta), epsilon, memory_efficient)
 
 
 class FastLayerNorm(nn.Module):

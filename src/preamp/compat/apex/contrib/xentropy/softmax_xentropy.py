@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._by_hand import ByHand, kept
+from ..._operator_function import OperatorFunction
 
 
 def _losses(
@@ -25,15 +23,5 @@ def _losses(
     return losses if half_to_float else losses.to(logits.dtype)
 
 
-class SoftmaxCrossEntropyLoss(ByHand):
+class SoftmaxCrossEntropyLoss(OperatorFunction, function=_losses, tensors=1):
     """Cross entropy: `SoftmaxCrossEntropyLoss.apply(logits, labels, smoothing, padding_idx, half_to_float)`."""
-
-    apply = staticmethod(_losses)
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, smoothing: float = 0.0, padding_idx: int = 0,
-        half_to_float: bool = False,
-    ) -> Tensor:  # fmt: skip
-        """The losses; `ctx` as in a torch.autograd.Function."""
-        return kept(ctx, _losses, (logits,), labels, smoothing, padding_idx, half_to_float)

@@ -1,7 +1,7 @@
 """Writes the generated parts of the documents anew: tables from the code, figures and pictures from committed results.
 
 Generated text stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`. `./dev docs` writes it, and a test fails
-when a document is behind. Run as `python -m preamp.docs_tables ROOT`.
+when a document is behind. Run as `python -m tools.docs ROOT`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,12 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+from preamp.formats import FORMATS
+from preamp.policy import LEVELS
+from preamp.report import Table, to_svg
+from preamp.report.files import write_text
+from preamp.rules import TABLE
 
 from .docs_results import (
     apex_door,
@@ -26,11 +32,6 @@ from .docs_results import (
     step,
 )
 from .docs_simulation import host_time, simulated_kernels, simulated_steps
-from .formats import FORMATS
-from .policy import LEVELS
-from .report import Table, to_svg
-from .report.files import write_text
-from .rules import TABLE
 
 DOCUMENTS = (
     "README.md",

@@ -1,16 +1,21 @@
-"""The goals of speed, memory and parity, judged device by device from the JSON of a bench and nothing else."""
+"""The goals of speed, memory and parity, judged device by device from the JSON of a bench and nothing else.
+
+Run as `python -m tools.goals RESULTS.json` it prints them, and writes them into that file.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ...report import Column, Table
-from .._race import INTERVAL, spread, spread_text
-from .._results import MEASURED_ON
-from ._contenders import (
+from preamp.bench._race import INTERVAL, spread, spread_text
+from preamp.bench._results import MEASURED_ON
+from preamp.bench.training._contenders import (
     BF16,
     CAPTURED,
     COMPILED,
@@ -27,7 +32,9 @@ from ._contenders import (
     REFERENCE_REDUCED,
     UNSCALED,
 )
-from ._optimizer import EIGHT, FOREACH
+from preamp.bench.training._optimizer import EIGHT, FOREACH
+from preamp.report import Column, Table
+from preamp.report.files import write_text
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -311,3 +318,15 @@ _GOALS: tuple[tuple[str, str, str, Judge], ...] = (
     ("G10", "final loss against fp32, largest gap", "<= 0.5 % or as seeds", _parity),
     ("G11", "skips after step 50, window schedule", "0", _scales),
 )  # fmt: skip
+
+
+def main(path: Path) -> None:
+    """Judge the results of a bench, print the goals, and write them into the file."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["goals"] = goals(content["suites"])
+    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    print(goals_table(content["goals"]).to_text())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1])) if len(sys.argv) == 2 else sys.exit(__doc__)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from preamp.report import Column, Table
+
 from .docs_results import committed
-from .report import Column, Table
 
 _HOW = "python -m benchmarks.simulation"
 

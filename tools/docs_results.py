@@ -9,7 +9,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from .report import Column, LineChart, Series, Table
+from preamp.report import Column, LineChart, Series, Table
 
 _Maker = Callable[[dict[str, Any]], tuple[Table, str]]
 _Generator = Callable[[Path], str]
@@ -188,7 +188,7 @@ def step(results: dict[str, Any]) -> tuple[Table, str]:
     return Table("", columns, rows), text
 
 
-@committed("schedules", "preamp.bench.write_schedules(root)")
+@committed("schedules", "python -m tools.traces")
 def schedules(results: dict[str, Any]) -> tuple[Table, str]:
     """Skips and flushed gradients of every schedule, network and start, from the newest committed replays."""
     rows = results["suites"]["schedules"]

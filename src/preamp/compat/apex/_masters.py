@@ -1,0 +1,87 @@
+"""Float32 masters in the places of an optimizer's 16-bit parameters: those of `amp` and those of `FP16_Optimizer`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ...formats import LOW_DTYPES
+from ...tree import map_tensors
+
+MASTER_OF: Any = WeakTensorKeyDictionary()
+"""The master of every 16-bit parameter that has one, for hooks of models, which know of no optimizer."""
+
+
+class Masters:
+    """The parameters of an optimizer by kind. Frozen parameters are in none of the lists and stay as they are.
+
+    Lists named `..._groups` have a list for each group; `all_...` are flat. `fp16` are 16-bit parameters, and
+    `fp32_from_fp16` their masters, in the same order; `fp32_from_fp32` are all others.
+    """
+
+    def __init__(self) -> None:
+        self.fp16_groups: list[list[Parameter]] = []
+        self.fp32_from_fp16_groups: list[list[Parameter]] = []
+        self.fp32_from_fp32_groups: list[list[Parameter]] = []
+        self.all_fp16_params: list[Parameter] = []
+        self.all_fp32_from_fp16_params: list[Parameter] = []
+        self.all_fp32_from_fp32_params: list[Parameter] = []
+
+    @torch.no_grad()
+    def make_masters(self, optimizer: Any, group: dict[str, Any]) -> None:
+        """Put masters in the place of a group's 16-bit parameters; state that exists moves to them, in float32."""
+        low: list[Parameter] = []
+        masters: list[Parameter] = []
+        full: list[Parameter] = []
+        for i, parameter in enumerate(group["params"]):
+            if not parameter.requires_grad:
+                continue
+            if parameter.dtype not in LOW_DTYPES:
+                full.append(parameter)
+                continue
+            master = Parameter(parameter.detach().clone().float())
+            master.__dict__.update(parameter.__dict__)  # marks such as "no weight decay" that optimizers look for
+            group["params"][i] = master
+            if parameter in optimizer.state:
+                optimizer.state[master] = map_tensors(_widened, optimizer.state.pop(parameter))
+            MASTER_OF[parameter] = master
+            low.append(parameter)
+            masters.append(master)
+        self.fp16_groups.append(low)
+        self.fp32_from_fp16_groups.append(masters)
+        self.fp32_from_fp32_groups.append(full)
+        self.all_fp16_params += low
+        self.all_fp32_from_fp16_params += masters
+        self.all_fp32_from_fp32_params += full
+
+    @torch.no_grad()
+    def masters_to_model(self) -> None:
+        """Round the masters into the model."""
+        if self.all_fp16_params:
+            torch._foreach_copy_(list[Tensor](self.all_fp16_params), list[Tensor](self.all_fp32_from_fp16_params))
+
+
+@torch.no_grad()
+def multiply_gradients(parameters: Iterable[Parameter], factor: float) -> None:
+    """Multiply the gradients that are there."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
+
+
+@torch.no_grad()
+def update_master(parameter: Tensor, written: Tensor) -> None:
+    """A 16-bit parameter is about to be given new values: its master takes those that it does not round to already."""
+    master = MASTER_OF.get(parameter)
+    if master is not None and master.shape == written.shape:
+        new = written.to(master.device, torch.float32)
+        master.copy_(torch.where(new.to(parameter.dtype) == master.to(parameter.dtype), master, new))
+
+
+def _widened(value: Tensor) -> Tensor:
+    return value.float() if value.dtype in LOW_DTYPES else value

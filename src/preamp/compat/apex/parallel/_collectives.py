@@ -1,0 +1,178 @@
+"""The process group, and many tensors in one collective: laid end to end in a flat buffer, sent, and copied back.
+
+Whether there is a group, one of our own, and whether all ranks hold the same model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = Any  # dist.ProcessGroup; None stands for the default group. Absent where torch has no distributed
+
+
+def has_group() -> bool:
+    """Whether this process belongs to an initialised default process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def require_group(what: str) -> None:
+    """RuntimeError unless the default process group is initialised; `what` needs it."""
+    if not dist.is_available():
+        raise RuntimeError(
+            f"{what} needs torch.distributed, which this build of torch lacks. Without it there is one process and "
+            "nothing to average: train the module itself."
+        )
+    if not dist.is_initialized():
+        raise RuntimeError(
+            f"{what} was built before the process group was there, so it does not know the other ranks. Call "
+            'torch.distributed.init_process_group("nccl"), or "gloo" on CPU, first; for a single process use the '
+            "module itself."
+        )
+
+
+def own_group() -> Group:
+    """A new group over all ranks, with the default group's backend and timeout. Every rank has to call this.
+
+    Gradients are reduced while backward goes on, at moments that may differ between ranks when ranks use different
+    parameters. In the default group they would then be taken for the collectives of SyncBatchNorm, of a second
+    wrapped model or of the training script, which torch matches by order alone.
+    """
+    return dist.new_group(timeout=default_timeout())
+
+
+def default_timeout() -> timedelta | None:
+    """The timeout given to init_process_group: new_group would fall back to the backend's own 10 or 30 minutes."""
+    try:
+        group = dist.distributed_c10d._get_default_group()
+        timeout = group._get_backend(group._device_types[0]).options._timeout
+    except (AttributeError, IndexError, RuntimeError):
+        return None  # a backend that does not tell
+    return timeout if isinstance(timeout, timedelta) else None
+
+
+def device_of(tensors: Sequence[Tensor]) -> torch.device:
+    """Where small messages of a group have to live: with `tensors`, or on the GPU for nccl when there are none."""
+    if tensors:
+        return tensors[0].device
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def check_same_model(parameters: Sequence[tuple[str, Tensor]], group: Group) -> None:
+    """ValueError, on every rank alike, unless the ranks' parameters agree in number, shape, dtype and requires_grad.
+
+    Without this a broadcast of buffers of different sizes hangs, or fills one rank's weights with another's bytes.
+    """
+    listing = repr([(tuple(p.shape), str(p.dtype), p.requires_grad) for _, p in parameters])
+    digest = int.from_bytes(hashlib.sha256(listing.encode()).digest()[:7], "big")
+    elements = sum(p.numel() for _, p in parameters)
+    mine = torch.tensor([digest, len(parameters), elements], device=device_of([p for _, p in parameters]))
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    rows = [row.tolist() for row in gathered]
+    for rank, row in enumerate(rows):
+        if row != rows[0]:
+            raise ValueError(
+                f"the ranks hold different models: rank 0 has {rows[0][1]} parameters with {rows[0][2]} elements, "
+                f"rank {rank} has {row[1]} with {row[2]}, or they differ in shapes, dtypes or requires_grad. Their "
+                "gradients cannot be added. Build the same model, and freeze the same layers, on every rank before "
+                "wrapping it."
+            )
+
+
+def broadcast_parameters(parameters: Sequence[Tensor], group: Group = None) -> None:
+    """Overwrite the parameters of all ranks by those of rank 0, in place; one message per dtype."""
+
+    def send(flat: Tensor) -> None:
+        dist.broadcast(flat, 0, group=group)
+
+    flat_dist_call([p.detach() for p in parameters], send)
+
+
+Collective = Callable[..., Any]
+
+
+def flatten(bucket: Sequence[Tensor]) -> Tensor:
+    """One contiguous 1-d tensor with the elements of all tensors of `bucket`, in order.
+
+    The tensors must share one dtype and device; the result has both. An empty bucket is a ValueError.
+    """
+    if not bucket:
+        raise ValueError("flatten() got no tensors, so the dtype and device of the flat buffer are unknown.")
+    return torch.cat([tensor.reshape(-1) for tensor in bucket])
+
+
+def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
+    """Views of the flat tensor `coalesced` in the shapes of `bucket`: what `flatten` did, undone.
+
+    ValueError unless `coalesced` has exactly as many elements as the tensors of `bucket` together.
+    """
+    sizes = [tensor.numel() for tensor in bucket]
+    if sum(sizes) != coalesced.numel():
+        raise ValueError(
+            f"unflatten() got {coalesced.numel()} elements for tensors that hold {sum(sizes)}: "
+            "pass the same bucket that was flattened."
+        )
+    pieces = coalesced.split(sizes) if sizes else ()
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, bucket, strict=True)]
+
+
+def import_flatten_impl() -> None:
+    """Nothing: there is only one implementation, and it needs no extension. Kept because scripts call it."""
+
+
+def apply_flat_dist_call(bucket: Sequence[Tensor], call: Collective, extra_args: Iterable[Any] | None = None) -> None:
+    """Run the collective `call(flat, *extra_args)` on the tensors of `bucket` together, in place.
+
+    `bucket`: tensors of one dtype and device. `call`: a function of torch.distributed that works in place;
+    `dist.all_reduce` sums, and its result is divided by the world size, so that it averages.
+    """
+    with torch.no_grad():
+        coalesced = flatten(bucket)
+        call(coalesced, *(extra_args or ()))
+        if call is dist.all_reduce:
+            coalesced /= dist.get_world_size()
+        for tensor, synced in zip(bucket, unflatten(coalesced, bucket), strict=True):
+            tensor.detach().copy_(synced)
+
+
+def flat_dist_call(tensors: Sequence[Tensor], call: Collective, extra_args: Iterable[Any] | None = None) -> None:
+    """`apply_flat_dist_call` once for every dtype and kind of device found in `tensors`, in order of appearance."""
+    extra = None if extra_args is None else tuple(extra_args)
+    for bucket in split_by_type(tensors).values():
+        apply_flat_dist_call(bucket, call, extra)
+
+
+def split_by_type(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
+    """The tensors by their `tensor.type()`, such as "torch.FloatTensor", in order of appearance."""
+    buckets: dict[str, list[Tensor]] = {}
+    for tensor in tensors:
+        buckets.setdefault(tensor.type(), []).append(tensor)
+    return buckets
+
+
+def split_half_float_double(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """The float16, float32, float64 and bfloat16 tensors as separate lists, in this order; empty lists are left out."""
+    listed = list(tensors)
+    dtypes = (torch.float16, torch.float32, torch.float64, torch.bfloat16)
+    buckets = [[tensor for tensor in listed if tensor.dtype == dtype] for dtype in dtypes]
+    return [bucket for bucket in buckets if bucket]
+
+
+def extract_tensors(maybe_tensor: Any, tensor_list: list[Tensor]) -> None:
+    """Append every tensor in a nesting of iterables to `tensor_list`, in order; what is no tensor is passed over."""
+    if isinstance(maybe_tensor, Tensor):
+        tensor_list.append(maybe_tensor)
+    elif isinstance(maybe_tensor, dict):
+        extract_tensors(maybe_tensor.values(), tensor_list)
+    elif isinstance(maybe_tensor, Iterable) and not isinstance(maybe_tensor, (str, bytes)):
+        for item in maybe_tensor:
+            extract_tensors(item, tensor_list)
