@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from preamp.docs_results import FINDINGS
-from preamp.doctor._pages import glossary, page
+from preamp.doctor.findings import glossary, page
 from preamp.errors import PreampError
 from preamp.report import Finding, Report, Section
 

@@ -11,10 +11,10 @@ from rich.status import Status
 
 from ..compat.install import environment
 from ..compat.run import command
-from ..doctor._command import examine_script
-from ..doctor._compare import RUN, compare_script
-from ..doctor._compare_report import write_comparison
-from ..doctor._diagnosis import write
+from ..doctor.command.compare import RUN, compare_script
+from ..doctor.command.run import examine_script
+from ..doctor.tell.comparison import write_comparison
+from ..doctor.tell.report import write
 from ..errors import PreampError
 from ..report import Finding, Table
 

@@ -7,11 +7,10 @@ w.report()
 origin = preamp.doctor.find_origin(forward, models=model)                 # who made the first inf or nan
 """
 
-from ._examine import examine
-from ._lint import fix
-from ._origin import Origin, find_origin
-from ._records import JsonLines, Sink
-from ._sinks import TensorBoard
-from ._watching import Watching, watch
+from .command.watching import Watching, watch
+from .findings.pa201 import Origin
+from .lint import examine, fix
+from .records import JsonLines, Sink, TensorBoard
+from .replay.origin import find_origin
 
 __all__ = ["JsonLines", "Origin", "Sink", "TensorBoard", "Watching", "examine", "find_origin", "fix", "watch"]
