@@ -5,6 +5,7 @@ A file `pa###.py` of this folder is all that a finding needs; `docs/findings` is
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +18,7 @@ from .check import Check
 _HERE = Path(__file__).parent
 _PAGES = (_HERE.parent / "pages", _HERE.parents[3] / "docs" / "findings")
 """Of an installed package, and of the repository."""
-_MEANING = ("**What it is.**", "**Why it hurts.**")
+_MEANING = ("What it is. ", "Why it hurts. ")
 _AT_END = ("PA107", "PA108", "PA201", "PA203", "PA211")
 """What the report judges, from records: a process that does so loads no others, as they want torch."""
 
@@ -59,14 +60,19 @@ def page(code: str) -> str:
     return pages[wanted].read_text(encoding="utf-8")
 
 
+def paragraphs(code: str) -> list[str]:
+    """The text of a finding's page: title, meaning, harm, cure, ..., as its file has it, which is not imported."""
+    source = (_HERE / f"{code.lower()}.py").read_text(encoding="utf-8")
+    text = ast.get_docstring(ast.parse(source)) or ""
+    return [" ".join(part.split()) for part in text.split("\n\n")]
+
+
 def glossary(wanted: Iterable[str]) -> dict[str, str]:
-    """What codes mean and why it hurts, in plain paragraphs, for those that have a page."""
+    """What codes mean and why it hurts, in plain paragraphs."""
     found = {}
-    for code in sorted({*wanted} & _pages().keys()):
-        parts = [" ".join(part.split()) for part in page(code).split("\n\n")]
-        meaning = [part.replace("**", "") for part in parts if part.startswith(_MEANING)]
-        more = f"With a script that has it, and its cure: `preamp explain {code}`."
-        found[code] = "\n\n".join([*meaning, more])
+    for code in sorted({*wanted} & {*codes()}):
+        meaning = [part for part in paragraphs(code) if part.startswith(_MEANING)]
+        found[code] = "\n\n".join([*meaning, f"With a script that has it, and its cure: `preamp explain {code}`."])
     return found
 
 

@@ -1,4 +1,23 @@
-"""PA104: an operator that wants float32, in float16."""
+"""PA104: an operator that wants float32, in float16.
+
+What it is. float16 keeps 11 bits of a number. From 1024 on its numbers are 1 apart, and from 2048 on 2 apart, so that
+2048 + 1 = 2048. Cumulative sums, variances by E[x^2] - E[x]^2, powers and exponentials lose what they were to measure,
+or pass 65504: exp(12) = 162755 does, and so does 256^2 = 65536. Sums are computed again in float32 from the same input,
+and judged by the difference, in float16 and bfloat16: a sum, mean or variance that is 2 % off (torch adds up in float32
+inside, so most are right to the last bit), a running sum that is a quarter of a term off, and whatever overflows.
+
+Why it hurts. Nothing crashes. The result has a few right digits or none, and the loss settles higher than it should. Of
+what overflowed, infinities are left, and later NaN.
+
+The cure. Cast before the operator; a cast after it comes too late.
+
+When it is harmless. Sums that are right to the last bit of their result, exponentials of what is never positive, and
+softmax and norms, whose kernels compute in float32 inside: that torch's own autocast leaves their *results* in 16 bits
+on a CPU is given as information. Of bfloat16, which has the range, only sums are reported: it keeps 8 bits.
+
+See also: [rules](../rules.md), which operators preamp's regions run in float32; [PA206](PA206.md), when the loss shows
+it.
+"""
 
 from __future__ import annotations
 
