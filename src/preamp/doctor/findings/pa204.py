@@ -9,8 +9,8 @@ apart and does not move, in this step or in any other. Only weights close to zer
 where it shows.
 
 The cure. Step float32 masters: leave the model in float32 under a region, as here, or take preamp's level O5. preamp's
-optimizers can also round stochastically (`rounding="stochastic"`), which keeps the mean of the updates without a second copy
-of the weights.
+optimizers can also round stochastically (`rounding="stochastic"`), which keeps the mean of the updates without a second
+copy of the weights.
 
 When it is harmless. bfloat16 weights at a learning rate that moves them: most updates are many bits wide early in
 training, and then nothing is said. Weights without a gradient, and those whose gradient is zero, do not count.

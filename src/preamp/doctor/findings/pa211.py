@@ -14,8 +14,8 @@ beside float32 moments where the learning rate decays. It is most often met toge
 What it shows. The doctor compares the moments before and after each step that it looks at (`--every`), up to 65536 of
 each tensor, and keeps those of 256 entries of 16 tensors in float32 besides, from the first step that it sees: what the
 stored ones are divided by in the last line of what was seen. Optimizers of `preamp.optim` are not judged: their moments
-are float32, or rounded stochastically, which leaves most of them where they were in any one step and moves them rightly on
-average.
+are float32, or rounded stochastically, which leaves most of them where they were in any one step and moves them rightly
+on average.
 
 The cure. Float32 moments, and masters with them: level O5. (Or the model in float32 under `torch.autocast`; or an
 optimizer of `preamp.optim`, which steps bfloat16 weights with float32 moments.)
