@@ -129,12 +129,12 @@ def _report(model: nn.Module, policy: Policy, linted: Linted) -> Report:
 
 def _verdict(findings: tuple[Finding, ...], name: str) -> str:
     counts = count_severities(findings)
-    said = [f"{n} {kind}{'s' if n > 1 and kind != 'info' else ''}" for kind, n in counts.items() if n]
+    counted = [f"{n} {kind}{'s' if n > 1 and kind != 'info' else ''}" for kind, n in counts.items() if n]
     if not counts["error"] and not counts["warning"]:
-        return f"Nothing speaks against {name}" + (f" ({said[0]})." if said else ".")
+        return f"Nothing speaks against {name}" + (f" ({counted[0]})." if counted else ".")
     worst = findings[0]
     where = f" in {worst.module}" if worst.module else ""
-    return f"{', '.join(said)} under {name}; the worst is {worst.code}{where}: {worst.message}."
+    return f"{', '.join(counted)} under {name}; the worst is {worst.code}{where}: {worst.message}."
 
 
 @dataclass(frozen=True, slots=True)

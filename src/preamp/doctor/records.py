@@ -19,7 +19,7 @@ from ..report import Finding, to_json
 from .exponents import rows_of
 
 Line = tuple[str | None, int | None]
-"""File and line number; None for both where nobody of the user's asked."""
+"""File and line number; None for both where no code of the user's was running."""
 NOWHERE: Line = (None, None)
 
 

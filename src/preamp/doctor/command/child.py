@@ -1,6 +1,6 @@
 """The doctor inside the process of the script: begins when the script imports torch.
 
-Of a comparison: a script that asks for 16 bits is run in float32, as every way of asking that we know is answered with
+Of a comparison: a script that asks for 16 bits is run in float32, as every known way to request them is answered with
 float32; its random seeds are shifted; and its first step is kept.
 """
 
@@ -41,17 +41,17 @@ _ENABLED = {"autocast": 2, "scaler": 5}  # positions of `enabled` after self
 
 def begin() -> None:
     """Watch this process until it ends."""
-    asked = json.loads(os.environ[VARIABLE])
+    options = json.loads(os.environ[VARIABLE])
     rank = int(os.environ.get("RANK", "0") or 0)
-    path = Path(asked["folder"]) / f"rank{rank}-{os.getpid()}.jsonl"
+    path = Path(options["folder"]) / f"rank{rank}-{os.getpid()}.jsonl"
     recorder = Recorder(JsonLines(path), rank=rank)
     patches = Patches()
-    Seeds(patches, asked.get("offset", 0))
-    if asked.get("full"):
+    Seeds(patches, options.get("offset", 0))
+    if options.get("full"):
         run_in_full(patches)
-    watch = Watch(recorder, Path(asked["base"]), asked["every"], asked["steps"], asked["replay"])
-    if asked.get("first_step") and not rank:
-        watch.steps.on_first_gradients = FirstStep(Path(asked["first_step"]), watch.run.names).write
+    watch = Watch(recorder, Path(options["base"]), options["every"], options["steps"], options["replay"])
+    if options.get("first_step") and not rank:
+        watch.steps.on_first_gradients = FirstStep(Path(options["first_step"]), watch.run.names).write
     watch.start()
     atexit.register(watch.end)
     gc.freeze()  # the models are looked for among what is made from here on: torch alone is 300,000 objects
@@ -198,7 +198,7 @@ def after_import(name: str, call: Callable[[Any], None]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Steps aside when its module is asked for, and wraps the loader that another finder gives."""
+    """Steps aside when its module is imported, and wraps the loader that another finder gives."""
 
     def __init__(self, name: str, call: Callable[[Any], None]) -> None:
         self._name, self._call = name, call

@@ -53,10 +53,10 @@ class Comparison:
         folder = self._folder / name
         folder.mkdir()
         first_step = folder / "first-step.npz"
-        asked: dict[str, Any] = {"folder": str(folder), "base": str(self._base), "every": None, "steps": self._steps}
-        asked |= {"replay": False, "offset": offset, "full": full}
-        asked["first_step"] = str(first_step) if offset == 0 else None
-        env = watched_environment(self._environment, asked)
+        options: dict[str, Any] = {"folder": str(folder), "base": str(self._base), "every": None, "steps": self._steps}
+        options |= {"replay": False, "offset": offset, "full": full}
+        options["first_step"] = str(first_step) if offset == 0 else None
+        env = watched_environment(self._environment, options)
         begun = time.monotonic()
         with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
             process = subprocess.Popen(
@@ -70,7 +70,7 @@ class Comparison:
                     process.wait()
         ranks = read_ranks(folder)
         rank = next((one for one in ranks if one.steps), Rank(0))
-        printed, said = ((folder / name).read_text(encoding="utf-8", errors="replace") for name in ("stdout", "stderr"))
+        texts = [(folder / name).read_text(encoding="utf-8", errors="replace") for name in ("stdout", "stderr")]
         return Ran(
             name,
             full,
@@ -79,9 +79,9 @@ class Comparison:
             time.monotonic() - begun,
             losses_of(rank),
             sum(step["skipped"] for step in rank.steps),
-            printed_numbers(printed),
+            printed_numbers(texts[0]),
             first_step,
-            said[-600:],
+            texts[1][-600:],
         )
 
 
@@ -94,23 +94,25 @@ def compare_script(
     seeds: int = 3,
     margin: float | None = None,
     steps: int | None = None,
-    told: Callable[[str], None] = lambda text: None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> tuple[int, Report, dict[str, Any]]:
     """Run a script in `seeds` pairs; exit status, report, and the content of `compare.json`.
 
-    `line`: the command of a run with this name; `told`: hears which run is under way. The status is 0, or 3 when mixed
-    precision is worse. Raises `SessionError` when a run makes no step: there is nothing to compare.
+    `line`: the command of a run with this name; `progress`: is called with the run that begins. The status is 0, or 3
+    when mixed precision is worse. Raises `SessionError` when a run makes no step: there is nothing to compare.
     """
     with tempfile.TemporaryDirectory(prefix="preamp-compare-") as folder:
         base = script.resolve().parent if script.exists() else Path.cwd()
         comparison = Comparison(line, environment, Path(folder), base, steps)
-        runs = run_pairs(comparison, seeds, told)
+        runs = run_pairs(comparison, seeds, progress)
         report, content = build_comparison(runs, margin, list(shown))
     worse = any(finding.code == "PA206" for finding in report.findings)
     return 3 if worse else 0, report, content
 
 
-def run_pairs(comparison: Comparison, seeds: int, told: Callable[[str], None], first: Ran | None = None) -> list[Ran]:
+def run_pairs(
+    comparison: Comparison, seeds: int, progress: Callable[[str], None], first: Ran | None = None
+) -> list[Ran]:
     """All runs, pair by pair; `first`: the mixed run of offset 0, if there is one already.
 
     Ctrl-C ends it and keeps the pairs that are whole. Raises `SessionError` as `compare_script` says.
@@ -121,7 +123,7 @@ def run_pairs(comparison: Comparison, seeds: int, told: Callable[[str], None], f
         for full in (False, True):
             if any((ran.full, ran.offset) == (full, offset) for ran in runs):
                 continue
-            told(f"run {len(runs) + 1} of {total}: {'full' if full else 'mixed'} precision, seed offset {offset}")
+            progress(f"run {len(runs) + 1} of {total}: {'full' if full else 'mixed'} precision, seed offset {offset}")
             try:
                 ran = comparison.run(full, offset)
             except KeyboardInterrupt:
@@ -132,7 +134,7 @@ def run_pairs(comparison: Comparison, seeds: int, told: Callable[[str], None], f
                 ended = f"ended with status {ran.status}" if ran.status else "ran to its end"
                 raise SessionError(
                     f"run {ran.name} {ended} without a training step, so there is nothing to compare. Its last words: "
-                    f"{ran.said.strip() or 'none'}"
+                    f"{ran.stderr.strip() or 'none'}"
                 )
             runs.append(ran)
     return runs

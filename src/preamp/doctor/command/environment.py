@@ -1,4 +1,4 @@
-"""How a process is told to watch itself: an environment variable, and a folder from which Python loads a module."""
+"""How a process is made to watch itself: an environment variable, and a folder from which Python loads a module."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ HOOK = str(Path(__file__).parent / "importable")
 """The folder whose `sitecustomize` begins the watching."""
 
 
-def watched_environment(environment: Mapping[str, str], asked: Mapping[str, Any]) -> dict[str, str]:
+def watched_environment(environment: Mapping[str, str], options: Mapping[str, Any]) -> dict[str, str]:
     """The environment of a process that is to be watched."""
     before = environment.get("PYTHONPATH", "")
     path = os.pathsep.join(part for part in (HOOK, before) if part)
-    return {**environment, VARIABLE: json.dumps(asked), "PYTHONPATH": path}
+    return {**environment, VARIABLE: json.dumps(options), "PYTHONPATH": path}

@@ -32,25 +32,25 @@ def examine_script(
     replay: bool = True,
     strict: bool = False,
     compare: int = 0,
-    told: Callable[[str], None] = lambda text: None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> tuple[int, Report, dict[str, Any]]:
     """Run a script to its end under observation; exit status, report, and the content of `report.json`.
 
     `line`: the command of a run with this name, "mixed-0" for the one that is watched; `script`: the file to whose
     folder paths in the report are relative; `shown`: the command as its user wrote it; `compare`: so many seeds in
-    mixed and in full precision afterwards, 0 for none; `told`: hears which of these runs is under way.
+    mixed and in full precision afterwards, 0 for none; `progress`: is called with which of these runs is under way.
 
     The status is the script's own (128 and the number of the signal that ended it), or 3 with `strict` when there is a
     finding of severity error.
     """
     with tempfile.TemporaryDirectory(prefix="preamp-doctor-") as folder:
         base = script.resolve().parent if script.exists() else Path.cwd()
-        asked = {"folder": folder, "base": str(base), "every": every, "steps": steps, "replay": replay}
+        options = {"folder": folder, "base": str(base), "every": every, "steps": steps, "replay": replay}
         first_step = Path(folder) / "first-step.npz"
         if compare:
-            asked["first_step"] = str(first_step)
+            options["first_step"] = str(first_step)
         begun = time.monotonic()
-        status, ended_by = _wait(line("mixed-0"), watched_environment(environment, asked))
+        status, ended_by = _wait(line("mixed-0"), watched_environment(environment, options))
         seconds = time.monotonic() - begun
         ranks = read_ranks(Path(folder))
         limited = any("limit" in rank.facts for rank in ranks)
@@ -62,7 +62,7 @@ def examine_script(
             losses, skipped = losses_of(first), sum(step["skipped"] for step in first.steps)
             ran = Ran("mixed-0", False, 0, code, seconds, losses, skipped, first_step=first_step)
             comparison = Comparison(line, environment, Path(folder), base, steps)
-            report, content = with_comparison(report, content, run_pairs(comparison, compare, told, ran))
+            report, content = with_comparison(report, content, run_pairs(comparison, compare, progress, ran))
     if strict and any(finding.severity == "error" for finding in report.findings):
         code = STRICT
     return code, report, content

@@ -39,7 +39,7 @@ class Check:
         return Finding(cls.code, severity, message, file=at[0], line=at[1], fix=fix, **facts)
 
     def listeners(self) -> Iterator[tuple[type, Listener]]:
-        """Kinds of events, and who takes them."""
+        """Kinds of events, and the methods that take them."""
         for name in dir(self):
             kind = getattr(getattr(self, name), "takes", None)
             if kind is not None and (kind is not Raised or self.errors):

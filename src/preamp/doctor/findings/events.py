@@ -171,7 +171,7 @@ class StepBegins:
     mixed: int = 0
     """How many gradients are a sum of scaled and unscaled ones."""
     factor: float | None = None
-    """By which the script itself multiplied the loss, and nobody divided."""
+    """By which the script itself multiplied the loss; it is still on the gradients."""
     is_unguarded: bool = False
     """Whether gradients were unscaled, are not finite, and are stepped past the scaler."""
     updated_at: Line | None = None

@@ -80,7 +80,7 @@ class PA102(Check):
                 policy.compute,
                 severity,
                 {"module": path, "op": "binary_cross_entropy"},
-                said=f"{name or 'the model'} is a binary cross entropy of probabilities; ",
+                prefix=f"{name or 'the model'} is a binary cross entropy of probabilities; ",
             )
 
 
@@ -121,7 +121,7 @@ class Sigmoids(Observer):
 
 
 def _saturating(
-    dtype: torch.dtype, severity: Severity, where: dict[str, Any], *, of_rest: bool = True, said: str = ""
+    dtype: torch.dtype, severity: Severity, where: dict[str, Any], *, of_rest: bool = True, prefix: str = ""
 ) -> Finding:
     """`of_rest`: the logarithm is one of 1 minus the sigmoid, or of both."""
     kind, info = name_of(dtype), torch.finfo(dtype)
@@ -136,7 +136,7 @@ def _saturating(
         )
     return PA102.finding(
         severity,
-        f"{said}a sigmoid in {kind} is exactly 1 for logits above {top:.1f}{why}",
+        f"{prefix}a sigmoid in {kind} is exactly 1 for logits above {top:.1f}{why}",
         _WITH_LOGITS,
         **where,
         evidence={"dtype": kind, "saturates at logit": round(top, 1)},

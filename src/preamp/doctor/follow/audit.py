@@ -42,7 +42,7 @@ def tf32() -> dict[str, bool]:
 
 
 class Held:
-    """What lies in memory around a step, by kind, dtype and device: numbers and bytes."""
+    """What is held in memory around a step, by kind, dtype and device: numbers and bytes."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str, str], list[int]] = {}

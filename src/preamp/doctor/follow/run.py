@@ -47,7 +47,7 @@ class Run:
         self.bad: str | None = None
         """What was not finite in this step, "loss" or "gradients"."""
         self.is_given_up = False
-        """Whether something of ours went wrong: then nobody looks any further."""
+        """Whether an error of ours has ended the observation."""
         self.on_failure: list[Callable[[], None]] = []
         self._base = base
         self._most = 0  # attempts of an optimizer that is gone
@@ -137,7 +137,7 @@ class Run:
         original(kind, error, trace)
 
     def _failed(self, error: Exception) -> None:
-        """Something of ours went wrong: say so, look no further, and let the script go on as if nobody had looked."""
+        """An error of ours: record it, observe no more, and let the script go on undisturbed."""
         if self.is_own and not self.is_given_up:
             lines = traceback.format_exception(type(error), error, error.__traceback__)
             self.recorder.write("failed", step=self.step, error=repr(error)[:500], trace="".join(lines)[-4000:])

@@ -38,7 +38,7 @@ class Scalers:
         self._apex: Any = None
 
     def start(self) -> None:
-        """Have scalers, sessions, schedulers and clipping tell."""
+        """Hook scalers, sessions, schedulers and clipping."""
         import torch.optim.optimizer as base
 
         patches = self._run.patches
@@ -86,7 +86,7 @@ class Scalers:
         return out
 
     def _clip(self, original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        self._look.gradients_are_true()  # who is told that they are not is told here
+        self._look.gradients_are_true()
         clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)  # it may have been a generator
         scales = self._scales
         if scales.are_still_scaled(clipped):

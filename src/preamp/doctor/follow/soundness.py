@@ -14,7 +14,7 @@ from .run import Run
 from .scales import Scales
 
 DIAGNOSES = 8
-"""Sick steps that are replayed; the first ones tell."""
+"""Steps that are not finite and are replayed; the first ones are the informative ones."""
 
 
 class Soundness:

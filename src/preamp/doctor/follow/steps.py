@@ -27,7 +27,7 @@ from .updates import Updates
 
 
 class Steps:
-    """Is told of calls, backward passes and steps by those who hook them, and records every attempt."""
+    """Takes calls, backward passes and steps from the hooks, and records every attempt."""
 
     def __init__(
         self, run: Run, scales: Scales, precision: Precision, look: Look, soundness: Soundness, limit: int | None
@@ -107,7 +107,7 @@ class Steps:
         self._scales.after_backward(losses)
         self._soundness.look_at(losses)
         self._went_back = True
-        if not run.optimizers:  # the script, or a library, steps by other means: nobody will tell when
+        if not run.optimizers:  # the script, or a library, steps by other means, which no hook sees
             self._close_look(None)
             self._versions = self._versions_now()
         self._look.after_backward()
@@ -188,7 +188,7 @@ class Steps:
                 if not is_well_known(optimizer) and _steps_halves(optimizer):
                     run.emit(WithoutMasters(optimizer, run.place_of(optimizer), run.names))
         if not self._in_attempt:
-            self._attempted(optimizer, skipped=False)  # torch has run it; who skips does not
+            self._attempted(optimizer, skipped=False)  # torch has run it; a skipped one is not run
             self._stop_at_limit()
 
     def attempt(self, original: Any, *optimizers: Optimizer) -> Any:

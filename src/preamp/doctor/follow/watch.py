@@ -59,7 +59,7 @@ class Watch:
         return cls.current if cls.current is not None and cls.current.run.is_own else None
 
     def start(self) -> None:
-        """Have torch tell of model calls, backward passes and steps."""
+        """Hook model calls, backward passes and steps."""
         import torch.optim.optimizer as base
 
         Watch.current = self
@@ -104,7 +104,7 @@ class Watch:
         """Record what is known of the steps so far."""
         self._look.settle()
 
-    # -- model calls: the outermost of a model that is trained; what it calls inside runs as if nobody looked
+    # -- model calls: the outermost of a model that is trained; what it calls inside is not followed
 
     def _hook_calls(self) -> None:
         if self._hook is None:
@@ -213,15 +213,15 @@ class Watch:
             self.steps.after_step(optimizer)
 
 
-def _with_closure(args: Any, kwargs: Any, tell: Callable[[], None]) -> tuple[Any, Any] | None:
-    """The arguments of an optimizer's step with a closure that tells when it has made the gradients; None without."""
+def _with_closure(args: Any, kwargs: Any, notify: Callable[[], None]) -> tuple[Any, Any] | None:
+    """The arguments of an optimizer's step with a closure that says when it has made the gradients; None without."""
     closure = kwargs.get("closure") or next((one for one in args[1:] if callable(one)), None)
     if closure is None:
         return None
 
     def watched() -> Any:
         out = closure()
-        tell()
+        notify()
         return out
 
     swap = {id(closure): watched}

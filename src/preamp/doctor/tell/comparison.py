@@ -39,8 +39,8 @@ class Ran:
     metrics: dict[str, float] = field(default_factory=dict)
     """The last number that the script printed under each name."""
     first_step: Path | None = None
-    said: str = ""
-    """The end of its stderr."""
+    stderr: str = ""
+    """Its end."""
 
     def to_dict(self) -> dict[str, Any]:
         """For the JSON file."""

@@ -42,13 +42,13 @@ UNSEEN = "precision not observed"
 
 def schema(name: str = "report") -> dict[str, Any]:
     """The JSON schema (draft 2020-12) of `report.json`, or of `compare.json`."""
-    text = files(__package__).joinpath(f"{name}.schema.json").read_text(encoding="utf-8")
+    text = files(__package__.rpartition(".")[0]).joinpath(f"{name}.schema.json").read_text(encoding="utf-8")
     loaded: dict[str, Any] = json.loads(text)
     return loaded
 
 
 def all_findings(ranks: list[Rank], base: Path) -> tuple[Finding, ...]:
-    """Findings of all processes, most harmful first; one that several have is told once, of the earliest step."""
+    """Findings of all processes, most harmful first; one that several have is reported once, of the earliest step."""
     found: dict[Any, list[tuple[Finding, int]]] = {}
     for rank in ranks:
         for finding in (*rank.findings, *(_relative(one, base) for one in judge(rank))):
@@ -80,21 +80,21 @@ def _relative(finding: Finding, base: Path) -> Finding:
     return finding if below.startswith("..") else replace(finding, file=below)
 
 
-def verdict(findings: tuple[Finding, ...], steps: int, ended: str, spoken: str) -> str:
+def verdict(findings: tuple[Finding, ...], steps: int, ended: str, precision: str) -> str:
     """The one line to remember."""
     if not steps:
         return f"No optimizer step was seen: {ended}. There is nothing to judge the precision by."
     counts = count_severities(findings)
     tail = f" {steps} steps; {ended}."
     if not counts["error"] and not counts["warning"]:
-        if spoken == UNSEEN:
+        if precision == UNSEEN:
             return f"Nothing was found, but no operator could be looked at: compiled code, or no model called.{tail}"
-        return f"Nothing is wrong with the precision of this run ({spoken}).{tail}"
-    said = [f"{n} {kind}{'s' if n > 1 and kind != 'info' else ''}" for kind, n in counts.items() if n]
+        return f"Nothing is wrong with the precision of this run ({precision}).{tail}"
+    counted = [f"{n} {kind}{'s' if n > 1 and kind != 'info' else ''}" for kind, n in counts.items() if n]
     worst = findings[0]
     where = f" in {worst.module}" if worst.module else ""
     where += f" at {worst.file}:{worst.line}" if worst.file and worst.line else ""
-    return f"{', '.join(said)} ({spoken}). The worst is {worst.code}{where}: {worst.message}.{tail}"
+    return f"{', '.join(counted)} ({precision}). The worst is {worst.code}{where}: {worst.message}.{tail}"
 
 
 def policy_seen(rank: Rank | None) -> str:
@@ -114,8 +114,8 @@ def build(
     findings = all_findings(ranks, base)
     first = next((rank for rank in ranks if rank.steps), None)
     steps = max((len(rank.steps) for rank in ranks), default=0)
-    spoken = policy_seen(first)
-    line = verdict(findings, steps, ended, spoken)
+    precision = policy_seen(first)
+    line = verdict(findings, steps, ended, precision)
     broke = next((rank.facts["failed"] for rank in ranks if "failed" in rank.facts), None)
     if broke is not None:
         line += f" The doctor itself failed in step {broke['step']} and saw no more: please report {broke['error']}"
@@ -126,7 +126,7 @@ def build(
         "exit status": exit_code,
         "steps": steps,
         "processes": len(ranks),
-        "precision": spoken,
+        "precision": precision,
         "seconds": round(seconds, 2),
         "doctor's own seconds": round(end["spent"], 2) if end else None,
         "preamp": __version__,
@@ -146,7 +146,7 @@ def build(
             "exit_code": exit_code,
             "ended": ended,
             "steps": steps,
-            "policy": spoken,
+            "policy": precision,
             "findings": [finding.to_dict() for finding in findings],
             "environment": environment,
             "processes": [_process(rank) for rank in ranks],
