@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..formats import FP16, Format
@@ -39,12 +39,12 @@ class Exponents:
     @classmethod
     def of(cls, counted: Any) -> Exponents:
         """From the `WIDTH` counts of a tensor, in a list or a tensor of their own."""
-        fields: list[int] = counted if isinstance(counted, list) else counted.tolist()
-        zeros, bits = fields[BINS], fields[BINS + 1]
-        used = [index for index in range(1, BINS - 1) if fields[index]]
+        bins: list[int] = counted if isinstance(counted, list) else counted.tolist()
+        zeros, bits = bins[BINS], bins[BINS + 1]
+        used = [index for index in range(1, BINS - 1) if bins[index]]
         first, last = (used[0], used[-1]) if used else (1, 0)
         largest: float = struct.unpack("<f", bits.to_bytes(4, "little"))[0]
-        return cls(first - _BIAS, tuple(fields[first : last + 1]), zeros, fields[0] - zeros, fields[BINS - 1], largest)
+        return cls(first - _BIAS, tuple(bins[first : last + 1]), zeros, bins[0] - zeros, bins[BINS - 1], largest)
 
     @classmethod
     def from_dict(cls, kept: Mapping[str, Any]) -> Exponents:
@@ -53,7 +53,7 @@ class Exponents:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON keeps it."""
-        return {**asdict(self), "counts": list(self.counts)}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __add__(self, other: Exponents) -> Exponents:
         """Both together."""

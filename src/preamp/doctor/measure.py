@@ -91,13 +91,17 @@ def _count_on_cpu(many: Sequence[Tensor]) -> Sequence[Tensor]:
     flats = [_flat(tensor) for tensor in many]
     steps = [sampling_step(tensor.shape) for tensor in many]
     sampled = [flat[::step].float() for flat, step in zip(flats, steps, strict=True)]
-    bits = torch.cat(sampled).view(torch.int32).bitwise_and_(_MAGNITUDE)
     sizes = [one.numel() for one in sampled]
-    first = bits.new_tensor(range(0, BINS * len(many), BINS))
-    fields = (bits >> 23).add_(first.repeat_interleave(torch.tensor(sizes, device="cpu"), output_size=bits.numel()))
-    out = torch.zeros(len(many), WIDTH, dtype=torch.int64, device="cpu")
+    joined = torch.cat(sampled) if len(many) > 1 else sampled[0].contiguous()
+    bits = joined.view(torch.int32).bitwise_and(_MAGNITUDE)
+    fields = bits >> 23
+    if len(many) > 1:
+        first = bits.new_tensor(range(0, BINS * len(many), BINS))
+        fields += first.repeat_interleave(torch.tensor(sizes, device="cpu"), output_size=bits.numel())
+    out = torch.empty(len(many), WIDTH, dtype=torch.int64, device="cpu")
     out[:, :BINS] = torch.bincount(fields, minlength=BINS * len(many)).view(-1, BINS)
-    out[:, :BINS] *= torch.tensor(steps, device="cpu").unsqueeze(1)
+    if max(steps) > 1:
+        out[:, :BINS] *= torch.tensor(steps, device="cpu").unsqueeze(1)
     tails = []
     for flat, part, step, small in zip(flats, bits.split(sizes), steps, out[:, 0].tolist(), strict=True):
         largest, infinite = _extremes(flat)
