@@ -162,7 +162,9 @@ def lint(
         observers, products, vanished = [kind() for kind in kinds_of(Observer)], Products(), Vanished()
         out = _observe(model, policy, example, [*observers, products, vanished])
         out_dtype = next((t.dtype for t in tensors(out) if t.is_floating_point()), None)
-        found += [finding for observer in observers for finding in observer.findings]
+        for observer in observers:
+            observer.end()
+            found += observer.findings
         found += [PA201.hidden(made, hidden_by) for made, hidden_by in vanished.found]
     Listeners(checks(), found.append)(Examined(model, optimizer, policy, loss, products, out_dtype))
     findings = without_repeats(replace(one, file=_shown(one.file)) for one in found)

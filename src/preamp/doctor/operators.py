@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..formats import LOW_DTYPES
+from ..report import Finding
 from ..tree import tensors
 from .hooks import Clock
 from .places import UNINITIALISED, Place, Places, written_by
@@ -65,6 +66,9 @@ class Call:
 class Observer:
     """Looks at operator calls. The base class does nothing, and what is not overridden is not called."""
 
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+
     def begin(self, modules: Mapping[str, nn.Module]) -> None:
         """Before the first call: all modules by path."""
 
@@ -73,6 +77,9 @@ class Observer:
 
     def after(self, call: Call) -> None:
         """After it ran; the result is in `call.out`."""
+
+    def end(self) -> None:
+        """After the last call: what is found only then joins `findings`."""
 
     def function(self, function: Any, args: tuple[Any, ...], places: Places) -> bool:
         """A torch function as the model calls it; True: it would be refused, run it in float32 instead."""
@@ -164,11 +171,12 @@ class Product:
     """Whether a backward pass goes through one of them: a frozen backbone has no gradients that could underflow."""
 
 
-@dataclass
 class Products(Observer):
     """Counts the FLOPs of matrix products and convolutions, 2 for each multiplication and addition."""
 
-    by_kind: dict[Any, Product] = field(default_factory=dict)
+    def __init__(self) -> None:
+        super().__init__()
+        self._by_kind: dict[Any, Product] = {}
 
     def after(self, call: Call) -> None:
         """Count one product."""
@@ -177,16 +185,16 @@ class Products(Observer):
             return
         flops, dtype, dims = measured
         key = (call.module, call.base, dtype, dims, call.autocast_on)
-        if key not in self.by_kind:
-            self.by_kind[key] = Product(call.module, call.base, dtype, dims, call.autocast_on, call.at)
-        product = self.by_kind[key]
+        if key not in self._by_kind:
+            self._by_kind[key] = Product(call.module, call.base, dtype, dims, call.autocast_on, call.at)
+        product = self._by_kind[key]
         product.flops += flops
         product.trained = product.trained or _goes_back(call)
 
     @property
     def all(self) -> list[Product]:
         """One of each kind."""
-        return list(self.by_kind.values())
+        return list(self._by_kind.values())
 
     @property
     def low(self) -> list[Product]:

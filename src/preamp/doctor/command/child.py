@@ -30,7 +30,7 @@ from ..follow.watch import Watch
 from ..hooks import Patches
 from ..names import Names
 from ..records import JsonLines, Recorder
-from .environment import VARIABLE
+from . import VARIABLE
 
 GRADIENTS = 1 << 24
 """Values of a parameter's gradient that are kept of the first step; of a larger one, evenly spread ones."""

@@ -14,7 +14,7 @@ from ...errors import SessionError
 from ...report import Report
 from ..records import Rank, read_ranks
 from ..tell.comparison import Ran, build_comparison, losses_of, pairs_of
-from .environment import watched_environment
+from . import watched_environment
 
 RUN = "{run}"
 """Stands in the script's arguments for the name of the run, such as "full-0": outputs need not overwrite each other."""

@@ -17,8 +17,8 @@ from ...report import Report
 from ..records import read_ranks
 from ..tell.comparison import Ran, losses_of, with_comparison
 from ..tell.report import STRICT, build
+from . import watched_environment
 from .compare import Comparison, run_pairs
-from .environment import watched_environment
 
 
 def examine_script(

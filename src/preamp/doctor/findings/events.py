@@ -149,13 +149,17 @@ class LossNotScaled:
     at: Line
 
 
+Clipper = Literal["apex", "session"] | None
+"""Whose loss scale is on the gradients: Apex's, a session's, or that of a scaler of torch's."""
+
+
 @dataclass(frozen=True, slots=True)
 class GradientsClipped:
     """Gradients are clipped that are still multiplied by the loss scale."""
 
     op: str
     scale: float
-    within: Literal["apex", "session"] | None
+    within: Clipper
     at: Line
 
 

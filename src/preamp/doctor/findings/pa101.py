@@ -103,9 +103,6 @@ class PA101(Check):
 class Epsilons(Observer):
     """Tiny constants added to, or taken as the floor of, a float16 tensor."""
 
-    def __init__(self) -> None:
-        self.findings: list[Finding] = []
-
     def begin(self, modules: Mapping[str, nn.Module]) -> None:
         """Know whose attributes to look an epsilon up in."""
         self._modules = modules

@@ -88,7 +88,7 @@ class Sigmoids(Observer):
     """As it happens: a 16-bit sigmoid whose logarithm is taken, or a 16-bit binary cross entropy."""
 
     def __init__(self) -> None:
-        self.findings: list[Finding] = []
+        super().__init__()
         self._rounded: Any = WeakTensorKeyDictionary()
 
     def function(self, function: Any, args: tuple[Any, ...], places: Places) -> bool:

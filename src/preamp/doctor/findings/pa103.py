@@ -110,9 +110,6 @@ class PA103(Check):
 class Constants(Observer):
     """Constants out of range that meet a float16 tensor."""
 
-    def __init__(self) -> None:
-        self.findings: list[Finding] = []
-
     def before(self, call: Call) -> None:
         """Report the constant; one that torch would refuse is clamped, so that a trial run can go on."""
         if call.base not in _PLACES or _result_dtype(call) is not torch.float16:

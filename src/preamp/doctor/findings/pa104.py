@@ -70,9 +70,6 @@ class PA104(Check):
 class Ranges(Observer):
     """Operators that leave float16's range. The numbers decide: exp of what is never positive is safe."""
 
-    def __init__(self) -> None:
-        self.findings: list[Finding] = []
-
     def after(self, call: Call) -> None:
         """Judge one call by its inputs and its result."""
         inputs = call.inputs
@@ -148,7 +145,7 @@ class Sums(Observer):
     """Computes sums again in float32. A variance that is written as a difference is followed from its squares on."""
 
     def __init__(self) -> None:
-        self.findings: list[Finding] = []
+        super().__init__()
         self._exact: Any = WeakTensorKeyDictionary()
         """What a tensor would be in float32, and the version at which it would be that."""
 

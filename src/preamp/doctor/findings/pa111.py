@@ -222,6 +222,7 @@ class Buffers(Observer):
     """16-bit buffers of modules that are to move. Statistics of torch's own norm layers are judged by their dtype."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._held: Any = WeakIdKeyDictionary()
         """The `_Buffer` of each."""
         self._next: Any = WeakTensorKeyDictionary()
@@ -254,8 +255,7 @@ class Buffers(Observer):
             if read is not None:
                 self._next[call.out] = read, call.at
 
-    @property
-    def findings(self) -> list[Finding]:
+    def end(self) -> None:
         """One of each buffer that moved."""
         for tensor, (buffer, at) in list(self._next.items()):
             _, module, name = buffer
@@ -265,7 +265,7 @@ class Buffers(Observer):
         for (path, module, name), tensor, at in self._moved:
             if (id(module), name) not in found and tensor.dtype in LOW_DTYPES:
                 found[id(module), name] = _moving(path, name, tensor.dtype, at)
-        return list(found.values())
+        self.findings += found.values()
 
 
 def _moving(path: str, name: str, dtype: torch.dtype, at: Line) -> Finding:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from ...formats import FP16
 from ...report import Finding
@@ -130,3 +131,10 @@ def below_normal(gradients: Exponents, scale: float = 1.0) -> float:
     """Share of gradients that are not zero and lie below float16's normal range at a loss scale."""
     scaled = gradients.times(scale)
     return scaled.flushed(FP16) + scaled.subnormal(FP16)
+
+
+def row_of(one: GradientSpread) -> dict[str, Any]:
+    """A gradient against that in float32, for the record."""
+    low, top = scale_window(one.spread) or (0, 0)
+    facts = {"module": one.module, "name": one.name, "lost": one.lost, "without_scale": one.spread.flushed(FP16)}
+    return {**facts, "relative": one.relative, "window": (min(low, top), top), "is_vector": one.is_vector}

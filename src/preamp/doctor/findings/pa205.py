@@ -42,6 +42,7 @@ class Tops(Observer):
     """The largest result of each module and operator counts, and of what follows from it the first."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._tops: dict[tuple[str | None, str], tuple[float, dict[str, Any]]] = {}
 
     def after(self, call: Call) -> None:
@@ -57,10 +58,9 @@ class Tops(Observer):
         if NEAR_TOP <= top <= FP16.max and top > self._tops.get((call.module, call.base), (0.0,))[0]:
             self._tops[call.module, call.base] = top, call.where
 
-    @property
-    def findings(self) -> list[Finding]:
+    def end(self) -> None:
         """One of each module and operator."""
-        return [_near(top, where) for top, where in self._tops.values()]
+        self.findings += [_near(top, where) for top, where in self._tops.values()]
 
 
 def _near(top: float, where: dict[str, Any]) -> Finding:

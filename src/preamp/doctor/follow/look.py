@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...autocast import MARKER
-from ...formats import FP16
 from ..findings.check import without_repeats
 from ..findings.events import GradientSpread, GradientsRead, Observed, Prepared, RanInThread
-from ..findings.pa202 import scale_window
+from ..findings.pa202 import row_of
 from ..measure import spread_of, values_here
 from ..names import unwrapped
 from ..places import key_of
@@ -215,7 +214,7 @@ class Look:
             run.emit(GradientsRead(self._spreads(stored), scale, is_exact=False))
             return
         run.emit(GradientsRead(rows, scale, is_exact=True))
-        run.recorder.write("underflow", step=run.step, scale=scale, rows=[_row(one) for one in rows])
+        run.recorder.write("underflow", step=run.step, scale=scale, rows=list(map(row_of, rows)))
 
     def _spreads(self, stored: float) -> list[GradientSpread]:
         """Of the parameters whose gradients are float16 or, where none is, of all: they passed through it."""
@@ -336,17 +335,3 @@ class Look:
             own = {part for model in session.models.values() for part in unwrapped(model).modules()}
             paths = frozenset(path for path, part in self._run.names.items() if part in own)
             yield Prepared(paths, session.policy.compute, session.policy.masters)
-
-
-def _row(one: GradientSpread) -> dict[str, object]:
-    """For the record."""
-    low, top = scale_window(one.spread) or (0, 0)
-    return {
-        "module": one.module,
-        "name": one.name,
-        "lost": one.lost,
-        "without_scale": one.spread.flushed(FP16),
-        "relative": one.relative,
-        "window": (min(low, top), top),
-        "is_vector": one.is_vector,
-    }

@@ -72,7 +72,9 @@ class StepObservation(Observation):
             self.bounded.append((place, base))
 
     def findings(self) -> list[Finding]:
-        """What the observers found."""
+        """What the observers found, once nothing more comes."""
+        for observer in self._observers:
+            observer.end()
         found = [finding for observer in self._observers for finding in observer.findings]
         return [*found, *(PA201.hidden(made, hidden_by) for made, hidden_by in self._vanished.found)]
 

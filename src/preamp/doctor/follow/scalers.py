@@ -16,7 +16,7 @@ from ...errors import PreampError
 from ...session import Session
 from ...tree import tensors
 from ..adapter import leaves_true_gradients, wrap_refused_steps
-from ..findings.events import GradientsClipped
+from ..findings.events import Clipper, GradientsClipped
 from ..hooks import subclasses_with
 from ..places import users_line
 from .look import Look
@@ -90,9 +90,9 @@ class Scalers:
         clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)  # it may have been a generator
         scales = self._scales
         if scales.are_still_scaled(clipped):
-            op, within = getattr(original, "__name__", "clipping"), "session" if scales.by_session else None
-            within = "apex" if scales.in_apex else within
-            self._run.emit(GradientsClipped(op, scales.scale or 1.0, within, users_line()))  # type: ignore[arg-type]
+            within: Clipper = "apex" if scales.in_apex else "session" if scales.by_session else None
+            op = getattr(original, "__name__", "clipping")
+            self._run.emit(GradientsClipped(op, scales.scale or 1.0, within, users_line()))
         with self._library():
             return original(clipped, *args, **kwargs)
 
