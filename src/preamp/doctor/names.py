@@ -51,6 +51,8 @@ class Names:
         self._models: dict[str, weakref.ref[nn.Module]] = {}
         self.owners: dict[int, str] = {}
         """Paths by the ids of parameters and buffers that are there."""
+        self._own_names: dict[int, str] = {}
+        """Those of parameters in their models, by the same ids."""
         self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._parameters: list[weakref.ref[nn.Parameter]] = []
         self._watched: list[weakref.ref[Any]] = []
@@ -91,11 +93,8 @@ class Names:
 
     def parameter(self, parameter: Tensor) -> tuple[str | None, str]:
         """Path of the module that owns a parameter, and the parameter's own name."""
-        for model in self.models.values():
-            for name, own in model.named_parameters():
-                if own is parameter:
-                    return self.owners.get(id(parameter)), name
-        return None, "a parameter"
+        path = self.owners.get(id(parameter))
+        return path, "a parameter" if path is None else self._own_names.get(id(parameter), "a parameter")
 
     def look(self, optimizers: Iterable[Any]) -> None:
         """Find the models: modules that are no other's part, with parameters to train (that an optimizer steps)."""
@@ -144,7 +143,11 @@ class Names:
         self._models = {name: weakref.ref(model) for name, model in models.items()}
         paths, self.owners, held = named_parts(models)
         self._paths = weakref.WeakKeyDictionary(paths)
-        parameters = list({id(p): p for model in models.values() for p in model.parameters()}.values())
+        named: dict[int, tuple[str, nn.Parameter]] = {}
+        for name, parameter in (each for model in models.values() for each in model.named_parameters()):
+            named.setdefault(id(parameter), (name, parameter))
+        self._own_names = {key: name for key, (name, _) in named.items()}
+        parameters = [p for _, p in named.values()]
         self._parameters = [weakref.ref(p) for p in parameters]
         self._watched = [weakref.ref(t, _forget(self.owners, id(t))) for _, t in held]
         self._unknown = WeakIdKeyDictionary()

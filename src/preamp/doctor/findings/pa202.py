@@ -43,20 +43,23 @@ FLUSHED = 1e-3
 """Share of all gradients that a good loss scale may flush; of those of one weight ten times that."""
 SPARE_BITS = 2
 """Powers of two that a good loss scale leaves above the largest gradient."""
+SUBNORMAL_BITS = 11
+"""Powers of two between what float16 flushes and its smallest normal number."""
 _USUAL = 16
 """Exponent of the scale at which torch's scaler begins."""
 
 
-def scale_window(gradients: Exponents, flushed: float = 10 * FLUSHED) -> tuple[int, int] | None:
+def scale_window(gradients: Exponents, flushed: float = 10 * FLUSHED, above: int = 0) -> tuple[int, int] | None:
     """Exponents of the smallest and the largest good loss scale for float16; None without gradients.
 
-    The smallest flushes at most the share `flushed` of those that are not zero, the largest leaves `SPARE_BITS` above
-    the largest gradient. The first is beyond the second where no scale does both.
+    The smallest flushes at most the share `flushed` of those that are not zero, and leaves the others `above` powers of
+    two or more above that; the largest leaves `SPARE_BITS` above the largest gradient. The first is beyond the second
+    where no scale does both.
     """
     if not gradients.largest:
         return None
     top = math.floor(math.log2(FP16.max / gradients.largest)) - SPARE_BITS
-    return next((p for p in range(-24, 150) if gradients.times(2.0**p).flushed(FP16) <= flushed), 150), top
+    return next((p for p in range(-24, 150) if gradients.times(2.0 ** (p - above)).flushed(FP16) <= flushed), 150), top
 
 
 class PA202(Check):
@@ -101,6 +104,7 @@ class PA202(Check):
                 f"{share:.0%} of the gradients of {row.name} that are not zero are subnormal in float16 at a scale of "
                 f"{scale:g}; smaller ones are flushed to zero",
                 evidence,
+                above=SUBNORMAL_BITS,  # those that were flushed are not seen any more
             )
         for row in rows if worst else ():
             if not row.spread.some and not row.is_vector:
@@ -114,8 +118,8 @@ class PA202(Check):
                     evidence={"zero": 1.0, "scale": scale},
                 )
 
-    def _finding(self, row: GradientSpread, message: str, evidence: dict[str, float]) -> Finding:
-        low, top = scale_window(row.spread) or (0, 0)
+    def _finding(self, row: GradientSpread, message: str, evidence: dict[str, float], above: int = 0) -> Finding:
+        low, top = scale_window(row.spread, above=above) or (0, 0)
         low = min(low, top)
         return self.finding(
             "warning",
