@@ -79,10 +79,6 @@ class Recorder:
                 name = type(sink).__name__
                 warnings.warn(f"{name} failed and gets no more records: {error!r}", PreampWarning, stacklevel=2)
 
-    def finding(self, finding: Finding) -> None:
-        """A finding, as a record."""
-        self.write("finding", **finding.to_dict())
-
 
 class JsonLines:
     """A sink: appends every record to a file as one line of JSON, with its "kind"; the file is made with the first."""

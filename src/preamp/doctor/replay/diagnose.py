@@ -94,7 +94,7 @@ def samples(tape: Tape, *, masks: bool = True) -> tuple[int, ...]:
 
     Without `masks`, -inf does not count: it is what attention masks are made of.
     """
-    for _, tensor in tape.inputs():
+    for tensor in tape.inputs():
         if not tensor.is_floating_point() or not tensor.dim():
             continue
         values = tensor.detach()

@@ -223,17 +223,11 @@ class Tape:
                 return entry.at
         return NOWHERE
 
-    def inputs(self) -> Iterator[tuple[str, Tensor]]:
+    def inputs(self) -> Iterator[Tensor]:
         """The script's own tensors that went in: of the models' calls, then of the loss."""
         for entry in self._entries:
             if isinstance(entry, (ModelCall, Op)):
-                what = "model input" if isinstance(entry, ModelCall) else "tensor in the loss"
-                for tensor in tensors((entry.args, entry.kwargs)):
-                    yield what, tensor
-
-    def scaled_by_hand(self, loss: Tensor) -> bool:
-        """Whether the script itself multiplied the loss by a large constant."""
-        return (self.factor_on(loss) or 0) >= 8
+                yield from tensors((entry.args, entry.kwargs))
 
     def factor_on(self, loss: Tensor) -> float | None:
         """The constant that the script multiplied the loss by, last of all; None without one."""
