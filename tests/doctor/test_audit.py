@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import preamp
-from preamp.doctor._audit import tf32
+from preamp.doctor.follow.audit import tf32
 from tests.doctor._kept import Kept
 
 

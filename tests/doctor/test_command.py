@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch import nn
 
-from preamp.doctor._diagnosis import schema
-from preamp.doctor._records import JsonLines, Recorder
-from preamp.doctor._stack import is_users
-from preamp.doctor._watch import Watch
+from preamp.doctor.follow.watch import Watch
+from preamp.doctor.places import is_users
+from preamp.doctor.records import JsonLines, Recorder
+from preamp.doctor.tell.report import schema
 
 from .. import forks
 

@@ -11,8 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from preamp.doctor._compare_report import schema
-from preamp.doctor._diagnosis import schema as doctor_schema
+from preamp.doctor.tell.report import schema
 
 from .. import forks
 
@@ -92,7 +91,7 @@ def compare(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[
     content = {}
     if (out / "compare.json").exists():
         content = json.loads((out / "compare.json").read_text())
-        jsonschema.validate(content, schema())
+        jsonschema.validate(content, schema("compare"))
         assert (out / "compare.html").read_text().startswith("<!DOCTYPE html>")
     return ran, content
 
@@ -167,7 +166,7 @@ def test_the_doctor_compares_when_asked(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("step 0 loss") == 1, "only the first run speaks"
     content = json.loads((tmp_path / "out" / "report.json").read_text())
-    jsonschema.validate(content, doctor_schema())
+    jsonschema.validate(content, schema())
     assert "PA206" in [finding["code"] for finding in content["findings"]]
     assert content["comparison"]["result"] == "worse"
     assert len(content["comparison"]["runs"]) == 4

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preamp.doctor import _exponents
-from preamp.doctor._exponents import Exponents, count_each, count_exponents, sampling_step, together
-from preamp.doctor._magnitudes import Row, scale_window
+from preamp.doctor.exponents import Exponents, together
+from preamp.doctor.findings.pa202 import FLUSHED, scale_window
+from preamp.doctor.measure import count_each, count_exponents, count_on_device, sampling_step
 from preamp.formats import BF16, FP8_E4M3, FP16
 
 floats = st.floats(width=32, allow_nan=True, allow_infinity=True)
@@ -105,15 +105,12 @@ def test_a_large_tensor_is_counted_by_a_sample() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-def test_an_accelerator_counts_as_the_cpu_does(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_an_accelerator_counts_as_the_cpu_does(dtype: torch.dtype) -> None:
     """By its own path, run here: what it asks of torch is the same on any device."""
     given = torch.randn(3, 40_000, generator=torch.Generator().manual_seed(0))
     given[0, :100], given[1, 5], given[2, 7], given[2, 8] = 0.0, torch.inf, -torch.inf, torch.nan
-    for tensor in (given.to(dtype), given[:, :50].to(dtype), given[:0].to(dtype), given.to(dtype).T):
-        here = count_exponents(tensor)
-        with monkeypatch.context() as patched:
-            patched.setattr(_exponents, "_on_cpu", _exponents._on_device)
-            assert here.equal(count_exponents(tensor))
+    for tensor in (given.to(dtype), given[:, :50].to(dtype), given.to(dtype).T):
+        assert count_exponents(tensor).equal(count_on_device(tensor))
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=4))
@@ -134,8 +131,7 @@ def test_an_empty_tensor_and_one_without_order() -> None:
 def test_the_window_of_scales_does_what_it_says() -> None:
     torch.manual_seed(0)
     grads = torch.randn(200_000) * 1e-6
-    row = Row("", "gradient", "fp32", Exponents.of(count_exponents(grads * 1024)), 1024.0, 1024.0)
-    window = scale_window([row])
+    window = scale_window(Exponents.of(count_exponents(grads * 1024)).times(1 / 1024), FLUSHED)
     assert window is not None
     low, top = window
     assert low < top
@@ -145,12 +141,12 @@ def test_the_window_of_scales_does_what_it_says() -> None:
         assert float((there == 0).float().mean()) <= 1.1e-3
     assert float(((grads * 2.0 ** (low - 1)).half() == 0).float().mean()) > 1e-3
     assert not bool((grads * 2.0 ** (top + 3)).half().isfinite().all())
-    assert scale_window([]) is None
+    assert scale_window(Exponents(0, ())) is None
 
 
 def test_a_spread_that_no_scale_covers() -> None:
     grads = torch.cat([torch.full((1000,), 1e-12), torch.full((1000,), 1e3)])
-    low, top = scale_window([Row("", "gradient", "fp32", Exponents.of(count_exponents(grads)), 1.0, 1.0)]) or (0, 0)
+    low, top = scale_window(Exponents.of(count_exponents(grads))) or (0, 0)
     assert low > top
 
 

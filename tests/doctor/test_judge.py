@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from preamp.doctor._judge import judge
-from preamp.doctor._records import Rank
+from preamp.doctor.records import Rank
+from preamp.doctor.tell.report import judge
 
 
 def rank_of(skipped: str, updated: str, scales: list[float] | None = None) -> Rank:

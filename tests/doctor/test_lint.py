@@ -12,8 +12,7 @@ from torch import nn
 
 import preamp
 from preamp.autocast import REGISTRY, autocast
-from preamp.doctor._examine import examine
-from preamp.doctor._lint import fix
+from preamp.doctor import examine, fix
 from preamp.errors import PolicyError, SessionError
 from preamp.policy import policy
 from preamp.session import prepare

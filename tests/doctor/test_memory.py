@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from preamp.doctor._records import Rank, Recorder
-from preamp.doctor._stack import Line
-from preamp.doctor._watch import Watch
+from preamp.doctor.follow.watch import Watch
+from preamp.doctor.records import Line, Rank, Recorder
 
 
 @pytest.fixture
@@ -54,7 +53,7 @@ def test_models_and_optimizers_go_when_their_script_lets_go(watch: Watch, region
         assert [ref() for ref in models] == [None] * len(models)
         assert [ref() for ref in optimizers] == [None] * len(optimizers)
         assert sum(ref() is not None for ref in weights) <= 1, "those of a step whose updates are yet to be counted"
-    assert watch.step == 2
+    assert watch.run.step == 2
 
 
 @pytest.mark.slow
@@ -70,10 +69,10 @@ def test_an_id_that_is_given_again_is_another_optimizers(watch: Watch) -> None:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
         again += id(optimizer) in seen
         seen.add(id(optimizer))
-        lines.add(watch.places[id(optimizer)])
-        assert watch.step <= 1 and not watch._attempts.get(id(optimizer))
+        lines.add(watch.run.places[id(optimizer)])
+        assert watch.run.step <= 1 and not watch.run.attempts.get(id(optimizer))
         train(model, optimizer, region=False, steps=1)
-        assert watch._attempts[id(optimizer)] == 1 and len(watch.optimizers) == 1
+        assert watch.run.attempts[id(optimizer)] == 1 and len(watch.run.optimizers) == 1
         del optimizer
         gc.collect()
     assert again, "or nothing was tested"

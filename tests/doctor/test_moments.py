@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import preamp
-from preamp.doctor import _judge, _moments
-from preamp.doctor._records import Rank
+from preamp.doctor.follow import updates
+from preamp.doctor.records import Rank
+from preamp.doctor.tell.report import judge
 from tests.doctor._kept import Kept
 
 MADE: dict[str, tuple[str, float, Callable[..., torch.optim.Optimizer]]] = {
@@ -24,7 +25,7 @@ MADE: dict[str, tuple[str, float, Callable[..., torch.optim.Optimizer]]] = {
 
 @pytest.mark.parametrize("kind", MADE)
 def test_counts_and_means_are_those_of_the_moments(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_moments, "FOLLOWED", 10**6)
+    monkeypatch.setattr(updates, "FOLLOWED", 10**6)
     name, beta, make = MADE[kind]
     torch.manual_seed(0)
     model = nn.Linear(16, 8).bfloat16()
@@ -54,7 +55,7 @@ def test_counts_and_means_are_those_of_the_moments(kind: str, monkeypatch: pytes
     lambda p: preamp.optim.AdamW(p, 1e-2, master=None, rounding="stochastic"),
     lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9),
 ])  # fmt: skip
-def test_what_rounds_by_chance_or_has_no_second_moment_is_not_judged(make: Callable[..., Any]) -> None:
+def test_what_rounds_stochastically_or_has_no_second_moment_is_not_judged(make: Callable[..., Any]) -> None:
     model, kept = nn.Linear(8, 8).bfloat16(), Kept()
     optimizer = make(model.parameters())
     with preamp.doctor.watch(model, every=1, sinks=[kept]):
@@ -73,7 +74,7 @@ def test_half_of_the_moments_at_the_last_look(shares: tuple[float, ...], first: 
             "step": 50 * index, "optimizer": "AdamW", "file": "train.py", "line": 3, "module": "", "dtype": "bf16",
             "same": int(1000 * share), "total": 1000, "stored": 3.0, "exact": 2.0,
         })  # fmt: skip
-    found = [one for one in _judge.judge(rank) if one.code == "PA211"]
+    found = [one for one in judge(rank) if one.code == "PA211"]
     assert [one.step for one in found] == ([] if first is None else [first])
     for one in found:
         assert "1.5 times" in one.message and (one.file, one.line, one.op) == ("train.py", 3, "AdamW")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from preamp.doctor._origin import Origin, find_origin
+from preamp.doctor import Origin, find_origin
 
 
 class Act(nn.Module):

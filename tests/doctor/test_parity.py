@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preamp.doctor._compare import printed_numbers
-from preamp.doctor._parity import Pair, parity, quantile, result
+from preamp.doctor.command.compare import printed_numbers
+from preamp.doctor.findings.pa206 import Pair, parity, quantile, result
 
 # Quantiles at 0.95 by degrees of freedom, as printed in any table of Student's t.
 TABLE = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 7: 1.895, 10: 1.812, 20: 1.725, 30: 1.697}

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from preamp.doctor._ranks import all_findings
-from preamp.doctor._records import Rank
+from preamp.doctor.records import Rank
+from preamp.doctor.tell.report import all_findings
 from preamp.report import Finding
 
 DDP = """

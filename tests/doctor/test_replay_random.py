@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import preamp
-from preamp.doctor._random import others_drew, random_state, set_random_state
+from preamp.doctor.replay.restore import others_drew, random_state, set_random_state
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: float(torch.rand(()))])

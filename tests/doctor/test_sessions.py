@@ -137,7 +137,7 @@ def test_a_region_of_another_model_is_its_own(level: str) -> None:
     other, x = nn.Linear(8, 8), torch.randn(4, 8)
     dtype = torch.bfloat16 if level in ("O1", "O2") else torch.float16
     with preamp.doctor.watch({"own": model, "other": other}) as seen:
-        seen._watch.scaling.sessions.add(session)
+        seen._watch.scales.sessions.add(session)
         with session.autocast():
             loss = loss_now()
         with torch.autocast("cpu", dtype):

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import preamp
 from preamp.doctor import JsonLines, TensorBoard
-from preamp.doctor._exponents import Exponents, count_exponents
+from preamp.doctor.exponents import Exponents
+from preamp.doctor.measure import count_exponents
 from preamp.errors import PreampWarning, SessionError
 from tests.doctor._kept import Kept
 
@@ -253,7 +254,7 @@ def test_an_error_in_the_middle_leaves_nothing_behind() -> None:
 
 
 def test_two_models_of_one_name_are_both_known_and_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from preamp.doctor._names import Names
+    from preamp.doctor.names import Names
 
     looks = []
     look = Names.look
@@ -354,8 +355,8 @@ def test_a_long_accumulation_is_let_go_of_as_it_goes() -> None:
 
 
 def test_memory_that_is_used_again_is_not_taken_for_what_was_there() -> None:
-    from preamp.doctor._clock import Clock
-    from preamp.doctor._tape import Tape, tensor_key
+    from preamp.doctor.hooks import Clock
+    from preamp.doctor.replay.tape import Tape, tensor_key
 
     def keys(kept: bool) -> set[Any]:
         tape, seen = Tape(Clock()), set()
@@ -374,15 +375,17 @@ def test_memory_that_is_used_again_is_not_taken_for_what_was_there() -> None:
 def test_an_error_of_the_doctor_s_own_never_reaches_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-    from preamp.doctor import _live, _soundness, _tape, _telemetry, _watch
+    from preamp.doctor.follow import audit, magnitudes, soundness, steps
+    from preamp.doctor.operators import Observation
+    from preamp.doctor.replay import tape
 
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("a fault of ours")
 
     for owner, name in (
-        (_telemetry, "count_each"), (_tape.Tape, "keep"), (_tape.Tape, "enter_model"), (_live.Live, "_before"),
-        (_live.Live, "_count"), (_soundness.Soundness, "look_at"), (_watch, "before_first_step"),
-        (_watch.Watch, "_note_loss"),
+        (magnitudes, "count_each"), (tape.Tape, "keep"), (tape.Tape, "enter_model"), (Observation, "_before"),
+        (audit.Outputs, "after"), (soundness.Soundness, "look_at"), (steps.Steps, "_first_step"),
+        (steps.Steps, "_note_loss"),
     ):  # fmt: skip
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, broken)

@@ -237,7 +237,7 @@ def explain(code: Annotated[str, typer.Argument(help="Of a finding, such as PA20
     """What a finding means, why it hurts, and a script that has it with its cure."""
     from rich.markdown import Markdown
 
-    from ..doctor._pages import page
+    from ..doctor.findings import page
 
     text = page(code)
     console = Console()

@@ -11,10 +11,10 @@ from rich.status import Status
 
 from ..compat.install import environment
 from ..compat.run import command
-from ..doctor._command import examine_script
-from ..doctor._compare import RUN, compare_script
-from ..doctor._compare_report import write_comparison
-from ..doctor._diagnosis import write
+from ..doctor.command.compare import RUN, compare_script
+from ..doctor.command.run import examine_script
+from ..doctor.tell.comparison import write_comparison
+from ..doctor.tell.report import write
 from ..errors import PreampError
 from ..report import Finding, Table
 
@@ -47,7 +47,7 @@ def run_doctor(
         replay=replay,
         strict=strict,
         compare=compare,
-        told=lambda text: console.print(text, style="dim", markup=False, highlight=False),
+        progress=lambda text: console.print(text, style="dim", markup=False, highlight=False),
     )
     console.rule("preamp doctor", style="dim")
     for finding in report.findings:
@@ -76,7 +76,7 @@ def run_compare(
         status, report, content = compare_script(
             _line(target, arguments, as_module), _script(target, as_module), [target, *arguments], environment(),
             seeds=seeds, margin=margin, steps=steps,
-            told=lambda text: _tell(console, shown, text),
+            progress=lambda text: _tell(console, shown, text),
         )  # fmt: skip
     console.rule("preamp compare", style="dim")
     for finding in report.findings:
@@ -93,8 +93,8 @@ def _written(console: Console, status: int, write_report: Callable[[], Path]) ->
     try:
         page = write_report()
     except OSError as error:
-        told = f"the report was not written: {error.strerror or error} ({error.filename or 'no file'})"
-        console.print(told, style="bold red", markup=False, highlight=False, soft_wrap=True)
+        message = f"the report was not written: {error.strerror or error} ({error.filename or 'no file'})"
+        console.print(message, style="bold red", markup=False, highlight=False, soft_wrap=True)
         return status or 1
     console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
     return status

@@ -1,0 +1,219 @@
+"""The doctor inside the process of the script: begins when the script imports torch.
+
+Of a comparison: a script that asks for 16 bits is run in float32, as every known way to request them is answered with
+float32; its random seeds are shifted; and its first step is kept.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib.abc
+import importlib.util
+import json
+import os
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ... import session
+from ...formats import LOW_DTYPES
+from ...tree import tensors
+from ..follow.watch import Watch
+from ..hooks import Patches
+from ..names import Names
+from ..records import JsonLines, Recorder
+from . import VARIABLE
+
+GRADIENTS = 1 << 24
+"""Values of a parameter's gradient that are kept of the first step; of a larger one, evenly spread ones."""
+OUTPUTS = 1 << 16
+"""The same of what a module gave."""
+_ENABLED = {"autocast": 2, "scaler": 5}  # positions of `enabled` after self
+
+
+def begin() -> None:
+    """Watch this process until it ends."""
+    options = json.loads(os.environ[VARIABLE])
+    rank = int(os.environ.get("RANK", "0") or 0)
+    path = Path(options["folder"]) / f"rank{rank}-{os.getpid()}.jsonl"
+    recorder = Recorder(JsonLines(path), rank=rank)
+    patches = Patches()
+    Seeds(patches, options.get("offset", 0))
+    if options.get("full"):
+        run_in_full(patches)
+    watch = Watch(recorder, Path(options["base"]), options["every"], options["steps"], options["replay"])
+    if options.get("first_step") and not rank:
+        watch.steps.on_first_gradients = FirstStep(Path(options["first_step"]), watch.run.names).write
+    watch.start()
+    atexit.register(watch.end)
+    gc.freeze()  # the models are looked for among what is made from here on: torch alone is 300,000 objects
+
+
+class FirstStep:
+    """Keeps what each module gave at its first call, and with `write` the gradients too."""
+
+    def __init__(self, path: Path, names: Names) -> None:
+        self._path, self._names = path, names
+        self._kept: dict[str, Any] = {}
+        """By "output:" and the path of a module, then by "gradient:" and the name of a parameter."""
+        self._hook: Any = nn.modules.module.register_module_forward_hook(self._left)
+
+    def _left(self, module: nn.Module, args: Any, out: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        path = self._names.get(module)
+        given = next((t for t in tensors(out) if t.is_floating_point() and t.layout is torch.strided), None)
+        if path is not None and f"output:{path}" not in self._kept and given is not None:
+            self._kept[f"output:{path}"] = _sample(given, OUTPUTS)
+
+    def write(self, scale: float) -> None:
+        """Write it, with the true gradients of all parameters as float32, by name."""
+        self._hook.remove()
+        self._names.look(())
+        single = len(self._names.models) == 1
+        for name, model in self._names.models.items():
+            for own, parameter in model.named_parameters():
+                grad = parameter.grad
+                if grad is not None and grad.layout is torch.strided:
+                    self._kept[f"gradient:{own if single else f'{name}:{own}'}"] = _sample(grad, GRADIENTS) / scale
+        np.savez(self._path, **self._kept)
+
+
+def _sample(tensor: Tensor, limit: int) -> Any:
+    with torch.no_grad(), _disable_current_modes():  # nobody else is to see these operators
+        flat = tensor.detach().flatten()
+        return flat[:: max(-(-flat.numel() // limit), 1)].float().cpu().numpy().copy()
+
+
+class Seeds:
+    """Adds `offset` to every whole seed that the script gives to Python, numpy or torch, and to torch's first one.
+
+    Generators that the script makes for itself (`torch.Generator`, `random.Random`, `RandomState`) keep theirs.
+    """
+
+    def __init__(self, patches: Patches, offset: int) -> None:
+        self._offset = offset
+        self._inside = False
+        if not offset:
+            return
+        torch.manual_seed(torch.initial_seed() + offset)
+        for owner, name in (
+            (torch, "manual_seed"), (torch.random, "manual_seed"), (torch.cuda, "manual_seed"),
+            (torch.cuda, "manual_seed_all"), (random, "seed"), (np.random, "seed"), (np.random, "default_rng"),
+        ):  # fmt: skip
+            patches.wrap(owner, name, self._shifted)
+
+    def _shifted(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._inside:  # torch.manual_seed seeds the devices by functions that are wrapped too
+            return original(*args, **kwargs)
+        self._inside = True
+        try:
+            return original(*map(self._shift, args), **{name: self._shift(value) for name, value in kwargs.items()})
+        finally:
+            self._inside = False
+
+    def _shift(self, seed: Any) -> Any:
+        is_whole = isinstance(seed, (int, np.integer)) and not isinstance(seed, bool)
+        return int(seed) + self._offset if is_whole else seed
+
+
+def run_in_full(patches: Patches) -> None:
+    """Have autocast, scalers, casts, preamp and Apex do nothing to the precision from here on."""
+    patches.wrap(torch.autocast, "__init__", _without("autocast"))
+    patches.wrap(torch.amp.grad_scaler.GradScaler, "__init__", _without("scaler"))
+    for name in ("half", "bfloat16"):
+        patches.wrap(nn.Module, name, lambda original, module: module)
+        patches.wrap(Tensor, name, _cast_up)
+    for kind in (nn.Module, Tensor):
+        for name in ("to", "type"):
+            patches.wrap(kind, name, _to_full)
+    patches.wrap(torch, "set_default_dtype", _default)
+    for owner in (session, sys.modules[session.__name__.rpartition(".")[0]]):
+        patches.wrap(owner, "prepare", _prepare)
+    after_import("preamp.compat.apex.amp.frontend", lambda module: patches.wrap(module, "initialize", _initialize))
+
+
+def _without(kind: str) -> Callable[..., None]:
+    """The constructor with `enabled=False`, however that was given."""
+    position = _ENABLED[kind]
+
+    def made(original: Any, made: Any, *args: Any, **kwargs: Any) -> None:
+        if len(args) > position:
+            args = (*args[:position], False, *args[position + 1 :])
+        else:
+            kwargs["enabled"] = False
+        original(made, *args, **kwargs)
+
+    return made
+
+
+def _cast_up(original: Any, tensor: Tensor, **kwargs: Any) -> Tensor:
+    return tensor.to(torch.float32, **kwargs)
+
+
+def _to_full(original: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
+    """`to` and `type`, with float32 for every 16-bit dtype among the arguments; of a tensor to be like, too."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) and value.dtype in LOW_DTYPES:
+            return original(owner, value.device, torch.float32)
+    return original(owner, *map(_full, args), **{name: _full(value) for name, value in kwargs.items()})
+
+
+def _full(value: Any) -> Any:
+    if isinstance(value, str) and value.endswith(("HalfTensor", "BFloat16Tensor")):
+        return value.replace("BFloat16", "Float").replace("Half", "Float")
+    dtype = getattr(value, "dtype", None) if isinstance(value, type) else value  # torch.HalfTensor is a class
+    return torch.float32 if isinstance(dtype, torch.dtype) and dtype in LOW_DTYPES else value
+
+
+def _default(original: Any, dtype: Any) -> None:
+    original(_full(dtype))
+
+
+def _prepare(original: Any, model: Any, optimizer: Any, **kwargs: Any) -> Any:
+    kept = {name: kwargs[name] for name in ("losses", "skip") if name in kwargs}
+    return original(model, optimizer, level="O0", **kept)
+
+
+def _initialize(original: Any, models: Any, optimizers: Any = None, *args: Any, **kwargs: Any) -> Any:
+    enabled = kwargs.get("enabled", args[0] if args else True)
+    kept = {name: kwargs[name] for name in ("num_losses", "verbosity") if name in kwargs}
+    return original(models, optimizers, enabled=enabled, opt_level="O0", **kept)
+
+
+def after_import(name: str, call: Callable[[Any], None]) -> None:
+    """Call with a module as soon as it has been imported; at once if it has."""
+    if name in sys.modules:
+        call(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Finder(name, call))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Steps aside when its module is imported, and wraps the loader that another finder gives."""
+
+    def __init__(self, name: str, call: Callable[[Any], None]) -> None:
+        self._name, self._call = name, call
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            run, call = spec.loader.exec_module, self._call
+
+            def exec_module(module: Any) -> None:
+                run(module)
+                call(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

@@ -1,0 +1,131 @@
+"""`watch`: the doctor from code, around a part of a program."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ...errors import SessionError
+from ...report import Finding, Report
+from ...session import Session
+from ..follow.watch import Watch
+from ..names import Names
+from ..records import Rank, Recorder, Sink
+from ..tell.report import all_findings, build, write
+
+Watchable = Session | nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]
+
+
+class Watching:
+    """A watch that is going on, made by `watch`; a context manager."""
+
+    def __init__(self, watched: Watchable, every: int, replay: bool, sinks: Sequence[Sink]) -> None:
+        models = _models(watched)
+        self._kept, self._sinks = Rank(0), tuple(sinks)
+        self._base = _base()
+        outer = Watch.of_this_process()
+        self._own, self._open = outer is None, True
+        if outer is None:
+            recorder = Recorder(self._kept, *self._sinks)
+            self._watch = Watch(recorder, self._base, every, None, replay, Names(models))
+            if isinstance(watched, Session):
+                self._watch.run.optimizers.update({id(o): o for o in watched.optimizers.values()})
+                self._watch.scales.sessions.add(watched)
+            self._watch.start()
+        else:
+            self._watch = outer
+            for sink in (self._kept, *self._sinks):
+                outer.run.recorder.add(sink)
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Those so far, most harmful first."""
+        return all_findings([self._kept], self._base)
+
+    def report(self) -> Report:
+        """Everything seen so far: a verdict, findings, and the run over time. May be asked for at any moment."""
+        return self._build()[0]
+
+    def write(self, folder: str | Path) -> Path:
+        """Write `report.html` and `report.json` (its schema is that of `preamp doctor`); returns the page's path."""
+        return write(*self._build(), Path(folder), None)[0]
+
+    def _build(self) -> tuple[Report, dict[str, Any]]:
+        if self._open:
+            self._watch.flush()
+        ended = "still under way" if self._open else "watched to its end"
+        script = [Path(sys.argv[0]).name or "python"] if sys.argv else ["python"]
+        return build([self._kept], self._base, script, 0, ended, self._watch.run.clock.seconds)
+
+    def close(self) -> None:
+        """Look no more. torch is as it was before; what was seen can still be reported."""
+        if not self._open:
+            return
+        self._open = False
+        if self._own:
+            self._watch.end()
+        else:
+            self._watch.flush()
+            for sink in (self._kept, *self._sinks):
+                self._watch.run.recorder.remove(sink)
+
+    def __enter__(self) -> Watching:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def watch(watched: Watchable, *, every: int = 50, replay: bool = True, sinks: Sequence[Sink] = ()) -> Watching:
+    """Watch the training of a session or of models, as `preamp doctor` watches a script.
+
+    `watched`: a session, a model, or several (a mapping gives them names). `every`: magnitudes of activations, weights,
+    gradients and updates are counted in every so many-th step. `replay`: do a step that was not finite again, to find
+    the operator that made it so. `sinks`: take every record as it is made: `JsonLines(path)`, `TensorBoard(writer)`, or
+    anything with `write(kind, facts)`.
+
+    While it is open, torch's backward, steps, scalers and autocast are wrapped, for the process; `close`, or leaving
+    the `with` block, takes that back. What the training computes is not changed. Within another watch, or in a script
+    that runs under `preamp doctor`, it listens to that one, whose `every` and `replay` hold. Raises `SessionError` for
+    what cannot be watched.
+
+    >>> with preamp.doctor.watch(session, every=50) as w:
+    ...     train(session)
+    >>> w.report().verdict
+    'Nothing is wrong with the precision of this run ...'
+    """
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise SessionError(f"every= is a number of steps, 1 or more; got {every!r}")
+    for sink in sinks:
+        if not callable(getattr(sink, "write", None)):
+            raise SessionError(f"a sink has write(kind, facts); a {type(sink).__name__} has not")
+    return Watching(watched, every, replay, sinks)
+
+
+def _models(watched: Any) -> dict[str, nn.Module]:
+    if isinstance(watched, Session):
+        return dict(watched.models)
+    if isinstance(watched, nn.Module):
+        return {"model": watched}
+    named = watched.items() if isinstance(watched, Mapping) else enumerate(watched) if _is_sequence(watched) else ()
+    models = {str(name): model for name, model in named}
+    if not models or not all(isinstance(model, nn.Module) for model in models.values()):
+        raise SessionError(
+            f"watch() takes a Session, a torch.nn.Module, or several modules; got a {type(watched).__name__}"
+            + (" without any" if isinstance(watched, (Mapping, list, tuple)) and not models else "")
+        )
+    return models
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _base() -> Path:
+    """The folder to which paths are relative: the script's."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    return Path(script).resolve().parent if script else Path.cwd()

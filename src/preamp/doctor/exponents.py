@@ -1,0 +1,169 @@
+"""How magnitudes are spread over the powers of two, as values: what telemetry records and reports read."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ..formats import FP16, Format
+
+BINS = 256
+"""One for each exponent field of float32: zero and its subnormals, 2^-126 to 2^127, infinity and NaN."""
+WIDTH = BINS + 2
+"""Numbers by which a tensor is counted: those of the bins, the zeros, and the bits of the largest magnitude."""
+_BIAS = 127
+
+UPDATE = "update"
+KINDS = ("activation", "activation gradient", "weight", "gradient", UPDATE)
+"""What is counted. Gradients are as they are stored, times the loss scale."""
+GRADIENTS = ("activation gradient", "gradient")
+
+
+@dataclass(frozen=True, slots=True)
+class Exponents:
+    """The spread of magnitudes: how many values lie in [2^e, 2^(e+1)), for e from `first` on."""
+
+    first: int
+    counts: tuple[int, ...]
+    zeros: int = 0
+    tiny: int = 0
+    """Not zero and below 2^-126."""
+    infinite: int = 0
+    """Infinite or NaN."""
+    largest: float = 0.0
+    """Largest finite magnitude."""
+
+    @classmethod
+    def of(cls, counted: Any) -> Exponents:
+        """From the `WIDTH` counts of a tensor, in a list or a tensor of their own."""
+        bins: list[int] = counted if isinstance(counted, list) else counted.tolist()
+        zeros, bits = bins[BINS], bins[BINS + 1]
+        used = [index for index in range(1, BINS - 1) if bins[index]]
+        first, last = (used[0], used[-1]) if used else (1, 0)
+        largest: float = struct.unpack("<f", bits.to_bytes(4, "little"))[0]
+        return cls(first - _BIAS, tuple(bins[first : last + 1]), zeros, bins[0] - zeros, bins[BINS - 1], largest)
+
+    @classmethod
+    def from_dict(cls, kept: Mapping[str, Any]) -> Exponents:
+        """From what `to_dict` gave."""
+        return cls(**{**kept, "counts": tuple(kept["counts"])})
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON keeps it."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def __add__(self, other: Exponents) -> Exponents:
+        """Both together."""
+        if not self.counts or not other.counts:
+            first, counts = (self.first, self.counts) if self.counts else (other.first, other.counts)
+        else:
+            first = min(self.first, other.first)
+            end = max(self.first + len(self.counts), other.first + len(other.counts))
+            counts = tuple(self._at(e) + other._at(e) for e in range(first, end))
+        infinite, largest = self.infinite + other.infinite, max(self.largest, other.largest)
+        return Exponents(first, counts, self.zeros + other.zeros, self.tiny + other.tiny, infinite, largest)
+
+    def _at(self, exponent: int) -> int:
+        index = exponent - self.first
+        return self.counts[index] if 0 <= index < len(self.counts) else 0
+
+    @property
+    def some(self) -> int:
+        """How many are finite and not zero."""
+        return sum(self.counts) + self.tiny
+
+    @property
+    def total(self) -> int:
+        """How many there are."""
+        return self.some + self.zeros + self.infinite
+
+    def flushed(self, held: Format) -> float:
+        """Share of the finite values that are not zero and would round to zero in a format; 0 without any."""
+        return self._below(held.flush_threshold)
+
+    def subnormal(self, held: Format) -> float:
+        """Share of the finite non-zero values that lose bits in a format and are not flushed by it."""
+        return self._below(held.smallest_normal) - self.flushed(held)
+
+    def times(self, factor: float) -> Exponents:
+        """What they are times a power of two; another factor is rounded to one."""
+        return replace(self, first=self.first + round(math.log2(factor)), largest=self.largest * factor)
+
+    def saturated(self, held: Format) -> float:
+        """Share of all values that are infinite, NaN, or at or beyond the power of two after a format's largest."""
+        beyond = math.floor(math.log2(held.max)) + 1 - self.first
+        return (self.infinite + sum(self.counts[max(beyond, 0) :])) / max(self.total, 1)
+
+    def headroom(self, held: Format) -> float | None:
+        """Powers of two between the largest finite magnitude and the largest of a format; None without any."""
+        return None if not self.largest else math.log2(held.max) - math.log2(self.largest)
+
+    def _below(self, limit: float) -> float:
+        """Share of the non-zero ones below a limit, to the power of two that it lies at or above."""
+        if not self.some:
+            return 0.0
+        end = math.floor(math.log2(limit)) - self.first
+        return (self.tiny + sum(self.counts[: max(end, 0)])) / self.some
+
+
+def together(many: Iterable[Exponents]) -> Exponents:
+    """All of them as one."""
+    return sum(many, start=Exponents(0, ()))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Values of one kind in one module at one step."""
+
+    module: str
+    kind: str
+    dtype: str
+    stored: Exponents
+    """As they were stored."""
+    scale: float
+    """How many times too large they were."""
+    in_use: float
+    """The loss scale of the step."""
+
+    @property
+    def true(self) -> Exponents:
+        """Without the loss scale."""
+        return self.stored.times(1 / self.scale)
+
+    @property
+    def in_backward(self) -> Exponents:
+        """As they were in the backward pass: gradients with the loss scale on them."""
+        return self.stored.times(self.in_use / self.scale) if self.kind in GRADIENTS else self.stored
+
+    def to_dict(self) -> dict[str, Any]:
+        """For `report.json`; shares are of the values that are not zero, and of float16."""
+        used = self.in_backward
+        room = used.headroom(FP16)
+        return {
+            "module": self.module,
+            "kind": self.kind,
+            "dtype": self.dtype,
+            "values": self.stored.total,
+            "zeros": self.stored.zeros,
+            "largest": self.true.largest,
+            "flushed": used.flushed(FP16),
+            "flushed_unscaled": self.true.flushed(FP16),
+            "subnormal": used.subnormal(FP16),
+            "saturated": used.saturated(FP16),
+            "headroom_bits": None if room is None else round(room, 2),
+            "exponents": {"first": self.true.first, "counts": list(self.true.counts)},
+        }
+
+
+def rows_of(sample: Mapping[str, Any]) -> list[Row]:
+    """The rows of one "telemetry" record."""
+    found = []
+    for kept in sample["rows"]:
+        fields = dict(kept)
+        module, kind, dtype = fields.pop("module"), fields.pop("kind"), fields.pop("dtype")
+        scale = {"activation gradient": sample["backward_scale"], "gradient": sample["scale"]}.get(kind, 1.0)
+        found.append(Row(module, kind, dtype, Exponents.from_dict(fields), scale, sample["backward_scale"]))
+    return found

@@ -1,0 +1,84 @@
+"""What all findings are made by: a check takes events of the kinds it has a method for, and says what it found."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar
+
+from ...report import Finding
+from ...report.finding import Severity
+from ..records import NOWHERE, Line, Rank
+from .events import Raised
+
+Listener = Callable[[Any], Iterable[Finding]]
+
+
+def on(kind: type) -> Callable[[Any], Any]:
+    """Mark a method of a check as the one that takes events of this kind."""
+
+    def mark(method: Any) -> Any:
+        method.takes = kind
+        return method
+
+    return mark
+
+
+class Check:
+    """Judges one code. A method marked by `on` takes an event and gives findings; `at_end` judges a whole run."""
+
+    code: ClassVar[str]
+    errors: ClassVar[tuple[tuple[str, str, str], ...]] = ()
+    """Errors of torch's or preamp's that are this finding: a part of their text, the message, and the fix."""
+
+    @classmethod
+    def finding(
+        cls, severity: Severity, message: str, fix: str | None = None, *, at: Line = NOWHERE, **facts: Any
+    ) -> Finding:
+        """A finding of this code; `at`: file and line; `facts`: other fields of `Finding`."""
+        return Finding(cls.code, severity, message, file=at[0], line=at[1], fix=fix, **facts)
+
+    def listeners(self) -> Iterator[tuple[type, Listener]]:
+        """Kinds of events, and the methods that take them."""
+        for name in dir(self):
+            kind = getattr(getattr(self, name), "takes", None)
+            if kind is not None and (kind is not Raised or self.errors):
+                yield kind, getattr(self, name)
+
+    @on(Raised)
+    def raised(self, event: Raised) -> Iterator[Finding]:
+        """An error that stands for this finding."""
+        for part, message, fix in self.errors:
+            if part in event.text:
+                evidence = event.text.splitlines()[0][:300]
+                yield self.finding("error", f"{message} ({event.kind})", fix, at=event.at, evidence=evidence)
+
+    def at_end(self, rank: Rank) -> Iterable[Finding]:
+        """What only a whole run shows, from all that one process recorded of its steps."""
+        return ()
+
+
+class Listeners:
+    """Hands each event to the checks that take its kind, and their findings on."""
+
+    def __init__(self, checks: Iterable[Check], report: Callable[[Finding], None]) -> None:
+        self._report = report
+        self._by_kind: dict[type, list[Listener]] = defaultdict(list)
+        for check in checks:
+            for kind, listener in check.listeners():
+                self._by_kind[kind].append(listener)
+
+    def __call__(self, event: object) -> None:
+        """Something happened."""
+        for listener in self._by_kind.get(type(event), ()):
+            for finding in listener(event):
+                self._report(finding)
+
+
+def without_repeats(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Most harmful first; a line that runs in a loop, or a constant met twice there, is reported once."""
+    kept: dict[tuple[Any, ...], Finding] = {}
+    for each in sorted(findings):
+        place = (each.file, each.line) if each.line is not None else (each.message,)
+        kept.setdefault((each.code, each.module, each.op, *place), each)
+    return tuple(kept.values())

@@ -1,0 +1,246 @@
+"""What happens in a training run, as frozen values: `follow` and `lint` make them, findings are judged from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..exponents import Exponents
+from ..records import Line
+
+if TYPE_CHECKING:  # a report is made from records by a process that needs no torch
+    import torch
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from ...policy import Policy
+    from ..names import Names
+    from ..operators import Products
+    from ..places import Place
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """A model, its optimizer and a policy, before the first step; `products` of one forward pass, if there was one."""
+
+    model: nn.Module
+    optimizer: Optimizer | None
+    policy: Policy
+    loss: Any
+    products: Products | None
+    out_dtype: torch.dtype | None
+    """Of what the model gave."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstStep:
+    """An optimizer is about to step for the first time."""
+
+    optimizer: Optimizer
+    at: Line
+    """Where it was made."""
+    optimizers: Sequence[Optimizer]
+    names: Names
+
+
+@dataclass(frozen=True, slots=True)
+class WithoutMasters:
+    """An optimizer steps the parameters themselves, and keeps no float32 copies of them."""
+
+    optimizer: Optimizer
+    at: Line
+    names: Names
+
+
+@dataclass(frozen=True, slots=True)
+class RegionMade:
+    """A `torch.autocast` was made."""
+
+    device_type: str
+    dtype: torch.dtype | None
+    requested: bool
+    """Whether it was to be on."""
+    enabled: bool
+    """Whether it is."""
+    is_preamps: bool
+    at: Line
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCast:
+    """A module is cast to 16 bits by hand."""
+
+    kind: str
+    """Name of its class."""
+    module: str | None
+    op: str
+    in_region: bool
+    is_wrapper: bool
+    """Whether it is a wrapper for parallel training."""
+    at: Line
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsChanged:
+    """A model runs again in an autocast region that keeps casts of weights, which were changed since."""
+
+    changes: int
+    at: Line
+
+
+@dataclass(frozen=True, slots=True)
+class RanInThread:
+    """A part of a model runs in another thread than the region that was entered for it."""
+
+    module: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """A forward pass is done again for the backward pass, with autocast for other dtypes than before."""
+
+    module: str
+    before: tuple[torch.dtype, ...]
+    now: tuple[torch.dtype, ...]
+    at: Line
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Models of a session: the paths of their parts, and what its policy says."""
+
+    paths: frozenset[str]
+    compute: torch.dtype
+    masters: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """All operators of a step's forward pass were looked at, and some of its backward pass."""
+
+    products: Products
+    modules: Mapping[str, nn.Module]
+    reads: Sequence[Place]
+    """Where the script computed with gradients that were still scaled."""
+    scale: float
+    """On those."""
+    bounded: Sequence[tuple[Place, str]]
+    """Where a hook of the script's bounds the gradient of a parameter, and by which operator."""
+    backward_scale: float
+    """On the loss that went back then."""
+    writes: Sequence[Place]
+    """Where weights were changed in place while a region kept casts of them."""
+    written: str | None
+    """The module that owns those weights."""
+    prepared: Sequence[Prepared]
+
+
+@dataclass(frozen=True, slots=True)
+class LossNotScaled:
+    """A loss went back through float16 and nothing had scaled it."""
+
+    scaler_at: Line
+    """Where a scaler was made."""
+    is_scaled_elsewhere: bool
+    by_session: bool
+    """Whether a session without a scale did it."""
+    has_half_session: bool
+    at: Line
+
+
+Clipper = Literal["apex", "session"] | None
+"""Whose loss scale is on the gradients: Apex's, a session's, or that of a scaler of torch's."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientsClipped:
+    """Gradients are clipped that are still multiplied by the loss scale."""
+
+    op: str
+    scale: float
+    within: Clipper
+    at: Line
+
+
+@dataclass(frozen=True, slots=True)
+class StepBegins:
+    """An optimizer is about to step, by way of a scaler or past it, with gradients that are not as they should be."""
+
+    optimizer: str
+    at: Line
+    scale: float
+    is_scaled: bool = False
+    """Whether its gradients are still multiplied by the scale, and it steps past the scaler."""
+    mixed: int = 0
+    """How many gradients are a sum of scaled and unscaled ones."""
+    factor: float | None = None
+    """By which the script itself multiplied the loss; it is still on the gradients."""
+    is_unguarded: bool = False
+    """Whether gradients were unscaled, are not finite, and are stepped past the scaler."""
+    updated_at: Line | None = None
+    """Where the scale was updated since the backward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsStepped:
+    """A step of 16-bit weights: of each how many have a gradient, and how many of those are what they were."""
+
+    optimizer: str
+    at: Line
+    weights: Sequence[tuple[Tensor, int, int]]
+    names: Names
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedBetweenSteps:
+    """A line changed 16-bit tensors in place, outside of model and optimizer."""
+
+    op: str
+    dtype: str
+    unchanged: int
+    total: int
+    at: Line
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSpread:
+    """The magnitudes of one parameter's gradient, without the loss scale."""
+
+    module: str | None
+    name: str
+    """Of the parameter, with its module's path."""
+    spread: Exponents
+    """As it came; exact, where the step was done again in float32."""
+    is_vector: bool
+    lost: float = 0.0
+    """Share of the values that are not zero in float32 and zero as they came."""
+    relative: float = 0.0
+    """||gradient - that in float32|| / ||that in float32||, L2."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientsRead:
+    """Gradients that went through float16 with this loss scale on them."""
+
+    rows: Sequence[GradientSpread]
+    scale: float
+    is_exact: bool
+    """Whether they are compared with the same step in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchNotFinite:
+    """A step that was not finite cannot be done again, and what came in was not finite."""
+
+    entries: Sequence[int]
+    at: Line
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """An error came up in a model, its loss, a scaler or the script."""
+
+    kind: str
+    text: str
+    at: Line

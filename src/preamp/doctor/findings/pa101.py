@@ -1,0 +1,170 @@
+"""PA101: an epsilon that vanishes.
+
+What it is. Code that divides adds a small number first, an *epsilon*, so that a divisor of zero does no harm. float16
+has no number between 0 and 2^-24 = 5.96e-8 (its smallest *subnormal*: a number with fewer bits than usual), and an
+epsilon of 2^-25 = 2.98e-8 or less rounds to zero there. Adam's default is 1e-8. Below 2^-14 = 6.10e-5, the smallest
+*normal* number, an epsilon survives with fewer bits.
+
+Why it hurts. A weight whose gradient is zero, or so small that its square is, has a second moment of zero. The step
+divides by it, and the weight becomes NaN or infinite; one step later everything that is computed from it is NaN.
+
+The cure. Leave the weights in float32, and with them Adam's state. Where it has to be float16, `eps=1e-4` is a number
+there.
+
+When it is harmless. Where the epsilon meets float32: an optimizer of float32 weights, also under an autocast region; a
+layer that does its arithmetic in float32 and only returns float16; torch's own norms, which compute in float32 inside.
+bfloat16 has float32's range, and 1e-8 is a number there. The doctor says nothing about any of these.
+
+See also: [PA111](PA111.md), float16 weights that nobody masters; [levels](../levels.md), how preamp keeps masters.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...eps import SAFE_FP16_EPS, safe_eps
+from ...formats import FP16, name_of
+from ...modules import NORMS
+from ...policy import Policy, policy
+from ...report import Finding
+from ...report.finding import Severity
+from ..operators import Call, Observer
+from ..records import NOWHERE, Line
+from .check import Check, on
+from .events import Examined, WithoutMasters
+
+EPS_NAMES = ("eps", "epsilon", "variance_epsilon")
+"""Attributes in which modules keep an epsilon."""
+_ADDS = frozenset({"add", "clamp_min", "clamp", "maximum"})
+
+
+class PA101(Check):
+    """Epsilons of optimizers by the dtype of their state, and of modules by what their source says."""
+
+    code = "PA101"
+
+    @on(Examined)
+    def examined(self, event: Examined) -> Iterator[Finding]:
+        """What can be known before the first step."""
+        if event.optimizer is not None:
+            yield from self._of_optimizer(event.optimizer, event.policy)
+        if event.products is None:  # with an example, the observation decides
+            yield from self._of_modules(event.model, event.policy)
+
+    @on(WithoutMasters)
+    def first_step(self, event: WithoutMasters) -> Iterator[Finding]:
+        """An optimizer whose state has the dtype of its parameters."""
+        half = any(p.dtype is torch.float16 for group in event.optimizer.param_groups for p in group["params"])
+        yield from self._of_optimizer(event.optimizer, policy("O3" if half else "O0"), event.at)
+
+    def _of_optimizer(self, optimizer: Optimizer, under: Policy, at: Line = NOWHERE) -> Iterator[Finding]:
+        for row in safe_eps(optimizer, under):
+            if row.fine:
+                continue
+            dtype, zero = name_of(row.dtype), row.verdict == "zero"
+            lost = "rounds to zero" if zero else f"becomes the subnormal {row.becomes:.3g}"
+            numbers = {"group": row.group, "eps": row.eps, "dtype": dtype, "becomes": row.becomes}
+            yield self.finding(
+                "error" if zero else "warning",
+                f"the optimizer's eps={row.eps:g} {lost} in {dtype}, the dtype of its state: where a second moment is "
+                "0 the step divides by it",
+                f"optimizer.param_groups[{row.group}]['eps'] = {row.suggested:g}\n"
+                "# or keep float32 masters: preamp.prepare(model, optimizer, level='O2')",
+                op=type(optimizer).__name__,
+                at=at,
+                evidence={**numbers, "write": row.suggested},
+            )
+
+    def _of_modules(self, model: nn.Module, under: Policy) -> Iterator[Finding]:
+        """Of modules that are not torch's, where float16 parameters make float16 arithmetic likely.
+
+        A forward that mentions float32 is taken to compute in it, as torch's own norms do.
+        """
+        for path, module in model.named_modules():
+            if isinstance(module, NORMS) or type(module).__module__.startswith("torch."):
+                continue
+            by_hand = any(p.dtype is torch.float16 for p in module.parameters(recurse=False))
+            if not (by_hand or under.params is torch.float16) or _upcasts(module):
+                continue
+            for name in EPS_NAMES:
+                eps = module.__dict__.get(name)
+                lost = vanishes(eps) if isinstance(eps, float) else None
+                if lost is not None:
+                    where = {"module": path, "op": "add", "direction": "forward", "at": class_line(module)}
+                    yield _of_module(name, eps, lost, where, sure=False)
+
+
+class Epsilons(Observer):
+    """Tiny constants added to, or taken as the floor of, a float16 tensor."""
+
+    def begin(self, modules: Mapping[str, nn.Module]) -> None:
+        """Know whose attributes to look an epsilon up in."""
+        self._modules = modules
+
+    def before(self, call: Call) -> None:
+        """Judge the constant of an addition or a lower bound."""
+        if call.base not in _ADDS or len(call.args) < 2:
+            return
+        left, eps = call.args[0], _constant(call.args[1])
+        lost = vanishes(eps) if eps is not None else None
+        if lost is None or not isinstance(left, Tensor) or left.dtype is not torch.float16:
+            return
+        module = None if call.module is None else self._modules.get(call.module)
+        attributes = {} if module is None else module.__dict__
+        name = next((key for key in EPS_NAMES if attributes.get(key) == eps), None)
+        self.findings.append(_of_module(name, eps, lost, call.where, sure=True))
+
+
+def _of_module(name: str | None, eps: Any, lost: str, where: dict[str, Any], *, sure: bool) -> Finding:
+    """`sure`: it was seen to be added in float16."""
+    path = where["module"]
+    what = f"{name}={eps:g}" if name else f"the epsilon {eps:g}"
+    severity: Severity = "error" if sure and in_fp16(eps) == 0 else "warning"
+    does = "is added in float16, where it" if sure else "will be added in float16 unless forward() upcasts; there it"
+    upcast = "x = x.float()  # before the line that adds it; cast back with .to(dtype) after"
+    owner = f"model.get_submodule({path!r})" if path else "model"
+    return PA101.finding(
+        severity,
+        f"{what} {does} {lost}: a denominator of 0 stays 0",
+        f"{owner}.{name} = {SAFE_FP16_EPS:g}\n# or\n{upcast}" if name else upcast,
+        **where,
+        evidence={"attribute": name, "eps": eps, "dtype": "fp16", "becomes": in_fp16(eps), "write": SAFE_FP16_EPS},
+    )
+
+
+def in_fp16(value: float) -> float:
+    """What a number becomes in float16."""
+    return float(torch.tensor(value, dtype=torch.float64, device="cpu").to(torch.float16))
+
+
+def vanishes(value: float) -> str | None:
+    """How a positive number is lost in float16: "rounds to zero", "becomes the subnormal ...", or None: it is not."""
+    if not 0 < value < FP16.smallest_normal:
+        return None
+    becomes = in_fp16(value)
+    return "rounds to zero" if becomes == 0 else f"becomes the subnormal {becomes:.3g}"
+
+
+def _constant(value: Any) -> float | None:
+    if isinstance(value, Tensor):
+        return float(value) if value.dim() == 0 and value.dtype in (torch.float32, torch.float64) else None
+    return float(value) if isinstance(value, float) else None
+
+
+def _upcasts(module: nn.Module) -> bool:
+    code = getattr(type(module).forward, "__code__", None)
+    return code is not None and bool({"float", "float32"} & set(code.co_names))
+
+
+def class_line(module: nn.Module) -> Line:
+    """File and line of a module's class; (None, None) where there is no source."""
+    try:
+        return inspect.getsourcefile(type(module)), inspect.getsourcelines(type(module))[1]
+    except (OSError, TypeError):
+        return NOWHERE

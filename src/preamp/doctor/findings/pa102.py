@@ -1,0 +1,143 @@
+"""PA102: the logarithm of a 16-bit sigmoid.
+
+What it is. A sigmoid turns a score into a probability between 0 and 1, and binary cross entropy takes the logarithm of
+that probability and of 1 minus it. 16-bit numbers lie far apart just below 1: in float16 a sigmoid is exactly 1 for
+scores above 8.3, in bfloat16 above 6.2. In float32 that happens above 16.6.
+
+Why it hurts. 1 minus it is then 0 and the logarithm -inf. A single example of which the model is sure, and wrong, makes
+the loss infinite; one of which it is sure and right makes 0 times -inf, which is NaN. torch's `BCELoss` hides it by
+cutting the logarithm at -100.
+
+The cure. Leave the sigmoid to the loss, which then never forms the probability, and give it float32 scores.
+
+When it is harmless. A sigmoid alone, as a gate or an attention weight, may be 1. `binary_cross_entropy_with_logits` is
+sound in any dtype. A sigmoid taken in float32 and a logarithm of it are not reported either.
+
+See also: [PA104](PA104.md), other operators that want float32; [PA201](PA201.md), once the loss has become NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ...formats import LOW_DTYPES, name_of
+from ...report import Finding
+from ...report.finding import Severity
+from ..operators import Call, Observer
+from ..places import Places
+from .check import Check, on
+from .events import Examined
+
+_CARRIES = frozenset({
+    "_to_copy", "clamp", "clamp_min", "clamp_max", "rsub", "view", "_unsafe_view", "reshape", "squeeze", "unsqueeze",
+    "select", "slice", "detach", "alias", "clone", "t", "transpose", "expand", "flatten", "permute",
+})  # fmt: skip
+"""Operators after which a sigmoid is still a sigmoid that has been rounded; add and sub with a constant join them."""
+_WITH_LOGITS = "loss = F.binary_cross_entropy_with_logits(logits, target)  # BCEWithLogitsLoss; drop the sigmoid"
+
+
+class PA102(Check):
+    """Binary cross entropy of probabilities under a 16-bit compute dtype."""
+
+    code = "PA102"
+    errors = (
+        (
+            "unsafe to autocast",
+            "binary cross entropy of probabilities in 16 bits is refused",
+            "loss = F.binary_cross_entropy_with_logits(logits, target)  # drop the sigmoid",
+        ),
+    )
+
+    @on(Examined)
+    def examined(self, event: Examined) -> Iterator[Finding]:
+        """BCELoss in the model or as the loss.
+
+        An error where the model was seen to give 16-bit numbers, which a region refuses; else a warning: what is
+        float32 by then may have been rounded before.
+        """
+        policy, loss = event.policy, event.loss
+        if policy.compute not in LOW_DTYPES:
+            return
+        found: list[str] = []
+        if loss is F.binary_cross_entropy:
+            found = ["loss"]
+        elif isinstance(loss, nn.Module):
+            found = [
+                f"loss.{path}" if path else "loss" for path, m in loss.named_modules() if isinstance(m, nn.BCELoss)
+            ]
+        where: list[tuple[str | None, str]] = [(None, name) for name in found]
+        where += [(path, path) for path, part in event.model.named_modules() if isinstance(part, nn.BCELoss)]
+        severity: Severity = "error" if policy.has_regions and event.out_dtype in LOW_DTYPES else "warning"
+        for path, name in where:
+            yield _saturating(
+                policy.compute,
+                severity,
+                {"module": path, "op": "binary_cross_entropy"},
+                prefix=f"{name or 'the model'} is a binary cross entropy of probabilities; ",
+            )
+
+
+class Sigmoids(Observer):
+    """As it happens: a 16-bit sigmoid whose logarithm is taken, or a 16-bit binary cross entropy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rounded: Any = WeakTensorKeyDictionary()
+
+    def function(self, function: Any, args: tuple[Any, ...], places: Places) -> bool:
+        """A region refuses a 16-bit binary cross entropy: report it, and have it run in float32."""
+        if function is not F.binary_cross_entropy or not args or args[0].dtype not in LOW_DTYPES:
+            return False
+        place = places.place(False)
+        where = {"module": place.module, "direction": "forward", "at": (place.file, place.line)}
+        self.findings.append(_saturating(args[0].dtype, "error", {**where, "op": "binary_cross_entropy"}))
+        return True
+
+    def after(self, call: Call) -> None:
+        """Follow rounded sigmoids, and report the logarithm of one."""
+        base, out = call.base, call.out
+        gives = isinstance(out, Tensor) and out.is_floating_point()
+        if base == "sigmoid" and gives and out.dtype in LOW_DTYPES:
+            self._rounded[out] = out.dtype, False
+            return
+        first = next(iter(call.inputs), None)
+        known = None if first is None else self._rounded.get(first)
+        if known is None:
+            return
+        dtype, turned = known
+        if base in ("log", "log2", "log10", "binary_cross_entropy"):
+            both = turned or base == "binary_cross_entropy"
+            where = {**call.where, "op": f"sigmoid, {base}"}
+            self.findings.append(_saturating(dtype, "error", where, of_rest=both))
+        elif gives and (base in _CARRIES or (base in ("add", "sub") and len(call.inputs) == 1)):
+            self._rounded[out] = dtype, turned or base == "rsub"
+
+
+def _saturating(
+    dtype: torch.dtype, severity: Severity, where: dict[str, Any], *, of_rest: bool = True, prefix: str = ""
+) -> Finding:
+    """`of_rest`: the logarithm is one of 1 minus the sigmoid, or of both."""
+    kind, info = name_of(dtype), torch.finfo(dtype)
+    # 1 - sigmoid(x) is below half the distance to the next number under 1 from this logit on; sigmoid(x) itself is
+    # about exp(x), and below half of the smallest number from the other.
+    top, bottom = math.log(4 / info.eps), math.log(info.smallest_normal * info.eps / 2)
+    why = "; the logarithm of 1 minus it is -inf"
+    if not of_rest:
+        why = (
+            f", where the loss and its gradient become 0, and 0 for logits below {bottom:.1f}, where its logarithm is "
+            "-inf"
+        )
+    return PA102.finding(
+        severity,
+        f"{prefix}a sigmoid in {kind} is exactly 1 for logits above {top:.1f}{why}",
+        _WITH_LOGITS,
+        **where,
+        evidence={"dtype": kind, "saturates at logit": round(top, 1)},
+    )

@@ -1,0 +1,80 @@
+"""PA105: dimensions that miss the tensor cores.
+
+What it is. NVIDIA's tensor cores multiply 16-bit matrices in blocks of 8 numbers. A width, channel count or vocabulary
+that is not a multiple of 8 leaves part of a block empty or makes the library take another, slower kernel.
+
+Why it hurts. Results are right; part of the speed that one trained in 16 bits for is gone. That is why it is
+information, and only given for a layer that does 5 % or more of the model's arithmetic.
+
+The cure. Pad to the next multiple. The added columns stand for tokens that never come, and the model learns to leave
+them alone.
+
+When it is harmless. In small layers, such as a head with 10 classes on a large network: below 5 % of the arithmetic
+nothing is said. Nor is it said of grouped and depthwise convolutions, which do not run on tensor cores channel by
+channel, of products in float32, and of batch sizes.
+
+See also: [PA109](PA109.md), when 16 bits were asked for and no product ran in them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from ...formats import format_of, name_of
+from ...report import Finding
+from ..operators import Dims, Product, Products, dimensions
+from .check import Check, on
+from .events import Examined, Observed
+
+WEIGHT = 0.05
+"""Share of the FLOPs from which a layer's shape is worth a finding."""
+
+
+class PA105(Check):
+    """16-bit products whose dimensions are no multiples of what tensor cores want. Information: slower, not wrong."""
+
+    code = "PA105"
+
+    @on(Examined)
+    def examined(self, event: Examined) -> Iterator[Finding]:
+        """Those of a trial run."""
+        if event.products is not None:
+            yield from self._unaligned(event.products, dict(event.model.named_modules()))
+
+    @on(Observed)
+    def observed(self, event: Observed) -> Iterator[Finding]:
+        """Those of a step."""
+        yield from self._unaligned(event.products, event.modules)
+
+    def _unaligned(self, products: Products, modules: Mapping[str, nn.Module]) -> Iterator[Finding]:
+        alike: dict[tuple[str | None, str, torch.dtype, Dims], list[Product]] = defaultdict(list)
+        for product in products.low:
+            module = None if product.module is None else modules.get(product.module)
+            alike[product.module, product.op, product.dtype, dimensions(product, module)].append(product)
+        for (path, op, dtype, dims), same in alike.items():
+            share = sum(product.flops for product in same) / products.flops
+            odd = misfits(dims, dtype)
+            if not odd or share < WEIGHT:
+                continue
+            multiple = format_of(dtype).multiple
+            change = ", ".join(f"{name} {size} to {-(-size // multiple) * multiple}" for name, size in odd.items())
+            yield self.finding(
+                "info",
+                f"{op} with {', '.join(f'{n}={s}' for n, s in odd.items())} does not fill NVIDIA's tensor cores, "
+                f"which want multiples of {multiple} in {name_of(dtype)}; it is {share:.0%} of the FLOPs",
+                f"# pad {change}",
+                module=path,
+                op=op,
+                direction="forward",
+                at=same[0].at,
+                evidence={"share of FLOPs": round(share, 3), "dtype": name_of(dtype), "multiple": multiple, **odd},
+            )
+
+
+def misfits(dims: Dims, dtype: torch.dtype) -> dict[str, int]:
+    """The dimensions that are no multiple of what tensor cores want in this dtype."""
+    return {name: size for name, size in dims if size % format_of(dtype).multiple}

@@ -1,0 +1,75 @@
+"""PA106: gradients clipped or read while still scaled.
+
+What it is. In float16 training the loss is multiplied by a scale, 65536 at the start of torch's scaler, so that small
+gradients do not become zero. Until they are divided by it again, all gradients are that many times too large. Clipping
+between the two compares the wrong length with the limit.
+
+Why it hurts. With a limit of 1 and a scale of 8192, any gradient longer than 1/8192 is cut. The scaler then divides
+what is left by 8192 as well, and the model hardly moves; each time the scale doubles, it moves half as far. Nothing
+looks wrong but the slow loss.
+
+The cure. `scaler.unscale_(optimizer)` before clipping, once a step; `scaler.step` knows that it was done. (In an Apex
+script: clip `amp.master_params(optimizer)` after the `scale_loss` block.)
+
+When it is harmless. A norm that is only logged while scaled misleads its reader and not the training: that is
+information. Clipping after `unscale_`, by `session.clip_grad_norm_`, or by a framework that unscales first (Lightning,
+Accelerate) is not reported.
+
+See also: [PA107](PA107.md), other ways around the scaler; [loss scaling](../loss-scaling.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...report import Finding
+from ..records import NOWHERE, Line
+from .check import Check, on
+from .events import GradientsClipped, Observed
+
+_FIXES = {
+    None: "scaler.unscale_(optimizer)  # once, before this line",
+    "session": "session.clip_grad_norm_(max_norm)",
+    "apex": "with amp.scale_loss(...) as scaled_loss: scaled_loss.backward()\n# and clip after this block, "
+    "amp.master_params(optimizer)",
+    "hook": "scaler.unscale_(optimizer)\ntorch.nn.utils.clip_grad_value_(model.parameters(), ...)  # not in a hook",
+}
+
+
+class PA106(Check):
+    """Whoever bounds scaled gradients bounds them to another length; whoever reads them is misled."""
+
+    code = "PA106"
+    errors = (
+        (
+            "unscale_() has already been called",
+            "gradients are unscaled twice in one step",
+            "# call scaler.unscale_(optimizer) once a step",
+        ),
+    )
+
+    @on(GradientsClipped)
+    def clipped(self, event: GradientsClipped) -> Iterator[Finding]:
+        """By a function of torch's."""
+        yield self._clipped(event.op, event.scale, event.at, _FIXES[event.within])
+
+    @on(Observed)
+    def observed(self, event: Observed) -> Iterator[Finding]:
+        """By operators of the script's, or by a hook in the backward pass."""
+        for place in event.reads[:1]:
+            yield self.finding(
+                "info",
+                f"gradients are read, or changed, while they are still {event.scale:g} times too large",
+                _FIXES[None],
+                at=(place.file, place.line),
+                evidence={"scale": event.scale},
+            )
+        for place, op in event.bounded[:1]:
+            yield self._clipped(f"a hook with {op}", event.backward_scale, place.own or NOWHERE, _FIXES["hook"])
+
+    def _clipped(self, op: str, scale: float, at: Line, fix: str) -> Finding:
+        message = (
+            f"{op} sees gradients that are still {scale:g} times too large: nearly every step is clipped, and to a "
+            "length that changes with the scale"
+        )
+        return self.finding("error", message, fix, op=op, at=at, evidence={"scale": scale})

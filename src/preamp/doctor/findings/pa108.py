@@ -1,0 +1,54 @@
+"""PA108: a schedule that moves on skipped steps.
+
+What it is. When a gradient is infinite, a scaler skips the step and lowers its scale. The line after it,
+`scheduler.step()`, runs all the same: the learning rate moves on and the weights do not.
+
+Why it hurts. Warm-up is over before training has begun, or the decay ends before training does. From a scale that is
+2^10 too high it takes 10 skipped steps to come down; a run that skips one step in ten loses a tenth of its schedule.
+
+The cure. Ask the scaler after `update()` whether it fell. Asked before `update()` it never has, which is a finding too.
+
+When it is harmless. Up to five skips at the start, by which a scaler finds its scale, and anything below 2 % of the
+steps, are information at most.
+
+See also: [PA203](PA203.md), a scale that keeps skipping; [PA107](PA107.md), updates missing or doubled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from ...report import Finding
+from ..records import Rank, parse_line
+from .check import Check
+from .pa203 import START
+
+MANY = 0.02
+"""Share of the steps by which a schedule may run ahead."""
+
+
+class PA108(Check):
+    """The learning rate schedule goes on where the step was not taken."""
+
+    code = "PA108"
+
+    def at_end(self, rank: Rank) -> Iterator[Finding]:
+        """Whether a schedule moved between a skipped attempt and the next, and how often."""
+        steps = rank.steps
+        moved = [step for step, after in pairwise(steps) if step["skipped"] and after["schedules"]]
+        if not moved:
+            return
+        later = [step for step in moved if step["step"] >= rank.first_taken]
+        lost = max(len(moved) - START, len(later))
+        many = lost > MANY * len(steps) and (len(later) > 1 or len(moved) > START)
+        yield self.finding(
+            "warning" if many else "info",
+            f"the learning rate schedule moved on in {len(moved)} skipped steps, of {len(steps)} in all: warm-up and "
+            "decay run ahead of training",
+            "before = scaler.get_scale()\nscaler.step(optimizer)\nscaler.update()\n"
+            "if scaler.get_scale() >= before:  # not skipped\n    scheduler.step()",
+            at=parse_line(next((step["schedule_at"] for step in reversed(steps) if step["schedule_at"]), None)),
+            step=moved[0]["step"],
+            evidence={"moved while skipped": len(moved), "at the start": len(moved) - len(later), "steps": len(steps)},
+        )

@@ -1,0 +1,299 @@
+"""PA111: float16 weights that nobody masters.
+
+What it is. A weight in float16 keeps 11 bits: a step smaller than 2^-12 of the weight (1/4096) rounds to nothing, and
+up to 2^-11 it may. Mixed precision therefore steps a float32 copy, the *master*, and rounds that to 16 bits afterwards.
+The finding is a float16 parameter that an optimizer steps without one, norm layers whose running statistics are float16
+or not finite, and any float16 or bfloat16 buffer that goes on from its own value in the forward pass: a counter stops
+at 2048, in bfloat16 at 256. `preamp.doctor.examine` also names what level O3 would round: levels O2 and O5 keep such
+buffers in float32.
+
+Why it hurts. Training begins well and then stalls: as updates become small, more and more of them round to nothing.
+Running statistics move by a tenth of a difference at a time, and suffer the same.
+
+The cure. Have masters kept: preamp's level O2 steps float32 copies of a 16-bit model. (Or leave the model in float32,
+under `torch.autocast`.)
+
+When it is harmless. Where somebody keeps masters: preamp's sessions, Apex, or by hand. A float16 model that is only
+evaluated. bfloat16 weights without masters lose more bits still, but are reported only when updates are seen to be lost
+([PA204](PA204.md)).
+
+See also: [PA101](PA101.md), epsilons in float16 state; [levels](../levels.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
+
+from ...formats import LOW_DTYPES, format_of, name_of
+from ...modules import CastingModule, is_norm, loses_nothing
+from ...policy import Policy, policy
+from ...report import Finding
+from ...report.finding import Severity
+from ..operators import Call, Observer
+from ..records import Line
+from .check import Check, on
+from .events import Examined, FirstStep, WithoutMasters
+from .pa103 import kept_full
+
+
+class PA111(Check):
+    """16-bit parameters that are stepped as they are; buffers and statistics that are 16-bit, or not finite."""
+
+    code = "PA111"
+    errors = (
+        (
+            "Attempting to unscale FP16 gradients",
+            "the parameters are float16: GradScaler wants float32 ones",
+            "model = model.float()  # and torch.autocast for the computation; or preamp.prepare(model, optimizer, "
+            "'O2')",
+        ),
+    )
+
+    @on(Examined)
+    def examined(self, event: Examined) -> Iterator[Finding]:
+        """Everything about the tensors that a model holds before its first step."""
+        model, under = event.model, event.policy
+        prepared = any(isinstance(module, CastingModule) for module in model.modules())
+        if not (prepared and under.masters):
+            yield from self._cast_by_hand(model, under)
+            yield from self._unmastered(model, event.optimizer, under)
+        yield from self._statistics(model, under)
+        yield from self._rounded_buffers(model, under)
+        yield from self._not_finite(model)
+
+    @on(FirstStep)
+    def first_step(self, event: FirstStep) -> Iterator[Finding]:
+        """The same of models whose policy is not known."""
+        for model in event.names.models.values():
+            yield from (*self._statistics(model, policy("O0")), *self._not_finite(model))
+
+    @on(WithoutMasters)
+    def without_masters(self, event: WithoutMasters) -> Iterator[Finding]:
+        """An optimizer of float16 parameters."""
+        params = [p for group in event.optimizer.param_groups for p in group["params"]]
+        half = [p for p in params if p.dtype is torch.float16]
+        if half:
+            kind, (_, name) = type(event.optimizer).__name__, event.names.parameter(half[0])
+            yield self.finding(
+                "warning",
+                f"{kind} steps {len(half)} float16 parameters ({name} first) without float32 masters: an update below "
+                "2**-12 of a weight changes nothing",
+                "session = preamp.prepare(model.float(), optimizer, level='O2')  # float32 masters\n"
+                "# or leave the model in float32, under torch.autocast",
+                module=event.names.common(half),
+                op=kind,
+                at=event.at,
+                evidence={"parameters": len(half), "first": name, "dtype": "fp16", "masters": False},
+            )
+
+    def _rounded_buffers(self, model: nn.Module, under: Policy) -> Iterator[Finding]:
+        """Buffers that a policy without regions stores in 16 bits; others keep those that matter."""
+        if under.params not in LOW_DTYPES or under.has_regions:
+            return
+        for path, module in model.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is None or buffer.dtype is not torch.float32 or is_norm(module):
+                    continue
+                if kept_full(path, under) or loses_nothing(buffer, under.params):
+                    continue
+                dtype, exact = name_of(under.params), buffer.detach()
+                off = ((exact.to(under.params).float() - exact).abs() / exact.abs()).nan_to_num(0.0).max().item()
+                angles = f" and up to {off:.1%} off: frequencies and positions turn that into large angles"
+                limit = round(2 / format_of(under.params).epsilon)
+                yield self.finding(
+                    "warning" if off else "info",
+                    f"the buffer {name} will be {dtype}{angles if off else ''}; a count in it would stop at {limit}",
+                    "session = preamp.prepare(model, optimizer, level='O2')  # keeps buffers that would be rounded",
+                    module=path,
+                    evidence={"buffer": name, "dtype": dtype, "relative error": round(off, 5)},
+                )
+
+    def _cast_by_hand(self, model: nn.Module, under: Policy) -> Iterator[Finding]:
+        """Parameters that are float16 already where the policy stores float32."""
+        names = []
+        for path, module in model.named_modules():
+            norm_full = is_norm(module) and under.norms is not torch.float16
+            if under.params is not torch.float16 or norm_full or kept_full(path, under):
+                own = module.named_parameters(path, recurse=False)
+                names += [name for name, p in own if p.dtype is torch.float16]
+        if names:
+            yield self.finding(
+                "error",
+                f"{_listed(names)} {'is' if len(names) == 1 else 'are'} already float16 and the policy keeps float32 "
+                "there: updates below 2**-11 of a weight are lost, and prepare() refuses the model",
+                "# remove model.half() or .to(torch.float16); the policy casts by itself:\n"
+                "session = preamp.prepare(model.float(), optimizer, level='O2')",
+                module=names[0].rpartition(".")[0],
+                evidence={"parameters": len(names), "first": names[0], "dtype": "fp16"},
+            )
+
+    def _unmastered(self, model: nn.Module, optimizer: Optimizer | None, under: Policy) -> Iterator[Finding]:
+        """An optimizer that steps float16 parameters directly, now or once the policy has cast them."""
+        if under.params is not torch.float16 or under.masters:
+            return
+        if optimizer is None:
+            stepped = {id(p) for p in model.parameters() if p.requires_grad}
+        else:
+            stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        names = [
+            name
+            for name, p in model.named_parameters()
+            if id(p) in stepped and p.is_floating_point() and not kept_full(name.rpartition(".")[0], under)
+        ]
+        if names:
+            yield self.finding(
+                "warning",
+                f"the policy has float16 parameters and no masters: the optimizer steps {_listed(names)} in float16, "
+                "where an update below 2**-11 of a weight changes nothing",
+                "session = preamp.prepare(model, optimizer, level='O2')  # or O3 with masters=yes",
+                module=names[0].rpartition(".")[0],
+                op=None if optimizer is None else type(optimizer).__name__,
+                evidence={"parameters": len(names), "first": names[0], "dtype": "fp16", "masters": False},
+            )
+
+    def _statistics(self, model: nn.Module, under: Policy) -> Iterator[Finding]:
+        """Running statistics of norm layers that are not finite, or float16."""
+        already: list[str] = []
+        later: list[str] = []
+        for path, module in model.named_modules():
+            if not isinstance(module, _NormBase):
+                continue
+            given = {name: getattr(module, name) for name in ("running_mean", "running_var")}
+            held = {name: t for name, t in given.items() if isinstance(t, Tensor)}
+            broken = {name: _share_not_finite(t) for name, t in held.items() if not _is_finite(t)}
+            if broken:
+                yield self.finding(
+                    "error",
+                    f"{' and '.join(broken)} of a norm layer not finite: every evaluation from here on gives NaN",
+                    f"{_spell(path)}.reset_running_stats()",
+                    module=path,
+                    evidence=broken,
+                )
+            if any(t.dtype is torch.float16 for t in held.values()):
+                already.append(path)
+            elif held and under.params is under.norms is torch.float16 and not kept_full(path, under):
+                later.append(path)
+        if already:
+            yield self._low_statistics(already, "are", "error")
+        if later:
+            yield self._low_statistics(later, "will be", "warning")
+
+    def _low_statistics(self, paths: Sequence[str], verb: str, severity: Severity) -> Finding:
+        first = paths[0] or "the model"
+        layers = first if len(paths) == 1 else f"{first} and {len(paths) - 1} more layers"
+        return self.finding(
+            severity,
+            f"the running statistics of {layers} {verb} float16: a variance above 65504 is infinite, and small changes "
+            "of an average are rounded away",
+            f"{_spell(paths[0])}.float()  # each of them; under a policy: norms=fp32",
+            module=paths[0],
+            evidence={"layers": len(paths), "first": paths[0], "dtype": "fp16"},
+        )
+
+    def _not_finite(self, model: nn.Module) -> Iterator[Finding]:
+        """Parameters that are not finite."""
+        for name, parameter in model.named_parameters():
+            if parameter.is_floating_point() and not _is_finite(parameter):
+                path, _, own = name.rpartition(".")
+                yield self.finding(
+                    "error",
+                    f"the parameter {name} is not finite before the first step: every output it touches is NaN or inf",
+                    "# load a sound checkpoint, or initialise it: a tensor from torch.empty holds whatever was there",
+                    module=path,
+                    evidence={own: _share_not_finite(parameter)},
+                )
+
+
+_MOVES = frozenset({"add", "sub", "mul", "lerp", "addcmul", "addcdiv", "copy"})
+"""Operators by which a count or an average goes on from what it was; a copy brings what another one has computed."""
+_Buffer = tuple[str, nn.Module, str]
+"""Path and module of its owner, and its name."""
+
+
+class Buffers(Observer):
+    """16-bit buffers of modules that are to move. Statistics of torch's own norm layers are judged by their dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: Any = WeakIdKeyDictionary()
+        """The `_Buffer` of each."""
+        self._next: Any = WeakTensorKeyDictionary()
+        """What was computed from one: that of the buffer, and the line."""
+        self._moved: list[tuple[_Buffer, Tensor, Line]] = []
+
+    def begin(self, modules: Mapping[str, nn.Module]) -> None:
+        """Know the buffers."""
+        for path, module in modules.items():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.dtype in LOW_DTYPES and not isinstance(module, _NormBase):
+                    self._held[buffer] = path, module, name
+
+    def after(self, call: Call) -> None:
+        """A count goes on in place, or in a new tensor that takes the buffer's place."""
+        if not self._held or call.base not in _MOVES or not call.args or not isinstance(call.args[0], Tensor):
+            return
+        target = call.args[0]
+        whole = target if target._base is None else target._base
+        known = self._held.get(whole)
+        in_place = call.name.partition(".")[0].endswith("_")
+        if known is not None and in_place:
+            source = call.args[1] if call.base == "copy" and len(call.args) > 1 else None
+            if call.base != "copy" or (isinstance(source, Tensor) and source in self._next):
+                self._moved.append((known, whole, call.at))
+        elif isinstance(call.out, Tensor) and not in_place:
+            read = next((self._held[t] for t in call.inputs if t in self._held), None)
+            if read is None:
+                read = next((self._next[t][0] for t in call.inputs if t in self._next), None)
+            if read is not None:
+                self._next[call.out] = read, call.at
+
+    def end(self) -> None:
+        """One of each buffer that moved."""
+        for tensor, (buffer, at) in list(self._next.items()):
+            _, module, name = buffer
+            if module._buffers.get(name) is tensor:
+                self._moved.append((buffer, tensor, at))
+        found: dict[tuple[int, str], Finding] = {}
+        for (path, module, name), tensor, at in self._moved:
+            if (id(module), name) not in found and tensor.dtype in LOW_DTYPES:
+                found[id(module), name] = _moving(path, name, tensor.dtype, at)
+        self.findings += found.values()
+
+
+def _moving(path: str, name: str, dtype: torch.dtype, at: Line) -> Finding:
+    short, limit = name_of(dtype), round(2 / format_of(dtype).epsilon)
+    return PA111.finding(
+        "warning",
+        f"the buffer {name} is {short} and goes on from its own value in every forward pass: a count stops at {limit}, "
+        f"and a running average stands still once it moves by less than 1/{limit} of itself",
+        f"module.{name} = module.{name}.float()  # after the cast; preamp's levels O2 and O5 do not cast it\n"
+        "# or count in an integer buffer, which no cast touches: torch.zeros((), dtype=torch.long)",
+        module=path,
+        at=at,
+        evidence={"buffer": name, "dtype": short, "stops at": limit},
+    )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    # a lazy parameter has no numbers yet, a meta tensor never has
+    return tensor.is_meta or is_lazy(tensor) or bool(torch.isfinite(tensor.detach()).all())
+
+
+def _share_not_finite(tensor: Tensor) -> str:
+    return f"{int((~torch.isfinite(tensor.detach())).sum())} of {tensor.numel()} not finite"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more parameters"
+
+
+def _spell(path: str) -> str:
+    return f"model.get_submodule({path!r})" if path else "model"

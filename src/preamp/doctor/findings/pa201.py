@@ -1,0 +1,217 @@
+"""PA201: where the first non-finite value came from.
+
+What it is. A number that is too large becomes *inf*, and an operation without an answer, such as 0 / 0 or inf - inf,
+gives *NaN*. Both spread: what is computed from them is inf or NaN in turn. This finding is the one operator that made
+the first of them out of finite numbers, with its module, your line, whether it ran forward or backward, and the range
+of its inputs.
+
+Why it hurts. By the time the loss prints `nan`, everything is NaN, and after one step the weights are as well. float16
+gets there first: it ends at 65504, which 256 squared passes. With a loss scale the weights are safe, because the scaler
+skips such a step; when the forward pass makes the infinity it skips every step, and nothing trains.
+
+An infinity may also leave no trace: in a float16 norm written by hand the square is infinite, `rsqrt` or a division
+makes it zero, and the features vanish without a NaN or a skipped step. That is found where operators are looked at, by
+the doctor and by `preamp.doctor.examine`, and named at the operator that made the infinity.
+
+The cure. Of this origin: the norm behind it takes any factor out again, so one that brings the product to size costs
+nothing. (Or `x.float()` there.)
+
+When it is harmless. An infinity that is gone before the loss, such as a mask of `-inf` under a softmax. Gradients that
+overflow only because of the loss scale, which the scaler undoes by skipping the step: that is how it finds its scale.
+The doctor reports neither.
+
+See also: [PA103](PA103.md) and [PA205](PA205.md), before it breaks; [PA207](PA207.md), when the data were not finite;
+[the doctor](../doctor.md), how the origin is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from ...report import Finding
+from ..records import Rank
+from .check import Check
+from .pa207 import PA207
+
+
+class PA201(Check):
+    """The origin of what is not finite, of a step done again; infinities that leave no trace; steps not done again."""
+
+    code = "PA201"
+
+    @classmethod
+    def hidden(cls, made: Any, hidden_by: str) -> Finding:
+        """The operator call `made` gave an infinity, and a root or a division has made a zero of it."""
+        return cls.finding(
+            "error",
+            f"{made.base} (forward) made inf out of finite float16 values, and {hidden_by} made zeros of it: nothing "
+            "is NaN, no step is skipped, and what is multiplied by it vanishes",
+            "x = x.float()  # before this line\n"
+            "# or a norm of torch's (nn.RMSNorm, F.normalize) in a region of preamp's, which runs it in float32",
+            **made.where,
+            evidence={"dtype": "fp16", "made zero by": hidden_by},
+        )
+
+    def at_end(self, rank: Rank) -> Iterator[Finding]:
+        """A step taken with what is not finite, that could not be done again; other errors explain it."""
+        taken = {step["step"]: step["bad"] for step in rank.steps if step["bad"] and not step["skipped"]}
+        first = next((one for one in rank.many.get("unexplained", []) if one["step"] in taken), None)
+        if first is None or any(finding.severity == "error" and finding.code != "PA101" for finding in rank.findings):
+            return
+        is_loss = first["what"] == "loss"
+        yield self.finding(
+            "error",
+            f"the {'loss was' if is_loss else 'gradients were'} not finite and the step was taken; it could not be "
+            "done again, so its origin is not known",
+            "origin = preamp.doctor.find_origin(lambda: loss_fn(model(x), y), models=model)  # where it can be called",
+            at=tuple(first["at"]),
+            step=first["step"],
+            direction="forward" if is_loss else "backward",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """One tensor that went in or came out: range over its finite entries (None without any), counts of the others."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    min: float | None
+    max: float | None
+    inf: int
+    nan: int
+
+    def __str__(self) -> str:
+        """Dtype, shape and range in one line."""
+        span = "nothing finite" if self.min is None else f"{self.min:.4g} to {self.max:.4g}"
+        bad = "".join(f", {count} {name}" for name, count in (("inf", self.inf), ("nan", self.nan)) if count)
+        return f"{self.dtype}{list(self.shape)} {span}{bad}"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where the first non-finite value came from.
+
+    `module`: path of `named_modules` (root "", `name:path` with several models), None outside of all models; `op`:
+    aten overload; `file`, `line`: the user's line that ran it, for a backward operator the forward line that made
+    its node; `inputs`, `output`: what it read and the first non-finite tensor it wrote; `constants`: numbers among
+    its arguments; `kind`: of the output, NaN before inf; `carriers`: (module, op, direction) of those that passed it
+    on, in order, each once, at most 20; `from_data`: the value was there before any operator, in `source` (a
+    parameter's or buffer's path, None for an input), and module and op are its first consumer; `own`: (file, line)
+    inside a backward written in Python.
+    """
+
+    module: str | None
+    op: str
+    direction: Literal["forward", "backward"]
+    file: str | None
+    line: int | None
+    inputs: tuple[Operand, ...]
+    output: Operand
+    kind: Literal["inf", "nan"]
+    carriers: tuple[tuple[str | None, str, str], ...] = ()
+    from_data: bool = False
+    source: str | None = None
+    constants: tuple[float, ...] = ()
+    own: tuple[str, int] | None = None
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """The place, as fields of a finding."""
+        at = (self.file, self.line)
+        return {"module": self.module, "op": self.op, "direction": self.direction, "at": at}
+
+    def finding(self, step: int | None = None) -> Finding:
+        """PA201, or PA207 when the value came with the data; `step` counts optimizer-step attempts from 0."""
+        where = "outside the models" if self.module is None else f"in module {self.module or '(root)'!r}"
+        evidence: dict[str, Any] = {f"input {i}": str(operand) for i, operand in enumerate(self.inputs)}
+        evidence["output"] = str(self.output)
+        if self.constants:
+            evidence["constants"] = list(self.constants)
+        if self.own:
+            evidence["backward written at"] = f"{self.own[0]}:{self.own[1]}"
+        if self.carriers:
+            evidence["carried by"] = [f"{m or '(root)'} {op} ({way})" for m, op, way in self.carriers]
+        if self.from_data:
+            came = "nan" if any(i.nan for i in self.inputs) else "inf" if any(i.inf for i in self.inputs) else self.kind
+            return PA207.came_in(came, self.source, where, **self.where, step=step, evidence=evidence)
+        message = f"{self.op} ({self.direction}) {where} made {self.kind} out of finite values"
+        return PA201.finding("error", message, cure(self), **self.where, step=step, evidence=evidence)
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """An origin, and whether only the loss scale brings it about."""
+
+    origin: Origin
+    by_scale: bool
+    samples: Sequence[int] = ()
+    """Positions along the first dimension of the input that holds a value that is not finite."""
+
+    def finding(self, step: int) -> Finding:
+        """PA201, or PA207 for what came in with a batch; a parameter or buffer that is not finite did not."""
+        found = self.origin.finding(step)
+        source = self.origin.source
+        if source is not None:
+            when = f"the step before, {step - 1}," if step else "whoever made or loaded it"
+            message = (
+                f"parameter or buffer {source!r} was {self.origin.kind} before step {step} began: {when} left "
+                f"it so; {self.origin.op} is the first to compute with it"
+            )
+            found = replace(found, code=PA201.code, message=message)
+        if self.samples:
+            evidence = dict(found.evidence) if isinstance(found.evidence, dict) else {}
+            found = replace(found, evidence={**evidence, "entries of the batch": list(self.samples)})
+        return found
+
+
+_LOW = ("fp16", "float16", "bf16", "bfloat16")
+_HALF = ("fp16", "float16")
+_GROWING = {
+    "exp": "exp", "expm1": "expm1", "pow": "pow", "sum": "sum", "cumsum": "cumsum", "prod": "prod", "var": "var",
+    "mean": "mean", "norm": "norm", "linalg_vector_norm": "norm", "_softmax": "softmax",
+    "_log_softmax": "log_softmax", "native_layer_norm": "layer_norm", "square": "pow", "sinh": "sinh", "cosh": "cosh",
+}  # fmt: skip
+"""Operators whose results outgrow fp16, and the name a policy knows them by."""
+_DIVIDING = ("div", "reciprocal", "rsqrt", "log", "log2", "log10", "sqrt")
+_MASKING = ("mul", "where", "add", "sub", "masked_fill", "full", "full_like", "fill", "scalar_tensor", "_to_copy")
+
+
+def cure(origin: Origin) -> str:
+    """Text to paste, or to follow where the code is the user's to change."""
+    name = origin.op.removeprefix("aten.").partition(".")[0].rstrip("_")
+    dtype = origin.output.dtype
+    torch_dtype = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}.get(dtype, dtype)
+    ranges = [(o.min, o.max) for o in origin.inputs if o.min is not None and o.max is not None]
+    if name in ("_softmax", "_log_softmax") and any(operand.inf for operand in origin.inputs):
+        return (
+            "a row is masked from end to end: leave one entry per row unmasked, or fill with torch.finfo(x.dtype).min"
+        )
+    if name in _DIVIDING and any(low <= 0 <= high for low, high in ranges):
+        epsilon = "1e-4" if dtype in _HALF else "1e-8"
+        if origin.direction == "backward":
+            return (
+                f"the forward line's derivative is infinite at 0: keep its argument away from it, for instance "
+                f"x.clamp(min={epsilon}) ({epsilon} is a normal number of torch.{torch_dtype})"
+            )
+        return f"x.clamp(min={epsilon}) before it: {epsilon} is a normal number of torch.{torch_dtype}"
+    numbers = [*origin.constants, *(o.min for o in origin.inputs if not o.shape and o.min is not None)]
+    if name in _MASKING and dtype in _HALF and any(abs(number) > 65504 for number in numbers):
+        return "a constant is beyond the range of float16: fill with torch.finfo(x.dtype).min instead"
+    if name in _GROWING and (dtype in _LOW or any(operand.dtype in _LOW for operand in origin.inputs)):
+        return f'preamp.prepare(..., policy="O1; {_rule(origin, _GROWING[name])} -> full")'
+    if origin.direction == "backward" and dtype in _HALF:
+        return "a gradient outgrew float16: lower the loss scale, or use bfloat16: preamp.prepare(..., policy='O4')"
+    if dtype in _HALF:
+        return (
+            f'preamp.prepare(..., policy="O4"), which has the range of float32, or '
+            f'preamp.prepare(..., policy="O1; {_rule(origin, None)} -> full")'
+        )
+    return f"{name} leaves the range of {torch_dtype}, which is no matter of low precision: bound what it reads"
+
+
+def _rule(origin: Origin, op: str | None) -> str:
+    path = (origin.module or "").rpartition(":")[2]
+    return path or (f"op {op}" if op else ".*")

@@ -1,0 +1,74 @@
+"""PA205: values near the end of the range.
+
+What it is. float16 ends at 65504. The finding is an operator whose largest result lies within 2 bits of that, 16376 or
+more, while everything is still finite.
+
+Why it hurts. It does not yet. A batch that is a little larger, or weights that grow by a factor of four, make it
+infinite; a loss scale then skips the step, and every step after ([PA201](PA201.md)).
+
+The cure. Bring the numbers to size where they come in.
+
+When it is harmless. -65504 as a mask (`torch.finfo(torch.float16).min`) is meant to be there. In bfloat16, which
+reaches 3.4e38, such numbers are nothing special, and in float32 neither. None of these is reported.
+
+See also: [PA103](PA103.md), constants beyond the range; [PA104](PA104.md), operators that get there.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...formats import FP16
+from ...report import Finding
+from ..operators import Call, Observer
+from .check import Check
+
+NEAR_TOP = FP16.max / 4
+"""Two bits below float16's largest number."""
+_FILLS = frozenset({"masked_fill", "where", "clamp", "clamp_min", "clamp_max", "index_fill", "add", "mul", "sub"})
+
+
+class PA205(Check):
+    """Float16 results within two bits of the largest number."""
+
+    code = "PA205"
+
+
+class Tops(Observer):
+    """The largest result of each module and operator counts, and of what follows from it the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tops: dict[tuple[str | None, str], tuple[float, dict[str, Any]]] = {}
+
+    def after(self, call: Call) -> None:
+        """Look at one result."""
+        out = call.out if isinstance(call.out, Tensor) else None
+        if out is None or out.dtype is not torch.float16 or not out.numel() or call.base in ("full", "fill"):
+            return
+        if not any(t.dtype is torch.float16 for t in call.inputs):
+            return  # a cast: the number is older than this line
+        top = float(out.abs().max())
+        if top == FP16.max and call.base in _FILLS:
+            return  # torch.finfo(dtype).min as a mask: meant to be there
+        if NEAR_TOP <= top <= FP16.max and top > self._tops.get((call.module, call.base), (0.0,))[0]:
+            self._tops[call.module, call.base] = top, call.where
+
+    def end(self) -> None:
+        """One of each module and operator."""
+        self.findings += [_near(top, where) for top, where in self._tops.values()]
+
+
+def _near(top: float, where: dict[str, Any]) -> Finding:
+    return PA205.finding(
+        "warning",
+        f"{where['op']} gave {top:.5g} in float16, less than 2 bits below the largest number, 65504: a batch or a "
+        "learning rate away from infinity",
+        "x = x.float()  # before this line, or scale what it multiplies: attention by 1 / sqrt(d), sums by 1 / n",
+        **where,
+        evidence={"largest magnitude": top, "dtype": "fp16", "headroom in bits": round(math.log2(FP16.max / top), 2)},
+    )

@@ -1,0 +1,222 @@
+"""PA206: a loss that leaves the full-precision run.
+
+What it is. The same script is run in float32 and as it is, each with several seeds. Two runs with different seeds never
+give the same loss. The finding is a loss that departs from that of the float32 runs by more than they depart from one
+another.
+
+Why it hurts. This is what remains when nothing overflows, nothing is skipped and nothing is NaN: the model is worse. No
+single step shows it. The script below computes the phase of a sine in float16, where numbers from 16384 on are 16
+apart: nothing is left of the phase.
+
+How to see it. `preamp compare train.py`, or `preamp doctor --compare train.py`, runs the script both ways, three seeds
+each, and says:
+
+What it shows. Where a module of the model is the first to give something else, the finding names it and the fix keeps
+that one in float32.
+
+The cure. Have the part that needs it run in float32, and the rest as before.
+
+When it is harmless. A loss that differs in each step and stays among those of the float32 seeds: rounding takes another
+way to the same place. That is not reported, however early the two part.
+
+See also: [PA104](PA104.md), operators that lose bits; [PA202](PA202.md) and [PA204](PA204.md), what else is silent.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ...report import Finding, format_number
+from .check import Check
+
+Verdict = Literal["equivalent", "worse", "better", "undecided", "identical"]
+TAIL = 0.1
+"""Share of the steps at the end whose mean loss is a run's result."""
+SPREADS = 2.0
+"""The margin, in standard deviations of the full-precision results over seeds, unless one is given."""
+LEAST = 0.005
+"""The margin is never below this share of the loss."""
+APART = 5.0
+"""A difference of so many margins is an error; a smaller one beyond the margin a warning."""
+WRONG = 0.1
+"""A relative error that rounding to 16 bits, 0.4 % in bfloat16, does not explain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The losses of one seed, step by step; not finite ones as they were."""
+
+    mixed: Sequence[float]
+    full: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """What the comparison of pairs of runs says. Losses are in the script's own unit."""
+
+    verdict: Verdict
+    mixed: tuple[float, ...]
+    """The result of each seed."""
+    full: tuple[float, ...]
+    difference: float
+    """Mean of mixed - full; infinite when a mixed run came to nothing and full ones did not."""
+    interval: tuple[float, float] | None
+    """90 % interval of that mean; None with less than two pairs or results that are not finite."""
+    margin: float
+    parted: int | None
+    """First step from which a pair's losses differ by more than the margin for good; None where none does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """How far something of the first step of a mixed run is from the same in full precision."""
+
+    name: str
+    relative: float
+    """||mixed - full|| / ||full||, L2; infinite where full is zero or mixed is not finite."""
+    cosine: float
+    """Of the angle between them; 0 where either is zero or not finite."""
+    norm: float
+    """||full||."""
+    lost: float
+    """Share of the values that are not zero in full precision and zero in the mixed run."""
+
+
+def culprit_of(outputs: Sequence[Error]) -> Error | None:
+    """The first module whose output is another one, while all before it were only rounded; None without any."""
+    return next((error for error in outputs if error.relative > WRONG), None)
+
+
+class PA206(Check):
+    """Mixed precision is worse than full precision by more than other seeds are."""
+
+    code = "PA206"
+
+    def of(self, found: Parity, culprit: Error | None) -> tuple[Finding, ...]:
+        """What a comparison shows; PA109 where both runs are the same."""
+        if found.verdict == "identical":
+            message = "the losses are the same bits in full precision: nothing here runs in 16 bits"
+            fix = "with torch.autocast(x.device.type, dtype=torch.bfloat16): ..."
+            return (Finding("PA109", "info", message, fix=fix),)
+        if found.verdict != "worse":
+            return ()
+        evidence: dict[str, Any] = {
+            "mixed": list(map(spell, found.mixed)),
+            "full": list(map(spell, found.full)),
+            "margin": spell(found.margin),
+            "apart from step": found.parted,
+        }
+        fix = "# look for the first row that is far off in the report's table of the first step; keep that module full"
+        if culprit is not None:
+            evidence["relative error of what it gives, in the first step"] = spell(culprit.relative)
+            fix = f'preamp.prepare(model, optimizer, policy="O4; {culprit.name} -> full")' if culprit.name else fix
+        infinite = math.isinf(found.difference)
+        what = "does not end finite" if infinite else f"ends {spell(found.difference)} above full precision"
+        return (
+            self.finding(
+                "error" if infinite or found.difference > APART * found.margin else "warning",
+                f"the loss in mixed precision {what}; other seeds change it by less than {spell(found.margin)}",
+                fix,
+                module=None if culprit is None else culprit.name,
+                step=found.parted,
+                evidence=evidence,
+            ),
+        )
+
+
+def spell(value: float) -> str:
+    """A loss, in three digits."""
+    return format_number(value, 3) if math.isfinite(value) else "not finite"
+
+
+def result(losses: Sequence[float]) -> float:
+    """The mean of the last tenth of the losses; infinite when one of those is not finite, or there is none."""
+    last = losses[-max(1, round(TAIL * len(losses))) :]
+    return statistics.fmean(last) if last and all(map(math.isfinite, last)) else math.inf
+
+
+def parity(pairs: Sequence[Pair], margin: float | None = None) -> Parity:
+    """Compare pairs of runs; `margin`: the share of the full-precision loss that does not matter.
+
+    Losses are compared seed by seed: the two runs of a pair begin with the same weights and see the same data. The mean
+    of the differences has a Student t distribution with one degree of freedom less than there are pairs; the two runs
+    are equivalent when its 90 % interval lies within the margin (two one-sided tests at 5 %: Schuirmann, 1987). Raises
+    `ValueError` without a pair.
+    """
+    if not pairs:
+        raise ValueError("there is no pair of runs to compare")
+    pairs = [Pair(p.mixed[: len(p.full)], p.full[: len(p.mixed)]) for p in pairs]
+    mixed, full = tuple(result(p.mixed) for p in pairs), tuple(result(p.full) for p in pairs)
+    room = _margin(full, margin)
+    parted = min((step for p in pairs if (step := _parted(p, room)) is not None), default=None)
+    if not all(map(math.isfinite, full)):
+        return Parity("undecided", mixed, full, math.nan, None, room, parted)
+    if not all(map(math.isfinite, mixed)):
+        return Parity("worse", mixed, full, math.inf, None, room, parted)
+    differences = [a - b for a, b in zip(mixed, full, strict=True)]
+    mean = statistics.fmean(differences)
+    if all(list(p.mixed) == list(p.full) for p in pairs):
+        return Parity("identical", mixed, full, 0.0, (0.0, 0.0), room, None)
+    if len(pairs) < 2:
+        verdict: Verdict = "undecided"
+        return Parity(verdict, mixed, full, mean, None, room, parted)
+    half = quantile(0.95, len(pairs) - 1) * statistics.stdev(differences) / math.sqrt(len(pairs))
+    interval = (mean - half, mean + half)
+    if -room < interval[0] and interval[1] < room:
+        verdict = "equivalent"
+    elif interval[0] > 0 and mean > room:
+        verdict = "worse"
+    elif interval[1] < 0 and mean < -room:
+        verdict = "better"
+    else:
+        verdict = "undecided"
+    return Parity(verdict, mixed, full, mean, interval, room, parted)
+
+
+def _margin(full: Sequence[float], margin: float | None) -> float:
+    finite = [value for value in full if math.isfinite(value)]
+    size = statistics.fmean(map(abs, finite)) if finite else 0.0
+    if margin is not None:
+        return margin * size
+    spread = statistics.stdev(finite) if len(finite) > 1 else 0.0
+    return max(SPREADS * spread, LEAST * size)
+
+
+def _parted(pair: Pair, margin: float) -> int | None:
+    found = None
+    for step, (a, b) in enumerate(zip(pair.mixed, pair.full, strict=True)):
+        apart = not math.isfinite(a) or abs(a - b) > margin
+        found = (step if found is None else found) if apart and math.isfinite(b) else None
+    return found
+
+
+def quantile(share: float, degrees: int) -> float:
+    """The Student t quantile: the t below which a share of the distribution with so many degrees of freedom lies.
+
+    By bisection of its cumulative distribution, which for whole degrees is a finite sum (Abramowitz and Stegun,
+    26.7.3 and 26.7.4).
+    """
+    low, high = 0.0, 1e4
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, degrees) < 2 * share - 1 else (low, middle)
+    return (low + high) / 2
+
+
+def _within(t: float, degrees: int) -> float:
+    """The share between -t and t."""
+    angle = math.atan(t / math.sqrt(degrees))
+    cosine = math.cos(angle)
+    odd = degrees % 2
+    term = cosine if odd else 1.0
+    total = term if degrees > 1 else 0.0
+    for k in range(2 + odd, degrees - 1, 2):
+        term *= cosine * cosine * (k - 1) / k
+        total += term
+    if not odd:
+        return math.sin(angle) * total
+    return 2 / math.pi * (angle + math.sin(angle) * total)

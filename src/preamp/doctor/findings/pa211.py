@@ -1,0 +1,87 @@
+"""PA211: moments that cannot move.
+
+What it is. Adam divides by the root of a second moment, which every step moves by 1 - beta2 of its distance to the
+squared gradient: by a thousandth with torch's beta2 of 0.999. bfloat16 tells numbers 0.4 % to 0.8 % apart, so in a
+model that was cast to it a moment is only moved by a gradient some times its usual size, and nothing at all can make it
+smaller. The finding is an optimizer with 16-bit second moments of which a step leaves half or more as they were, where
+their gradients are not zero. Float32 moments, or a beta2 of 0.95, leave a few percent.
+
+Why it hurts. The moments remember the large gradients of the first steps, and the updates are too short for as long as
+the run lasts: in small measured runs the moments were 1.4 to 11 times too large, and the final loss 2 % to 3 % worse
+beside float32 moments where the learning rate decays. It is most often met together with weights that do not move
+([PA204](PA204.md)), and later.
+
+What it shows. The doctor compares the moments before and after each step that it looks at (`--every`), up to 65536 of
+each tensor, and keeps those of 256 entries of 16 tensors in float32 besides, from the first step that it sees: what the
+stored ones are divided by in the last line of what was seen. Optimizers of `preamp.optim` are not judged: their moments
+are float32, or rounded stochastically, which leaves most of them where they were in any one step and moves them rightly
+on average.
+
+The cure. Float32 moments, and masters with them: level O5. (Or the model in float32 under `torch.autocast`; or an
+optimizer of `preamp.optim`, which steps bfloat16 weights with float32 moments.)
+
+When it is harmless. Where gradients keep their size over the whole run, the moments that do not move are right as they
+are: with a constant learning rate losses were the same to half a percent. In the first hundred or two hundred steps
+they do move, as each step still is a large part of them; nothing is reported there. In float16 they move more often (11
+bits), but vanish below 6e-8 ([PA101](PA101.md)).
+
+See also: [PA204](PA204.md), weights that rounding leaves where they were; [optimizers](../optimizers.md);
+[levels](../levels.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ...report import Finding
+from ..records import Rank
+from .check import Check
+
+FROZEN = 0.5
+"""Share of the second moments that a step leaves as they were, from which it is reported. In float32, or with a beta2
+of 0.95, it is a few percent at the most; from half on what Adam divides by is mostly a memory of the first steps."""
+
+
+class PA211(Check):
+    """Second moments kept in 16 bits, of which a step leaves most as they were.
+
+    Adam moves a second moment by 1 - beta2 of its distance to the squared gradient. With beta2 = 0.999 that is a
+    thousandth at the most on the way down, and bfloat16 tells numbers 0.4 % to 0.8 % apart: such a moment can rise, and
+    never fall.
+    """
+
+    code = "PA211"
+
+    def at_end(self, rank: Rank) -> Iterator[Finding]:
+        """Of each optimizer, by the last step that was looked at."""
+        by_optimizer: dict[Any, list[dict[str, Any]]] = {}
+        for one in rank.many.get("moments", []):
+            if one["total"]:
+                by_optimizer.setdefault((one["optimizer"], one["file"], one["line"]), []).append(one)
+        for seen in by_optimizer.values():
+            shares = {one["step"]: one["same"] / one["total"] for one in seen}
+            if shares[seen[-1]["step"]] >= FROZEN:
+                yield self._frozen(seen[-1], shares)
+
+    def _frozen(self, last: dict[str, Any], shares: dict[int, float]) -> Finding:
+        rows = list(shares.items())
+        rows = rows[:: -max(1, len(rows) // 4)][:5][::-1]  # up to five, spread evenly, the last among them
+        evidence: dict[str, Any] = {"moments unchanged": {f"step {step}": round(share, 3) for step, share in rows}}
+        evidence["dtype"], far = last["dtype"], ""
+        if last["stored"] and last["exact"]:
+            ratio = last["stored"] / last["exact"]
+            evidence["stored mean over that in float32"] = round(ratio, 3)
+            far = f"; on average they are {ratio:.2g} times what the same gradients give in float32"
+        return self.finding(
+            "warning",
+            f"step {last['step']} left {shares[last['step']]:.0%} of the second moments with a gradient as they were: "
+            f"{last['dtype']} cannot hold changes as small as 1 - beta2 of them, so they hardly fall any more{far}",
+            "session = preamp.prepare(model.float(), optimizer, level='O5')  # masters and moments in float32\n"
+            "# or preamp.optim.AdamW in place of torch.optim.AdamW",
+            module=last["module"],
+            op=last["optimizer"],
+            at=(last["file"], last["line"]),
+            step=next(step for step, share in shares.items() if share >= FROZEN),
+            evidence=evidence,
+        )

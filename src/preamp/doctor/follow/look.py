@@ -1,0 +1,337 @@
+"""What is looked at in a training step: operators in a few of them, magnitudes in every N-th."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...autocast import MARKER
+from ..findings.check import without_repeats
+from ..findings.events import GradientSpread, GradientsRead, Observed, Prepared, RanInThread
+from ..findings.pa202 import row_of
+from ..measure import spread_of, values_here
+from ..names import unwrapped
+from ..places import key_of
+from ..replay.diagnose import compare_gradients
+from .audit import Held, audit
+from .magnitudes import Pending, Telemetry
+from .observation import Recomputation, StepObservation
+from .precision import Precision, regions_entered
+from .run import Run
+from .scales import Scales
+from .updates import StalledAverages
+
+ENOUGH = 64
+"""Model calls of one step that are looked at."""
+_SMALL = 16
+"""Gradients of fewer values are not judged."""
+
+
+class Look:
+    """Begins with a model call of a step that is to be looked at, and is over with the attempt to step."""
+
+    def __init__(self, run: Run, scales: Scales, precision: Precision, every: int | None, replay: bool) -> None:
+        self._run, self._scales, self._precision = run, scales, precision
+        self.every, self._replay = every, replay
+        """Steps from one whose magnitudes are counted to the next; None: only losses are wanted."""
+        self._observation: StepObservation | None = None
+        self._recomputation: Recomputation | None = None
+        self._averages: StalledAverages | None = None
+        self._held: Held | None = None
+        """Where operators were looked at in this step."""
+        self._telemetry: Telemetry | None = None
+        self._done: Telemetry | None = None
+        """Of a step that is over, until the weights are seen that it left."""
+        self._pending: Pending | None = None
+        """Counts that are on their way to the host."""
+        self._left: list[StepObservation | StalledAverages] = []
+        self._taken = False
+        self._turn, self._opened = -1, 0
+        self._again, self._again_in, self._replayed = False, -1, False
+        """Whether this step is to be done again to be looked at, the last turn of which that was so, and whether what
+        is looked at was."""
+        self._regions = False, False
+        """Whether the model was called in a region, and in one of preamp's."""
+        self.low: set[torch.dtype] = set()
+        """16-bit dtypes of matrix products seen."""
+        self.low_now: set[torch.dtype] = set()
+        """The same, of this step only; empty where operators were not looked at."""
+
+    def open(self, turn: int, module: nn.Module | None) -> None:
+        """A model is about to run, in this turn of its optimizer; its call has begun already."""
+        run = self._run
+        self._close_averages()
+        self.settle()
+        if self.every is None:
+            return
+        self._opened = self._opened + 1 if turn == self._turn else 1
+        self._turn = turn
+        if self._opened > ENOUGH:  # a rollout, or a long accumulation: what there is to see was seen
+            self._judge()
+            if self._telemetry is not None:
+                self._telemetry.close()
+            return
+        regions, compiled = regions_entered(), self._precision.compiled
+        on = torch.is_autocast_enabled(MARKER)
+        self._regions = on or bool(regions), on
+        if self._observation is None and self._is_close(turn):
+            if not compiled:
+                self._observe(module)
+            elif turn != self._again_in:
+                self._again_in, self._again = turn, True
+        if self._observation is not None:
+            self._note_regions(self._observation)
+        if self._telemetry is None and turn % self.every == 0:
+            self._telemetry = Telemetry(run.names, run.step, run.clock)
+        if self._telemetry is not None and not compiled:
+            self._telemetry.in_backward = False
+            self._telemetry.open()
+            self._telemetry.regions = regions
+
+    def _is_close(self, turn: int) -> bool:
+        """Whether operators are looked at: in the first step, and then more and more rarely.
+
+        Not in compiled code, which would run as written under the observation, with other roundings.
+        """
+        every = self.every or 1
+        return turn == 0 or (turn % every == 0 and (turn // every).bit_count() == 1)
+
+    def _observe(self, module: nn.Module | None) -> None:
+        self._observation = StepObservation(self._run, lambda: self._precision.keeps_casts)
+        if module is not None:
+            self._observation.places.enter(module)
+        self._observation.__enter__()
+        self._recomputation = Recomputation(self._run.names)
+
+    def _note_regions(self, observation: StepObservation) -> None:
+        observation.autocast_on, ours = self._regions
+        observation.torchs_own = observation.autocast_on and not ours
+
+    def _look_again(self, loss: Tensor) -> None:
+        """Do a step of compiled code again, as written and with autograd, and look at that."""
+        tape, names = self._run.tape, self._run.names
+        observation = StepObservation(self._run, lambda: False, Look._look_again.__code__)
+        self._note_regions(observation)
+        if self._telemetry is not None:
+            self._telemetry.open()
+        try:
+            with tape.done_again(), observation:
+                if tape.knows(loss):
+                    again = tape.replay(loss, observation.places, names.get)
+                    if self._telemetry is not None and again.requires_grad:
+                        self._telemetry.in_backward = True
+                        torch.autograd.grad(again, names.parameters(), torch.ones_like(again), allow_unused=True)
+                else:
+                    tape.replay_calls(observation.places, names.get)
+        except Exception:  # a model that cannot be called a second time
+            observation.places.close()
+        else:
+            self._observation, self._replayed = observation, True
+        finally:
+            if self._telemetry is not None:
+                self._telemetry.close()
+
+    def before_backward(self, scale: float, losses: Sequence[Tensor]) -> None:
+        """The losses are there, with this scale on them."""
+        if self._again and losses:
+            self._again = False
+            self._look_again(losses[0])
+        self.gradients_are_true()  # what autograd and we do with gradients is no reading of the script's
+        if self._observation is not None:
+            self._observation.backward_scale = scale
+        if self._telemetry is not None:
+            self._telemetry.in_backward = True
+            self._telemetry.backward_scale = scale
+
+    def after_backward(self) -> None:
+        """Gradients are there; who reads them may read scaled ones."""
+        if self._telemetry is not None:
+            self._telemetry.close()
+            for path in self._telemetry.outside[:1]:
+                self._run.emit(RanInThread(path))
+        if self._observation is not None and self._scales.on_gradients != 1:
+            grads = (p.grad for p in self._run.names.parameters() if p.grad is not None)
+            self._observation.gradients = frozenset(key_of(grad) for grad in grads)
+
+    def gradients_are_true(self) -> None:
+        """They have been unscaled, or are about to be: who reads them now reads what he means."""
+        if self._observation is not None:
+            self._observation.gradients = frozenset()
+
+    @contextmanager
+    def gradients_may_be_read(self) -> Iterator[None]:
+        """Who reads them inside knows that they are scaled."""
+        observation = self._observation
+        kept = observation.gradients if observation is not None else frozenset()
+        self.gradients_are_true()
+        try:
+            yield
+        finally:
+            if observation is not None:
+                observation.gradients = kept
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs inside is neither the script's nor its model's."""
+        observation = self._observation
+        if observation is not None:
+            observation.paused = True
+        try:
+            yield
+        finally:
+            if observation is not None:
+                observation.paused = False
+
+    def before_step(self, optimizer: Optimizer | None) -> None:
+        """The step is whole; its gradients are there."""
+        run = self._run
+        was_close = self._observation is not None
+        self.low_now = set()
+        self._judge()
+        if self._held is not None:
+            self._held.before_step(run.names)
+        if was_close and torch.float16 in self.low and not run.bad:
+            self._read_gradients()
+        telemetry = self._telemetry
+        if telemetry is not None and not telemetry.has_weights:
+            known = {id(p) for p in run.names.parameters()}
+            own = [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
+            own = [p for p in own if id(p) in known]  # an optimizer of masters has others
+            telemetry.weights(own or run.names.parameters(), self._scales.on_gradients)
+
+    def _read_gradients(self) -> None:
+        """What float16 lost of them: measured where the step can be done again, and else told from what is left."""
+        run, scale, stored = self._run, self._scales.of_backward, self._scales.on_gradients
+        rows = None
+        if self._replay and len(run.losses) == 1 and not run.names.is_sharded:
+            rows = compare_gradients(run.tape, run.names, run.losses[0], scale, stored)
+        if rows is None:
+            run.emit(GradientsRead(self._spreads(stored), scale, is_exact=False))
+            return
+        run.emit(GradientsRead(rows, scale, is_exact=True))
+        run.recorder.write("underflow", step=run.step, scale=scale, rows=list(map(row_of, rows)))
+
+    def _spreads(self, stored: float) -> list[GradientSpread]:
+        """Of the parameters whose gradients are float16 or, where none is, of all: they passed through it."""
+        names, parameters = self._run.names, self._run.names.parameters()
+        halves = [p for p in parameters if p.dtype is torch.float16]  # norms kept in float32 have float32 gradients
+        found = []
+        for parameter in halves or parameters:
+            grad = parameter.grad
+            if grad is not None and grad.layout is torch.strided and grad.numel() >= _SMALL:
+                spread = spread_of(values_here(grad)).times(1 / stored)
+                found.append(GradientSpread(*names.parameter(parameter), spread, parameter.dim() < 2))
+        return found
+
+    def attempted(self, taken: bool) -> None:
+        """The step was taken or skipped. What it changed is looked at later: masters may not be copied back yet."""
+        self._sweep()
+        if self._telemetry is not None:
+            self._telemetry.close()
+            self._done, self._telemetry, self._taken = self._telemetry, None, taken
+        held, self._held = self._held, None
+        if held is not None:
+            held.after_step(self._run.optimizers.values())
+            self._run.recorder.write("held", step=self._run.step, rows=held.rows())
+            if taken:
+                self._averages = StalledAverages()
+                self._averages.__enter__()
+
+    def _close_averages(self) -> None:
+        averages, self._averages = self._averages, None
+        if averages is not None:
+            averages.stop()
+            for event in averages.events():
+                self._run.emit(event)
+
+    def close(self) -> None:
+        """Look no more, and record what there is."""
+        self._sweep()
+        self._close_averages()
+        self._judge()
+        if self._telemetry is not None:
+            self.attempted(taken=False)
+        self.settle()
+        self.settle()
+
+    def give_up(self) -> None:
+        """Look no more and judge nothing."""
+        observation, self._observation = self._observation, None
+        averages, self._averages = self._averages, None
+        recomputation, self._recomputation = self._recomputation, None
+        telemetry, self._telemetry = self._telemetry, None
+        self._done = self._pending = self.every = None
+        if observation is not None:
+            observation.paused = True
+        self._left += [one for one in (averages, observation) if one is not None]
+        self._sweep()
+        for other in (recomputation, telemetry):
+            if other is not None:
+                other.close()
+
+    def _sweep(self) -> None:
+        """Take away modes that could not be when an error of ours came up inside of them."""
+        for one in self._left:
+            one.stop()
+
+    def settle(self) -> None:
+        """Record the counts that have arrived, and send those of the last step."""
+        if self._pending is not None:
+            self._run.recorder.write("telemetry", **self._pending.facts())
+            self._pending = None
+        if self._done is not None:
+            self._done.updates(self._taken)
+            self._pending, self._done = self._done.send(), None
+            if not self._pending.is_under_way:
+                self.settle()
+
+    def _judge(self) -> None:
+        """Stop looking at operators, and say what they showed."""
+        seen, self._observation = self._observation, None
+        if seen is None:
+            return
+        run, scales = self._run, self._scales
+        seen.stop()
+        recomputation, self._recomputation = self._recomputation, None
+        for event in recomputation.close() if recomputation is not None else ():
+            run.emit(event)
+        findings = without_repeats(seen.findings())
+        if self._replayed:  # a replay has no lines of the script's inside of its models
+            named, at = run.names.get, run.tape.called_at
+            for product in seen.products.all:
+                product.at = product.at if product.at[0] else at(product.module, named)
+            lines = [(one.file, one.line) if one.file else at(one.module, named) for one in findings]
+            placed = zip(findings, lines, strict=True)
+            findings = tuple(replace(one, file=file, line=line) for one, (file, line) in placed)
+            self._replayed = False
+        for finding in findings:
+            run.report(finding)
+        self.low_now = {product.dtype for product in seen.products.low if product.trained}
+        self.low |= self.low_now
+        writes = seen.writes if seen.autocast_on else []
+        run.emit(
+            Observed(
+                seen.products,
+                seen.modules,
+                seen.reads,
+                scales.scale or 1.0,
+                seen.bounded,
+                seen.backward_scale,
+                [place for place, _ in writes],
+                run.names.common(weight for _, weight in writes),
+                [*self._prepared()],
+            )
+        )
+        run.recorder.write("audit", step=run.step, **audit(seen.outputs, seen.products, run.names))
+        self._held = Held()
+
+    def _prepared(self) -> Iterator[Prepared]:
+        for session in self._scales.sessions:
+            own = {part for model in session.models.values() for part in unwrapped(model).modules()}
+            paths = frozenset(path for path, part in self._run.names.items() if part in own)
+            yield Prepared(paths, session.policy.compute, session.policy.masters)

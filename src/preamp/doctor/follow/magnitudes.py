@@ -1,0 +1,196 @@
+"""The magnitudes of one step, by module: activations and their gradients, weights, their gradients, and updates.
+
+Counted where the tensors are; a step's counts come to the host in one copy that nothing waits for.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ...formats import name_of
+from ...tree import tensors
+from ..exponents import UPDATE, WIDTH, Exponents
+from ..hooks import Clock
+from ..measure import count_each, values_here
+from ..names import Names
+
+
+class Telemetry:
+    """The counts of one step. Nothing is installed before `open` and after `close`."""
+
+    def __init__(self, names: Names, step: int, clock: Clock) -> None:
+        self.step = step
+        self.scale = 1.0
+        """On the weights' gradients when they were counted."""
+        self.backward_scale = 1.0
+        """On the loss, and so on the activations' gradients."""
+        self._names, self._clock = names, clock
+        self._counts: dict[tuple[str, str, str], list[Tensor]] = {}
+        self._hook: Any = None
+        self._outputs: dict[tuple[int, int], weakref.ref[Tensor]] = {}
+        self._hooked: set[str] = set()
+        self._before: list[tuple[str, Tensor, Tensor]] = []
+        self.regions: tuple[str, ...] = ()
+        """Device types for which autocast is on where the model was called."""
+        self.outside: list[str] = []
+        """Modules that ran in other threads, in which it is off."""
+        self._thread = threading.get_ident()
+        self.in_backward = False
+        """Whether what runs forward now is recomputed for the backward pass."""
+
+    def open(self) -> None:
+        """Look at what modules give from here on."""
+        if self._hook is None:
+            self._hook = nn.modules.module.register_module_forward_hook(self._left)
+
+    def close(self) -> None:
+        """Look no more at modules."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        self._outputs.clear()
+
+    def _left(self, module: nn.Module, args: Any, out: Any) -> None:
+        path = self._names.get(module)
+        if path is None or torch._C._functorch.maybe_current_level() is not None:
+            return  # inside vmap and the like tensors are not tensors: what is counted would be batched, too
+        if self.regions and threading.get_ident() != self._thread and not self.in_backward:
+            self.outside += [] if any(torch.is_autocast_enabled(kind) for kind in self.regions) else [path]
+        with self._clock:
+            for tensor in tensors(out):
+                if tensor.is_floating_point() and tensor.layout is torch.strided:
+                    self._gave(path, tensor)
+
+    def _gave(self, path: str, tensor: Tensor) -> None:
+        seen = id(tensor), tensor._version  # what works in place gives the same tensor with other numbers
+        before = self._outputs.get(seen)
+        if before is not None and before() is tensor:
+            return  # a container hands on what its last part gave; that is the part's
+        if not self.in_backward:
+            self._outputs[seen] = weakref.ref(tensor)
+            self._count(path, "activation", tensor)
+        if tensor.requires_grad and not (self.in_backward and path in self._hooked):
+            self._hooked.add(path)
+            tensor.register_hook(self._counter(path))
+
+    def _counter(self, path: str) -> Any:
+        def count(grad: Tensor) -> None:
+            if grad.layout is torch.strided:
+                with self._clock:
+                    self._count(path, "activation gradient", grad)
+
+        return count
+
+    def _count(self, path: str, kind: str, tensor: Tensor) -> None:
+        self._count_each([(path, kind, tensor)])
+
+    def _count_each(self, many: Iterable[tuple[str, str, Tensor]]) -> None:
+        held = [(path, kind, values_here(tensor.detach())) for path, kind, tensor in many]
+        held = [(path, kind, tensor) for path, kind, tensor in held if tensor.device.type != "meta" and tensor.numel()]
+        with _no_modes(), torch.no_grad():
+            counts = count_each([tensor for *_, tensor in held])
+        for (path, kind, tensor), count in zip(held, counts, strict=True):
+            self._counts.setdefault((path, kind, name_of(tensor.dtype)), []).append(count)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the weights of this step have been counted."""
+        return bool(self._before)
+
+    def weights(self, parameters: Iterable[Tensor], scale: float) -> None:
+        """Count weights and their gradients, just before a step; the weights are kept to tell the update."""
+        self.scale = scale
+        counted: list[tuple[str, str, Tensor]] = []
+        for parameter in parameters:
+            path = self._names.owners.get(id(parameter))
+            grad = parameter.grad
+            if path is None or grad is None or grad.layout is not torch.strided:
+                continue
+            counted.append((path, "weight", parameter))
+            counted.append((path, "gradient", grad))
+            self._before.append((path, parameter, values_here(parameter.detach()).clone()))
+        self._count_each(counted)
+
+    def updates(self, taken: bool) -> None:
+        """Count what the step added to the weights, once that is done."""
+        before, self._before = self._before, []
+        counted: list[tuple[str, str, Tensor]] = []
+        for path, parameter, old in before if taken else ():
+            new = values_here(parameter.detach())
+            if old.shape == new.shape and old.dtype == new.dtype:
+                counted.append((path, UPDATE, new - old))
+        self._count_each(counted)
+
+    def send(self) -> Pending:
+        """All counts on their way to the host."""
+        self.close()
+        rows = [(*key, len(vectors)) for key, vectors in self._counts.items()]
+        by_device: dict[torch.device, list[Tensor]] = {}
+        order: list[tuple[torch.device, int]] = []
+        for vectors in self._counts.values():
+            for vector in vectors:
+                group = by_device.setdefault(vector.device, [])
+                order.append((vector.device, len(group)))
+                group.append(vector)
+        hosts = {device: _send(torch.stack(group)) for device, group in by_device.items()}
+        self._counts.clear()
+        facts = {"step": self.step, "scale": self.scale, "backward_scale": self.backward_scale}
+        return Pending(facts, rows, order, hosts)
+
+
+def _no_modes() -> AbstractContextManager[Any]:
+    """A context in which no mode sees operators; there seldom is one, and asking costs less than setting none aside."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+
+
+def _send(counts: Tensor) -> tuple[Tensor, Any]:
+    """A copy on the host, and the event after which it is whole."""
+    if counts.device.type != "cuda":
+        return counts.cpu(), None
+    host = torch.empty((len(counts), WIDTH), dtype=counts.dtype, device="cpu", pin_memory=True)
+    host.copy_(counts, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(counts.device))
+    return host, event
+
+
+class Pending:
+    """Counts that may still be under way."""
+
+    def __init__(
+        self,
+        facts: dict[str, float],
+        rows: list[tuple[str, str, str, int]],
+        order: list[tuple[torch.device, int]],
+        hosts: dict[torch.device, tuple[Tensor, Any]],
+    ) -> None:
+        self._facts = facts
+        self._rows, self._order, self._hosts = rows, order, hosts
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a device may still be copying."""
+        return any(event is not None for _, event in self._hosts.values())
+
+    def facts(self) -> dict[str, Any]:
+        """Step, scales and `rows` of {module, kind, dtype} with the fields of `Exponents`; waits for the copy."""
+        for _, event in self._hosts.values():
+            if event is not None:
+                event.synchronize()
+        vectors = iter(self._order)
+        hosts = {device: host.tolist() for device, (host, _) in self._hosts.items()}
+        rows = []
+        for module, kind, dtype, count in self._rows:
+            parts = [hosts[device][index] for device, index in (next(vectors) for _ in range(count))]
+            counts = parts[0] if count == 1 else [sum(each) for each in zip(*parts, strict=True)]
+            counts[-1] = max(part[-1] for part in parts)
+            rows.append({"module": module, "kind": kind, "dtype": dtype, **Exponents.of(counts).to_dict()})
+        return {**self._facts, "rows": rows}

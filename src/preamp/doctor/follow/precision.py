@@ -1,0 +1,123 @@
+"""What precision a script requests, and where: autocast regions, casts by hand, and compilation."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...autocast import autocast
+from ...formats import LOW_DTYPES
+from ..findings.events import ModuleCast, RegionMade, WeightsChanged
+from ..names import WRAPPERS, unwrapped
+from ..places import users_line
+from .run import Run
+
+_PARALLEL = WRAPPERS - {"OptimizedModule", "_LightningModuleWrapperBase", "_FabricModule"}
+
+
+class Precision:
+    """Follows autocast, casts and the compiler; `called`: takes the place of calls of a module that was compiled."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.compiled: str | None = None
+        """"module" or "function" once torch.compile was called on one."""
+        self._called: Callable[..., Any] = _as_it_is
+        self._depth = 0
+        self._versions: dict[int, int] = {}
+
+    def start(self, called: Callable[..., Any]) -> None:
+        """From here on."""
+        self._called, wrap = called, self._run.patches.wrap
+        wrap(torch.autocast, "__init__", self._made)
+        wrap(torch.autocast, "__enter__", self._enter)
+        wrap(torch.autocast, "__exit__", self._exit)
+        for name in ("half", "bfloat16", "to"):
+            wrap(nn.Module, name, self._cast)
+        wrap(torch, "compile", self._compile)
+        wrap(nn.Module, "compile", self._compile)
+
+    @property
+    def keeps_casts(self) -> bool:
+        """Whether a cast of a weight that is made now is used again until the region ends."""
+        return self._depth > 0 and torch.is_autocast_cache_enabled()
+
+    def model_called(self) -> None:
+        """A model is about to run: its weights may have been changed since it ran before in the same region."""
+        if not self.keeps_casts or not regions_entered():
+            return
+        versions = {id(p): p._version for p in self._run.names.parameters()}
+        changes = sum(version - self._versions.get(key, version) for key, version in versions.items())
+        if changes:
+            self._run.emit(WeightsChanged(changes, self._run.stepped_at))
+        self._versions = versions
+
+    def _made(self, original: Any, region: Any, device_type: Any = "cuda", *args: Any, **kwargs: Any) -> None:
+        if "device_type" in kwargs:
+            device_type = kwargs.pop("device_type")
+        original(region, device_type, *args, **kwargs)
+        requested = bool(kwargs.get("enabled", args[1] if len(args) > 1 else True))
+        dtype = getattr(region, "fast_dtype", None)
+        enabled = bool(getattr(region, "_enabled", requested))
+        is_preamps = isinstance(region, autocast)
+        self._run.emit(RegionMade(str(device_type), dtype, requested, enabled, is_preamps, users_line()))
+
+    def _enter(self, original: Any, region: Any) -> Any:
+        if self._depth == 0:
+            self._versions = {}
+        self._depth += 1
+        return original(region)
+
+    def _exit(self, original: Any, region: Any, *error: Any) -> Any:
+        self._depth -= 1
+        return original(region, *error)
+
+    def _cast(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        name = original.__name__
+        dtypes = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
+        if name != "to" or any(dtype in LOW_DTYPES for dtype in dtypes):
+            kind, in_region = type(module).__name__, self._depth > 0 and bool(regions_entered())
+            if in_region or kind in _PARALLEL:
+                path = self._run.names.get(unwrapped(module))
+                self._run.emit(ModuleCast(kind, path, name, in_region, kind in _PARALLEL, users_line()))
+        return original(module, *args, **kwargs)
+
+    def _compile(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        out = original(*args, **kwargs)
+        module = args[0] if args and isinstance(args[0], nn.Module) else None
+        # After, as Module.compile() comes down to compiling a function.
+        self.compiled = "function" if module is None else "module"
+        if original.__name__ == "compile" and out is None and module is not None:
+            self._follow_compiled(module)
+        return out
+
+    def _follow_compiled(self, module: nn.Module) -> None:
+        """After `module.compile()`: a call of it goes past torch's hooks, so it says so by itself."""
+        compiled, called = module._compiled_call_impl, self._called
+        held = weakref.ref(module)  # it is the script's to let go of
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return called(module, compiled, args, kwargs)
+
+        call.of = compiled  # type: ignore[attr-defined]
+        module._compiled_call_impl = call
+
+        def undo() -> None:
+            there: Any = held()
+            if there is not None and hasattr(there._compiled_call_impl, "of"):
+                there._compiled_call_impl = there._compiled_call_impl.of
+
+        self._run.patches.on_close(undo)
+
+
+def regions_entered() -> tuple[str, ...]:
+    """Device types for which autocast is on in this thread."""
+    return tuple(kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+
+
+def _as_it_is(module: nn.Module, compiled: Any, args: Any, kwargs: Any) -> Any:
+    return compiled(*args, **kwargs)

@@ -1,0 +1,159 @@
+"""What those who follow a run share: its models and optimizers, the tape, the clock; where events and records go."""
+
+from __future__ import annotations
+
+import os
+import signal
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...report import Finding
+from ..findings import checks
+from ..findings.check import Listeners
+from ..findings.events import Raised
+from ..hooks import Clock, Patches
+from ..names import Names
+from ..places import in_library, is_users, users_line
+from ..records import NOWHERE, Line, Recorder
+from ..replay.tape import Tape
+
+
+class Run:
+    """One process under observation; `base`: the folder to which paths in findings are relative."""
+
+    def __init__(self, recorder: Recorder, base: Path, names: Names | None = None) -> None:
+        self.recorder, self.names = recorder, names or Names()
+        self.patches, self.clock = Patches(), Clock(self._failed)
+        self.tape = Tape(self.clock, self.raised)
+        self.emit = Listeners(checks(), self.report)
+        self.optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
+        """By their ids; they and the models are the script's to let go of."""
+        self.places: dict[int, Line] = {}
+        """Where each optimizer was made."""
+        self.attempts: dict[int, int] = {}
+        """Of each optimizer to step, taken or skipped."""
+        self.losses: list[Tensor] = []
+        """What went back in this step."""
+        self.backward_at = self.stepped_at = NOWHERE
+        self.in_model = self.in_backward = False
+        self.bad: str | None = None
+        """What was not finite in this step, "loss" or "gradients"."""
+        self.is_given_up = False
+        """Whether an error of ours has ended the observation."""
+        self.on_failure: list[Callable[[], None]] = []
+        self._base = base
+        self._most = 0  # attempts of an optimizer that is gone
+        self._reported: set[Any] = set()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this is the process that is followed, and not one that it forked."""
+        return self.recorder.is_own
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether what runs now is inside of a model's call, of a backward pass, or our doing."""
+        return self.in_model or self.in_backward or self.tape.is_replaying
+
+    @property
+    def step(self) -> int:
+        """Attempts so far, of the optimizer that made most."""
+        return max((self._most, *self.attempts.values()))
+
+    @property
+    def turn(self) -> int:
+        """Attempts so far, of the optimizer that made fewest: two optimizers take turns, and each is to be looked at.
+
+        One that made next to none while another made many is not used.
+        """
+        made = [self.attempts.get(key, 0) for key in self.optimizers]
+        return min((count for count in made if count * 20 >= self.step - 4), default=self.step)
+
+    def place_of(self, optimizer: Optimizer) -> Line:
+        """Where an optimizer was made, if that was seen."""
+        return self.places.get(id(optimizer), NOWHERE)
+
+    def forget(self, key: int) -> None:
+        """An optimizer that is gone had this id."""
+        self._most = max(self._most, self.attempts.pop(key, 0))
+
+    def parameters(self) -> list[Tensor]:
+        """Those of all models, and those that optimizers step."""
+        owned = self.names.owners
+        stepped = [p for one in self.optimizers.values() for g in one.param_groups for p in g["params"]]
+        others = {id(p): p for p in stepped if id(p) not in owned}
+        return [*self.names.parameters(), *others.values()]
+
+    def report(self, finding: Finding) -> None:
+        """Record a finding, once for each place; nothing more once looking has come to an end, half way through."""
+        if self.is_given_up:
+            return
+        file = finding.file
+        if file is not None and not file.startswith("<"):  # a cell of a notebook
+            file = os.path.abspath(file)
+            below = os.path.relpath(file, self._base)
+            file = file if below.startswith("..") else below
+        finding = replace(finding, file=file, step=self.step if finding.step is None else finding.step)
+        key = (finding.code, finding.severity, finding.module, finding.op, finding.file, finding.line)
+        if key not in self._reported:
+            self._reported.add(key)
+            self.recorder.write("finding", **finding.to_dict())
+
+    def raised(self, error: BaseException, trace: Any = None) -> None:
+        """An error came up in a model, its loss or a scaler; a script may catch it and go on."""
+        if self.is_own:
+            frames = traceback.extract_tb(trace or error.__traceback__)
+            own = [frame for frame in frames if is_users(frame.filename) and not in_library(frame.filename)]
+            at = (own[-1].filename, own[-1].lineno) if own else users_line()
+            self.emit(Raised(type(error).__name__, str(error), at))
+
+    def noting_errors(self, around: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, whose errors are seen."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return around(*args, **kwargs)
+            except Exception as error:
+                self.raised(error)
+                raise
+
+        return call
+
+    def uncaught(self, original: Any, kind: Any, error: Any, trace: Any) -> None:
+        """In place of `sys.excepthook`: the script ends by this error."""
+        if self.is_own:
+            with _uninterrupted():
+                name = getattr(kind, "__name__", str(kind))
+                self.recorder.write("raised", type=name, text=str(error)[:2000])
+                self.raised(error, trace)
+        original(kind, error, trace)
+
+    def _failed(self, error: Exception) -> None:
+        """An error of ours: record it, observe no more, and let the script go on undisturbed."""
+        if self.is_own and not self.is_given_up:
+            lines = traceback.format_exception(type(error), error, error.__traceback__)
+            self.recorder.write("failed", step=self.step, error=repr(error)[:500], trace="".join(lines)[-4000:])
+        self.is_given_up = True
+        for stop in self.on_failure:
+            stop()
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Have a second Ctrl-C wait: the first is yet to be recorded."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

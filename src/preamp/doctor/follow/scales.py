@@ -1,0 +1,317 @@
+"""Which losses and gradients are multiplied by a loss scale: gradients are told apart tensor by tensor.
+
+One flag for all is not enough: two optimizers are unscaled one after the other, and a backward pass adds scaled
+gradients onto whatever the last step left.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ...session import Session
+from ..findings.events import LossNotScaled, StepBegins
+from ..findings.pa107 import like_a_scale
+from ..places import users_line
+from ..records import NOWHERE, Line, spell_line
+from .run import Run
+
+_BY_HAND = 8
+"""A constant in front of a loss that is no weight of a part of it."""
+_KNOWN_OPTIMIZERS = ("torch", "preamp", "apex", "transformers")
+
+
+class Scales:
+    """What is known of loss scales in this run: the scale in use, who put it on, and where it still is."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.gradients = Gradients()
+        self.scale: float | None = None
+        """The last one used."""
+        self.are_used = False
+        """Whether anything scaled a loss so far."""
+        self.is_pending = False
+        """Whether there are gradients that are still scaled."""
+        self.of_backward = 1.0
+        """What was on the loss of the last backward pass, whatever happened to the gradients since."""
+        self.is_library = False
+        """Whether a scaler, a session or a function of torch's is at work on gradients."""
+        self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        """Those that were made, or went back."""
+        self.by_session = self.in_apex = False
+        self.unscales_itself = False
+        """Whether a session goes back whose losses have scales of their own: it leaves true gradients."""
+        self.scaler_at = self.schedule_at = NOWHERE
+        self.updated_at: Line | None = None
+        """Where the scale was updated since the last backward pass."""
+        self.updates = self.schedules = 0
+        """Since the last attempt to step."""
+        self._loss_at = NOWHERE
+        """Where a loss was last scaled."""
+        self._scaled: list[tuple[weakref.ref[Tensor], float]] = []
+        self._by_hand = False
+        """Whether the script multiplied a loss by a scale of its own."""
+        self._ever_scaled = self._scaled_now = False
+        """Whether a loss that went back was scaled; and since the last step."""
+        self._half_unscaled = self._low_half = False
+        """Whether a loss that no scaler scaled went back through float16; whether products ran in it."""
+
+    def note(self, scaled: Tensor | None, scale: float) -> None:
+        """A loss with a scale on it."""
+        self.are_used, self.scale, self._loss_at = True, scale, users_line()
+        if scaled is not None:
+            self._scaled = [(ref, s) for ref, s in self._scaled if ref() is not None][-8:]
+            self._scaled.append((weakref.ref(scaled), scale))
+
+    def noted(self, loss: Tensor) -> float | None:
+        """The scale that a scaler put on this very loss, which may be 1; None for one that nobody scaled."""
+        return next((scale for ref, scale in self._scaled if ref() is loss), None)
+
+    def of(self, loss: Tensor) -> float:
+        """The scale that is on a loss; 1 for one that nobody scaled."""
+        noted = self.noted(loss)
+        if noted is not None:
+            return noted
+        return self.scale if self.by_session and self.is_library and self.scale else 1.0
+
+    @property
+    def on_gradients(self) -> float:
+        """The scale on the gradients as they are stored now."""
+        return self.scale if self.is_pending and self.scale else 1.0
+
+    def on_losses(self, losses: list[Tensor]) -> tuple[float, bool]:
+        """What is on the loss, and whether the script put it there itself."""
+        if len(losses) != 1:
+            return 1.0, False
+        scale = self.of(losses[0])
+        factor = self._run.tape.factor_on(losses[0]) if scale == 1 else None
+        return (factor, True) if factor is not None and like_a_scale(factor) else (scale, False)
+
+    def before_backward(self, losses: list[Tensor], low: set[torch.dtype]) -> None:
+        """The second loss of a step may have no model call of its own to be judged by: its graph tells."""
+        if self._ever_scaled and not self.is_library and torch.float16 in low and self._run.step < 3:
+            self._half_unscaled |= any(self.noted(loss) is None and goes_back_in_half(loss) for loss in losses)
+
+    def after_backward(self, losses: list[Tensor]) -> None:
+        """Gradients have arrived."""
+        self.updated_at = None
+        scaled = any(self.of(loss) != 1 for loss in losses) or self.in_apex
+        # A scale that has come down to 1 is a scale all the same: PA203 is about that.
+        by_scaler = scaled or any(self.noted(loss) is not None for loss in losses)
+        by_scaler |= self._ever_scaled and self.by_session and self.is_library
+        self._ever_scaled |= by_scaler
+        self._scaled_now |= by_scaler
+        self.is_pending = scaled and not self.unscales_itself
+        self.of_backward = (self.scale or 1.0) if scaled else 1.0
+        self._by_hand |= any(
+            self.noted(loss) is None and self.of(loss) == 1 and (self._run.tape.factor_on(loss) or 0) >= _BY_HAND
+            for loss in losses
+        )
+
+    def gradients_arrived(self, losses: list[Tensor]) -> None:
+        """An outermost backward pass is over: what checkpointing does again inside of it changes gradients too."""
+        by_scaler = any(self.noted(loss) not in (None, 1.0) for loss in losses)
+        by_scaler &= not self.in_apex and not self.by_session
+        factor = None
+        if len(losses) == 1 and not (self.by_session or self.in_apex or self.scaler_at[0]):
+            factor = self._run.tape.factor_on(losses[0])
+        by_hand = factor if like_a_scale(factor) else None
+        self.gradients.after_backward(self._run.optimizers.values(), by_scaler, by_hand)
+
+    def step_is_whole(self, low: set[torch.dtype], now: set[torch.dtype]) -> None:
+        """`low`: 16-bit dtypes of matrix products seen; `now`: of this step only."""
+        self._low_half |= torch.float16 in low
+        scaled, self._scaled_now = self._scaled_now, False
+        half, self._half_unscaled = self._half_unscaled or torch.float16 in now, False
+        if self.in_apex or self._by_hand or torch.float16 not in low or (self._ever_scaled and (scaled or not half)):
+            return
+        has_half = any(one.policy.compute is torch.float16 for one in self.sessions)
+        at = self._run.backward_at
+        self._run.emit(LossNotScaled(self.scaler_at, self._ever_scaled, self.by_session, has_half, at))
+
+    def mixed(self, optimizer: Optimizer) -> int:
+        """How many gradients are a sum of scaled and unscaled ones; asked once."""
+        count = self.gradients.mixed(optimizer)
+        if not count or not self.scale or self.scale == 1:
+            return 0
+        self.gradients.stepped(optimizer)
+        return count
+
+    def step_begins(self, optimizer: Optimizer, **facts: Any) -> None:
+        """An optimizer is about to step with gradients that are not as they should be, if any of the facts is so."""
+        if any(fact not in (None, False, 0) for fact in facts.values()):
+            self._run.emit(StepBegins(type(optimizer).__name__, users_line(), self.scale or 1.0, **facts))
+
+    def before_first_use(self, optimizer: Optimizer) -> None:
+        """A step taken outside of the scaler with gradients that are still scaled, the first of a backward pass."""
+        if self.is_library or self.in_apex or self.by_session:
+            return
+        factor = self.gradients.scaled_by_hand(optimizer) if self._low_half and not self._ever_scaled else None
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        if self.is_pending:
+            self.is_pending = False
+            if self.gradients.any_scaled(own) or not self.gradients.some_scaled:  # or it steps copies
+                self.gradients.stepped(optimizer)
+                self.step_begins(optimizer, is_scaled=True)
+        elif is_well_known(optimizer):  # another may divide by it inside
+            self.step_begins(optimizer, factor=factor)
+
+    def before_any(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Of every optimizer, also of the second one of a backward pass; a closure brings gradients of its own."""
+        if self.is_library or self.in_apex or self.by_session or len(args) > 1 or kwargs.get("closure"):
+            return
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        if self._run.bad and self.scaler_at[0] and self.gradients.all_true(own):
+            self.step_begins(optimizer, is_unguarded=True)
+        elif self.gradients.any_scaled(own):
+            self.gradients.stepped(optimizer)
+            self.step_begins(optimizer, is_scaled=True)
+        else:
+            self.step_begins(optimizer, mixed=self.mixed(optimizer))
+
+    def are_still_scaled(self, parameters: list[Tensor]) -> bool:
+        """Whether gradients that are about to be clipped still are scaled."""
+        if self.is_library:
+            return False
+        if self.in_apex or self.by_session:
+            return self.is_pending
+        return self.gradients.any_scaled(parameters) or (self.is_pending and not self.gradients.all_true(parameters))
+
+    def since_last(self) -> dict[str, Any]:
+        """For the record: what happened since the last attempt to step."""
+        facts = {
+            "schedules": self.schedules,
+            "updates": self.updates,
+            "schedule_at": spell_line(self.schedule_at),
+            "loss_at": spell_line(self._loss_at),
+        }
+        self.schedules = self.updates = 0
+        return facts
+
+
+def is_well_known(optimizer: Optimizer) -> bool:
+    """Whether it is torch's, ours or Apex's: one that keeps its state in its parameters' dtype unless it says so."""
+    return type(optimizer).__module__.partition(".")[0] in _KNOWN_OPTIMIZERS
+
+
+class Gradients:
+    """Follows the gradients of optimizers from backward pass to step; holds none of them alive."""
+
+    def __init__(self) -> None:
+        self._scaled: Any = WeakTensorKeyDictionary()
+        self._true: Any = WeakTensorKeyDictionary()
+        """Unscaled in place, and not cleared since."""
+        self._mixed: Any = WeakTensorKeyDictionary()
+        """Scaled ones were added onto unscaled ones."""
+        self._versions: Any = WeakTensorKeyDictionary()
+        self._by_hand: Any = WeakTensorKeyDictionary()
+
+    def before_backward(self, optimizers: Iterable[Optimizer]) -> None:
+        """Remember what there is. What was cleared in place since it was unscaled is as good as new."""
+        there = list(_gradients(optimizers))
+        self._versions = WeakTensorKeyDictionary()
+        for grad in there:
+            self._versions[grad] = grad._version
+        kept = [grad for grad in there if grad in self._true and grad.layout is torch.strided]
+        for grad, some in zip(kept, _not_zero(kept), strict=True):
+            if not some:
+                del self._true[grad]
+                self._mixed.pop(grad, None)
+
+    def after_backward(self, optimizers: Iterable[Optimizer], by_scaler: bool, by_hand: float | None) -> None:
+        """Gradients have arrived, with a scaler's scale on them, or with the script's own in front of the loss."""
+        if not by_scaler and by_hand is None:
+            return
+        for grad in _gradients(optimizers):
+            if self._versions.get(grad) == grad._version:
+                continue  # no part of this backward pass
+            if by_scaler:
+                self._scaled[grad] = True
+                if grad in self._true:
+                    self._mixed[grad] = True
+            if by_hand is not None:  # by how much the script multiplied the loss
+                self._by_hand[grad] = grad._version, by_hand
+
+    def unscaled(self, optimizer: Optimizer) -> None:
+        """A scaler has divided an optimizer's gradients by its scale, in place."""
+        for grad in _gradients([optimizer]):
+            self._scaled.pop(grad, None)
+            self._true[grad] = True
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """A scaler's step has used them, divided or not."""
+        for grad in _gradients([optimizer]):
+            self._scaled.pop(grad, None)
+            self._mixed.pop(grad, None)
+
+    @property
+    def some_scaled(self) -> bool:
+        """Whether any gradient at all is still scaled."""
+        return len(self._scaled) > 0
+
+    def any_scaled(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether one of their gradients is still scaled."""
+        return any(p.grad is not None and p.grad in self._scaled for p in parameters)
+
+    def all_true(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether their gradients were unscaled, all of them, and none grew since."""
+        grads = [p.grad for p in parameters if p.grad is not None]
+        return bool(grads) and all(g in self._true and g not in self._scaled for g in grads)
+
+    def mixed(self, optimizer: Optimizer) -> int:
+        """How many of an optimizer's gradients are a sum of scaled and unscaled ones."""
+        return sum(grad in self._mixed for grad in _gradients([optimizer]))
+
+    def scaled_by_hand(self, optimizer: Optimizer) -> float | None:
+        """The script's own scale, where all gradients are as the backward pass left them: nobody took it off."""
+        kept = [(grad, self._by_hand.get(grad)) for grad in _gradients([optimizer])]
+        factors = {seen[1] for grad, seen in kept if seen is not None and seen[0] == grad._version}
+        whole = bool(kept) and all(seen is not None and seen[0] == grad._version for grad, seen in kept)
+        return factors.pop() if whole and len(factors) == 1 else None
+
+
+def _gradients(optimizers: Iterable[Optimizer]) -> Iterable[Tensor]:
+    return (p.grad for one in optimizers for group in one.param_groups for p in group["params"] if p.grad is not None)
+
+
+def goes_back_in_half(loss: Tensor, limit: int = 4000) -> bool:
+    """Whether any gradient of this loss is float16 on its way: a node gets one in the dtype of what it gave.
+
+    Of a graph larger than `limit` nodes, those next to the loss are looked at.
+    """
+    seen: set[Any] = set()
+    left = deque([loss.grad_fn])
+    while left and len(seen) < limit:
+        node = left.popleft()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if any(one.dtype is torch.float16 for one in node._input_metadata):
+            return True
+        left.extend(before for before, _ in node.next_functions)
+    return False
+
+
+def _not_zero(grads: list[Tensor]) -> list[bool]:
+    """For each, whether anything in it is not zero: one wait for each device, seen by no mode."""
+    if not grads:
+        return []
+    by_device: dict[torch.device, list[int]] = {}
+    for index, grad in enumerate(grads):
+        by_device.setdefault(grad.device, []).append(index)
+    found = [False] * len(grads)
+    with torch.no_grad(), _disable_current_modes():
+        for indices in by_device.values():
+            counts = torch.stack([grads[i].detach().count_nonzero() for i in indices]).tolist()
+            for index, count in zip(indices, counts, strict=True):
+                found[index] = bool(count)
+    return found

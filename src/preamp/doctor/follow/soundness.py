@@ -1,0 +1,97 @@
+"""Whether the loss and the gradients of each step are finite, and where they ceased to be."""
+
+from __future__ import annotations
+
+import cmath
+
+from torch import Tensor
+
+from ..findings.events import BatchNotFinite
+from ..findings.pa201 import Diagnosis
+from ..measure import all_finite
+from ..replay.diagnose import diagnose, samples
+from .run import Run
+from .scales import Scales
+
+DIAGNOSES = 8
+"""Steps that are not finite and are replayed; the first ones are the informative ones."""
+
+
+class Soundness:
+    """Looks after every backward pass; a sick one is done again to see why, the first few times."""
+
+    def __init__(self, run: Run, scales: Scales, replay: bool) -> None:
+        self._run, self._scales, self._replay = run, scales, replay
+        self.bad_gradients = False
+        """Whether a gradient was not finite in this step: a scaler skips for that, not for the loss."""
+        self._damaged = False
+        """Whether the weights are: what follows is sick whatever it does."""
+        self._diagnoses = 0
+        self._held_back: Diagnosis | None = None
+        """What a scale of the script's own brought about: a disease if the step is taken all the same."""
+        self._versions: list[int] | None = None
+
+    def look_at(self, losses: list[Tensor]) -> None:
+        """After a backward pass from these."""
+        run = self._run
+        sick_loss = not all(map(_is_finite, losses))
+        gradients = [p.grad for p in run.parameters() if p.grad is not None]
+        sick_gradients = bool(gradients) and not all_finite(gradients)
+        self.bad_gradients |= sick_gradients
+        if not (sick_loss or sick_gradients) or self._damaged:
+            return
+        run.bad = "loss" if sick_loss else "gradients"
+        if self._replay and self._diagnoses < DIAGNOSES:
+            self._diagnoses += 1
+            self._diagnose(losses)
+
+    def _diagnose(self, losses: list[Tensor]) -> None:
+        run = self._run
+        scale, by_hand = self._scales.on_losses(losses)
+        # A call of sharded models is one of all processes, and these may be the only gradients that are sick.
+        rows = samples(run.tape, masks=False) if run.names.is_sharded else ()
+        found = None
+        if not run.names.is_sharded:
+            found = diagnose(run.tape, run.names, losses, scale, run.parameters())
+        if rows:
+            run.emit(BatchNotFinite(rows, run.tape.called()))
+        elif found is None:
+            run.recorder.write("unexplained", step=run.step, what=run.bad, at=run.backward_at)
+        elif not found.by_scale:
+            run.report(found.finding(run.step))
+        elif by_hand:
+            self._held_back = found
+        else:
+            self._overflowed(found, scale)
+
+    def _overflowed(self, found: Diagnosis, scale: float) -> None:
+        """The scale alone brought it about, which a scaler is there to see."""
+        one = found.origin
+        place = {"module": one.module, "op": one.op, "direction": one.direction, "file": one.file, "line": one.line}
+        self._run.recorder.write("overflow", step=self._run.step, scale=scale, **place)
+
+    def before_step(self) -> None:
+        """The step is about to be tried."""
+        if self.bad_gradients:
+            self._versions = [p._version for p in self._run.parameters()]
+
+    def stepped(self, skipped: bool) -> bool:
+        """It was, or was not; returns whether it was skipped: an optimizer of the script's own may see to that."""
+        run = self._run
+        if self.bad_gradients and not skipped and self._versions is not None:
+            parameters = run.parameters()
+            self._damaged = not all_finite(p.detach() for p in parameters if p.is_floating_point())
+            # torch's fused optimizers write without counting: no count says "skipped" only of weights that are whole
+            skipped = not self._damaged and self._versions == [p._version for p in parameters]
+        found, self._held_back = self._held_back, None
+        if found is not None and skipped:
+            self._overflowed(found, 1.0)
+        elif found is not None:
+            run.report(found.finding(run.step))
+        run.bad, self.bad_gradients, self._versions = None, False, None
+        return skipped
+
+
+def _is_finite(loss: Tensor) -> bool:
+    """Of one number this takes a tenth of what an operator takes."""
+    return cmath.isfinite(loss.item()) if loss.numel() == 1 else bool(loss.isfinite().all())

@@ -1,0 +1,253 @@
+"""The steps of a run. One begins with the first call of a model under autograd and ends with an attempt to step.
+
+After each backward pass loss and gradients are looked at, before anything can be done with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...autocast import MARKER
+from ...tree import tensors
+from ..adapter import keeps_masters
+from ..findings.events import FirstStep, WithoutMasters
+from ..names import unwrapped
+from ..places import users_line
+from .look import Look
+from .precision import Precision
+from .run import Run
+from .scales import Scales, is_well_known
+from .soundness import Soundness
+from .updates import Updates
+
+
+class Steps:
+    """Takes calls, backward passes and steps from the hooks, and records every attempt."""
+
+    def __init__(
+        self, run: Run, scales: Scales, precision: Precision, look: Look, soundness: Soundness, limit: int | None
+    ) -> None:
+        self._run, self._scales, self._precision, self._look, self._soundness = run, scales, precision, look, soundness
+        self._limit, self._updates = limit, Updates(run)
+        self._examined: set[int] = set()
+        """Optimizers whose first step was looked at."""
+        self._without_state: set[int] = set()
+        """Those whose state was not, as there was none yet."""
+        self._loss: float | None = None
+        self._awaits_attempt = self._went_back = False
+        self._in_attempt = self._saw_step = False
+        self._versions: list[tuple[int, int]] = []
+        """Of weights and gradients after a backward pass, where no optimizer is known."""
+        self.on_first_gradients: Callable[[float], None] | None = None
+        """Called before the first step with the scale that is on the gradients."""
+
+    def end(self) -> None:
+        """The script is over."""
+        if self._awaits_attempt:
+            self._attempted(None, skipped=not self._is_stepped_otherwise)
+
+    # -- model calls
+
+    def model_called(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A model is about to run; what is returned is handed to `model_returned`."""
+        run = self._run
+        if self._awaits_attempt and self._is_stepped_otherwise:
+            self._attempted(None, skipped=False)
+        elif self._awaits_attempt and run.bad and self._scales.are_used:
+            self._attempted(None, skipped=True)  # a scaler that takes the optimizer's step away
+        run.names.get(module)
+        run.names.is_sharded |= type(module).__name__ == "FullyShardedDataParallel"
+        self._precision.model_called()
+        call = run.tape.enter_model(unwrapped(module), args, kwargs, ("cpu", "cuda", MARKER))
+        self._look.open(run.turn, module)
+        return call
+
+    def model_returned(self, call: Any, out: Any) -> None:
+        """What it gave."""
+        with self._run.clock:
+            self._run.tape.leave_model(call, out, self._precision.compiled != "function")
+
+    def _versions_now(self) -> list[tuple[int, int]]:
+        parameters = self._run.names.parameters()
+        return [(p._version, -1 if p.grad is None else p.grad._version) for p in parameters]
+
+    @property
+    def _is_stepped_otherwise(self) -> bool:
+        """Whether weights or gradients were changed since the backward pass, and by no optimizer of torch's.
+
+        Gradients tell where weights are written through .data, which leaves no trace: they are cleared for the next.
+        """
+        return not self._run.optimizers and self._versions != self._versions_now()
+
+    # -- backward passes
+
+    def before_backward(self, losses: list[Tensor]) -> None:
+        """The script goes back from these."""
+        run, scales = self._run, self._scales
+        run.tape.close_window()
+        self._note_loss(losses)
+        run.losses += losses
+        scales.before_backward(losses, self._look.low)
+        self._look.before_backward(scales.of(losses[0]) if losses else 1.0, losses)
+
+    def _note_loss(self, losses: list[Tensor]) -> None:
+        self._run.backward_at = users_line()
+        if losses and losses[0].numel() == 1:
+            self._loss = float(losses[0].detach()) / self._scales.of(losses[0])
+
+    def after_backward(self, losses: list[Tensor], keeps_graph: bool) -> None:
+        """Gradients are there."""
+        run = self._run
+        self._awaits_attempt, self._saw_step = True, False
+        self._scales.after_backward(losses)
+        self._soundness.look_at(losses)
+        self._went_back = True
+        if not run.optimizers:  # the script, or a library, steps by other means, which no hook sees
+            self._close_look(None)
+            self._versions = self._versions_now()
+        self._look.after_backward()
+        if run.tape.is_long and not run.bad and not keeps_graph:
+            run.tape.clear()  # of a long accumulation: the inputs of sound micro-batches are the script's memory
+
+    def _close_look(self, optimizer: Optimizer | None) -> None:
+        """The step is whole: nothing more is kept of it, and what was seen is judged."""
+        self._run.tape.close_window()
+        self._soundness.before_step()
+        if self.on_first_gradients is not None:
+            self.on_first_gradients(self._scales.on_gradients)
+            self.on_first_gradients = None
+        self._look.before_step(optimizer)
+        self._scales.step_is_whole(self._look.low, self._look.low_now)
+
+    # -- steps
+
+    def optimizer_made(self, optimizer: Optimizer) -> None:
+        """A step may begin with it."""
+        run = self._run
+        run.optimizers[id(optimizer)] = optimizer
+        if not run.names.models and run.is_own:
+            with run.clock:
+                run.names.look([optimizer])
+                self._open_without_model(0)
+
+    def forget(self, key: int) -> None:
+        """An optimizer that is gone had this id."""
+        self._run.forget(key)
+        self._examined.discard(key)
+        self._without_state.discard(key)
+
+    def _open_without_model(self, turn: int) -> None:
+        """Bare parameters and functions call no model that could be waited for: a step begins where the last ended."""
+        if not self._run.names.models and self._look.every is not None:
+            self._look.open(turn, None)
+            self._run.tape.open_window()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """An optimizer of torch's is about to step, and its gradients are there."""
+        run, first = self._run, id(optimizer) not in self._examined
+        if not self._went_back and any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
+            self._awaits_attempt = True  # gradients that the script made without a backward pass
+        if not self._awaits_attempt and not first:
+            return
+        with run.clock:
+            run.optimizers.setdefault(id(optimizer), optimizer)  # one that was made before the watching began
+            if self._awaits_attempt:
+                self._close_look(optimizer)
+            if first:  # also the second of two that share a backward pass
+                self._first_step(optimizer)
+            run.stepped_at = users_line()
+            self._scales.before_first_use(optimizer)
+            if self._look.every is not None:
+                self._updates.before(optimizer, close=run.step % self._look.every == 0)
+
+    def _first_step(self, optimizer: Optimizer) -> None:
+        run, at = self._run, self._run.place_of(optimizer)
+        self._examined.add(id(optimizer))
+        self._without_state.add(id(optimizer))
+        optimizers = list(run.optimizers.values())
+        run.names.keep_stepped(optimizers)
+        if is_well_known(optimizer) and not keeps_masters(optimizer, self._scales.sessions):
+            run.emit(WithoutMasters(optimizer, at, run.names))
+        run.emit(FirstStep(optimizer, at, optimizers, run.names))
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """It has stepped."""
+        run = self._run
+        self._saw_step = True  # also of the second optimizer of one backward pass
+        if not self._awaits_attempt:
+            return
+        with run.clock:
+            self._updates.after(optimizer)
+            if id(optimizer) in self._without_state and optimizer.state:
+                self._without_state.remove(id(optimizer))
+                if not is_well_known(optimizer) and _steps_halves(optimizer):
+                    run.emit(WithoutMasters(optimizer, run.place_of(optimizer), run.names))
+        if not self._in_attempt:
+            self._attempted(optimizer, skipped=False)  # torch has run it; a skipped one is not run
+            self._stop_at_limit()
+
+    def attempt(self, original: Any, *optimizers: Optimizer) -> Any:
+        """A step by way of a scaler: `original()` takes it or skips it."""
+        with self._run.clock:
+            self._close_look(optimizers[0])
+        self._in_attempt, self._saw_step = True, False
+        try:
+            out = original()
+        except BaseException:
+            self._in_attempt = False
+            self._attempted(optimizers[0], skipped=True)
+            raise
+        self._in_attempt = False
+        self._attempted(optimizers[0], skipped=not self._saw_step or self._soundness.bad_gradients)
+        for other in optimizers[1:]:
+            self._run.attempts[id(other)] = self._run.attempts.get(id(other), 0) + 1
+        self._stop_at_limit()
+        return out
+
+    def _attempted(self, optimizer: Optimizer | None, skipped: bool) -> None:
+        run = self._run
+        if not run.is_own:
+            return
+        with run.clock:
+            optimizer = optimizer or next(iter(run.optimizers.values()), None)
+            step, bad = run.attempts.get(id(optimizer), 0), run.bad
+            skipped = self._soundness.stepped(skipped)
+            self._look.attempted(taken=not skipped)
+            run.recorder.write(
+                "step",
+                step=step,
+                loss=self._loss,
+                scale=self._scales.scale,
+                skipped=skipped,
+                bad=bad,
+                seconds=run.clock.seconds,
+                **self._scales.since_last(),
+            )
+            run.attempts[id(optimizer)] = step + 1
+            self._awaits_attempt = False
+            run.losses.clear()
+            run.tape.clear()
+            self._open_without_model(run.turn)
+
+    def _stop_at_limit(self) -> None:
+        """Leave the script where it has just stepped. Not from a hook while an error is under way, nor at the end."""
+        if self._limit is not None and self._run.step >= self._limit and self._run.is_own:
+            self._run.recorder.write("limit", steps=self._limit)
+            raise SystemExit(0)
+
+
+def _steps_halves(optimizer: Optimizer) -> bool:
+    """Whether float16 parameters are stepped by an optimizer that somebody wrote, and whose state has no copy of them.
+
+    What it keeps is known once it has kept something.
+    """
+    kept = [t for t in tensors(list(optimizer.state.values())) if t.dim() and t.dtype is torch.float32]
+    halves = [p.detach() for group in optimizer.param_groups for p in group["params"] if p.dtype is torch.float16]
+    return bool(halves) and not any(
+        t.shape == half.shape and bool((t.to(half.dtype) == half).all()) for half in halves for t in kept
+    )

@@ -1,0 +1,224 @@
+"""What a step changed of 16-bit numbers: weights, second moments of optimizers, and averages that are kept beside.
+
+Adam moves a second moment by 1 - beta2 of its distance to the squared gradient. With beta2 = 0.999 that is a thousandth
+at the most on the way down, and bfloat16 tells numbers 0.4 % to 0.8 % apart: such a moment can rise, and never fall.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+
+from ...formats import LOW_DTYPES, name_of
+from ..findings.events import ChangedBetweenSteps, WeightsStepped
+from ..measure import values_here
+from ..places import users_line, written_by
+from ..records import Line
+from .run import Run
+
+LOOKED_AT = 65536
+"""Entries of a tensor that are compared before and after a step."""
+FOLLOWED, TENSORS = 256, 16
+"""Entries of a tensor whose moment is kept in float32 besides, from step to step, and of how many tensors."""
+LEAST = 16
+"""Tensors of fewer values are counters and the like, and no averages."""
+_MOVES = frozenset({"mul", "add", "sub", "lerp", "addcmul", "addcdiv"})
+_BETAS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
+    "exp_avg_sq": lambda group: group["betas"][1],
+    "square_avg": lambda group: group["alpha"] if "alpha" in group else group["rho"],
+}
+"""What of a second moment a step keeps, by the name under which torch's optimizers and their kin have it."""
+
+
+class Updates:
+    """16-bit weights and moments before and after a step."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._before: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._moments = Moments(run)
+
+    def before(self, optimizer: Optimizer, close: bool) -> None:
+        """Keep the 16-bit weights that are about to be stepped, and which of them have a gradient, if `close`."""
+        self._moments.before(optimizer, close)
+        if not close:
+            return
+        self._before = [
+            (p, values_here(p.detach()).clone(), values_here(p.grad) != 0)
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.dtype in LOW_DTYPES and p.grad is not None and p.grad.layout is torch.strided
+        ]
+
+    def after(self, optimizer: Optimizer) -> None:
+        """Count what is as it was."""
+        self._moments.after(optimizer)
+        kept, self._before = self._before, []
+        counted = []
+        for parameter, old, meant in kept:
+            count = int(meant.sum())
+            if count and parameter.dtype in LOW_DTYPES:
+                same = int(((values_here(parameter.detach()) == old) & meant).sum())
+                counted.append((parameter, count, same))
+        if counted:
+            run = self._run
+            run.emit(WeightsStepped(type(optimizer).__name__, run.place_of(optimizer), counted, run.names))
+
+
+@dataclass(slots=True)
+class _Moment:
+    """One parameter's second moment."""
+
+    parameter: weakref.ref[Tensor]
+    name: str
+    exact: Tensor | None
+    """In float32, of the entries that are followed; None for a tensor that is not followed."""
+    squares: Tensor | None = None
+    """Of the gradients that are about to be stepped."""
+    before: Tensor | None = None
+    meant: Tensor | None = None
+    """Which of the entries looked at have a gradient."""
+
+
+class Moments:
+    """Follows optimizers whose second moments are 16-bit. preamp.optim's are float32, or rounded stochastically."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._of: weakref.WeakKeyDictionary[Optimizer, list[_Moment]] = weakref.WeakKeyDictionary()
+
+    def before(self, optimizer: Optimizer, close: bool) -> None:
+        """The optimizer is about to step; `close`: in a step whose numbers are looked at."""
+        if not optimizer.state or type(optimizer).__module__.startswith("preamp."):
+            return
+        if close or optimizer not in self._of:
+            self._find(optimizer)
+        for moment, parameter, value, group in self._live(optimizer):
+            grad = parameter.grad
+            moment.before = moment.meant = moment.squares = None
+            if grad is None or grad.layout is not torch.strided:
+                continue
+            if close:
+                moment.before = _part(value, LOOKED_AT).clone()
+                moment.meant = _part(grad, LOOKED_AT) != 0
+            if moment.exact is not None:
+                moment.squares = _part(grad, FOLLOWED).float().square()
+                if _changes_gradients(optimizer, group):
+                    moment.exact = moment.squares = None
+
+    def after(self, optimizer: Optimizer) -> None:
+        """It has stepped: record what moved."""
+        looked, unmoved, dtypes = [], [], []
+        far: list[Tensor] = []
+        for moment, parameter, value, group in self._live(optimizer):
+            if moment.squares is not None and moment.exact is not None:
+                moment.exact.lerp_(moment.squares, 1 - _BETAS[moment.name](group))
+            if moment.before is None or moment.meant is None:
+                continue
+            same = (_part(value, LOOKED_AT) == moment.before) & moment.meant
+            looked.append(torch.stack([same.sum(), moment.meant.sum()]).cpu())
+            unmoved.append(parameter)
+            dtypes.append(value.dtype)
+            if moment.exact is not None:
+                far.append(torch.stack([_part(value, FOLLOWED).float().sum(), moment.exact.sum()]).cpu())
+            moment.before = moment.meant = None
+        if not looked:
+            return
+        same_total = [(int(same), int(total)) for same, total in looked]
+        stored, exact = torch.stack(far).sum(dim=0).tolist() if far else (None, None)
+        (file, line), names = self._run.place_of(optimizer), self._run.names
+        stuck = [p for p, (same, total) in zip(unmoved, same_total, strict=True) if 2 * same >= total > 0]
+        self._run.recorder.write(
+            "moments",
+            step=self._run.step,
+            optimizer=type(optimizer).__name__,
+            file=file,
+            line=line,
+            module=names.common(stuck),
+            dtype=name_of(dtypes[0]),
+            same=sum(same for same, _ in same_total),
+            total=sum(total for _, total in same_total),
+            stored=stored,
+            exact=exact,
+        )
+
+    def _find(self, optimizer: Optimizer) -> None:
+        known = {moment.parameter(): moment for moment in self._of.get(optimizer, [])}
+        found: list[_Moment] = []
+        for parameter, state in optimizer.state.items():
+            name = next((name for name in _BETAS if name in state), None) if isinstance(state, dict) else None
+            if name is None or not isinstance(state[name], Tensor) or state[name].dtype not in LOW_DTYPES:
+                continue
+            moment = known.get(parameter)
+            if moment is None:
+                exact = _part(state[name], FOLLOWED).float().clone() if len(found) < TENSORS else None
+                moment = _Moment(weakref.ref(parameter), name, exact)
+            found.append(moment)
+        self._of[optimizer] = found
+
+    def _live(self, optimizer: Optimizer) -> Iterator[tuple[_Moment, Tensor, Tensor, Mapping[str, Any]]]:
+        moments = self._of.get(optimizer)
+        if not moments:
+            return
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        for moment in moments:
+            parameter = moment.parameter()
+            value = None if parameter is None else optimizer.state.get(parameter, {}).get(moment.name)
+            if parameter is not None and isinstance(value, Tensor) and id(parameter) in groups:
+                yield moment, parameter, value, groups[id(parameter)]
+
+
+def _changes_gradients(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether the optimizer squares something else than the gradient as it is stored."""
+    decoupled = group.get("decoupled_weight_decay", "W" in type(optimizer).__name__)
+    return bool(group.get("weight_decay") and not decoupled) or getattr(optimizer, "grad_scale", None) is not None
+
+
+def _part(tensor: Tensor, count: int) -> Tensor:
+    """Every k-th value, `count` of them or a few more; k is odd, so as not to stay in one column."""
+    values = values_here(tensor.detach()).reshape(-1)
+    return values[:: max(1, values.numel() // count) | 1]
+
+
+class StalledAverages(TorchDispatchMode):
+    """Looks at in-place operators on 16-bit tensors, from an attempt to step to the next model call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: dict[Line, tuple[int, int, str, str]] = {}
+
+    def stop(self) -> None:
+        """Look no more, unless somebody else's mode lies on top."""
+        if _get_current_dispatch_mode() is self:
+            self.__exit__(None, None, None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        base = func._schema.name.partition("::")[2].removeprefix("_foreach_").rstrip("_")
+        moved = [t for t in written_by(func, args, kwargs) if t.dtype in LOW_DTYPES and t.numel() >= LEAST]
+        if base not in _MOVES or not moved:
+            return func(*args, **kwargs)
+        with _disable_current_modes(), torch.no_grad():
+            before = [t.detach().clone() for t in moved]
+        out = func(*args, **kwargs)
+        with _disable_current_modes(), torch.no_grad():
+            line = users_line()
+            same, total, *_ = self._lines.get(line, (0, 0))
+            for old, new in zip(before, moved, strict=True):
+                some = old != 0
+                same += int(((new == old) & some).sum())
+                total += int(some.sum())
+            self._lines[line] = same, total, base, name_of(moved[0].dtype)
+        return out
+
+    def events(self) -> Iterator[ChangedBetweenSteps]:
+        """One for each line."""
+        for at, (same, total, op, dtype) in self._lines.items():
+            yield ChangedBetweenSteps(op, dtype, same, total, at)

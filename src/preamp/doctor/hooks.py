@@ -1,0 +1,107 @@
+"""How a process is watched: functions of torch that are wrapped until `close`, and a clock for what that costs."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Patches:
+    """Replacements that `close` takes back, the last first."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        """Have `owner.name(*args)` call `around(original, *args)`; the name, signature and doc stay."""
+        original = getattr(owner, name)
+        had_own = name in vars(owner)
+
+        @functools.wraps(original)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # inside of what the script compiles there is nobody to tell
+                return original(*args, **kwargs)
+            return around(original, *args, **kwargs)
+
+        _never_compiled(replaced)
+        setattr(owner, name, replaced)
+
+        def undo() -> None:
+            if getattr(owner, name) is replaced:
+                if had_own:
+                    setattr(owner, name, original)
+                else:
+                    delattr(owner, name)
+
+        self._undo.append(undo)
+
+    def on_close(self, undo: Callable[[], Any]) -> None:
+        """Something else to take back."""
+        self._undo.append(undo)
+
+    def close(self) -> None:
+        """Take everything back."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def _never_compiled(function: Any) -> None:
+    """Have the compiler leave alone what we do between two pieces of a function that it has cut."""
+    frames: Any = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    else:
+        frames.skip_code(function.__code__)
+
+
+def subclasses_with(kind: type, name: str) -> list[type]:
+    """Subclasses, at any depth, that define a method anew."""
+    found: list[type] = []
+    queue: list[type] = list(kind.__subclasses__())
+    while queue:
+        one = queue.pop()
+        queue += one.__subclasses__()
+        if name in vars(one):
+            found.append(one)
+    return found
+
+
+class Clock:
+    """Adds up the seconds spent inside `with clock:`; a region within another one counts once.
+
+    With `failed`, an exception ends the outermost region, is handed to that function, and goes no further.
+    """
+
+    def __init__(self, failed: Callable[[Exception], None] | None = None) -> None:
+        self._failed = failed
+        self.spent = 0.0
+        self._began = time.perf_counter()
+        self._regions = threading.local()  # autograd runs hooks in threads of its own
+
+    @property
+    def seconds(self) -> float:
+        """Since it was made."""
+        return time.perf_counter() - self._began
+
+    def __enter__(self) -> Clock:
+        depth = getattr(self._regions, "depth", 0)
+        if not depth:
+            self._regions.begun = time.perf_counter()
+        self._regions.depth = depth + 1
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        self._regions.depth -= 1
+        if self._regions.depth:
+            return False
+        self.spent += time.perf_counter() - self._regions.begun
+        if self._failed is None or not isinstance(error, Exception):
+            return False
+        self._failed(error)
+        return True

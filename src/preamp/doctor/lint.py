@@ -1,0 +1,335 @@
+"""The lint: all findings that can be had before the first step, and the fixes that are safe to apply.
+
+With an example, one forward pass is observed too: on a copy of the model, under the policy.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from ..autocast import MARKER, REGISTRY, autocast
+from ..errors import PolicyError, SessionError
+from ..formats import LOW_DTYPES
+from ..modules import CastingModule, Conversion
+from ..policy import Policy, auto_level
+from ..policy import policy as make_policy
+from ..report import Finding, Report, Section, count_severities
+from ..tree import map_tensors, tensors
+from .adapter import masters_of
+from .findings import checks, kinds_of
+from .findings.check import Listeners, without_repeats
+from .findings.events import Examined
+from .findings.pa201 import PA201
+from .hooks import Clock
+from .names import named_parts
+from .operators import Observation, Observer, Products, Vanished
+from .places import Places
+from .replay.restore import random_kept
+
+
+def examine(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    policy: Policy | str | Mapping[str, Any] = "auto",
+    *,
+    example: Any = None,
+    loss: Any = None,
+) -> Report:
+    """Findings about a model, its optimizer and a policy, before the first step.
+
+    `model`: not yet prepared, or prepared. `policy`: a level, a policy or its string; "auto" is the level that suits
+    the model's device. `example`: inputs of one forward pass, as a tuple for positional or a mapping for keyword
+    arguments, in the dtypes in which the training loop gives them; a tensor stands for a tuple of one. With it, the
+    model runs once, on a copy, under the policy, and what is seen there is more precise than what the source tells.
+    `loss`: the loss module or function, looked at and not called.
+
+    The report's `findings` are PA101 to PA105, PA109 and PA111, most harmful first; a healthy model has no error and no
+    warning. Nothing is changed: parameters, buffers, gradients, modes, random generators. Raises `SessionError` for
+    something that is not a model, optimizer or example, or an example that does not run, and `PolicyError` for a policy
+    that cannot be meant.
+
+    >>> report = examine(model, optimizer, "O2", example=(batch,))
+    >>> report.findings
+    ()
+    """
+    _check_kinds(model, optimizer, loss)
+    inputs = _inputs(example)
+    chosen = _chosen(model, inputs, policy)
+    return _report(model, chosen, lint(model, optimizer, chosen, inputs, loss))
+
+
+def _check_kinds(model: Any, optimizer: Any, loss: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise SessionError(f"examine() takes a torch.nn.Module; got a {type(model).__name__}")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise SessionError(f"optimizer= is a torch.optim.Optimizer or None; got a {type(optimizer).__name__}")
+    if loss is not None and not callable(loss):
+        raise SessionError(f"loss= is the loss module or function, which is not called; got a {type(loss).__name__}")
+
+
+def _inputs(example: Any) -> Any:
+    if example is None or isinstance(example, (tuple, list)):
+        return example
+    if isinstance(example, Tensor):
+        return (example,)
+    if isinstance(example, Mapping):
+        if all(isinstance(key, str) for key in example):
+            return example
+        raise SessionError("example= as a mapping has the names of forward's arguments as keys")
+    raise SessionError(
+        f"example= is a tuple of inputs or a dict of keyword inputs; got a {type(example).__name__}: write "
+        "example=(batch,)"
+    )
+
+
+def _chosen(model: nn.Module, inputs: Any, given: Any) -> Policy:
+    if isinstance(given, str) and given.strip().lower() == "auto":
+        return make_policy(auto_level(_device_type_of(model, inputs))[0])
+    return make_policy(given)
+
+
+def _report(model: nn.Module, policy: Policy, linted: Linted) -> Report:
+    name = policy.level or str(policy)
+    environment = {
+        "model": type(model).__name__,
+        "policy": name,
+        "device": _device_type_of(model),
+        "torch": torch.__version__,
+    }
+    data: dict[str, Any] = {}
+    if linted.flops is None:
+        summary = "Static only: with example= one forward pass would be observed too."
+    else:
+        data = {"flops": linted.flops, "low share of flops": linted.low_share}
+        share = "none" if linted.low_share is None else f"{linted.low_share:.1%}"
+        summary = f"One forward pass was observed; 16-bit share of the FLOPs of its matrix products: {share}."
+    text = "" if linted.findings else "Nothing was found."
+    section = Section("Findings", text, linted.findings)
+    return Report(
+        f"Examination of {type(model).__name__} under {name}",
+        _verdict(linted.findings, name),
+        (section,),
+        summary=summary,
+        environment=environment,
+        data=data,
+        status=None if any(f.severity != "info" for f in linted.findings) else "good",
+    )
+
+
+def _verdict(findings: tuple[Finding, ...], name: str) -> str:
+    counts = count_severities(findings)
+    counted = [f"{n} {kind}{'s' if n > 1 and kind != 'info' else ''}" for kind, n in counts.items() if n]
+    if not counts["error"] and not counts["warning"]:
+        return f"Nothing speaks against {name}" + (f" ({counted[0]})." if counted else ".")
+    worst = findings[0]
+    where = f" in {worst.module}" if worst.module else ""
+    return f"{', '.join(counted)} under {name}; the worst is {worst.code}{where}: {worst.message}."
+
+
+@dataclass(frozen=True, slots=True)
+class Linted:
+    """Findings, most harmful first, and what the trial run showed."""
+
+    findings: tuple[Finding, ...]
+    flops: float | None
+    """Of the matrix products and convolutions of one forward pass; None without a trial run."""
+    low_share: float | None
+    """The share of them that ran in 16 bits; None without a trial run or without products."""
+
+
+def lint(
+    model: nn.Module, optimizer: Optimizer | None, policy: Policy, example: Any = None, loss: Any = None
+) -> Linted:
+    """PA101 to PA105, PA109, PA111 and PA201, statically and, with an example, by one observed forward pass.
+
+    `example`: a sequence of positional inputs or a mapping of keyword inputs. Raises `SessionError` for an example that
+    does not run.
+    """
+    found: list[Finding] = []
+    products, out_dtype = None, None
+    if example is not None:
+        observers, products, vanished = [kind() for kind in kinds_of(Observer)], Products(), Vanished()
+        out = _observe(model, policy, example, [*observers, products, vanished])
+        out_dtype = next((t.dtype for t in tensors(out) if t.is_floating_point()), None)
+        for observer in observers:
+            observer.end()
+            found += observer.findings
+        found += [PA201.hidden(made, hidden_by) for made, hidden_by in vanished.found]
+    Listeners(checks(), found.append)(Examined(model, optimizer, policy, loss, products, out_dtype))
+    findings = without_repeats(replace(one, file=_shown(one.file)) for one in found)
+    if products is None:
+        return Linted(findings, None, None)
+    return Linted(findings, products.flops, products.low_share)
+
+
+def _shown(file: str | None) -> str | None:
+    """A file's path as a reader wants it: relative to the working directory if it lies below."""
+    relative = file and os.path.relpath(file)
+    return file if not relative or relative.startswith("..") else relative
+
+
+def fix(
+    report: Report | Iterable[Finding], model: nn.Module | None = None, optimizer: Optimizer | None = None
+) -> tuple[str, ...]:
+    """Apply the findings that are safe to apply: epsilons of optimizer groups and of modules, in place.
+
+    `report`: what `examine` returned, or findings of it. Nothing else is touched: an epsilon that has been changed
+    since, a constant in the source, a dtype. Returns one line for each thing done. Raises `SessionError` when a finding
+    is about an optimizer or module that is not given, or is not there.
+    """
+    findings = report.findings if isinstance(report, Report) else tuple(report)
+    done = []
+    for finding in findings:
+        if not isinstance(finding, Finding):
+            raise SessionError(f"fix() takes a report or findings of one; got a {type(finding).__name__}")
+        if finding.code != "PA101" or not isinstance(finding.evidence, Mapping):
+            continue
+        evidence = finding.evidence
+        if "group" in evidence:
+            line = _fix_group(evidence, optimizer)
+        elif evidence.get("attribute"):
+            line = _fix_module(finding.module or "", evidence, model)
+        else:
+            line = None
+        if line is not None:
+            done.append(line)
+    return tuple(done)
+
+
+def _fix_group(evidence: Mapping[str, Any], optimizer: Optimizer | None) -> str | None:
+    if optimizer is None:
+        raise SessionError("a finding is about the optimizer's eps: give fix() the optimizer")
+    index, old, new = evidence["group"], evidence["eps"], evidence["write"]
+    if index >= len(optimizer.param_groups):
+        raise SessionError(f"the optimizer has no parameter group {index}: it is not the one that was examined")
+    group = optimizer.param_groups[index]
+    eps = group.get("eps")
+    if isinstance(eps, (tuple, list)):
+        if eps[0] != old:
+            return None
+        group["eps"] = (new, *eps[1:])
+    elif eps == old:
+        group["eps"] = new
+    else:
+        return None
+    return f"optimizer.param_groups[{index}]['eps']: {old:g} -> {new:g}"
+
+
+def _fix_module(path: str, evidence: Mapping[str, Any], model: nn.Module | None) -> str | None:
+    if model is None:
+        raise SessionError(f"a finding is about the eps of module {path!r}: give fix() the model")
+    name, old, new = evidence["attribute"], evidence["eps"], evidence["write"]
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        raise SessionError(f"the model has no module {path!r}: it is not the one that was examined") from None
+    if getattr(module, name, None) != old:
+        return None
+    setattr(module, name, new)
+    return f"{path + '.' if path else ''}{name}: {old:g} -> {new:g}"
+
+
+class _Functions(TorchFunctionMode):
+    """Notes the autocast state, which the dispatch mode below autocast cannot see any more."""
+
+    def __init__(self, observation: Observation, device_type: str) -> None:
+        super().__init__()
+        self._observation, self._device_type = observation, device_type
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, seen = kwargs or {}, self._observation
+        seen.autocast_on = torch.is_autocast_enabled(self._device_type)
+        seen.torchs_own = seen.autocast_on and not torch.is_autocast_enabled(MARKER)
+        if any(function(func, args, seen.places) for function in seen.functions):
+            with torch.autocast(self._device_type, enabled=False):
+                return func(*(map_tensors(_floated, a) for a in args), **map_tensors(_floated, kwargs))
+        return func(*args, **kwargs)
+
+
+def _floated(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in LOW_DTYPES else tensor
+
+
+def _observe(model: nn.Module, policy: Policy, example: Any, observers: Sequence[Observer]) -> Any:
+    """Run `example` once through a copy of the model under the policy, and return what the model gave.
+
+    The model is not touched: the run is on a deep copy, with cloned inputs; random generators and the rules in torch's
+    dispatcher are put back. Hooks of the model run on the copy. Raises `SessionError` if the copy cannot be made or
+    the example does not run.
+    """
+    args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
+    args, kwargs = map_tensors(_cloned, args), map_tensors(_cloned, kwargs)
+    with random_kept():
+        try:
+            twin = copy.deepcopy(model)
+        except Exception as error:
+            raise SessionError(f"the model cannot be copied for a trial run; leave out example=: {error}") from error
+        prepared = any(isinstance(module, CastingModule) for module in twin.modules())
+        if not prepared:
+            _convert(twin, policy)
+        device_type = _device_type_of(model, (args, kwargs))
+        had_rules = bool(REGISTRY.stamp)
+        paths, owners, _ = named_parts(twin)
+        places = Places(paths.get, owners, _called.__code__)
+        observation = Observation(places, {path: module for module, path in paths.items()}, observers, Clock())
+        observation.replaces = True
+        region: Any = nullcontext()
+        if policy.has_regions:
+            region = autocast(device_type, dtype=policy.compute, rules=None if prepared else policy.ops)
+        try:
+            with region, torch.enable_grad(), _Functions(observation, device_type), observation:
+                return _called(twin, args, kwargs)
+        except PolicyError:
+            raise
+        except Exception as error:
+            raise SessionError(
+                f"the example did not run through the model under {policy.level or policy}{_inside(error, paths)}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        finally:
+            places.close()
+            if policy.has_regions and not had_rules:
+                autocast.uninstall()
+
+
+def _called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The call itself: where the search for the user's line stops."""
+    return model(*args, **kwargs)
+
+
+def _inside(error: Exception, paths: Mapping[nn.Module, str]) -> str:
+    """Where an error came up: the innermost module that it left."""
+    running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    path = next((paths[one] for one in reversed(running) if isinstance(one, nn.Module) and one in paths), "")
+    return f" in module {path!r}" if path else ""
+
+
+def _convert(twin: nn.Module, policy: Policy) -> None:
+    """The copy under the policy. A model that does not fit (cast by hand) runs as it is; PA111 says why."""
+    try:
+        Conversion(twin, policy, masters_of(policy))
+    except PolicyError:
+        if not any(p.dtype in LOW_DTYPES for p in twin.parameters()):
+            raise
+
+
+def _cloned(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _device_type_of(model: nn.Module, example: Any = None) -> str:
+    """Where the model is: its first parameter's or buffer's device type, else that of the example, else the CPU."""
+    for tensor in (*model.parameters(), *model.buffers(), *tensors(example)):
+        return str(tensor.device.type)
+    return "cpu"

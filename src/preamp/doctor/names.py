@@ -1,0 +1,250 @@
+"""Which modules a running script trains, found from outside, and what their parts are called."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from inspect import CO_OPTIMIZED
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .places import is_users
+
+Models = nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]
+
+WRAPPERS = frozenset({
+    "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule", "_ForwardRedirection",
+    "_FabricModule", "_LightningModuleWrapperBase",
+})  # fmt: skip
+"""Classes that hold a user's model and are no part of it."""
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The user's model inside wrappers for parallel training and compilation."""
+    while type(module).__name__ in WRAPPERS:
+        inner = list(module.children())
+        if len(inner) != 1:
+            break
+        module = inner[0]
+    return module
+
+
+def is_trainable(module: nn.Module) -> bool:
+    """Whether any parameter of the module asks for a gradient."""
+    return any(p.requires_grad for p in module.parameters())
+
+
+class Names:
+    """Module paths by module, as `Mapping.get`; looks for models anew when it meets one that it does not know.
+
+    `fixed`: the models by name, where they are known and no others are meant. All others are held by weak references:
+    a script that makes one model after another has the memory of one.
+    """
+
+    def __init__(self, fixed: Mapping[str, nn.Module] | None = None) -> None:
+        self._fixed = fixed
+        self._models: dict[str, weakref.ref[nn.Module]] = {}
+        self.owners: dict[int, str] = {}
+        """Paths by the ids of parameters and buffers that are there."""
+        self._own_names: dict[int, str] = {}
+        """Those of parameters in their models, by the same ids."""
+        self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._parameters: list[weakref.ref[nn.Parameter]] = []
+        self._watched: list[weakref.ref[Any]] = []
+        """Keeps what takes a tensor out of `owners` when it goes: an id is given again."""
+        self._unknown = WeakIdKeyDictionary()
+        self.is_sharded = False
+        """Whether processes hold parts of the models: then a call is one of all of them, and none can call alone."""
+
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        """Those that are there."""
+        return {name: model for name, ref in self._models.items() if (model := ref()) is not None}
+
+    def get(self, module: nn.Module, default: str | None = None) -> str | None:
+        """The path of a module within its model; `default` for what belongs to none."""
+        found = self._paths.get(module)
+        if found is None and module not in self._unknown:
+            self.look(())
+            found = self._paths.get(module)
+            if found is None:
+                for part in module.modules():  # a look at everything there is takes long
+                    self._unknown[part] = True
+        return default if found is None else found
+
+    def items(self) -> Iterator[tuple[str, nn.Module]]:
+        """(path, module) of all models."""
+        return ((path, module) for module, path in list(self._paths.items()))
+
+    def wants(self, module: nn.Module) -> bool:
+        """Whether a call of this module is one of a model to look at.
+
+        A part without weights counts, too: a framework may call the parts of a model whose own forward never runs, and
+        what a norm made not finite is not to be taken for data that came in so.
+        """
+        if self._fixed is not None:
+            return any(unwrapped(module) is unwrapped(one) for one in self._fixed.values())
+        return is_trainable(module) or module in self._paths
+
+    def parameter(self, parameter: Tensor) -> tuple[str | None, str]:
+        """Path of the module that owns a parameter, and the parameter's own name."""
+        path = self.owners.get(id(parameter))
+        return path, "a parameter" if path is None else self._own_names.get(id(parameter), "a parameter")
+
+    def look(self, optimizers: Iterable[Any]) -> None:
+        """Find the models: modules that are no other's part, with parameters to train (that an optimizer steps)."""
+        if self._fixed is not None:
+            self._take(dict(self._fixed))
+            return
+        kinds = _subclasses(nn.Module)
+        modules = [one for one in gc.get_objects() if type(one) in kinds and "_modules" in one.__dict__]
+        parts = {id(child) for one in modules for child in one._modules.values() if child is not None}
+        stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        found: list[nn.Module] = []
+        for one in modules:
+            if id(one) in parts or not is_trainable(one):
+                continue
+            inner = unwrapped(one)
+            if inner not in found and (not stepped or any(id(p) in stepped for p in inner.parameters())):
+                found.append(inner)
+        found = [one for one in found if not any(one is not other and one in set(other.modules()) for other in found)]
+        if not found and stepped:
+            self.look(())  # the optimizer steps copies
+            return
+        named: dict[str, nn.Module] = {}
+        for index, one in enumerate(found):
+            name = _variable(one) or str(index)
+            named[name if name not in named else f"{name}-{index}"] = one  # the one before, not yet thrown away
+        self._take(named)
+
+    def keep_stepped(self, optimizers: Iterable[Any]) -> None:
+        """Of the models known, keep those that an optimizer steps; look for others where it steps unknown parameters.
+
+        Known models are kept where the optimizers step copies of their parameters.
+        """
+        stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        if not stepped & self.owners.keys():
+            self.look(optimizers)
+            return
+        kept = {
+            name: model
+            for name, model in self.models.items()
+            if self._fixed is not None or any(id(p) in stepped for p in model.parameters())
+        }
+        if len(kept) < len(self.models):
+            self._take(kept)
+
+    def _take(self, models: dict[str, nn.Module]) -> None:
+        self._models = {name: weakref.ref(model) for name, model in models.items()}
+        paths, self.owners, held = named_parts(models)
+        self._paths = weakref.WeakKeyDictionary(paths)
+        named: dict[int, tuple[str, nn.Parameter]] = {}
+        for name, parameter in (each for model in models.values() for each in model.named_parameters()):
+            named.setdefault(id(parameter), (name, parameter))
+        self._own_names = {key: name for key, (name, _) in named.items()}
+        parameters = [p for _, p in named.values()]
+        self._parameters = [weakref.ref(p) for p in parameters]
+        self._watched = [weakref.ref(t, _forget(self.owners, id(t))) for _, t in held]
+        self._unknown = WeakIdKeyDictionary()
+        self.is_sharded |= any(type(p).__name__ == "DTensor" for p in parameters)
+
+    def common(self, parameters: Iterable[Tensor]) -> str | None:
+        """The innermost module that holds all of these parameters."""
+        paths = [self.owners.get(id(p)) for p in parameters]
+        if not paths or any(path is None for path in paths):
+            return None
+        words = [str(path).split(".") if path else [] for path in paths]
+        same = 0
+        while all(len(each) > same and each[same] == words[0][same] for each in words):
+            same += 1
+        return ".".join(words[0][:same])
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters to train, each once."""
+        return [p for ref in self._parameters if (p := ref()) is not None and p.requires_grad]
+
+
+def _forget(owners: dict[int, str], key: int) -> Callable[[Any], None]:
+    def forget(_: Any) -> None:
+        owners.pop(key, None)
+
+    return forget
+
+
+def _subclasses(kind: type) -> set[type]:
+    """The class and all that inherit from it: asking each object whether it is one takes three times as long."""
+    found, left = {kind}, [kind]
+    while left:
+        below: list[type] = type.__subclasses__(left.pop())
+        new = [one for one in below if one not in found]
+        found.update(new)
+        left += new
+    return found
+
+
+def _variable(module: nn.Module) -> str | None:
+    """The name by which the script knows a model."""
+    found = _name_in(vars(sys.modules["__main__"]), module) if "__main__" in sys.modules else None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and found is None:
+        if is_users(frame.f_code.co_filename):
+            space = frame.f_locals
+            found = _name_in(space, module)
+            if frame.f_code.co_flags & CO_OPTIMIZED and isinstance(space, dict):
+                _let_go(space)
+        frame = frame.f_back
+    return found
+
+
+def _name_in(space: Mapping[str, Any], module: nn.Module) -> str | None:
+    if space.get("__name__", "__main__") != "__main__":
+        return None
+    for name, value in list(space.items()):
+        if isinstance(value, nn.Module) and name not in ("self", "module", "model_") and unwrapped(value) is module:
+            return name
+    return None
+
+
+def _let_go(space: dict[str, Any]) -> None:
+    """Empty the copy of a function's variables that Python before 3.13 keeps in the frame until somebody asks again.
+
+    It would hold a model that the function has deleted. Left alone where somebody else has it, or a debugger reads it.
+    """
+    if sys.gettrace() is None and sys.getrefcount(space) <= _OURS:
+        space.clear()
+
+
+_OURS = 4
+"""References to that copy: the frame's, `_variable`'s, `_let_go`'s and the count's own."""
+
+
+def named_parts(models: Models) -> tuple[dict[nn.Module, str], dict[int, str], list[tuple[str, Tensor]]]:
+    """Module paths by module, the owner's path by id of parameter, and every parameter and buffer by path.
+
+    Paths are those of `named_modules` without a compiler's `_orig_mod`; with several models each is `name:path`.
+    """
+    if isinstance(models, nn.Module):
+        parts = [("", models)]
+    elif isinstance(models, Mapping):
+        single = len(models) == 1
+        parts = [("" if single else f"{name}:", model) for name, model in models.items()]
+    else:
+        single = len(models) == 1
+        parts = [("" if single else f"{index}:", model) for index, model in enumerate(models)]
+    paths: dict[nn.Module, str] = {}
+    owners: dict[int, str] = {}
+    held: list[tuple[str, Tensor]] = []
+    for prefix, model in parts:
+        for path, module in model.named_modules():
+            clean = ".".join(word for word in path.split(".") if word != "_orig_mod")
+            paths.setdefault(module, prefix + clean)
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    owners.setdefault(id(tensor), paths[module])
+                    held.append((f"{prefix}{clean}.{name}" if clean else prefix + name, tensor))
+    return paths, owners, held

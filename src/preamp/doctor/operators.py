@@ -1,0 +1,321 @@
+"""Operators as they run, shown one by one to observers; and what of them are matrix products and convolutions.
+
+The dispatch mode sits below autocast and autograd, so it sees operators in the dtypes in which they really run.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..formats import LOW_DTYPES
+from ..report import Finding
+from ..tree import tensors
+from .hooks import Clock
+from .places import UNINITIALISED, Place, Places, written_by
+from .records import Line
+
+_CHECKPOINT = torch.utils.checkpoint.__file__
+Dims = tuple[tuple[str, int], ...]
+
+
+@dataclass(slots=True)
+class Call:
+    """One operator call of a forward pass, as observers see it; `args` may be replaced before it runs."""
+
+    name: str
+    """As the dispatcher spells it, without namespace and without an overload called default: "add.Tensor"."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    module: str | None
+    """Path of the innermost module whose forward was running; None outside of all models."""
+    torchs_own: bool
+    """Whether it ran inside a plain torch.autocast, which has rules of its own."""
+    autocast_on: bool
+    at: Line
+    """File and line of the innermost frame that is the user's."""
+    out: Any = None
+
+    @property
+    def base(self) -> str:
+        """The operator without overload and in-place underscore."""
+        name = self.name.partition(".")[0]
+        return name if name.startswith("_") else name.rstrip("_")
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """Floating tensors among the arguments."""
+        return [t for t in tensors((self.args, self.kwargs)) if t.is_floating_point()]
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """The place, as fields of a finding."""
+        return {"module": self.module, "op": self.base, "direction": "forward", "at": self.at}
+
+
+class Observer:
+    """Looks at operator calls. The base class does nothing, and what is not overridden is not called."""
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+
+    def begin(self, modules: Mapping[str, nn.Module]) -> None:
+        """Before the first call: all modules by path."""
+
+    def before(self, call: Call) -> None:
+        """Before the operator runs; may put other values into `call.args`."""
+
+    def after(self, call: Call) -> None:
+        """After it ran; the result is in `call.out`."""
+
+    def end(self) -> None:
+        """After the last call: what is found only then joins `findings`."""
+
+    def function(self, function: Any, args: tuple[Any, ...], places: Places) -> bool:
+        """A torch function as the model calls it; True: it would be refused, run it in float32 instead."""
+        return False
+
+
+class Observation(TorchDispatchMode):
+    """Shows every forward operator to observers. Errors of theirs are the clock's; those of operators are raised."""
+
+    def __init__(
+        self, places: Places, modules: Mapping[str, nn.Module], observers: Iterable[Observer], clock: Clock
+    ) -> None:
+        super().__init__()
+        observers = list(observers)
+        for observer in observers:
+            observer.begin(modules)
+        self.places, self._clock = places, clock
+        self._befores = [one.before for one in observers if type(one).before is not Observer.before]
+        self._afters = [one.after for one in observers if type(one).after is not Observer.after]
+        self.functions = [one.function for one in observers if type(one).function is not Observer.function]
+        self.autocast_on = self.torchs_own = False
+        """As it is where the model calls a function; below autocast, where this looks, it cannot be seen."""
+        self.paused = False
+        """Whether what runs now is a library's own business."""
+        self.replaces = False
+        """Whether operators run with the arguments that observers have put into their calls."""
+
+    def stop(self) -> None:
+        """Observe no more."""
+        if _get_current_dispatch_mode() is self:
+            self.__exit__(None, None, None)
+        self.places.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        call = None
+        with self._clock:
+            call = self._before(func, args, kwargs)
+        if call is None:
+            return func(*args, **kwargs)
+        if self.replaces:
+            args, kwargs = call.args, call.kwargs
+        call.out = out = func(*args, **kwargs)
+        with self._clock, torch.no_grad():
+            self._after(call)
+        return out
+
+    def _before(self, func: Any, args: Any, kwargs: Any) -> Call | None:
+        """The operator that is about to run, as observers see it; None for one of the backward pass."""
+        written = written_by(func, args, kwargs)
+        place = self.places.place(any(t._is_view() for t in written))
+        if place.direction == "backward":
+            self._in_backward(func, place)
+            return None
+        self._in_forward(place, args, kwargs, written)
+        name = str(func).partition(".")[2].removesuffix(".default")
+        at = (place.file, place.line)
+        call = Call(name, tuple(args), dict(kwargs), place.module, self.torchs_own, self.autocast_on, at)
+        with torch.no_grad():
+            for before in self._befores:
+                before(call)
+        return call
+
+    def _after(self, call: Call) -> None:
+        for after in self._afters if call.base not in UNINITIALISED else ():
+            after(call)
+
+    def _in_forward(self, place: Place, args: Any, kwargs: Any, written: Sequence[Tensor]) -> None:
+        """An operator of the forward pass is about to run; `written`: the tensors that it changes."""
+
+    def _in_backward(self, func: Any, place: Place) -> None:
+        """An operator of the backward pass is about to run."""
+
+
+@dataclass(slots=True)
+class Product:
+    """All products of one kind that one module computed: FLOPs, and the dimensions that a wider layer would change."""
+
+    module: str | None
+    op: str
+    dtype: torch.dtype
+    dims: Dims
+    autocast_on: bool
+    at: Line
+    flops: float = 0.0
+    trained: bool = False
+    """Whether a backward pass goes through one of them: a frozen backbone has no gradients that could underflow."""
+
+
+class Products(Observer):
+    """Counts the FLOPs of matrix products and convolutions, 2 for each multiplication and addition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._by_kind: dict[Any, Product] = {}
+
+    def after(self, call: Call) -> None:
+        """Count one product."""
+        measured = _measure(call)
+        if measured is None:
+            return
+        flops, dtype, dims = measured
+        key = (call.module, call.base, dtype, dims, call.autocast_on)
+        if key not in self._by_kind:
+            self._by_kind[key] = Product(call.module, call.base, dtype, dims, call.autocast_on, call.at)
+        product = self._by_kind[key]
+        product.flops += flops
+        product.trained = product.trained or _goes_back(call)
+
+    @property
+    def all(self) -> list[Product]:
+        """One of each kind."""
+        return list(self._by_kind.values())
+
+    @property
+    def low(self) -> list[Product]:
+        """Those that ran in 16 bits."""
+        return [product for product in self.all if product.dtype in LOW_DTYPES]
+
+    @property
+    def flops(self) -> float:
+        """Of the whole run."""
+        return sum(product.flops for product in self.all)
+
+    @property
+    def low_share(self) -> float | None:
+        """Share of the FLOPs that ran in 16 bits; None when there were none."""
+        return sum(product.flops for product in self.low) / self.flops if self.flops else None
+
+
+def _goes_back(call: Call) -> bool:
+    """Whether gradients will be asked for. Reentrant checkpointing hides that: it runs without, and again later."""
+    if any(t.requires_grad for t in call.inputs):
+        return True
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == _CHECKPOINT:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _measure(call: Call) -> tuple[float, torch.dtype, Dims] | None:
+    args, base = call.args, call.base
+    if base in ("mm", "bmm"):
+        return _matmul(*args[:2])
+    if base in ("addmm", "baddbmm", "_addmm_activation"):
+        return _matmul(*args[1:3])
+    if base in ("convolution", "_convolution", "mkldnn_convolution", "cudnn_convolution"):
+        return _conv(args[0], args[1], call.out, transposed=base == "convolution" and bool(args[6]))
+    if base in ("mkldnn_rnn_layer", "_cudnn_rnn"):
+        weights = args[1:3] if base == "mkldnn_rnn_layer" else args[1]
+        return _recurrent(args[0], [w for w in weights if w.dim() == 2])
+    if base.startswith("_scaled_dot_product") and isinstance(args[0], Tensor) and "backward" not in base:
+        query, key, value = args[:3]
+        flops = 2.0 * query.numel() * key.shape[-2] + 2.0 * math.prod(query.shape[:-1]) * value.shape[-2:].numel()
+        return flops, query.dtype, (("head size", query.shape[-1]),)
+    return None
+
+
+def _matmul(left: Tensor, right: Tensor) -> tuple[float, torch.dtype, Dims]:
+    inner, columns = right.shape[-2:]
+    # The rows are the batch, which says nothing here: an example is often smaller than a training batch.
+    return 2.0 * left.numel() * columns, left.dtype, (("inner", inner), ("columns", columns))
+
+
+def _recurrent(given: Tensor, weights: list[Tensor]) -> tuple[float, torch.dtype, Dims]:
+    """A whole recurrent layer, or several of them, in one kernel: every weight meets every position."""
+    positions = given.numel() // given.shape[-1]
+    dims = (("input_size", weights[0].shape[1]), ("hidden_size", weights[1].shape[1]))
+    return 2.0 * positions * sum(w.numel() for w in weights), given.dtype, dims
+
+
+def _conv(given: Tensor, weight: Tensor, out: Tensor, *, transposed: bool) -> tuple[float, torch.dtype, Dims]:
+    places = given if transposed else out
+    flops = 2.0 * weight.numel() * places.shape[0] * math.prod(places.shape[2:])
+    first, second = ("in", "out") if transposed else ("out", "in")
+    return flops, given.dtype, ((f"{first}_channels", weight.shape[0]), (f"{second}_channels", weight.shape[1]))
+
+
+def dimensions(product: Product, module: nn.Module | None) -> Dims:
+    """What decides whether a product fills tensor cores, in the words of the module that computes it.
+
+    Empty for grouped and depthwise convolutions, which do not run on tensor cores by channel.
+    """
+    if isinstance(module, nn.modules.conv._ConvNd) and module.groups > 1:
+        return ()
+    if not isinstance(module, nn.Linear):
+        return product.dims
+    names = {"inner": "in_features", "columns": "out_features"}
+    known = {module.in_features, module.out_features}
+    if not {size for _, size in product.dims} <= known:
+        return product.dims
+    return tuple((names.get(name, name), size) for name, size in product.dims)
+
+
+_MEANT = frozenset({
+    "full", "full_like", "new_full", "fill", "masked_fill", "scalar_tensor", "index_fill", "constant_pad_nd", "where",
+    "lift_fresh", "exp", "expm1",
+})  # fmt: skip
+"""Operators that write a constant, and those whose infinity a division rightly makes a zero: sigmoids
+that are written by hand."""
+
+
+class Vanished(Observer):
+    """Follows infinities that a float16 operator made out of finite numbers, until a root or a division hides them."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[Call, str]] = []
+        """Who made one that has become a zero, and the operator that made it so."""
+        self._made: Any = WeakTensorKeyDictionary()
+
+    def after(self, call: Call) -> None:
+        """Note one that is made or handed on, and keep one that has become a zero."""
+        outs = [t for t in tensors(call.out) if t.is_floating_point()]
+        came = next((self._made[t] for t in call.inputs if t in self._made), None)
+        if came is None and not any(t.dtype is torch.float16 for t in outs):
+            return
+        for out in outs:
+            if bool(out.isinf().any()):
+                if came is not None:
+                    self._made[out] = came
+                elif call.base not in _MEANT and all(bool(t.isfinite().all()) for t in call.inputs):
+                    self._made[out] = Call(call.name, (), {}, call.module, False, False, call.at)  # without tensors
+            elif came is not None and _divided(call) and not bool(out.isnan().any()) and bool((out == 0).any()):
+                self.found.append((came, call.base))
+
+
+def _divided(call: Call) -> bool:
+    """Whether the operator makes a zero of an infinity that it reads."""
+    if call.base in ("rsqrt", "reciprocal"):
+        return True
+    if call.base == "pow":
+        exponent = call.args[1] if len(call.args) > 1 else None
+        return isinstance(exponent, (int, float)) and exponent < 0
+    below = call.args[1] if call.base == "div" and len(call.args) > 1 else None
+    return isinstance(below, Tensor) and bool(below.isinf().any())

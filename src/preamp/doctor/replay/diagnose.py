@@ -1,0 +1,161 @@
+"""A step of the script done again under observation: why it was not finite, and what float16 lost of its gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..findings.events import GradientSpread
+from ..findings.pa201 import Diagnosis, Origin
+from ..hooks import Patches
+from ..measure import spread_of
+from ..names import Names
+from ..places import Places
+from .origin import trace
+from .tape import Tape
+
+ALIKE = 0.5
+"""Cosine below which the step done again is another step: it drew other random numbers."""
+_SMALL = 16
+"""Gradients of fewer values are not compared."""
+
+
+def diagnose(
+    tape: Tape, names: Names, losses: Sequence[Tensor], scale: float, parameters: Sequence[Tensor]
+) -> Diagnosis | None:
+    """Replay the step that led to `losses`; None where it cannot be replayed or is sound when it is.
+
+    `scale`: what is on the loss. An overflow that is gone without it is the scale's doing.
+    """
+    known = [loss for loss in losses if tape.knows(loss)]
+    if not known:
+        return None
+    models = names.models or {str(i): m for i, m in enumerate(tape.models())}
+
+    def look(seed: float) -> Origin | None:
+        def run(places: Places) -> list[Tensor]:
+            return [tape.replay(loss, places, names.get) for loss in known]
+
+        return trace(run, models, lambda loss: _backward(loss, seed, parameters))
+
+    try:
+        with tape.replaying():
+            origin = look(1.0)
+            by_scale = False
+            if origin is not None and scale != 1.0 and not origin.from_data:
+                by_scale = look(1.0 / scale) is None
+    except Exception:  # a model that cannot be called a second time
+        return None
+    if origin is None:
+        return None
+    if origin.file is None and origin.module is not None:
+        # A model made of torch's modules only: the line that called it, which a replay does not run.
+        file, line = tape.called_at(origin.module, names.get)
+        origin = replace(origin, file=file, line=line)
+    return Diagnosis(origin, by_scale, samples(tape) if origin.from_data else ())
+
+
+def _backward(loss: Tensor, seed: float, parameters: Sequence[Tensor]) -> None:
+    """Gradients without the hooks of those who wait for gradients, such as DistributedDataParallel's."""
+    wanted = [p for p in parameters if p.requires_grad]
+    grown = torch.full_like(loss, seed)
+    if _goes_back_inside(loss):
+        torch.autograd.backward(loss, grown)
+        return
+    grads = torch.autograd.grad(loss, wanted, grown, allow_unused=True)
+    for parameter, grad in zip(wanted, grads, strict=True):
+        if grad is not None:
+            parameter.grad = grad.to(parameter.dtype)
+
+
+def _goes_back_inside(loss: Tensor) -> bool:
+    """Whether reentrant checkpointing is in the graph: it refuses `torch.autograd.grad`, half way through."""
+    seen: set[Any] = set()
+    queue: list[Any] = [loss.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        queue += [before for before, _ in node.next_functions]
+    return False
+
+
+def samples(tape: Tape, *, masks: bool = True) -> tuple[int, ...]:
+    """Positions along the first dimension of the first input of the step that is not finite; of 16 at the most.
+
+    Without `masks`, -inf does not count: it is what attention masks are made of.
+    """
+    for tensor in tape.inputs():
+        if not tensor.is_floating_point() or not tensor.dim():
+            continue
+        values = tensor.detach()
+        sick = ~torch.isfinite(values) if masks else values.isnan() | (values == torch.inf)
+        if bool(sick.any()):
+            return tuple(int(i) for i in sick.reshape(tensor.shape[0], -1).any(dim=1).nonzero().flatten()[:16])
+    return ()
+
+
+def compare_gradients(
+    tape: Tape, names: Names, loss: Tensor, backward_scale: float, scale: float
+) -> list[GradientSpread] | None:
+    """Gradients against those of the same step in float32, the worst first; None where it cannot be done again so.
+
+    `backward_scale`: on the loss in the backward pass; `scale`: on the gradients as they are stored now. What is zero
+    in float16 may have been zero before; only the step done again without casts tells.
+    """
+    parameters = [p for p in names.parameters() if p.grad is not None and p.grad.layout is torch.strided]
+    if not parameters or any(p.dtype is not torch.float32 for p in parameters) or not tape.knows(loss):
+        return None
+    exact = _gradients_in_full(tape, loss, parameters)
+    if exact is None:
+        return None
+    found = []
+    with torch.no_grad(), _disable_current_modes():
+        for parameter, full in zip(parameters, exact, strict=True):
+            grad = parameter.grad
+            if full is None or grad is None or grad.numel() < _SMALL:
+                continue
+            came, full = grad.detach() / scale, full / backward_scale  # the loss that went back was the scaled one
+            norm = float(full.norm())
+            if not norm or not math.isfinite(norm):
+                continue
+            both = float(came.norm()) * norm
+            if both and float((came * full).sum()) / both < ALIKE:
+                return None
+            there = full != 0
+            lost = float(((came == 0) & there).sum()) / max(int(there.sum()), 1)
+            relative = float((came - full).norm()) / norm
+            found.append(GradientSpread(*names.parameter(parameter), spread_of(full), grad.dim() < 2, lost, relative))
+    return sorted(found, key=lambda one: (-one.lost, -one.relative))
+
+
+def _gradients_in_full(tape: Tape, loss: Tensor, parameters: list[Any]) -> list[Tensor | None] | None:
+    """In float32, without a scale; nothing is left of the attempt."""
+    patches = Patches()
+    patches.wrap(torch.autocast, "__enter__", _switched_off)
+    try:
+        with tape.done_again():
+            again = tape.replay(loss, full=True)
+            return list(torch.autograd.grad(again, parameters, torch.ones_like(again), allow_unused=True))
+    except Exception:  # a model that cannot be called a second time, or not in float32
+        return None
+    finally:
+        patches.close()
+
+
+def _switched_off(original: Any, region: Any) -> Any:
+    """A region that the model enters by itself."""
+    kept, region._enabled = region._enabled, False
+    try:
+        return original(region)
+    finally:
+        region._enabled = kept

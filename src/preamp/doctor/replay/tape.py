@@ -1,0 +1,332 @@
+"""What a training step did between two optimizer steps, kept so that it can be done again.
+
+Calls of the models are kept with their inputs, random state and buffers; what the script computes from their outputs
+(the loss) is kept operator by operator, with the line that asked for each. A replay calls the models again and runs
+those operators on what they give, with autograd, so that the backward pass can be looked at too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._pytree import tree_map
+
+from ...tree import PLAIN, tensors
+from ..hooks import Clock
+from ..places import Place, Places, line_and_modules, users_line, written_by
+from ..records import NOWHERE, Line
+from .entries import (
+    Grad,
+    KeptTensor,
+    Key,
+    ModelCall,
+    Named,
+    Op,
+    RandomState,
+    Ref,
+    call_again,
+    in_full,
+    said_to_run,
+    tensor_key,
+)
+from .restore import (
+    attributes_of,
+    eager,
+    others_drew,
+    parts_of,
+    put_back,
+    random_kept,
+    random_state,
+    set_random_state,
+    unheard,
+    untouched,
+)
+
+CALLS = 16
+"""Model calls of one step that are kept even when their backward pass was sound."""
+TRIALS = 8
+"""Model calls that are watched for draws from Python's or numpy's generator."""
+LIMIT = 4000
+"""Operators kept a step; a loss made of more is not replayed."""
+
+
+@cache
+def _schema_name(func: Any) -> str:
+    """As torch makes the schema anew each time that it is asked."""
+    name: str = func._schema.name
+    return name
+
+
+def _identity(tensor: Tensor) -> StorageWeakRef | None:
+    """Of its storage; None for a tensor without one."""
+    try:
+        return StorageWeakRef(tensor.untyped_storage())
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+class Tape:
+    """The step's calls and operators, from its first model call on."""
+
+    def __init__(self, clock: Clock, failed: Callable[[Exception], None] = lambda _: None) -> None:
+        self.clock, self.failed = clock, failed
+        self._entries: list[ModelCall | Op | RandomState | KeptTensor] = []
+        self._known: dict[Key, StorageWeakRef | None] = {}
+        """What a replay makes. The reference holds no numbers, but the identity: no other storage gets the same key."""
+        self._calls = 0
+        self._mode: _Window | None = None
+        self.is_replaying = False
+        """Whether models are called to do the step again, which is no doing of the script's."""
+        self._drew = False
+        """Whether random numbers were drawn in this window."""
+        self._watched, self._draws = 0, False
+        """Calls after which Python's and numpy's generators were looked at, and whether any had moved one."""
+        self.whole = True
+        """False when more was done than is kept."""
+
+    def clear(self) -> None:
+        """Begin a new step."""
+        self.close_window()
+        self._entries.clear()
+        self._known.clear()
+        self._calls = 0
+        self.whole = True
+
+    @property
+    def _may_draw(self) -> bool:
+        """Whether models may draw from Python's or numpy's generator; the first calls tell for the later ones."""
+        return self._draws or self._watched < TRIALS
+
+    @property
+    def is_long(self) -> bool:
+        """Whether so many model calls are kept that their inputs should be let go where nobody needs them."""
+        return self._calls >= CALLS
+
+    def enter_model(self, module: nn.Module, args: Any, kwargs: Any, device_types: tuple[str, ...]) -> ModelCall:
+        """Before a model runs."""
+        self.close_window()
+        parts = parts_of(module)
+        held = [(part, name, b) for part in parts for name, b in part._buffers.items() if b is not None]
+        call = ModelCall(
+            module,
+            self._refer(args),
+            self._refer(kwargs),
+            random_state(of_all=self._may_draw),
+            [(part, name, b, b.detach().clone()) for part, name, b in held],
+            tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_types),
+            {part: attributes_of(part) for part in parts},
+            users_line(),
+        )
+        self._calls += 1
+        if self._calls > 8 * CALLS:
+            self.whole = False  # no step is that long: nobody steps
+            self._entries.clear()
+        else:
+            self._entries.append(call)
+        return call
+
+    def leave_model(self, call: ModelCall, out: Any, keep_on: bool) -> None:
+        """After it ran; `keep_on`: keep the operators that follow."""
+        call.outputs = list(self._know(out))
+        if self._watched < TRIALS:
+            self._watched += 1
+            self._draws |= others_drew(call.random)
+        if keep_on:
+            self.open_window()
+
+    def open_window(self) -> None:
+        """Keep operators from here on."""
+        if self._mode is None and self.whole:
+            self._mode = _Window(self)
+            self._drew = False
+            self._mode.__enter__()
+
+    def close_window(self) -> None:
+        """Keep no more operators, unless somebody else's mode lies on top."""
+        if self._mode is not None and _get_current_dispatch_mode() is self._mode:
+            self._mode.__exit__(None, None, None)
+            self._mode = None
+
+    def keep(self, func: Any, args: Any, kwargs: Any) -> Op | None:
+        """An operator, before it runs."""
+        if len(self._entries) >= LIMIT:
+            self.whole = False
+            return None
+        for tensor in written_by(func, args, kwargs):
+            key = tensor_key(tensor)
+            if key not in self._known:
+                self._entries.append(KeptTensor(key, tensor.detach().clone()))
+                self._known[key] = _identity(tensor)
+        if not self._drew and torch.Tag.nondeterministic_seeded in func.tags:
+            self._drew = True  # the first that draws since a model returned; those after it go on from there
+            self._entries.append(RandomState(random_state()))
+        line, modules = line_and_modules()
+        place = Place(None, *line, "forward")
+        op = Op(func, self._refer(args), self._refer(kwargs), [], torch.is_grad_enabled(), place, modules)
+        self._entries.append(op)
+        return op
+
+    def keep_grad(self, original: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """`torch.autograd.grad`, after it ran with a graph to go back through once more."""
+        if self._mode is None or len(self._entries) >= LIMIT:
+            return
+        _, modules = line_and_modules()
+        place = Place(None, *users_line(), "forward")
+        op = Op(Grad(original), self._refer(args), self._refer(kwargs), [], True, place, modules)
+        self._entries.append(op)
+        self.made(op, out)
+
+    def made(self, op: Op, out: Any) -> None:
+        """What it gave."""
+        op.outputs = list(self._know(out))
+
+    def _know(self, out: Any) -> Iterator[Key]:
+        """The keys of tensors that a replay makes again."""
+        for tensor in tensors(out):
+            key = tensor_key(tensor)
+            self._known[key] = _identity(tensor)
+            yield key
+
+    def _refer(self, value: Any) -> Any:
+        """A value with every tensor that a replay makes itself replaced by its key."""
+        if isinstance(value, Tensor):
+            key = tensor_key(value)
+            return Ref(key) if key in self._known else value
+        kind = type(value)
+        if kind in PLAIN:
+            return value
+        if kind is tuple or kind is list:  # by hand: pytree takes longer than most operators
+            return kind([self._refer(item) for item in value])
+        if kind is dict:
+            return {name: self._refer(item) for name, item in value.items()}
+        return tree_map(lambda leaf: self._refer(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+    def models(self) -> list[nn.Module]:
+        """The models called, each once."""
+        return list(dict.fromkeys(entry.module for entry in self._entries if isinstance(entry, ModelCall)))
+
+    def called(self) -> Line:
+        """The script's line that called a model first in this step."""
+        return next((entry.at for entry in self._entries if isinstance(entry, ModelCall)), NOWHERE)
+
+    def called_at(self, path: str | None, named: Named) -> Line:
+        """The script's line that called the model of which a module is part; (None, None) where it was not called."""
+        for entry in self._entries:
+            if isinstance(entry, ModelCall) and any(named(part) == path for part in entry.module.modules()):
+                return entry.at
+        return NOWHERE
+
+    def inputs(self) -> Iterator[Tensor]:
+        """The script's own tensors that went in: of the models' calls, then of the loss."""
+        for entry in self._entries:
+            if isinstance(entry, (ModelCall, Op)):
+                yield from tensors((entry.args, entry.kwargs))
+
+    def factor_on(self, loss: Tensor) -> float | None:
+        """The constant that the script multiplied the loss by, last of all; None without one."""
+        wanted = tensor_key(loss)
+        for entry in self._entries:
+            if isinstance(entry, Op) and wanted in entry.outputs and _schema_name(entry.func) == "aten::mul":
+                factor = entry.args[1] if len(entry.args) > 1 else None
+                if isinstance(factor, Tensor) and factor.numel() == 1:
+                    factor = float(factor)
+                return float(factor) if isinstance(factor, (int, float)) else None
+        return None
+
+    def knows(self, loss: Tensor) -> bool:
+        """Whether a replay gives this loss."""
+        return self.whole and tensor_key(loss) in self._known
+
+    def replay(
+        self, loss: Tensor, places: Places | None = None, named: Named | None = None, *, full: bool = False
+    ) -> Tensor:
+        """Do it all again up to the loss, and return the new one.
+
+        `places` and `named`, the path of a module of the models', are told where each operator is run; `full`: in
+        float32, whatever was cast and kept in 16 bits.
+        """
+        wanted = tensor_key(loss)
+        last = max(i for i, e in enumerate(self._entries) if wanted in getattr(e, "outputs", ()))
+        return self._again(last, places, named, full)[wanted]
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Inside, the models are called by us."""
+        flags = {part: attributes_of(part) for model in self.models() for part in model.modules()}
+        self.is_replaying = True
+        try:
+            with _disable_current_modes(), random_kept():
+                yield
+        finally:
+            self.is_replaying = False
+            put_back(flags)
+
+    @contextmanager
+    def done_again(self) -> Iterator[None]:
+        """Inside, models may be called again: nothing is left of it, and nobody looks but who begins to inside."""
+        parts = [part for model in self.models() for part in model.modules()]
+        with self.replaying(), untouched(parts), eager():
+            yield
+
+    def replay_calls(self, places: Places, named: Named) -> None:
+        """Call the models again, where what was computed from what they gave is not kept."""
+        calls = [i for i, entry in enumerate(self._entries) if isinstance(entry, ModelCall)]
+        if calls and self.whole:
+            self._again(calls[-1], places, named, False)
+
+    def _again(self, last: int, places: Places | None, named: Named | None, full: bool) -> dict[Key, Tensor]:
+        env: dict[Key, Tensor] = {}
+
+        def look_up(leaf: Any) -> Any:
+            found = env[leaf.key] if isinstance(leaf, Ref) else leaf
+            return in_full(found) if full else found
+
+        for entry in self._entries[: last + 1]:
+            if isinstance(entry, RandomState):
+                set_random_state(entry.state)
+            elif isinstance(entry, KeptTensor):
+                env[entry.key] = entry.value.clone()
+            elif isinstance(entry, ModelCall):
+                given = tree_map(look_up, entry.args), tree_map(look_up, entry.kwargs)
+                with unheard():
+                    out = list(tensors(call_again(entry, *given, full=full)))
+                env.update({key: t for key, t in zip(entry.outputs, out, strict=False) if key is not None})
+            else:
+                with said_to_run(entry, places, named), torch.set_grad_enabled(entry.grad):
+                    out = entry.func(*tree_map(look_up, entry.args), **tree_map(look_up, entry.kwargs))
+                alias = _schema_name(entry.func).rpartition("::")[2] in ("detach", "alias")
+                for key, tensor in zip(entry.outputs, tensors(out), strict=False):
+                    if not (alias and key in env):
+                        env[key] = tensor
+        return env
+
+
+class _Window(TorchDispatchMode):
+    """Has the tape keep every forward operator."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        op = None
+        if torch._C._current_autograd_node() is None and func.namespace != "profiler":
+            with self._tape.clock:
+                op = self._tape.keep(func, args, kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except Exception as error:
+            self._tape.failed(error)
+            raise
+        if op is not None:
+            with self._tape.clock:
+                self._tape.made(op, out)
+        return out

@@ -1,0 +1,266 @@
+"""What a comparison of mixed with full precision shows."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ... import __version__
+from ...report import LineChart, Marker, Report, Section, Series, Snippet, Status, Table, format_number, to_json
+from ...report.files import write_text
+from ..findings import glossary
+from ..findings.pa206 import PA206, Error, Pair, Parity, culprit_of, parity, spell
+from ..records import Rank
+
+SHOWN = 20
+"""Modules and parameters in the tables of errors, those with the largest ones."""
+
+
+@dataclass(slots=True)
+class Ran:
+    """One run of the script."""
+
+    name: str
+    full: bool
+    offset: int
+    status: int
+    seconds: float
+    losses: list[float]
+    skipped: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The last number that the script printed under each name."""
+    first_step: Path | None = None
+    stderr: str = ""
+    """Its end."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the JSON file."""
+        return {
+            "name": self.name,
+            "full": self.full,
+            "seed_offset": self.offset,
+            "exit_code": self.status,
+            "seconds": round(self.seconds, 2),
+            **{name: getattr(self, name) for name in ("losses", "skipped", "metrics")},
+        }
+
+
+def losses_of(rank: Rank) -> list[float]:
+    """The loss of every attempt to step; what JSON cannot spell is NaN."""
+    losses = (step["loss"] for step in rank.steps)
+    return [float(loss) if isinstance(loss, (int, float)) else math.nan for loss in losses]
+
+
+def pairs_of(runs: Sequence[Ran]) -> list[Pair]:
+    """The runs of each seed that both have steps."""
+    full = {ran.offset: ran for ran in runs if ran.full and ran.losses}
+    mixed = [ran for ran in runs if not ran.full and ran.offset in full and ran.losses]
+    return [Pair(ran.losses, full[ran.offset].losses) for ran in mixed]
+
+
+@dataclass(frozen=True, slots=True)
+class FirstErrors:
+    """Errors of one first step: what modules gave, in the order in which they gave it, and gradients by parameter."""
+
+    outputs: tuple[Error, ...] = ()
+    gradients: tuple[Error, ...] = ()
+
+    @classmethod
+    def of(cls, runs: Sequence[Ran]) -> FirstErrors:
+        """How far the first steps of the first seed are apart, in what both have with the same number of values."""
+        kept = {ran.full: ran.first_step for ran in runs if ran.offset == 0 and ran.first_step is not None}
+        if len(kept) < 2 or not all(path.exists() for path in kept.values()):
+            return cls()
+        with np.load(kept[False]) as mixed, np.load(kept[True]) as full:
+            return cls(*(tuple(_errors(mixed, full, part)) for part in ("output", "gradient")))
+
+
+@np.errstate(all="ignore")
+def _errors(mixed: Mapping[str, Any], full: Mapping[str, Any], part: str) -> list[Error]:
+    found = []
+    for key in full:
+        if not key.startswith(f"{part}:") or key not in mixed or mixed[key].shape != full[key].shape:
+            continue
+        a, b = mixed[key].astype(np.float64), full[key].astype(np.float64)
+        norm, difference = float(np.linalg.norm(b)), float(np.linalg.norm(a - b))
+        relative = difference / norm if norm and difference == difference else math.inf
+        both = float(np.linalg.norm(a)) * norm
+        cosine = float(a @ b) / both if 0 < both < math.inf else 0.0
+        there = b != 0
+        lost = float(((a == 0) & there).sum()) / max(int(there.sum()), 1)
+        found.append(Error(key.partition(":")[2], 0.0 if difference == 0 else relative, cosine, norm, lost))
+    return found
+
+
+def build_comparison(runs: Sequence[Ran], margin: float | None, command: list[str]) -> tuple[Report, dict[str, Any]]:
+    """The report as a page, and as the content of `compare.json`."""
+    pairs, errors = pairs_of(runs), FirstErrors.of(runs)
+    found, culprit = parity(pairs, margin), culprit_of(errors.outputs)
+    line, findings = verdict(found, len(pairs)), PA206().of(found, culprit)
+    environment = {
+        "command": " ".join(command),
+        "pairs": len(pairs),
+        "steps": max((len(ran.losses) for ran in runs), default=0),
+        "seconds": round(sum(ran.seconds for ran in runs), 1),
+        "torch": version("torch"),
+        "processor": platform.processor() or platform.machine(),
+        "preamp": __version__,
+    }
+    sections = [Section("Result", "", (*findings, _results(runs, found)))]
+    sections += comparison_sections(runs, found, errors, culprit)
+    status: Status | None = "good" if found.verdict == "equivalent" else "neutral"
+    if any(finding.severity != "info" for finding in findings):
+        status = None
+    content: dict[str, Any] = to_json(
+        {
+            "schema": "preamp-compare/1",
+            "verdict": line,
+            "result": found.verdict,
+            **{name: getattr(found, name) for name in ("difference", "interval", "margin", "parted")},
+            "findings": [finding.to_dict() for finding in findings],
+            "runs": [ran.to_dict() for ran in runs],
+            "outputs": [asdict(error) for error in errors.outputs],
+            "gradients": [asdict(error) for error in errors.gradients],
+            "environment": environment,
+        }
+    )
+    title, meanings = f"Compare: {Path(command[0]).name}", glossary(finding.code for finding in findings)
+    report = Report(title, line, sections, environment=environment, status=status, data=content, glossary=meanings)
+    return report, content
+
+
+def with_comparison(report: Report, content: dict[str, Any], runs: Sequence[Ran]) -> tuple[Report, dict[str, Any]]:
+    """The doctor's report with what a comparison adds to it."""
+    found, more = build_comparison(runs, None, [report.title])
+    first, *rest = report.sections
+    items = tuple(sorted((*report.findings, *found.findings)))
+    tables = [item for item in found.sections[0].items if isinstance(item, Table)]
+    against = Section("Against full precision", found.verdict, tables)
+    sections = (replace(first, items=items), against, *found.sections[1:], *rest)
+    merged = replace(report, sections=sections, verdict=f"{report.verdict} {found.verdict}")
+    merged = replace(merged, glossary={**report.glossary, **found.glossary})
+    if any(finding.severity != "info" for finding in found.findings):
+        merged = replace(merged, status=None)
+    kept = {name: value for name, value in more.items() if name not in ("schema", "environment", "findings")}
+    findings = to_json([finding.to_dict() for finding in items])
+    content = {**content, "verdict": merged.verdict, "findings": findings, "comparison": kept}
+    return replace(merged, data=content), content
+
+
+def write_comparison(report: Report, content: dict[str, Any], folder: Path, also: Path | None) -> Path:
+    """Write `compare.html` and `compare.json` into a folder, whole or not at all; returns the page's path."""
+    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+    page = report.write_html(folder / "compare.html")
+    write_text(folder / "compare.json", text)
+    if also is not None:
+        write_text(also, text)
+    return page
+
+
+def verdict(found: Parity, pairs: int) -> str:
+    """The one line to remember."""
+    over = f"over {pairs} seed{'s' if pairs > 1 else ''}"
+    if found.verdict == "identical":
+        return f"Both runs have the same losses, bit for bit, {over}: nothing in this script runs in mixed precision."
+    if not all(map(math.isfinite, found.full)):
+        return "Full precision itself does not end with a finite loss: this is no question of 16 bits."
+    if found.verdict == "worse" and math.isinf(found.difference):
+        return f"Mixed precision does not end with a finite loss, and full precision does, {over}."
+    way = "above" if found.difference >= 0 else "below"
+    told = f"mixed precision ends {format_number(abs(found.difference), 3)} {way} full precision {over}"
+    if found.interval is not None:
+        low, high = (format_number(v, 3) for v in found.interval)
+        told += f" (90 % interval {low} to {high}, margin {format_number(found.margin, 3)})"
+    words = {"equivalent": "Equivalent: ", "worse": "Worse: ", "better": "Lower loss: ", "undecided": "Undecided: "}
+    more = "; more seeds would tell" if found.verdict == "undecided" else ""
+    return f"{words[found.verdict]}{told}{more}."
+
+
+def _results(runs: Sequence[Ran], found: Parity) -> Table:
+    full = {ran.offset: ran for ran in runs if ran.full}
+    mixed = [ran for ran in runs if not ran.full and ran.offset in full]
+    rows = [
+        (f"+{ran.offset}", spell(a), spell(b), spell(a - b), ran.skipped, len(ran.losses))
+        for ran, a, b in zip(mixed, found.mixed, found.full, strict=False)
+    ]
+    notes = ("the loss is the mean of a run's last tenth of steps; a seed is the script's own plus the offset",)
+    return Table("Final loss", ("seed", "mixed", "full", "difference", "skipped", "steps"), rows, notes=notes)
+
+
+def comparison_sections(
+    runs: Sequence[Ran], found: Parity, errors: FirstErrors, culprit: Error | None
+) -> list[Section]:
+    """Losses over time, printed metrics, and the first step."""
+    means = "Lines are means over the seeds, bands reach from the lowest to the highest."
+    sections = [Section("Loss", means, (_losses(runs, found),))]
+    metrics = _metrics(runs)
+    if metrics is not None:
+        text = "The last number under each name, over the seeds."
+        sections.append(Section("What the script printed", text, (metrics,)))
+    if errors.outputs or errors.gradients:
+        sections.append(_first_step(errors, culprit))
+    return sections
+
+
+def _losses(runs: Sequence[Ran], found: Parity) -> LineChart:
+    series = []
+    for name, full in (("mixed precision", False), ("full precision", True)):
+        many = [ran.losses for ran in runs if ran.full is full]
+        steps = range(max(map(len, many), default=0))
+        at = [[one[step] for one in many if step < len(one) and math.isfinite(one[step])] for step in steps]
+        means = [statistics.fmean(values) if values else None for values in at]
+        lows, highs = [min(values, default=None) for values in at], [max(values, default=None) for values in at]
+        series.append(Series(name, steps, means, lows, highs, dashed=full))
+    marks = () if found.parted is None else (Marker(float(found.parted), None, "apart from here"),)
+    return LineChart("Loss", "step", "loss", series, markers=marks)
+
+
+def _metrics(runs: Sequence[Ran]) -> Table | None:
+    names = [name for name in runs[0].metrics if all(name in ran.metrics for ran in runs)]
+    rows = []
+    for name in names:
+        sides = [[ran.metrics[name] for ran in runs if ran.full is full] for full in (False, True)]
+        if all(len({*side}) == 1 for side in sides) and sides[0][0] == sides[1][0]:
+            continue  # a setting
+        rows.append((name, *(_span(side) for side in sides)))
+    return Table("Printed numbers", ("name", "mixed", "full"), rows) if rows else None
+
+
+def _span(values: Sequence[float]) -> str:
+    low, high = spell(min(values)), spell(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def _first_step(errors: FirstErrors, culprit: Error | None) -> Section:
+    text = (
+        "Both runs begin with the same weights and the same batch, so their first step is one function in two "
+        "precisions. A rounding to 16 bits is off by a percent at most; a relative error near 1, or a direction "
+        "(cosine) far from 1, is another function. Dropout may draw other masks in other dtypes, which adds to it."
+    )
+    items: list[Any] = []
+    for title, name, many in (
+        ("What modules gave, mixed against full", "module", errors.outputs),
+        ("Gradients, mixed against full", "parameter", errors.gradients),
+    ):
+        worst = sorted(many, key=lambda e: -e.relative)[:SHOWN]
+        rows = [_row(error) for error in many if error in worst]
+        if rows:
+            items.append(Table(title, (name, "relative error (L2)", "cosine", "lost to zero"), rows))
+    if culprit is not None and culprit.name:
+        line = f'preamp.prepare(model, optimizer, policy="O4; {culprit.name} -> full")'
+        items.append(Snippet("The first module that gives something else; in full precision:", line))
+    return Section("The first step", text, items)
+
+
+def _row(error: Error) -> tuple[str, ...]:
+    relative = "inf" if math.isinf(error.relative) else f"{error.relative:.2%}"
+    return error.name or "(root)", relative, f"{error.cosine:.5f}", f"{error.lost:.2%}"

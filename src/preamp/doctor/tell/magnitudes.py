@@ -1,0 +1,167 @@
+"""What the telemetry of a run says: which layer's values lie where, and which loss scales would do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ...formats import BF16, FP8_E4M3, FP8_E5M2, FP16, Format
+from ...report import ExponentHistogram, HeatMap, Item, LineChart, Section, Series, Span, Table, exponent_spans
+from ..exponents import GRADIENTS, KINDS, UPDATE, Row, rows_of, together
+from ..findings.pa202 import FLUSHED, below_normal, scale_window
+
+SHOWN = 20
+"""Parameters in the table of what was lost, the worst ones."""
+ROWS = 40
+"""Modules shown in a heat map; the least harmful ones of more are left out."""
+SAMPLES = 12
+"""Observed steps kept in the JSON."""
+
+
+def spread(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For `report.json`: a few of the observed steps, the first and the last among them."""
+    chosen = samples
+    if len(samples) > SAMPLES:
+        chosen = [samples[round(i * (len(samples) - 1) / (SAMPLES - 1))] for i in range(SAMPLES)]
+    return [
+        {"step": one["step"], "scale": one["backward_scale"], "rows": [row.to_dict() for row in rows_of(one)]}
+        for one in chosen
+    ]
+
+
+def magnitudes(
+    samples: Sequence[Mapping[str, Any]], has_fp16: bool, measured: Mapping[str, Any] | None = None
+) -> Section | None:
+    """Heat maps over modules, histograms over all, and the window of good loss scales."""
+    if not samples:
+        return None
+    by_step = {one["step"]: rows_of(one) for one in samples}
+    rows = [row for many in by_step.values() for row in many]
+    if not rows:
+        return None
+    last = max(by_step)
+    items: list[Item] = [*_underflow_table(measured), _below(rows, has_fp16), _headroom(rows)]
+    items.append(_histogram(by_step[last], last))
+    if len(by_step) > 1:
+        items.append(_over_time(by_step))
+    return Section("Magnitudes by layer", "\n\n".join(_words(rows, by_step, has_fp16, measured)), items)
+
+
+def _words(
+    rows: list[Row], by_step: Mapping[int, Any], has_fp16: bool, measured: Mapping[str, Any] | None
+) -> list[str]:
+    steps = sorted(by_step)
+    seen = f"Seen in {len(steps)} step{'s' if len(steps) > 1 else ''} ({steps[0]} to {steps[-1]})."
+    words = [
+        f"{seen} float16 holds magnitudes from 6.1e-5 to 65504 in full; below that it loses bits, and below 3e-8 it is "
+        "zero. Gradients are judged with the loss scale that was on them."
+        + ("" if has_fp16 else " Nothing here ran in float16: this is what it would meet.")
+    ]
+    gradients = together(row.true for row in rows if row.kind in GRADIENTS)
+    window = scale_window(gradients, FLUSHED)
+    if window is not None and measured and measured["rows"]:
+        # What was flushed is zero by now: how small it was only the step in float32 tells.
+        window = max(window[0], *(row["window"][0] for row in measured["rows"])), window[1]
+    if window is None:
+        return words
+    low, top = window
+    if low <= top:
+        words.append(
+            f"Loss scales from `2**{low}` to `2**{top}` flush at most one gradient in a "
+            f"{'hundred of any weight' if measured else 'thousand'} and leave 2 bits above the largest."
+        )
+    else:
+        words.append(
+            f"No loss scale suits all layers: small gradients want `2**{low}`, the largest allows `2**{top}`. "
+            "Keep the layers with the least headroom in float32, or use bfloat16."
+        )
+    return words
+
+
+def _underflow_table(record: Mapping[str, Any] | None) -> list[Table]:
+    """What float16 lost of the gradients, against the same step in float32; nothing where that was not done."""
+    if not record or not record["rows"]:
+        return []
+    worst = record["rows"][:SHOWN]
+    rows = [(row["name"], *(f"{row[share]:.2%}" for share in ("lost", "without_scale", "relative"))) for row in worst]
+    left = len(record["rows"]) - len(worst)
+    title = f"Gradients against the same step in float32, step {record['step']}, scale {record['scale']:g}"
+    columns = ("parameter", "flushed to zero", "would be without a scale", "relative error (L2)")
+    return [Table(title, columns, rows, notes=(f"{left} more parameters lost less",) if left else ())]
+
+
+def _worst(rows: Iterable[Row], value: Any, worse: Any) -> dict[str, dict[str, float]]:
+    """By module and kind, the worst over the steps."""
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        new = value(row)
+        if new is None:
+            continue
+        kinds = found.setdefault(row.module, {})
+        kinds[row.kind] = worse(kinds[row.kind], new) if row.kind in kinds else new
+    return found
+
+
+def _shown(worst: dict[str, dict[str, float]], harm: Any) -> tuple[list[str], str]:
+    """The modules to show, in the model's order, and a note on the others."""
+    ranked = sorted(worst, key=lambda module: max(map(harm, worst[module].values())), reverse=True)[:ROWS]
+    left = len(worst) - len(ranked)
+    return [m for m in worst if m in set(ranked)], f"{left} more modules have less." if left else ""
+
+
+def _heat(
+    title: str, worst: dict[str, dict[str, float]], columns: Sequence[str], label: str, harm: Any, **look: Any
+) -> HeatMap:
+    modules, note = _shown(worst, harm)
+    values = [[worst[module].get(kind) for kind in KINDS[: len(columns)]] for module in modules]
+    return HeatMap(title, [m or "(root)" for m in modules], columns, values, label, note=note, **look)
+
+
+def _lost(row: Row) -> float:
+    """Of values that float16 is to hold, the share below its normal range; of weights, the share left unchanged."""
+    if row.kind == UPDATE:
+        return row.stored.zeros / max(row.stored.total, 1)
+    return below_normal(row.in_backward)
+
+
+def _below(rows: list[Row], has_fp16: bool) -> HeatMap:
+    title = "Below float16's full precision" + ("" if has_fp16 else ", if it were used")
+    label = "share of non-zero values under 2^-14, the worst step; last, of weights that a step left as they were"
+    columns = (*KINDS[:-1], "weights unchanged")
+    return _heat(title, _worst(rows, _lost, max), columns, label, float, percent=True)
+
+
+def _headroom(rows: list[Row]) -> HeatMap:
+    worst = _worst((row for row in rows if row.kind != UPDATE), lambda row: row.in_backward.headroom(FP16), min)
+    label = "powers of two below 65504, the worst step; negative is infinite in float16"
+    return _heat("Headroom", worst, KINDS[:-1], label, lambda bits: -bits, pale=16.0, dark=0.0, digits=1)
+
+
+def _histogram(rows: list[Row], step: int) -> ExponentHistogram:
+    series = []
+    for kind in KINDS:
+        whole = together(row.true for row in rows if row.kind == kind)
+        if whole.some:
+            shares = [count / whole.some for count in whole.counts]
+            series.append(Series(kind, range(whole.first, whole.first + len(shares)), shares))
+    spans = [*_spans(BF16)[1:], *_spans(FP16), *_spans(FP8_E5M2)[1:], *_spans(FP8_E4M3)[1:]]
+    note = "Gradients without the loss scale. bfloat16 and float32 reach from 2^-126 to 2^127."
+    return ExponentHistogram(f"Where the magnitudes lie, step {step}", series, spans=spans, note=note)
+
+
+def _spans(held: Format) -> tuple[Span, Span]:
+    return exponent_spans(
+        held.name, smallest_subnormal=held.smallest_subnormal, smallest_normal=held.smallest_normal, largest=held.max
+    )
+
+
+def _over_time(by_step: Mapping[int, list[Row]]) -> LineChart:
+    steps = sorted(by_step)
+    series = []
+    for kind in KINDS[:-1]:
+        shares = []
+        for step in steps:
+            whole = together(row.in_backward for row in by_step[step] if row.kind == kind)
+            shares.append(100 * below_normal(whole) if whole.some else None)
+        series.append(Series(kind, steps, shares))
+    return LineChart("Below float16's full precision, over time", "step", "% of non-zero values", series)

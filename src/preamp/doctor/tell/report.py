@@ -1,0 +1,264 @@
+"""The report of a watched run, from what its processes recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from ... import __version__
+from ...report import (
+    Column,
+    Finding,
+    Item,
+    LineChart,
+    Marker,
+    Report,
+    Section,
+    Series,
+    Snippet,
+    Table,
+    count_severities,
+    to_json,
+)
+from ...report.files import write_text
+from ..findings import checks_at_end, glossary
+from ..findings.pa203 import PA203
+from ..records import Rank
+from .magnitudes import magnitudes, spread
+
+STRICT = 3
+"""Exit status of --strict when an error was found."""
+PRODUCTS = 60
+"""Products on the page, those with most FLOPs; `report.json` has them all."""
+_MARKS = 40
+_MIB = 1 << 20
+UNSEEN = "precision not observed"
+
+
+def schema(name: str = "report") -> dict[str, Any]:
+    """The JSON schema (draft 2020-12) of `report.json`, or of `compare.json`."""
+    text = files(__package__.rpartition(".")[0]).joinpath(f"{name}.schema.json").read_text(encoding="utf-8")
+    loaded: dict[str, Any] = json.loads(text)
+    return loaded
+
+
+def all_findings(ranks: list[Rank], base: Path) -> tuple[Finding, ...]:
+    """Findings of all processes, most harmful first; one that several have is reported once, of the earliest step."""
+    found: dict[Any, list[tuple[Finding, int]]] = {}
+    for rank in ranks:
+        for finding in (*rank.findings, *(_relative(one, base) for one in judge(rank))):
+            key = (finding.code, finding.severity, finding.module, finding.op, finding.file, finding.line)
+            found.setdefault(key, []).append((finding, rank.rank))
+    several = len({rank.rank for rank in ranks}) > 1
+    merged = [_as_one(same) if several else same[0][0] for same in found.values()]
+    return tuple(sorted((*merged, *PA203().among(ranks))))
+
+
+def judge(rank: Rank) -> list[Finding]:
+    """What only the whole run of one process shows."""
+    return [finding for check in checks_at_end() for finding in check.at_end(rank)] if rank.steps else []
+
+
+def _as_one(same: list[tuple[Finding, int]]) -> Finding:
+    finding, first = min(same, key=lambda one: (one[0].step is None, one[0].step or 0, one[1]))
+    evidence = dict(finding.evidence) if isinstance(finding.evidence, dict) else {"seen": finding.evidence}
+    evidence["ranks"] = sorted({rank for _, rank in same})
+    if len({one.step for one, _ in same}) > 1:
+        evidence["first on rank"] = first
+    return replace(finding, evidence=evidence)
+
+
+def _relative(finding: Finding, base: Path) -> Finding:
+    if finding.file is None:
+        return finding
+    below = os.path.relpath(finding.file, base)
+    return finding if below.startswith("..") else replace(finding, file=below)
+
+
+def verdict(findings: tuple[Finding, ...], steps: int, ended: str, precision: str) -> str:
+    """The one line to remember."""
+    if not steps:
+        return f"No optimizer step was seen: {ended}. There is nothing to judge the precision by."
+    counts = count_severities(findings)
+    tail = f" {steps} steps; {ended}."
+    if not counts["error"] and not counts["warning"]:
+        if precision == UNSEEN:
+            return f"Nothing was found, but no operator could be looked at: compiled code, or no model called.{tail}"
+        return f"Nothing is wrong with the precision of this run ({precision}).{tail}"
+    counted = [f"{n} {kind}{'s' if n > 1 and kind != 'info' else ''}" for kind, n in counts.items() if n]
+    worst = findings[0]
+    where = f" in {worst.module}" if worst.module else ""
+    where += f" at {worst.file}:{worst.line}" if worst.file and worst.line else ""
+    return f"{', '.join(counted)} ({precision}). The worst is {worst.code}{where}: {worst.message}.{tail}"
+
+
+def policy_seen(rank: Rank | None) -> str:
+    """What ran, in a few words."""
+    audit = rank.facts.get("audit") if rank is not None else None
+    if not audit:
+        return UNSEEN
+    share = audit["low_share"]
+    parameters = "/".join(sorted(audit["parameters"])) or "none"
+    return f"{parameters} parameters, {'none' if not share else f'{share:.0%}'} of the products in 16 bits"
+
+
+def build(
+    ranks: list[Rank], base: Path, command: list[str], exit_code: int, ended: str, seconds: float
+) -> tuple[Report, dict[str, Any]]:
+    """The report as a page, and as the content of `report.json`."""
+    findings = all_findings(ranks, base)
+    first = next((rank for rank in ranks if rank.steps), None)
+    steps = max((len(rank.steps) for rank in ranks), default=0)
+    precision = policy_seen(first)
+    line = verdict(findings, steps, ended, precision)
+    broke = next((rank.facts["failed"] for rank in ranks if "failed" in rank.facts), None)
+    if broke is not None:
+        line += f" The doctor itself failed in step {broke['step']} and saw no more: please report {broke['error']}"
+    end = first.facts.get("end", {}) if first is not None else {}
+    environment = {
+        "command": " ".join(command),
+        "ended": ended,
+        "exit status": exit_code,
+        "steps": steps,
+        "processes": len(ranks),
+        "precision": precision,
+        "seconds": round(seconds, 2),
+        "doctor's own seconds": round(end["spent"], 2) if end else None,
+        "preamp": __version__,
+    }
+    serious = any(f.severity != "info" for f in findings)
+    sections: list[Section | None] = [Section("Findings", "" if findings else "Nothing was found.", findings)]
+    if first is not None:
+        samples = first.many.get("telemetry", [])
+        has_fp16 = "float16" in first.facts.get("audit", {}).get("low", ())
+        really = _really_running(first.facts.get("audit"), first.facts.get("held"))
+        spread_out = magnitudes(samples, has_fp16, first.facts.get("underflow"))
+        sections += [_timeline(first), spread_out, really, _advice(findings)]
+    content: dict[str, Any] = to_json(
+        {
+            "schema": "preamp-doctor/1",
+            "verdict": line,
+            "exit_code": exit_code,
+            "ended": ended,
+            "steps": steps,
+            "policy": precision,
+            "findings": [finding.to_dict() for finding in findings],
+            "environment": environment,
+            "processes": [_process(rank) for rank in ranks],
+        }
+    )
+    report = Report(
+        f"Doctor: {Path(command[0]).name}",
+        line,
+        [s for s in sections if s is not None],
+        environment=environment,
+        status=None if serious else "good" if steps else "neutral",
+        data=content,
+        glossary=glossary(finding.code for finding in findings),
+    )
+    return report, content
+
+
+def _process(rank: Rank) -> dict[str, Any]:
+    return {
+        "rank": rank.rank,
+        "steps": rank.steps,
+        **{name: rank.facts.get(name) for name in ("audit", "held", "raised", "failed")},
+        "overflows": rank.many.get("overflow", []),
+        "telemetry": spread(rank.many.get("telemetry", [])),
+        "underflow": rank.many.get("underflow", []),
+    }
+
+
+def _timeline(rank: Rank) -> Section:
+    steps = rank.steps
+    x = [step["step"] for step in steps]
+    skipped = [step["step"] for step in steps if step["skipped"]]
+    marks = tuple(  # of those in a row the first is labelled
+        Marker(float(step), None, "" if step - 1 in skipped else "skipped") for step in skipped[:_MARKS]
+    )
+    loss = Series("loss", x, [_number(step["loss"]) for step in steps])
+    items: list[Item] = [LineChart("Loss", "step", "loss", (loss,), markers=marks)]
+    if any(step["scale"] for step in steps):
+        scale = Series("scale", x, [_number(step["scale"]) for step in steps], steps=True)
+        items.append(LineChart("Loss scale", "step", "scale", (scale,), y_log2=True, markers=marks))
+    text = f"{len(steps)} attempts to step, {len(skipped)} of them skipped."
+    return Section("Timeline", text, items)
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, (int, float)) else None
+
+
+def _advice(findings: tuple[Finding, ...]) -> Section | None:
+    sick = [f for f in findings if f.code in ("PA104", "PA201", "PA205") and f.module]
+    if not sick:
+        return None
+    modules = "; ".join(f"{module} -> full" for module in dict.fromkeys(str(f.module) for f in sick))
+    snippet = Snippet("Keep these modules in float32", f'preamp.prepare(model, optimizer, policy="O1; {modules}")')
+    return Section("What to write", "", (snippet,))
+
+
+def write(report: Report, content: dict[str, Any], folder: Path, also: Path | None) -> tuple[Path, Path]:
+    """Write `report.html` and `report.json` into a folder, whole or not at all; returns their paths."""
+    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+    page = report.write_html(folder / "report.html")
+    data = write_text(folder / "report.json", text)
+    if also is not None:
+        write_text(also, text)
+    return page, data
+
+
+def _really_running(audit: Mapping[str, Any] | None, held: Mapping[str, Any] | None) -> Section | None:
+    """What really ran, as a part of the report."""
+    if not audit:
+        return None
+    share = audit["low_share"]
+    text = f"What really ran in step {audit['step']}."
+    if share is not None:
+        text += f" {share:.0%} of the FLOPs of its matrix products and convolutions ran in 16 bits."
+    on = [name for name, value in audit["tf32"].items() if value]
+    text += f" TF32 for float32 on NVIDIA GPUs: {', '.join(on) or 'off'}."
+    tables = [_held_table(held), _product_table(audit["products"]), _output_table(audit["outputs"])]
+    return Section("Really running", text, [table for table in tables if table is not None])
+
+
+def _held_table(held: Mapping[str, Any] | None) -> Table | None:
+    if not held or not held["rows"]:
+        return None
+    rows = [(r["kind"], r["dtype"], r["device"], r["numbers"], r["bytes"] / _MIB) for r in held["rows"]]
+    columns = ("what", "dtype", "device", Column("numbers", digits=0), Column("memory", "MiB", digits=2))
+    return Table(f"Held in memory around step {held['step']}", columns, rows)
+
+
+def _product_table(products: list[dict[str, Any]]) -> Table | None:
+    """Products of one shape and kind in one row: a network has many like layers."""
+    if not products:
+        return None
+    alike: dict[Any, list[dict[str, Any]]] = {}
+    for one in products:
+        alike.setdefault((one["op"], one["dtype"], tuple(one["shape"].items()), one["why"]), []).append(one)
+    rows = []
+    for (op, dtype, shape, why), same in sorted(alike.items(), key=lambda item: -sum(o["share"] for o in item[1])):
+        more = f" and {len(same) - 1} more" if len(same) > 1 else ""
+        where = (same[0]["module"] or "(outside of a module)") + more
+        sizes = ", ".join(f"{name} {size}" for name, size in shape)
+        share = f"{sum(one['share'] for one in same):.1%}"
+        rows.append((where, op, dtype, sizes, share, "yes" if why is None else f"no: {why}"))
+    left = len(rows) - PRODUCTS
+    columns = ("module", "operator", "dtype", "shape", "of FLOPs", "fills tensor cores")
+    notes = (f"{left} more kinds have fewer FLOPs",) if left > 0 else ()
+    return Table("Matrix products and convolutions", columns, rows[:PRODUCTS], notes=notes)
+
+
+def _output_table(outputs: Mapping[str, Mapping[str, int]]) -> Table:
+    dtypes = sorted({name for counts in outputs.values() for name in counts})
+    rows: list[tuple[str | int, ...]] = [
+        (path or "(root)", *(counts.get(name, 0) for name in dtypes)) for path, counts in outputs.items()
+    ]
+    return Table("Results by module and dtype", ("module", *dtypes), rows)
