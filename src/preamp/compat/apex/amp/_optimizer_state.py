@@ -152,18 +152,18 @@ class AmpOptimizerState(Masters):
         put_aside(self._stepped(), self.all_fp32_from_fp32_grad_stash)
 
     def _clear_low(self) -> None:
-        self.lazy_init()
         if self.master_weights:
+            self.lazy_init()
             for parameter in self.all_fp16_params:
                 parameter.grad = None
             self.versions.forget()
 
     def post_backward(self, scaler: LossScaler) -> None:
         """Unscale the gradients, and add those from before; with masters the model's 16-bit ones stay scaled."""
-        self.lazy_init()
+        stepped = self._stepped()
         if self.master_weights:
             self._unscale_low(scaler)
-        unscale_and_add(self._stepped(), self.all_fp32_from_fp32_grad_stash, scaler)
+        unscale_and_add(stepped, self.all_fp32_from_fp32_grad_stash, scaler)
         if self.master_weights:
             self.versions.record(self.all_fp16_params)
 
