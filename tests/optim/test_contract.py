@@ -728,3 +728,21 @@ def test_states_that_nobody_has_are_not_looked_at(n: int, flat: bool | None) -> 
     give(params, 4)
     optimizer.step()
     assert shown._asked == optimizer.state.asked, "what was saved has gone"
+
+
+@pytest.mark.parametrize(("master", "states"), [("float32", "float32"), ("split", "float32"), ("split", "8bit")])
+def test_a_master_that_is_laid_out_otherwise_is_stepped_entry_by_entry(master: str, states: str) -> None:
+    """As `optimizer.state[p]["master"].data = ...` allows: the same numbers, in another order in memory."""
+    ends = []
+    for turned in (False, True):
+        torch.manual_seed(0)
+        param = Parameter(torch.randn(70, 70).bfloat16())
+        optimizer = optim.AdamW([param], 0.1, master=master, states=states)
+        for step in range(4):
+            give([param], step)
+            if turned and step == 2:
+                kept = optimizer.state[param]["master_bits" if master == "split" else "master"]
+                kept.data = kept.data.t().contiguous().t()
+            optimizer.step()
+        ends.append(param.detach().clone())
+    assert torch.equal(*ends)

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..kernels import ShardSum, Storage, TensorList, count_writes, present_in
+from ..kernels import ShardSum, Storage, TensorList, count_writes, listed, present_in
 from ..sharding import held_here, is_sharded, placed_as
 from .layout import Entries, Layout, counting, overlapping
 from .masters import Masters
@@ -73,11 +73,15 @@ class Bucket:
             where.take_in()
         elif not self.mastered:
             self.storage.copies = masters.copies(self.params)
-        elif masters.split:
-            self.storage.bits = self._here(masters.beside(self.params))
         else:
-            masters.refresh(self.params, None if self.sharded else where.params.addresses)
-            self.storage.params, self.storage.copies = self._here(masters.beside(self.params)), where.params
+            if not masters.split:
+                masters.refresh(self.params, None if self.sharded else where.params.addresses)
+            beside = self._here(masters.beside(self.params))
+            self.storage.contiguous = where.dense and listed(beside).contiguous
+            if masters.split:
+                self.storage.bits = beside
+            else:
+                self.storage.params, self.storage.copies = beside, where.params
 
     def end_step(self, masters: Masters) -> None:
         """Note what the step has written."""
