@@ -32,44 +32,8 @@ from typing import Any, Literal
 
 from ...report import Finding
 from ..records import Rank
-from .check import Check
+from .check import Check, on
 from .pa207 import PA207
-
-
-class PA201(Check):
-    """The origin of what is not finite, of a step done again; infinities that leave no trace; steps not done again."""
-
-    code = "PA201"
-
-    @classmethod
-    def hidden(cls, made: Any, hidden_by: str) -> Finding:
-        """The operator call `made` gave an infinity, and a root or a division has made a zero of it."""
-        return cls.finding(
-            "error",
-            f"{made.base} (forward) made inf out of finite float16 values, and {hidden_by} made zeros of it: nothing "
-            "is NaN, no step is skipped, and what is multiplied by it vanishes",
-            "x = x.float()  # before this line\n"
-            "# or a norm of torch's (nn.RMSNorm, F.normalize) in a region of preamp's, which runs it in float32",
-            **made.where,
-            evidence={"dtype": "fp16", "made zero by": hidden_by},
-        )
-
-    def at_end(self, rank: Rank) -> Iterator[Finding]:
-        """A step taken with what is not finite, that could not be done again; other errors explain it."""
-        taken = {step["step"]: step["bad"] for step in rank.steps if step["bad"] and not step["skipped"]}
-        first = next((one for one in rank.many.get("unexplained", []) if one["step"] in taken), None)
-        if first is None or any(finding.severity == "error" and finding.code != "PA101" for finding in rank.findings):
-            return
-        is_loss = first["what"] == "loss"
-        yield self.finding(
-            "error",
-            f"the {'loss was' if is_loss else 'gradients were'} not finite and the step was taken; it could not be "
-            "done again, so its origin is not known",
-            "origin = preamp.doctor.find_origin(lambda: loss_fn(model(x), y), models=model)  # where it can be called",
-            at=tuple(first["at"]),
-            step=first["step"],
-            direction="forward" if is_loss else "backward",
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +129,55 @@ class Diagnosis:
             evidence = dict(found.evidence) if isinstance(found.evidence, dict) else {}
             found = replace(found, evidence={**evidence, "entries of the batch": list(self.samples)})
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosed:
+    """A step that was not finite was done again, and it is not the loss scale alone that brings it about."""
+
+    diagnosis: Diagnosis
+    step: int
+
+
+class PA201(Check):
+    """The origin of what is not finite, of a step done again; infinities that leave no trace; steps not done again."""
+
+    code = "PA201"
+
+    @on(Diagnosed)
+    def diagnosed(self, event: Diagnosed) -> Iterator[Finding]:
+        """Whatever came first."""
+        yield event.diagnosis.finding(event.step)
+
+    @classmethod
+    def hidden(cls, made: Any, hidden_by: str) -> Finding:
+        """The operator call `made` gave an infinity, and a root or a division has made a zero of it."""
+        return cls.finding(
+            "error",
+            f"{made.base} (forward) made inf out of finite float16 values, and {hidden_by} made zeros of it: nothing "
+            "is NaN, no step is skipped, and what is multiplied by it vanishes",
+            "x = x.float()  # before this line\n"
+            "# or a norm of torch's (nn.RMSNorm, F.normalize) in a region of preamp's, which runs it in float32",
+            **made.where,
+            evidence={"dtype": "fp16", "made zero by": hidden_by},
+        )
+
+    def at_end(self, rank: Rank) -> Iterator[Finding]:
+        """A step taken with what is not finite, that could not be done again; other errors explain it."""
+        taken = {step["step"]: step["bad"] for step in rank.steps if step["bad"] and not step["skipped"]}
+        first = next((one for one in rank.many.get("unexplained", []) if one["step"] in taken), None)
+        if first is None or any(finding.severity == "error" and finding.code != "PA101" for finding in rank.findings):
+            return
+        is_loss = first["what"] == "loss"
+        yield self.finding(
+            "error",
+            f"the {'loss was' if is_loss else 'gradients were'} not finite and the step was taken; it could not be "
+            "done again, so its origin is not known",
+            "origin = preamp.doctor.find_origin(lambda: loss_fn(model(x), y), models=model)  # where it can be called",
+            at=tuple(first["at"]),
+            step=first["step"],
+            direction="forward" if is_loss else "backward",
+        )
 
 
 _LOW = ("fp16", "float16", "bf16", "bfloat16")

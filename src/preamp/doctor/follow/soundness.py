@@ -7,7 +7,7 @@ import cmath
 from torch import Tensor
 
 from ..findings.events import BatchNotFinite
-from ..findings.pa201 import Diagnosis
+from ..findings.pa201 import Diagnosed, Diagnosis
 from ..measure import all_finite
 from ..replay.diagnose import diagnose, samples
 from .run import Run
@@ -58,7 +58,7 @@ class Soundness:
         elif found is None:
             run.recorder.write("unexplained", step=run.step, what=run.bad, at=run.backward_at)
         elif not found.by_scale:
-            run.report(found.finding(run.step))
+            run.emit(Diagnosed(found, run.step))
         elif by_hand:
             self._held_back = found
         else:
@@ -87,7 +87,7 @@ class Soundness:
         if found is not None and skipped:
             self._overflowed(found, 1.0)
         elif found is not None:
-            run.report(found.finding(run.step))
+            run.emit(Diagnosed(found, run.step))
         run.bad, self.bad_gradients, self._versions = None, False, None
         return skipped
 
