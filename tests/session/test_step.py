@@ -408,3 +408,25 @@ def test_a_gradient_that_is_the_scale_is_not_the_scale_itself(level: str, scale:
             session.zero_grad()
             assert session.loss_scale() == report.scale == expected and report.grad_norm == pytest.approx(2**0.5)
     assert model.a == model.b == 0.25
+
+
+def test_zero_grad_clears_what_no_optimizer_has_and_calls_a_model_s_own() -> None:
+    class Own(nn.Linear):
+        cleared = 0
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            Own.cleared += 1
+            super().zero_grad(set_to_none)
+
+    shared = nn.Linear(3, 3)
+    model = nn.Sequential(shared, nn.Sequential(nn.Linear(3, 3), nn.ReLU()), shared)
+    model[1][1].register_parameter("none", None)
+    own = Own(3, 3)
+    optimizer = torch.optim.SGD(model[1].parameters(), 0.1)
+    with preamp.prepare([model, own], optimizer, level="O1", scale=8.0) as session:
+        for set_to_none in (True, False):
+            session.backward((model(torch.ones(2, 3)) + own(torch.ones(2, 3))).sum())
+            assert all(p.grad is not None for m in (model, own) for p in m.parameters())
+            session.zero_grad(set_to_none)
+            assert all(p.grad is None if set_to_none else not p.grad.any() for p in model.parameters())
+    assert Own.cleared == 2

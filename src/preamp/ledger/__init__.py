@@ -5,7 +5,7 @@ The only place that asks whether somebody has changed something since the last s
 
 from .buckets import Bucket, Buckets, Collected
 from .gradients import Gradients
-from .leaves import gradients_of, parameters_of
+from .leaves import gradients_of, parameters_in, parameters_of
 from .masters import Masters
 from .no_masters import NoMasters
 from .packed import ShapeMismatch
@@ -28,6 +28,7 @@ __all__ = [
     "State",
     "Steps",
     "gradients_of",
+    "parameters_in",
     "parameters_of",
     "rebuild_reducers",
     "shadows_work",

@@ -11,7 +11,7 @@ from typing import Any
 from weakref import getweakrefcount
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -26,6 +26,20 @@ _IN_A_LIST = next(map(getrefcount, [object()]))
 def parameters_of(optimizer: Optimizer) -> Iterator[Parameter]:
     """Every parameter in an optimizer's groups."""
     return chain.from_iterable(map(_PARAMS, optimizer.param_groups))
+
+
+def parameters_in(root: nn.Module) -> list[Parameter]:
+    """Every parameter of a model, in half the time of `root.parameters()`, which passes each through two generators."""
+    found: list[Parameter | None] = []
+    seen: set[nn.Module] = set()
+    left: list[nn.Module | None] = [root]
+    while left:
+        module = left.pop()
+        if module is not None and module not in seen:
+            seen.add(module)
+            found += module._parameters.values()
+            left += module._modules.values()
+    return [parameter for parameter in found if parameter is not None]
 
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:

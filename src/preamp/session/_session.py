@@ -18,7 +18,7 @@ from ..compiling import traced_by_callers, uncompiled
 from ..errors import SessionError
 from ..frameworks import unwrap
 from ..kernels import Reading, clip_values_
-from ..ledger import Gradients, Masters, gradients_of, parameters_of, state_like_parameters
+from ..ledger import Gradients, Masters, gradients_of, parameters_in, parameters_of, state_like_parameters
 from ..modules import Conversion
 from ..policy import Policy
 from ..sharding import flat_group, is_sharded, sharded_parts
@@ -322,7 +322,11 @@ class Session:
         if optimizer is None:
             self._pending.forget_backward()
             for model in self._models.values():
-                model.zero_grad(set_to_none)
+                if not set_to_none or type(model).zero_grad is not nn.Module.zero_grad:
+                    model.zero_grad(set_to_none)
+                    continue
+                for parameter in parameters_in(model):
+                    parameter.grad = None
 
     def capture(self, function: Callable[..., Any], *, warmup: int = 3) -> CapturedStep:
         """`function`, a whole training step on tensors, as a CUDA graph: it pays where kernels are short.
