@@ -21,6 +21,10 @@ class Losses:
     def __init__(self, scales: Mapping[str, LossScale]) -> None:
         self._scales = dict(scales)
         self._runs = {name: _Run() for name in scales}
+        self.separate_scales = len(scales) > 1 and any(scale.kind != "none" for scale in scales.values())
+        """Whether losses have scales of their own, so that their gradients can be added only once they are true."""
+        self.need_statistics = any(scale.needs_statistics for scale in scales.values())
+        """Whether a scale learns from more than the finite flag."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._scales)
@@ -43,16 +47,6 @@ class Losses:
                 f"Declare it: prepare(..., losses=(..., {name!r}))"
             )
         return name
-
-    @property
-    def separate_scales(self) -> bool:
-        """Whether losses have scales of their own, so that their gradients can be added only once they are true."""
-        return len(self._scales) > 1 and any(scale.kind != "none" for scale in self._scales.values())
-
-    @property
-    def need_statistics(self) -> bool:
-        """Whether a scale learns from more than the finite flag."""
-        return any(scale.needs_statistics for scale in self._scales.values())
 
     def after_step(
         self, name: str, reading: Reading, host_skipped: bool | None, offender: Callable[[], str | None]
