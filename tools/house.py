@@ -83,11 +83,30 @@ def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
-def initial_circles(arrows: dict[str, set[str]], source: Path) -> list[list[str]]:
+def circles_of_files(arrows: dict[str, set[str]], source: Path) -> list[list[str]]:
     """`circles` without those that only a package's `__init__` closes by showing what lies in it."""
     packages = {name for name, path in modules(source).items() if path.name == "__init__.py"}
     bare = {name: {o for o in own if o not in packages} for name, own in arrows.items() if name not in packages}
     return circles(bare)
+
+
+def climbs(arrows: dict[str, set[str]], source: Path) -> list[str]:
+    """Imports of a room that is not on a floor below, by the floors that the source's own test has."""
+    text = (source.parents[1] / "tests" / "house" / "test_floors.py").read_text(encoding="utf-8")
+    made = [node for node in ast.parse(text).body if isinstance(node, ast.Assign)]
+    (floors,) = (
+        ast.literal_eval(node.value)
+        for node in made
+        if isinstance(node.targets[0], ast.Name) and node.targets[0].id == "FLOOR"
+    )
+    found = []
+    for name, own in arrows.items():
+        room = name.partition(".")[0]
+        for other in sorted(own):
+            below = other.partition(".")[0]
+            if room and below not in ("", room) and floors[below] >= floors[room]:
+                found.append(f"{name} -> {other}")
+    return found
 
 
 class Walk:
@@ -183,7 +202,10 @@ def main() -> None:
     print(f"rooms of the step: {sum(map(len, rooms))} files, {sum(map(sum, rooms))} lines")
     skips = sum(path.read_text(encoding="utf-8").count("# fmt: skip") for path in modules(source).values())
     print(f"# fmt: skip {skips} times")
-    found = initial_circles(imports(source), source)
+    arrows = imports(source)
+    up = climbs(arrows, source)
+    print(f"imports of rooms that are not below: {len(up)}{''.join(chr(10) + '  ' + each for each in up)}")
+    found = circles_of_files(arrows, source)
     print(f"circles: {len(found)}{''.join(f'{chr(10)}  {len(each)}: ' + ', '.join(each) for each in found)}")
     for name, run in steps():
         print(f"one step, {name}: {walked(run)}")
