@@ -32,12 +32,12 @@ from .launch import (
     RATE,
     ROOT,
     address,
+    chunk_of,
     launch,
     mix,
     on,
     parts,
     put,
-    start_of,
     take,
     type_of,
     wrote,
@@ -199,10 +199,7 @@ def adam_8bit(
 ):  # fmt: skip
     """Adam or AdamW; `DECAY`: 0 none, 1 in the gradient, 2 decoupled."""
     if tl.load(scalars + GO) > 0:
-        program = tl.program_id(0)
-        tensor = tl.load(tensor_of + program)
-        start = start_of(block_of, program, CHUNK)
-        size = tl.load(sizes + tensor)
+        tensor, start, size = chunk_of(tensor_of, block_of, sizes, CHUNK)
         if start + CHUNK <= size:
             adam_8bit_chunk(
                 scalars, table, tensors, tensor, start, size, one_beta1, beta2, one_beta2, eps, decay,

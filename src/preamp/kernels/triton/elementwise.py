@@ -16,13 +16,13 @@ from .launch import (
     RATE,
     ROOT,
     address,
+    chunk_of,
     launch,
     mix,
     on,
     parts,
     prepare,
     put,
-    start_of,
     take,
     type_of,
     wrote,
@@ -199,10 +199,7 @@ def adam_kernel(
 ):  # fmt: skip
     """Adam or AdamW; `DECAY`: 0 none, 1 in the gradient, 2 decoupled."""
     if tl.load(scalars + GO) > 0:
-        program = tl.program_id(0)
-        tensor = tl.load(tensor_of + program)
-        start = start_of(block_of, program, CHUNK)
-        size = tl.load(sizes + tensor)
+        tensor, start, size = chunk_of(tensor_of, block_of, sizes, CHUNK)
         if start + CHUNK <= size:
             adam_chunk(
                 scalars, table, tensors, tensor, start, size, one_beta1, beta2, one_beta2, eps, decay,
@@ -260,10 +257,7 @@ def simple_kernel(
 ):  # fmt: skip
     """Gradient descent without momentum (`RULE` 0), with it at the first step (1) and later (2); Adagrad (3)."""
     if tl.load(scalars + GO) > 0:
-        program = tl.program_id(0)
-        tensor = tl.load(tensor_of + program)
-        start = start_of(block_of, program, CHUNK)
-        size = tl.load(sizes + tensor)
+        tensor, start, size = chunk_of(tensor_of, block_of, sizes, CHUNK)
         if start + CHUNK <= size:
             simple_chunk(
                 scalars, table, tensors, tensor, start, size, decay, momentum, blend, eps,

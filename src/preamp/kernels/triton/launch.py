@@ -47,9 +47,11 @@ _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32:
 
 
 @triton.jit
-def start_of(block_of, program, CHUNK: tl.constexpr):
-    """The first element of a program's chunk, int64."""
-    return tl.load(block_of + program).to(tl.int64) * CHUNK
+def chunk_of(tensor_of, block_of, sizes, CHUNK: tl.constexpr):
+    """A program's tensor, the first element of its chunk (int64), and how many elements the tensor has."""
+    program = tl.program_id(0)
+    tensor = tl.load(tensor_of + program)
+    return tensor, tl.load(block_of + program).to(tl.int64) * CHUNK, tl.load(sizes + tensor)
 
 
 @triton.jit

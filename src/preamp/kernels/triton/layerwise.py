@@ -20,12 +20,12 @@ from .launch import (
     RATE,
     ROOT,
     address,
+    chunk_of,
     launch,
     on,
     parts,
     prepare,
     put,
-    start_of,
     take,
     type_of,
     wrote,
@@ -156,10 +156,7 @@ def novograd_kernel(
 ):  # fmt: skip
     """Step the parameters. Rows: parameters, gradients, first moments, copies if any."""
     if tl.load(scalars + GO) > 0:
-        program = tl.program_id(0)
-        tensor = tl.load(tensor_of + program)
-        start = start_of(block_of, program, CHUNK)
-        size = tl.load(sizes + tensor)
+        tensor, start, size = chunk_of(tensor_of, block_of, sizes, CHUNK)
         divisor = tl.load(below + tensor)
         if start + CHUNK <= size:
             novograd_chunk(
@@ -248,9 +245,7 @@ def lamb_moments(
     """First launch of LAMB. Rows: parameters, gradients, moments 1 and 2, copies if any."""
     if tl.load(scalars + GO) > 0:
         program = tl.program_id(0)
-        tensor = tl.load(tensor_of + program)
-        start = start_of(block_of, program, CHUNK)
-        size = tl.load(sizes + tensor)
+        tensor, start, size = chunk_of(tensor_of, block_of, sizes, CHUNK)
         if start + CHUNK <= size:
             lamb_moments_chunk(
                 scalars, partials, program, table, tensors, tensor, start, size, beta1, one_beta1, beta2, one_beta2,
@@ -301,10 +296,7 @@ def lamb_apply(
 ):  # fmt: skip
     """Last launch of LAMB: the parameters."""
     if tl.load(scalars + GO) > 0:
-        program = tl.program_id(0)
-        tensor = tl.load(tensor_of + program)
-        start = start_of(block_of, program, CHUNK)
-        size = tl.load(sizes + tensor)
+        tensor, start, size = chunk_of(tensor_of, block_of, sizes, CHUNK)
         rate = tl.load(scalars + RATE)
         if TRUSTS:
             rate = rate * tl.load(ratios + tensor)

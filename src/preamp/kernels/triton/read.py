@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..lists import TensorList, listed, walkable
-from .launch import address, start_of, take
+from .launch import address, chunk_of, take
 from .tables import parts_of
 
 FOUND = tl.constexpr(0)
@@ -197,9 +197,7 @@ def read_kernel(
     Chunks' numbers begin at `base`. `lows` counts entries whose magnitude as an integer is below `tiny`, and zeros.
     """
     program = tl.program_id(0)
-    tensor = tl.load(tensor_of + program)
-    start = start_of(block_of, program, CHUNK)
-    size = tl.load(sizes + tensor)
+    tensor, start, size = chunk_of(tensor_of, block_of, sizes, CHUNK)
     pointer = address(table, 0, tensors, tensor, INTEGER, ALIGNED)
     if start + CHUNK <= size:
         read_chunk(

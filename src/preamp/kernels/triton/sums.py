@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..storage import ShardSum
-from .launch import Kind, address, launch, start_of, take, type_of
+from .launch import Kind, address, chunk_of, launch, take, type_of
 from .tables import Part
 
 BLOCK = 128
@@ -63,9 +63,7 @@ def chunk_norms_kernel(
 ):  # fmt: skip
     """For each chunk of the gradients (row 1), times the factor, the sum of squares or the largest magnitude."""
     program = tl.program_id(0)
-    tensor = tl.load(tensor_of + program)
-    start = start_of(block_of, program, CHUNK)
-    size = tl.load(sizes + tensor)
+    tensor, start, size = chunk_of(tensor_of, block_of, sizes, CHUNK)
     at = start + address(table, 1, tensors, tensor, GRAD, ALIGNED)
     times = tl.full((), 1.0, tl.float32)
     if HAS_FACTOR:
