@@ -26,8 +26,8 @@ def simulated_kernels(results: dict[str, Any]) -> tuple[Table, str]:
     )  # fmt: skip
     rates = ", ".join(f"{device['name']} {device['bandwidth'] / 1e12:.1f} TB/s" for device in results["devices"])
     text = (
-        "**Simulated, not measured.** Registers of a thread; warps that a processor holds; instructions that a warp "
-        "issues for 32 elements; barriers of a program; bytes an element between device memory and processor; share of "
+        "**Simulated, not measured.** Registers of a thread; warps that a multiprocessor holds; instructions that a "
+        "warp issues for 32 elements; barriers of a program; bytes an element to and from device memory; share of "
         "the bandwidth that copying is taken to "
         f"attain ({rates}), for memory latencies of {_range(results['latencies'], 1, 0)} cycles. Compiled by Triton "
         f"{results['environment']['triton']}, preamp at {results['environment']['commit']}"
