@@ -115,9 +115,9 @@ def apex_door(results: dict[str, Any]) -> tuple[Table, str]:
     )  # fmt: skip
     machine = results["environment"]
     text = (
-        "Ratio: time of preamp's own session over time through the door, round by round; above 1 the door is faster. "
-        f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, preamp at {machine['commit']}, "
-        f"{len(results['rows'][0]['ratios'])} rounds"
+        "Ratio: time of preamp's own session over time through compat.apex, round by round; above 1 compat.apex is "
+        f"faster. {machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, preamp at "
+        f"{machine['commit']}, {len(results['rows'][0]['ratios'])} rounds"
     )
     return Table("", columns, rows), text
 
