@@ -29,10 +29,10 @@ from preamp.zoo import TASKS
 OPTIONS: dict[str, dict[str, Any]] = {
     "master float32": {},
     "master split": {"master": "split"},
-    "no master, rounded by chance": {"master": None, "rounding": "stochastic"},
+    "no master, stochastic rounding": {"master": None, "rounding": "stochastic"},
     "master float32, 8-bit states": {"states": "8bit"},
     "master split, 8-bit states": {"master": "split", "states": "8bit"},
-    "no master, by chance, 8-bit states": {"master": None, "rounding": "stochastic", "states": "8bit"},
+    "no master, stochastic rounding, 8-bit states": {"master": None, "rounding": "stochastic", "states": "8bit"},
 }
 NETWORKS = ("flights", "bert")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Callable
 from functools import wraps
@@ -19,6 +20,11 @@ def newest(root: Path, theme: str) -> Path | None:
     """The newest committed result of a theme: files are called `<theme>_<hardware>_<date>_<commit>.json`."""
     found = sorted((root / "benchmarks" / "results").glob(f"{theme}_*.json"), key=lambda p: p.stem.split("_")[-2])
     return found[-1] if found else None
+
+
+def in_field_terms(name: str) -> str:
+    """The name of a row as documents have it; older results say "by chance"."""
+    return re.sub(r"(rounded )?by chance", "stochastic rounding", name)
 
 
 def committed(theme: str, how: str) -> Callable[[_Maker], _Generator]:
@@ -109,9 +115,9 @@ def apex_door(results: dict[str, Any]) -> tuple[Table, str]:
     )  # fmt: skip
     machine = results["environment"]
     text = (
-        "Ratio: time of preamp's own session over time through the door, round by round; above 1 the door is faster. "
-        f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, preamp at {machine['commit']}, "
-        f"{len(results['rows'][0]['ratios'])} rounds"
+        "Ratio: time of preamp's own session over time through compat.apex, round by round; above 1 compat.apex is "
+        f"faster. {machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, preamp at "
+        f"{machine['commit']}, {len(results['rows'][0]['ratios'])} rounds"
     )
     return Table("", columns, rows), text
 
@@ -243,7 +249,8 @@ def option_times(results: dict[str, Any]) -> tuple[Table, str]:
     rows = []
     for row in results["steps"]:
         ratios = [a / b for a, b in zip(reference, row["seconds"], strict=True)]
-        rows.append((row["name"], 1e3 * statistics.median(row["seconds"]), statistics.median(ratios)))
+        median = 1e3 * statistics.median(row["seconds"])
+        rows.append((in_field_terms(row["name"]), median, statistics.median(ratios)))
     machine = results["environment"]
     text = (
         "A step of 15 million bfloat16 parameters (150 tensors). Ratio: time by hand over time of this one, above 1 is "
@@ -257,8 +264,8 @@ def option_times(results: dict[str, Any]) -> tuple[Table, str]:
 def option_losses(results: dict[str, Any]) -> tuple[Table, str]:
     """What training comes to with each option."""
     rows = [
-        (row["network"], row["level"], row["name"], statistics.fmean(row["losses"]), f"{min(row['losses']):.4f}",
-         f"{max(row['losses']):.4f}")
+        (row["network"], row["level"], in_field_terms(row["name"]), statistics.fmean(row["losses"]),
+         f"{min(row['losses']):.4f}", f"{max(row['losses']):.4f}")
         for row in results["rows"]
     ]  # fmt: skip
     text = f"Training loss over the last tenth of the steps, three seeds, preamp at {results['environment']['commit']}"

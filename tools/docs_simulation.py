@@ -1,4 +1,4 @@
-"""Tables of what can be told of a GPU without one: simulated kernels, and what a step takes of the host."""
+"""Tables of what can be said about a GPU without one: simulated kernels, and the host time of a step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from preamp.report import Column, Table
 
-from .docs_results import committed
+from .docs_results import committed, in_field_terms
 
 _HOW = "python -m benchmarks.simulation"
 
@@ -16,7 +16,7 @@ def simulated_kernels(results: dict[str, Any]) -> tuple[Table, str]:
     """What each kernel takes of a processor, and how near the bandwidth of copying it comes in the simulation."""
     names = [device["name"] for device in results["devices"]]
     rows = [
-        (row["name"], row["registers"], row["warps"], _issued(row), row["barriers"], row["bytes"],
+        (in_field_terms(row["name"]), row["registers"], row["warps"], _issued(row), row["barriers"], row["bytes"],
          *(f"{_range(row['attained'][name], 100, 0)} %" for name in names))
         for row in results["rows"]
     ]  # fmt: skip
@@ -26,8 +26,8 @@ def simulated_kernels(results: dict[str, Any]) -> tuple[Table, str]:
     )  # fmt: skip
     rates = ", ".join(f"{device['name']} {device['bandwidth'] / 1e12:.1f} TB/s" for device in results["devices"])
     text = (
-        "**Simulated, not measured.** Registers of a thread; warps that a processor holds; instructions that a warp "
-        "issues for 32 elements; barriers of a program; bytes an element between device memory and processor; share of "
+        "**Simulated, not measured.** Registers of a thread; warps that a multiprocessor holds; instructions that a "
+        "warp issues for 32 elements; barriers of a program; bytes an element to and from device memory; share of "
         "the bandwidth that copying is taken to "
         f"attain ({rates}), for memory latencies of {_range(results['latencies'], 1, 0)} cycles. Compiled by Triton "
         f"{results['environment']['triton']}, preamp at {results['environment']['commit']}"
@@ -58,7 +58,7 @@ def simulated_steps(results: dict[str, Any]) -> tuple[Table, str]:
 
 @committed("host-time", "python -m tests.emulator.host_time")
 def host_time(results: dict[str, Any]) -> tuple[Table, str]:
-    """What a step takes of the host."""
+    """The host time of a step."""
     rows = [
         (row["name"], one["name"], 1e3 * one["stats"]["median"], 1 / one["ratio"]["median"],
          f"{1 / one['ratio']['high']:.2f} to {1 / one['ratio']['low']:.2f}", one["counts"]["launches"])
@@ -68,8 +68,8 @@ def host_time(results: dict[str, Any]) -> tuple[Table, str]:
                Column("interval", align="right"), Column("launches", digits=0))  # fmt: skip
     about = results["environment"]
     text = (
-        "Time of the host for a backward pass of one number, the step and the update of the scale, on a device that is "
-        f"none and computes nothing; {results['rounds']} rounds. {about['cpu']}, torch {about['torch']}, preamp at "
+        "Host time of a backward pass of one number, the step and the update of the scale, on a fake CUDA device that "
+        f"computes nothing; {results['rounds']} rounds. {about['cpu']}, torch {about['torch']}, preamp at "
         f"{about['commit']}"
     )
     return Table("", columns, rows), text

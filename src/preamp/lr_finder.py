@@ -1,8 +1,8 @@
-"""The learning-rate range test, run through the session, so that it sees what mixed precision does.
+"""The learning-rate range test, run through the session, so that it includes the effects of mixed precision.
 
 The rate grows geometrically from batch to batch while the loss is watched (Smith 2017, arXiv 1506.01186). A batch whose
 gradients overflow is skipped by the loss scale; its loss says nothing about the rate, so it is counted and left out.
-Afterwards everything is as it was: weights, buffers, optimizer, scale, random numbers.
+Afterwards weights, buffers, optimizer, scale and random numbers are restored.
 """
 
 from __future__ import annotations

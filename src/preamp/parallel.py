@@ -1,10 +1,10 @@
-"""What all processes of a run have to know alike: whether gradients were finite, and how long they are together.
+"""What all ranks have to agree on: whether gradients are finite, and their common norm.
 
-A rank that skips a step while another takes it is apart from it for ever, and clipping by the norm of a shard is not
-clipping. Under DistributedDataParallel gradients are equal on all ranks, and nothing has to be exchanged. Of sharded
-parameters (FSDP2, tensor parallelism: DTensors) each process reads the part that it holds, and what it read is added up
-over the parameter's mesh; of pipeline stages, and whatever else holds plain tensors that differ, over a group that
-`prepare(group=...)` names. One collective a step and group, of a few numbers, which no host waits for.
+A rank that skips a step while another takes it diverges from it for good, and clipping by the norm of a shard is wrong.
+Under DistributedDataParallel gradients are equal on all ranks, and nothing has to be exchanged. With sharded parameters
+(FSDP2, tensor parallelism: DTensors) each rank reads its shard, and readings are added up over the parameter's mesh.
+Pipeline stages, and other plain tensors that differ between ranks, use the group of `prepare(group=...)`. There is one
+collective a step and group, of a few numbers, without a host sync.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Gradients = Sequence[Tensor | None]
 
 
 class Agreement:
-    """Of the processes that hold parts of these parameters; `group`: those whose plain parameters differ.
+    """Agreement of the ranks that hold parts of these parameters; `group`: ranks whose plain parameters differ.
 
-    Every one of them has to call the same methods in the same order, also one that has no gradients.
+    All of them have to call the same methods in the same order, also a rank without gradients.
     """
 
     def __init__(self, parameters: Sequence[Tensor], group: Any = None) -> None:
@@ -50,9 +50,9 @@ class Agreement:
 
     @torch.no_grad()
     def read(self, gradients: Gradients, *, statistics: bool = False) -> Reading:
-        """`gradients.read` of what all processes hold; one gradient, or None, for each parameter.
+        """`kernels.read` over all ranks; one gradient, or None, for each parameter.
 
-        `nonfinite` is of the gradients that are there. With a `group` it tells of this process and its mesh only.
+        `nonfinite` is of the gradients that exist. With a `group` it covers only this rank and its mesh.
         """
         own = [
             read(
@@ -90,7 +90,7 @@ class Agreement:
         )  # fmt: skip
 
     def _sums(self, reading: Reading) -> Tensor:
-        """(3,) float64: the square of the norm, how many are subnormal, how many zero."""
+        """(3,) float64: the square of the norm, and the counts of subnormals and zeros."""
         counts = [
             reading.norm.new_zeros(()) if count is None else count for count in (reading.subnormals, reading.zeros)
         ]
@@ -102,7 +102,7 @@ class Agreement:
 
     @torch.no_grad()
     def norm(self, gradients: Gradients, order: float = 2.0) -> Tensor:
-        """`gradients.global_norm` of what all processes hold: 0-d float32."""
+        """`kernels.global_norm` over all ranks: 0-d float32."""
         largest = math.isinf(order)
         parts: list[Tensor] = []
         for meshes, indices in self._classes.items():
@@ -118,7 +118,7 @@ class Agreement:
         return (total if largest else total ** (1 / order)).float()
 
     def _placed(self, values: Sequence[int]) -> Tensor:
-        """A list on the device, sent there once: whoever sends it in each step waits in each step."""
+        """A list on the device, copied once: copying it at each step would be a host sync at each step."""
         key = (type(values[0]) if values else int, *values)
         if key not in self._sent:
             dtype = torch.bool if key[0] is bool else torch.int64
@@ -126,7 +126,7 @@ class Agreement:
         return self._sent[key]
 
     def _total(self, gradients: Gradients) -> int:
-        """How many numbers all of them have. Of a group that is asked for once, of all parameters, and waited for."""
+        """The number of entries over all ranks. With a group: exchanged once, for all parameters, by a host sync."""
         if self._group is None:
             return sum(gradient.numel() for gradient in gradients if gradient is not None)  # of a DTensor: the whole
         if self._entries is None:
@@ -137,7 +137,7 @@ class Agreement:
 
 
 class ShardReduction:
-    """Makes numbers that each process found in its parts of these tensors those of the whole tensors."""
+    """Combines numbers of each rank's shards of these tensors into those of the whole tensors."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         spread = [shard_groups(tensor) for tensor in tensors]
@@ -146,9 +146,9 @@ class ShardReduction:
 
     @torch.no_grad()
     def __call__(self, numbers: Tensor, largest: bool) -> Tensor:
-        """(tensors, n): sums over the processes, or the largest. All of them call it in the same order."""
+        """(tensors, n): sums over the ranks, or the largest. All ranks call it in the same order."""
         for group, over_it in self._over.items():
-            if group not in self._masks:  # sent to the device once: whoever sends it in each step waits in each step
+            if group not in self._masks:  # copied once: copying it at each step would be a host sync
                 self._masks[group] = torch.tensor(over_it, device=numbers.device).unsqueeze(1)
             together = (agreed_largest if largest else _added_up)(numbers.clone(), group)
             numbers = torch.where(self._masks[group], together, numbers)
@@ -161,10 +161,10 @@ def _added_up(numbers: Tensor, group: Any) -> Tensor:
 
 
 def compress_hook(dtype: torch.dtype = torch.bfloat16) -> Any:
-    """For `ddp.register_comm_hook(group, hook)`: gradients travel in 16 bits, and are summed in float32.
+    """For `ddp.register_comm_hook(group, hook)`: gradients are sent in 16 bits, and summed in float32.
 
-    Every rank sends each other one its piece of the gradients in `dtype`, adds up in float32 what it gets, divides by
-    the number of ranks, and sends the mean around in `dtype`: two roundings, however many ranks there are, and
+    Every rank sends every other its piece of the gradients in `dtype`, sums in float32 what it receives, divides by
+    the number of ranks, and sends the mean to all in `dtype`: two roundings, however many ranks there are, and
     half the bytes of float32. torch's own 16-bit hooks leave the sums in 16 bits. Equal on all ranks, bit for bit. As
     state give the process group, or None for the default one. float16 overflows beyond 65504, which skips the step.
     """
@@ -203,5 +203,5 @@ def compress_hook(dtype: torch.dtype = torch.bfloat16) -> Any:
             done.set_result(gradients)
         return done
 
-    hook.__annotations__.clear()  # which are text here, and torch wants none or its own classes
+    hook.__annotations__.clear()  # which are strings here, and torch accepts none or its own classes
     return hook

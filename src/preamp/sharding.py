@@ -1,6 +1,6 @@
-"""The rank of a process; DTensors, of which it holds a shard, and what FSDP2 gathers them as.
+"""The rank of a process, DTensors and their local shards, and the dtype in which FSDP2 gathers them.
 
-Nothing here imports `torch.distributed.tensor`, which takes long: who has a DTensor has imported it.
+Nothing here imports `torch.distributed.tensor`, which takes long: code with a DTensor has imported it already.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 
 def ranks() -> int:
-    """How many processes there are; 1 outside of a process group."""
+    """The world size; 1 outside of a process group."""
     together = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_world_size() if together else 1
 
 
 def rank() -> int:
-    """Which of them this is; 0 outside of a process group."""
+    """The rank of this process; 0 outside of a process group."""
     return torch.distributed.get_rank() if ranks() > 1 else 0
 
 
@@ -29,12 +29,12 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def any_sharded(tensors: Iterable[Tensor]) -> bool:
-    """Whether there is a DTensor among them: asked of each type once."""
+    """Whether there is a DTensor among them; each type is checked once."""
     return any(kind.__name__ == "DTensor" for kind in set(map(type, tensors)))
 
 
 def held_here(tensor: Tensor) -> Tensor:
-    """The part of a DTensor that lies in this process, sharing its memory; any other tensor as it is."""
+    """The local shard of a DTensor, sharing its memory; any other tensor itself."""
     if not is_sharded(tensor):
         return tensor
     part: Any = tensor.detach()
@@ -43,9 +43,9 @@ def held_here(tensor: Tensor) -> Tensor:
 
 
 def placed_like(tensor: Any, local: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A DTensor of this shape, placed like another, whose part here is `local`; beside any other tensor, `local`.
+    """A DTensor of this shape with the local shard `local`, placed like another; for any other tensor, `local`.
 
-    Laid out like that one if it has its shape, else contiguous.
+    Strided like that one if it has its shape, else contiguous.
     """
     if not is_sharded(tensor):
         return local
@@ -57,7 +57,7 @@ def placed_like(tensor: Any, local: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """A DTensor gathered, which all processes of its mesh do together; any other tensor as it is."""
+    """A DTensor gathered, by all ranks of its mesh together; any other tensor itself."""
     if not is_sharded(tensor):
         return tensor
     parts: Any = tensor
@@ -73,7 +73,7 @@ def mesh_groups(tensor: Any) -> tuple[Any, ...]:
 
 
 def shard_groups(tensor: Any) -> tuple[Any, ...]:
-    """Those of them whose members hold different parts of it, not copies."""
+    """Those of the `mesh_groups` whose members hold different shards of it, not copies."""
     placements = tensor.placements if is_sharded(tensor) else ()
     return tuple(g for g, placed in zip(mesh_groups(tensor), placements, strict=True) if not _is_copied(placed))
 
@@ -84,8 +84,8 @@ def _is_copied(placed: Any) -> bool:
 
 
 def placed_as(gradient: Any, parameter: Any) -> Tensor:
-    """A gradient placed as its parameter is: added up where it is still a sum over processes (`Partial`), and cut where
-    it is whole (that of a vocabulary's rows, say); any other as it is.
+    """A gradient placed as its parameter is: reduced if it is still a sum over ranks (`Partial`), and sharded if it is
+    whole (that of a vocabulary's rows, say); any other itself.
     """
     if is_sharded(gradient) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(gradient.device_mesh, parameter.placements)
@@ -94,13 +94,13 @@ def placed_as(gradient: Any, parameter: Any) -> Tensor:
 
 
 def agreed_largest(number: Tensor, group: Any) -> Tensor:
-    """The largest of a group's numbers, in their place; all of its processes call it."""
+    """The largest of a group's numbers, in place; all ranks of the group call it."""
     torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=group)
     return number
 
 
 def agreed_flag(flag: Tensor, tensors: Iterable[Tensor]) -> Tensor:
-    """A 0-d flag, above 0 on every process that holds a part of the tensors where it is so on one; waits for none."""
+    """A 0-d flag, above 0 on all ranks with shards of the tensors if it is on one; no host sync."""
     groups = dict.fromkeys(group for tensor in tensors for group in mesh_groups(tensor))
     for group in groups:
         agreed_largest(flag, group)
@@ -108,7 +108,7 @@ def agreed_flag(flag: Tensor, tensors: Iterable[Tensor]) -> Tensor:
 
 
 def gathered_as(root: nn.Module) -> dict[nn.Parameter, torch.dtype | None]:
-    """For each parameter that FSDP2 shards, the dtype in which its forward pass gets it; None: in its own."""
+    """For each parameter that FSDP2 shards, the dtype in which its forward pass gets it; None: its own."""
     found: dict[nn.Parameter, torch.dtype | None] = {}
     innermost: dict[str, Any] = {}
     for path, module in root.named_modules():

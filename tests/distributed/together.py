@@ -1,7 +1,7 @@
 """Scripts that several processes run together, and what their tests read of them.
 
 On CPUs over gloo. With PREAMP_TESTS_DEVICE=cuda each rank has a GPU, and the group is NCCL's; where torch is built
-without CUDA it is the device that is none, and its group (`tests/pretend`).
+without CUDA it is the fake CUDA device, and its process group (`tests/pretend`).
 """
 
 from __future__ import annotations

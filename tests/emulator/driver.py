@@ -1,4 +1,4 @@
-"""A driver for Triton: kernels are compiled for a GPU, as far as PTX, and run on the pretended device's memory."""
+"""A driver for Triton: it compiles kernels for a GPU down to PTX, and runs them on the fake CUDA device's memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TARGET = GPUTarget("cuda", 90, 32)
 
 
 class Driver(GPUDriver):  # type: ignore[misc]
-    """What Triton asks of CUDA's driver, about the pretended device."""
+    """Answers what Triton asks CUDA's driver, for the fake CUDA device."""
 
     def __init__(self, native: Any, computes: bool) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Utilities:
         return {"max_shared_mem": 232448, "multiprocessor_count": 132, "max_num_regs": 65536, "warpSize": 32}
 
     def load_binary(self, name: str, ptx: bytes, shared: int, device: int) -> tuple[Any, Kernel, int, int, int]:
-        """Load a kernel; `RuntimeError` during a capture, as drivers have it that load code while none is captured."""
+        """Load a kernel; `RuntimeError` during a capture, like drivers that load no code during a capture."""
         if self._native.is_capturing():
             raise RuntimeError(
                 f"Triton Error [CUDA]: operation not permitted when stream is capturing: the module of {name} is loaded"
@@ -68,11 +68,11 @@ class Utilities:
         return kernel, kernel, 0, 0, 1024
 
     def unload_module(self, kernel: Kernel) -> None:
-        """Let go of a kernel: its memory is Python's."""
+        """Release a kernel; Python owns its memory."""
 
 
 class Launcher:
-    """Starts one kernel, or lets a graph that is captured start it at every replay."""
+    """Launches one kernel; during a capture it records the launch for every replay."""
 
     def __init__(self, native: Any, source: Any, run: Callable[..., None]) -> None:
         self._native, self._run = native, run
@@ -92,7 +92,7 @@ def started(kernel: Kernel, arguments: list[int], programs: int, held: Any) -> N
 
 
 def skipped(kernel: Kernel, arguments: list[int], programs: int, held: Any) -> None:
-    """In place of `started` where only the host's part of a launch is of interest."""
+    """Replaces `started` when only the host's part of a launch is measured."""
 
 
 def bits(value: Any, kind: str) -> int:
@@ -105,15 +105,18 @@ def bits(value: Any, kind: str) -> int:
 
 
 def install(native: Any, *, computes: bool = True) -> None:
-    """Let Triton compile for the target and run kernels here, for the rest of this process; or launch them only."""
+    """Let Triton compile for the target and run kernels here, for the rest of this process.
+
+    `computes=False`: kernels are launched, but do nothing.
+    """
 
     def stop_at_ptx(backend: Any = None, stages: Any = None, *_: Any) -> tuple[str, str] | None:
         if stages is None:
-            return "ptx", "ptx"  # part of the keys that compiled kernels are kept by
+            return "ptx", "ptx"  # part of the cache keys of compiled kernels
         stages["cubin"] = lambda ptx, metadata: ptx.encode()
         return None
 
     knobs.runtime.add_stages_inspection_hook = stop_at_ptx
-    # not where real kernels are kept: Triton 3.6 would take these for them
+    # apart from the cache of real kernels: Triton 3.6 would confuse the two
     knobs.cache.dir = str(Path(os.environ.get("TRITON_CACHE_DIR") or cache()) / f"ptx-{triton.__version__}")
     driver.set_active(Driver(native, computes))

@@ -1,11 +1,11 @@
-"""What a step takes of the host: torch's own and preamp's, on the pretended device, where no kernel computes anything.
+"""Host time of a step, torch's and preamp's, on the fake CUDA device, where no kernel computes anything.
 
     python -m tests.emulator.host_time [--rounds 41] [--out FILE]
 
 prints the table and writes the JSON of a bench. A step is a backward pass of one number, what the scaler or
-session does with a list of gradients, and the optimizer. Tensors have eight entries each: how long they are is nothing
-to the host. What torch needs on a real device to start its kernels over lists (one for each 36 tensors of Adam's) is
-not in its time; each launch of ours by Triton is.
+session does with a list of gradients, and the optimizer. Tensors have eight entries each: their length does not matter
+to the host. The time in which torch launches its kernels over lists on a real device (one for each 36 tensors of
+Adam's) is not in its figures; each of preamp's launches by Triton is.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from preamp.report import Cell, Column, Table  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
 COUNTS = (394, 1500)
-"""Tensors: those of BERT-large, and as many as the longest list of the suite `step`."""
+"""Numbers of tensors: that of BERT-large, and that of the longest list in the suite `step`."""
 
 LR = 1e-9
 Step = Callable[[], None]
@@ -49,7 +49,7 @@ def leaves(count: int) -> nn.ParameterList:
 
 
 def give(params: nn.ParameterList) -> None:
-    """Gradients in the dtype that parameters have by now."""
+    """Set gradients in the current dtype of the parameters."""
     for param in params:
         param.grad = torch.full_like(param, 1e-3)
 
@@ -69,7 +69,7 @@ def by_scaler(count: int, kind: Callable[..., Any], scaler: Any, **arguments: An
 
 
 def by_session(count: int, level: str, groups: int = 1) -> Step:
-    """The loop of preamp; `groups`: how many groups of the optimizer the parameters are dealt to."""
+    """The loop of preamp; `groups`: the number of parameter groups."""
     params = leaves(count)
     every, loss = list(params), torch.zeros((), device=DEVICE, requires_grad=True)
     dealt = [{"params": every[i::groups], "weight_decay": 0.01 * i} for i in range(groups)]
@@ -84,7 +84,7 @@ def by_session(count: int, level: str, groups: int = 1) -> Step:
 
 
 def contenders(count: int) -> dict[str, Step]:
-    """Those of a row, the reference first."""
+    """The contenders of a row, the reference first."""
     scalers = torch.amp.GradScaler("cuda", init_scale=2.0**10), preamp.GradScaler("cuda", init_scale=2.0**10)
     return {
         "torch.amp, AdamW(fused)": by_scaler(count, torch.optim.AdamW, scalers[0], fused=True),
@@ -96,16 +96,16 @@ def contenders(count: int) -> dict[str, Step]:
 
 
 def launches(step: Step) -> int:
-    """Kernels that a call starts."""
+    """The number of kernels that a call launches."""
     before = NATIVE.kernels()
     step()
     return int(NATIVE.kernels() - before)
 
 
 def measure(count: int, rounds: int) -> Row:
-    """One row."""
+    """Measure one row."""
     made = contenders(count)
-    for step in made.values():  # states and lists are made, and the first steps look at more
+    for step in made.values():  # states and lists are made, and the first steps check more
         for _ in range(8):
             step()
     counts = {name: {"launches": launches(step)} for name, step in made.items()}
@@ -114,7 +114,7 @@ def measure(count: int, rounds: int) -> Row:
 
 
 def table(rows: list[Row]) -> Table:
-    """As it is printed."""
+    """The table that is printed."""
     columns = ("list", "contender", Column("median", "us", 0), Column("of torch's", "x", 2), Column("low", "x", 2),
                Column("high", "x", 2), "launches")  # fmt: skip
     cells: list[tuple[Cell, ...]] = []
@@ -135,7 +135,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     rows = [measure(count, asked.rounds) for count in COUNTS]
     print(table(rows).to_text())
-    about = {**environment(torch.device("cpu")), "device": "the pretended device, no kernel computes"}
+    about = {**environment(torch.device("cpu")), "device": "fake CUDA device, no kernel computes"}
     found = {"schema": SCHEMA, "environment": about, "rounds": asked.rounds}
     found["suites"] = {"host time": [row.to_dict() for row in rows]}
     asked.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

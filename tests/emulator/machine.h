@@ -1,8 +1,8 @@
 // Runs the PTX of a kernel on the CPU, one block of threads after the other.
 //
-// Every instruction is carried out for all threads of a block before the next one begins. So a barrier has nothing to do,
-// shuffles find what they ask for, and a branch must take all threads one way: the kernels of this library branch by what
-// a whole program has in common. What this cannot show: races between threads or blocks, and time.
+// Every instruction is executed for all threads of a block before the next one begins. So a barrier has nothing to do,
+// shuffles find their inputs, and all threads must take the same way at a branch: the kernels of this library branch on
+// values that a whole program shares. This cannot show races between threads or blocks, nor time.
 
 #pragma once
 
@@ -23,11 +23,11 @@ using Handler = std::function<void(Block&, const Instruction&)>;
 
 struct Instruction {
   const Handler* work;
-  std::vector<int> outs, ins;  // registers; what PTX writes as a number is a register that holds it from the start
-  int guard = -1;              // the predicate that a thread carries it out by; -1: all threads do
+  std::vector<int> outs, ins;  // registers; an immediate of PTX is a register that holds it from the start
+  int guard = -1;              // the predicate under which a thread executes it; -1: all threads do
   bool unless = false;         // whether the predicate has to be false
   int64_t offset = 0;          // bytes, of an address; or which parameter of the kernel
-  int target = -1;             // of a branch: the place to go on at
+  int target = -1;             // of a branch: where to continue
   std::string text;            // as PTX has it, with the line of the kernel's source
 };
 

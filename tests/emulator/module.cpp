@@ -1,4 +1,4 @@
-// A kernel as Python writes it down, instruction by instruction, and its run over a grid.
+// A kernel that Python builds instruction by instruction, and its run over a grid.
 
 #include "machine.h"
 
@@ -10,7 +10,7 @@ namespace py = pybind11;
 namespace emulator {
 namespace {
 
-constexpr int THREAD = 0, BLOCK = 1, BLOCKS = 2;  // registers that hold where a thread is
+constexpr int THREAD = 0, BLOCK = 1, BLOCKS = 2;  // registers that hold the indices of a thread
 
 class Program {
  public:
@@ -42,7 +42,7 @@ class Program {
     std::fill_n(block.row(BLOCKS), threads_, blocks);
     for (int64_t index = 0; index < blocks; ++index) {
       std::fill_n(block.row(BLOCK), threads_, index);
-      block.shared.assign(shared_, 0xab);  // what is read unwritten is no zero
+      block.shared.assign(shared_, 0xab);  // unwritten memory does not read as zero
       run_block(block);
     }
   }

@@ -1,4 +1,4 @@
-"""A pytest plugin: `pytest -p tests.emulator.plugin -m gpu` runs GPU tests on the pretended device, kernels too."""
+"""A pytest plugin: `pytest -p tests.emulator.plugin -m gpu` runs GPU tests and kernels on the fake CUDA device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading PTX, the text that Triton's compiler makes for a GPU, into a program that the C++ beside this runs."""
+"""Reads PTX, which Triton's compiler makes for a GPU, into a program that the C++ beside this file runs."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ SOURCES = ("instructions.cpp", "memory.cpp", "module.cpp")
 
 ENTRY = re.compile(r"\.visible \.entry (\w+)\((.*?)\)(.*?)^\{(.*?)^\}", re.DOTALL | re.MULTILINE)
 SPECIAL = {"%tid.x": 0, "%ctaid.x": 1, "%nctaid.x": 2}
-"""Registers that every program has, by their places."""
+"""Registers that every program has, by index."""
 UNWRITTEN = 0xABABABABABABABAB
-"""What a register holds before it is written."""
+"""The value of a register before it is written."""
 HINTS = {"nc", "ca", "cg", "cs", "L1::evict_first", "L1::evict_last", "L1::no_allocate"}
-"""What a load or store may say of caches, which changes no result."""
+"""Cache hints of loads and stores, which change no result."""
 
 
 @cache
 def native() -> Any:
-    """The compiled C++; it rounds every product, as kernels do that are launched without contraction."""
+    """The compiled C++; it rounds every product, as kernels launched without contraction do."""
     flags = ("-O1", "-ffp-contract=off")
     return loaded(built(NAME, Path(__file__).parent, SOURCES, "machine.h", flags=flags), NAME)
 
 
 class Kernel:
-    """A kernel that `run` carries out on the memory of this process; `RuntimeError` for PTX that it cannot read."""
+    """A kernel that `run` executes on the memory of this process; `RuntimeError` for PTX that it cannot read."""
 
     def __init__(self, ptx: str, shared: int) -> None:
         found = ENTRY.search(ptx)
@@ -56,7 +56,7 @@ class Kernel:
                 raise RuntimeError(f"{error}, at: {shown}, in the kernel {self.name}") from None
 
     def run(self, arguments: list[int], blocks: int) -> None:
-        """Carry it out for `blocks` programs, whose parameters have these bits; the rest is Triton's own."""
+        """Execute it for `blocks` programs with these parameter bits; Triton's own parameters, at the end, are 0."""
         try:
             self._program.run([*arguments, *[0] * (self._parameters - len(arguments))], blocks)
         except RuntimeError as error:
@@ -126,7 +126,7 @@ def statements(body: str) -> Iterator[tuple[str, str]]:
 
 
 def operands(text: str) -> list[list[str]]:
-    """What stands between commas: one name, or the names in braces."""
+    """The comma-separated operands: one name, or the names in braces."""
     found = re.findall(r"\{([^}]*)\}|(\[[^\]]*\]|[^,{}]+)", text)
     pairs = [(inside, outside.strip()) for inside, outside in found]
     return [[name.strip() for name in inside.split(",")] if inside else [one] for inside, one in pairs if inside or one]

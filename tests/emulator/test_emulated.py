@@ -1,4 +1,4 @@
-"""The kernels that a GPU would run, run on the pretended device: tests of kernels, of captures, of steps."""
+"""GPU code of the kernels, run on the fake CUDA device: tests of kernels, of captures, of steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..pretend.running import run, run_tests
 
 pytest.importorskip("triton")
 pytestmark = [
-    pytest.mark.skipif(missing() is not None, reason=f"no device that is none: {missing()}"),
+    pytest.mark.skipif(missing() is not None, reason=f"no fake CUDA device: {missing()}"),
     pytest.mark.timeout(600),
 ]
 
@@ -23,7 +23,7 @@ TRAININGS = (
     "a_captured_step_trains_as_the_written_one and preamp and (O2 or split) or a_capture_launches or four_launches"
 )
 WHOLE = "not full_size and not large_parameter"
-"""Without networks of full size, which a CPU takes minutes for, and what an allocator of CUDA's own rounds."""
+"""Without full-size networks, which take minutes on a CPU, and without sizes that CUDA's allocator rounds."""
 
 
 def on_the_emulator(*arguments: str, python: str = sys.executable) -> None:
@@ -31,7 +31,7 @@ def on_the_emulator(*arguments: str, python: str = sys.executable) -> None:
 
 
 def test_kernels() -> None:
-    """What Triton's interpreter runs in `tests/kernels`, as code for a GPU."""
+    """The tests that Triton's interpreter runs in `tests/kernels`, as GPU code."""
     on_the_emulator("--deselect", f"{KERNELS[0]}::test_in_the_interpreter", *KERNELS)
 
 

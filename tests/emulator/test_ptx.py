@@ -34,7 +34,7 @@ def run(made: Kernel, *tensors: Tensor, blocks: int = 1) -> None:
 
 
 def bits_of(values: Tensor) -> Tensor:
-    """Values as 8 bytes each, the rest of a register filled with what nothing may depend on."""
+    """Values as 8 bytes each, the rest of a register filled with arbitrary bytes."""
     size = values.element_size()
     slots = torch.full((len(values), 8), 0xCD, dtype=torch.uint8)
     slots[:, :size] = values.view(torch.uint8).view(-1, size)
@@ -122,7 +122,7 @@ def test_threads_of_a_warp_exchange(instruction: str, wanted: Tensor) -> None:
 
 
 def test_a_narrow_number_fills_its_register() -> None:
-    """Whatever stood there before."""
+    """Whatever it held before."""
     values, out = torch.arange(-64, 64).to(torch.int8), torch.zeros(THREADS, 2, dtype=torch.int64)
     lines = ["mad.wide.u32 %rd3, %r1, 1, %rd1;", "mad.wide.u32 %rd4, %r1, 16, %rd2;", "mov.b64 %rd5, -1;"]
     lines += ["mov.b64 %rd6, -1;", "ld.global.s8 %rd5, [%rd3+32];", "ld.global.b8 %rd6, [%rd3+32];"]

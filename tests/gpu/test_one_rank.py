@@ -25,7 +25,7 @@ from .training import no_waiting
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 CUDA_BACKEND = "nccl" if dist.is_nccl_available() else "pretend"
-"""Beside a GPU the real one; else that of `tests/pretend`, on the device that is none."""
+"""NCCL with a GPU; else the backend of `tests/pretend`, on the fake CUDA device."""
 
 
 @pytest.fixture(params=DEVICES)

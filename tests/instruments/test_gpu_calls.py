@@ -286,7 +286,7 @@ def test_what_is_missing_is_named_at_the_end(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(missing() is not None, reason="no device that is none")
+@pytest.mark.skipif(missing() is not None, reason="no fake CUDA device")
 def test_two_calls_on_the_device_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import tests.pretend.plugin\n")  # in every Python that is begun
     out = tmp_path / "out"

@@ -1,4 +1,4 @@
-"""Split masters lose nothing, and rounding by chance is right in the mean."""
+"""Split masters lose nothing, and stochastic rounding is right in the mean."""
 
 from __future__ import annotations
 

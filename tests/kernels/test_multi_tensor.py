@@ -13,25 +13,25 @@ from hypothesis import strategies as st
 
 from preamp.kernels.lists import TensorList, chained, count_writes, listed, same_walk, split_by_walk, walkable
 from preamp.kernels.triton import tables
-from preamp.kernels.triton.tables import parts_of, plan_of
+from preamp.kernels.triton.tables import chunks_of, parts_of
 
 CPU = torch.device("cpu")
 
 
 @given(sizes=st.lists(st.integers(0, 50), max_size=8), chunk=st.sampled_from([1, 4, 16, 64]))
 def test_a_plan_covers_every_element_once(sizes: list[int], chunk: int) -> None:
-    plan = plan_of(tuple(sizes), chunk, CPU)
+    chunks = chunks_of(tuple(sizes), chunk, CPU)
     seen = [
         (int(tensor), int(block) * chunk + k)
-        for tensor, block in zip(plan.tensor_of, plan.block_of, strict=True)
+        for tensor, block in zip(chunks.tensor_of, chunks.block_of, strict=True)
         for k in range(chunk)
         if int(block) * chunk + k < sizes[int(tensor)]
     ]
     assert sorted(seen) == [(i, k) for i, size in enumerate(sizes) for k in range(size)]
-    assert plan.chunks == len(plan.tensor_of) == int(plan.first[-1])
+    assert chunks.count == len(chunks.tensor_of) == int(chunks.first[-1])
     for i in range(len(sizes)):
-        assert plan.tensor_of[plan.first[i] : plan.first[i + 1]].eq(i).all()
-    assert plan_of(tuple(sizes), chunk, CPU) is plan
+        assert chunks.tensor_of[chunks.first[i] : chunks.first[i + 1]].eq(i).all()
+    assert chunks_of(tuple(sizes), chunk, CPU) is chunks
 
 
 def test_parts_hold_addresses_and_positions() -> None:
@@ -56,7 +56,7 @@ def test_tables_do_not_pile_up() -> None:
     for tensor in kept:
         parts_of([[tensor]], 16)
     assert len(tables._tables) <= tables._KEPT
-    assert len(tables._plans) <= tables._KEPT
+    assert len(tables._chunks) <= tables._KEPT
 
 
 def test_walks() -> None:

@@ -1,4 +1,4 @@
-"""Where kernels run in these tests: Triton's interpreter on the CPU, or the emulator on the pretended device."""
+"""Where kernels run in these tests: Triton's interpreter on the CPU, or the emulator on the fake CUDA device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bfloat16 weights with split masters, and without any: rounded by chance."""
+"""bfloat16 weights with split masters, and without masters: stochastic rounding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiling the tests' own C++, once for each text of it."""
+"""Compiles the tests' own C++, once for each version of its text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils.cpp_extension import include_paths, library_paths
 
 
 def cache() -> Path:
-    """Where the tests keep what takes long to make."""
+    """The folder where the tests cache what takes long to build."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "preamp-tests"
 
 
@@ -33,7 +33,7 @@ def loaded(file: Path, name: str) -> Any:
 
 
 def built(name: str, folder: Path, sources: Sequence[str], header: str, *, flags: Sequence[str] = ()) -> Path:
-    """The module `name` made of C++ files in `folder`, kept in `cache` under a name of what it was made from."""
+    """The module `name` built from C++ files in `folder`, cached under a hash of its sources and flags."""
     made_from = hashlib.sha256(b"".join((folder / source).read_bytes() for source in (*sources, header)))
     made_from.update(f"{torch.__version__} {torch.__path__[0]} {sys.version}{' '.join(flags)}".encode())
     file = cache() / f"{name}-{made_from.hexdigest()[:16]}.so"
@@ -53,5 +53,5 @@ def built(name: str, folder: Path, sources: Sequence[str], header: str, *, flags
         linked = Path(temporary) / file.name
         subprocess.run(["c++", "-shared", *objects, *libraries, "-o", linked], check=True)
         shutil.copy(linked, partial := file.with_suffix(f".{os.getpid()}"))
-        partial.rename(file)  # at once, so that no other process loads half a file
+        partial.rename(file)  # atomically, so that no other process loads half a file
     return file

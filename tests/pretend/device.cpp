@@ -35,7 +35,7 @@ struct Allocator final : c10::Allocator {
     int64_t now = held += block->bytes, most = held_at_most;
     while (now > most && !held_at_most.compare_exchange_weak(most, now)) {
     }
-    std::memset(block->memory.get(), 0xff, bytes);  // NaN in every floating format: what is read unwritten shows
+    std::memset(block->memory.get(), 0xff, bytes);  // NaN in every floating format: reading unwritten memory shows
     return {block->memory.get(), block, &drop, Device(CUDA, current)};
   }
   static void drop(void* block) {
@@ -53,7 +53,7 @@ struct Allocator final : c10::Allocator {
 Allocator allocator;
 REGISTER_ALLOCATOR(CUDA, &allocator);
 
-// Memory of the host that is said to be pinned. A driver gives none while a graph is captured.
+// Host memory that claims to be pinned. A driver allocates none while a graph is captured.
 struct Pinned final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     TORCH_CHECK(!captured, "CUDA error: operation not permitted when stream is capturing (cudaHostAlloc)");
@@ -156,7 +156,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
 C10_REGISTER_GUARD_IMPL(CUDA, Guard);
 
-// Draws what a generator of the CPU's draws, which kernels are given in its place; torch asks only where it lies.
+// Draws what a CPU generator draws, which kernels get in its place; torch asks only for its device.
 struct Generator final : c10::GeneratorImpl {
   explicit Generator(at::Generator host)
       : c10::GeneratorImpl(Device(CUDA, current), c10::DispatchKeySet(c10::DispatchKey::CUDA)), host(std::move(host)) {}
@@ -266,8 +266,8 @@ void set_device(int index) {
   Guard().setDevice({CUDA, static_cast<DeviceIndex>(index)});
 }
 
-// torch has made its own by now, which say that there is no CUDA, and keeps them: they have no members, so that
-// changing what they are changes what they say.
+// torch has already made its own hooks, which say that there is no CUDA, and keeps them. They have no members, so
+// replacing their type replaces what they say.
 void be_the_hooks() {
   static CUDAHooks own{at::CUDAHooksArgs{}};
   static_assert(sizeof(CUDAHooks) == sizeof(at::CUDAHooksInterface));

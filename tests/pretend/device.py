@@ -1,4 +1,4 @@
-"""A CUDA device that is none, for a torch built without: the C++ beside this, and the Python of `torch.cuda` on it."""
+"""A fake CUDA device for a torch built without CUDA: the C++ beside this file and the functions of `torch.cuda`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ HERE = Path(__file__).parent
 NAME = "pretend_cuda"
 SOURCES = ("device.cpp", "kernels.cpp", "group.cpp", "module.cpp")
 WRITTEN_FOR = "2.13"
-"""The release of torch whose C++ this is written against: much of what it stands on is not promised to anybody."""
+"""The release of torch whose C++ this is written against: much of what it uses is no public API."""
 
 
 def missing() -> str | None:
-    """Why the device cannot be had here; None if it can."""
+    """Why the device cannot exist here; None if it can."""
     if torch.version.cuda is not None or torch.cuda.is_available():
         return "torch is built with CUDA, or has a device already"
     if not torch.__version__.startswith(WRITTEN_FOR + "."):
@@ -35,23 +35,23 @@ def missing() -> str | None:
 
 @functools.cache
 def pretend(devices: int = 1, *flags: str) -> Any:
-    """Put the device under `torch.cuda`, for the rest of this process. Builds the C++ at first, in about a minute.
+    """Install the device in `torch.cuda`, for the rest of this process. The first call takes a minute to build the C++.
 
-    `flags`: more of the compiler's.
+    `flags`: further flags of the compiler.
     """
     if (reason := missing()) is not None:
-        raise RuntimeError(f"no CUDA device that is none: {reason}")
+        raise RuntimeError(f"no fake CUDA device: {reason}")
     native = loaded(built(NAME, HERE, SOURCES, "pretend.h", flags=flags), NAME)
     native.set_devices(devices)
-    _as_torch_has_it(native)
-    _storages_lie_there(native)
-    _interpreted_kernels_are_recorded(native)
-    _replicas_are_copies()
-    _groups_speak_by_gloo(native)
+    _replace_torch_cuda(native)
+    _make_storages(native)
+    _record_interpreted_kernels(native)
+    _copy_replicas()
+    _register_backend(native)
     return native
 
 
-def _as_torch_has_it(native: Any) -> None:
+def _replace_torch_cuda(native: Any) -> None:
     cuda: Any = torch.cuda
 
     class OnDevice:
@@ -66,7 +66,7 @@ def _as_torch_has_it(native: Any) -> None:
             native.set_device(self.before)
 
     class Stream:
-        """Work is done when its call returns, so that streams are names only."""
+        """Work is done when its call returns, so a stream is only a name."""
 
         def __init__(self, device: Any = None, **_: Any) -> None:
             self.device = torch.device("cuda", _index(device, native))
@@ -194,8 +194,8 @@ def _as_torch_has_it(native: Any) -> None:
     torch._C._cuda_isCurrentStreamCapturing = native.is_capturing  # type: ignore[attr-defined]
 
 
-def _storages_lie_there(native: Any) -> None:
-    """What making and resizing a storage asks of C++ that is compiled with CUDA only."""
+def _make_storages(native: Any) -> None:
+    """Make and resize storages on the device, for which torch needs C++ that is compiled with CUDA only."""
     plain = torch.UntypedStorage.__new__
 
     def storage(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
@@ -215,8 +215,8 @@ def _storages_lie_there(native: Any) -> None:
     torch.UntypedStorage.resize_ = resize  # type: ignore[assignment,method-assign]
 
 
-def _replicas_are_copies() -> None:
-    """What `nn.DataParallel` asks of C++ that is compiled with CUDA only."""
+def _copy_replicas() -> None:
+    """Scatter, broadcast and gather for `nn.DataParallel`, whose C++ is compiled with CUDA only."""
 
     def scatter(tensor: Tensor, devices: list[int], sizes: Any, dim: int, streams: Any) -> list[Tensor]:
         parts = tensor.split(sizes, dim) if sizes else tensor.chunk(len(devices), dim)
@@ -250,8 +250,8 @@ def _exchange(index: int, native: Any) -> int:
     return before
 
 
-def _interpreted_kernels_are_recorded(native: Any) -> None:
-    """Triton's interpreter copies tensors to the host and back, which is no waiting, and in a graph comes at replay."""
+def _record_interpreted_kernels(native: Any) -> None:
+    """Triton's interpreter copies tensors to the host and back; that is no host sync, and a graph does it at replay."""
     try:
         from triton.runtime import interpreter
     except ImportError:
@@ -272,8 +272,8 @@ def _interpreted_kernels_are_recorded(native: Any) -> None:
     interpreter.GridExecutor.__call__ = launched
 
 
-def _groups_speak_by_gloo(native: Any) -> None:
-    """A backend "pretend" in NCCL's place, for `dist.init_process_group("pretend")`."""
+def _register_backend(native: Any) -> None:
+    """Register a backend "pretend" in NCCL's place, for `dist.init_process_group("pretend")`."""
 
     def made(store: Any, rank: int, size: int, timeout: Any) -> Any:
         return native.group(dist.ProcessGroupGloo(store, rank, size, timeout))

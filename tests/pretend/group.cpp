@@ -1,6 +1,6 @@
-// A process group for tensors on the device that is none: another group, of gloo, does the work in their memory.
+// A process group for tensors on the fake CUDA device: a gloo group does the work in their memory.
 //
-// As with NCCL nothing waits on the host, and in a graph everything is done again at each replay.
+// As with NCCL there is no host sync, and a graph repeats the work at each replay.
 
 #include "pretend.h"
 
@@ -138,7 +138,7 @@ class Group final : public Backend {
       return inner_->alltoall_base(y, x, to, from, o);
     });
   }
-  // Over when the other rank has come for it, which two that send first would wait for; not in graphs.
+  // Complete when the other rank receives it, for which two ranks that both send first would wait; not in graphs.
   Done send(Tensors& data, int to, int tag) override {
     auto held = host(data);
     return inner_->send(held, to, tag);

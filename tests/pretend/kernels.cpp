@@ -61,7 +61,7 @@ Tensor seen_by_host(const Tensor& tensor) {
   return placed(std::move(storage), DispatchKey::CPU, tensor);
 }
 
-// A copy in memory of the device's.
+// A copy in device memory.
 Tensor on_device(const Tensor& tensor) {
   Tensor copy = at::detail::empty_strided_generic(
       tensor.sizes(), tensor.strides(), &memory(), c10::DispatchKeySet(DispatchKey::CUDA), tensor.scalar_type());
@@ -74,13 +74,13 @@ struct Seen {
   bool written;
 };
 
-// What a replay computes anew: a result, or an entry of one that is a list, as the host sees it.
+// What a replay recomputes: a result, or an entry of a list result, as the host sees it.
 struct Made {
   Tensor to;
   size_t place, entry;
 };
 
-// Ops whose work depends on values that only the host can tell apart by waiting.
+// Ops whose work depends on values that the host reads by a sync.
 const std::set<std::string> WAITING = {
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal",
     "aten::unique_dim", "aten::unique_consecutive", "aten::bincount", "aten::repeat_interleave.Tensor"};
@@ -89,7 +89,7 @@ const std::set<std::string> WAITING = {
 const std::set<std::string> MIXING = {
     "aten::copy_", "aten::_index_put_impl_", "aten::index", "aten::index_put_", "aten::index_put", "aten::_copy_from"};
 
-// On CUDA softmax takes 16 bits and gives float32 in one go, and its backward the reverse; on a CPU by two.
+// On CUDA one softmax kernel takes 16 bits and gives float32, and its backward the reverse; a CPU needs two.
 bool softmax_in_one(const c10::OperatorHandle& op, Stack& stack) {
   const auto& name = op.operator_name().name;
   if ((name == "aten::_softmax" || name == "aten::_log_softmax") && stack[2].toBool()) {
@@ -111,7 +111,7 @@ bool softmax_in_one(const c10::OperatorHandle& op, Stack& stack) {
   return false;
 }
 
-// Norms of CUDA read weights in the dtype of the input; those of a CPU float32 weights too.
+// CUDA's norms take weights only in the dtype of the input; a CPU's also take float32 weights.
 void check_norm(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments) {
   const auto& name = op.operator_name().name;
   const size_t place = name == "aten::native_layer_norm" ? 2 : 1;
@@ -237,7 +237,7 @@ void on_the_cpu(const c10::OperatorHandle& op, Stack* stack) {
       if (index && index->defined() && index->scalar_type() == at::kBool) wait_for_device(name);
   ++kernels;
 
-  auto before = arguments;  // as boxed calls take theirs away
+  auto before = arguments;  // since boxed calls consume theirs
   const auto graph = captured;
   if (graph)
     for (auto& one : seen)
@@ -297,7 +297,7 @@ void nothing(const c10::OperatorHandle& op, Stack* stack) {
   torch::jit::drop(*stack, op.schema().arguments().size());
 }
 
-// ---- what cannot be had by asking the CPU
+// ---- operators without an equivalent on the CPU
 
 Tensor empty(
     c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,

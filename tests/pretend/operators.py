@@ -1,6 +1,6 @@
-"""Whether preamp's rules are the same on CUDA: every operator that torch has samples of, on both devices.
+"""Checks that preamp's rules are the same on CUDA and the CPU, by every operator that torch has samples of.
 
-Prints a line for each operator whose result, or a part of which, has another dtype there than on the CPU.
+Prints a line for each operator whose result, or a part of it, has different dtypes on the two devices.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SAMPLES = 4
 
 
 class Parts(TorchDispatchMode):
-    """The kernels of a call with the dtypes they compute in: of what they read, or write, if that is wider."""
+    """Records the kernels of a call with the dtypes they compute in: those they read, or write if that is wider."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Parts(TorchDispatchMode):
         return out
 
 
-def told(op: Any, sample: Any, device: str) -> tuple[Any, ...]:
+def observed(op: Any, sample: Any, device: str) -> tuple[Any, ...]:
     def there(value: Any) -> Any:
         return value.detach().to(device) if isinstance(value, torch.Tensor) else value
 
@@ -59,7 +59,7 @@ def told(op: Any, sample: Any, device: str) -> tuple[Any, ...]:
 
 
 def main() -> None:
-    """Go through all of them."""
+    """Compare all operators."""
     warnings.simplefilter("ignore")
     pretend()
     compared = 0
@@ -69,7 +69,7 @@ def main() -> None:
             if dtype not in op.supported_dtypes("cpu"):
                 continue
             for sample, _ in zip(op.sample_inputs("cpu", dtype), range(SAMPLES), strict=False):
-                here, there = (told(op, sample, device) for device in ("cpu", "cuda"))
+                here, there = (observed(op, sample, device) for device in ("cpu", "cuda"))
                 differ |= here != there
                 compared += len(here) == len(there) == 2
         if differ:

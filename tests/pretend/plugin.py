@@ -1,4 +1,4 @@
-"""A pytest plugin: `pytest -p tests.pretend.plugin -m gpu` runs what wants a GPU on the device that is none."""
+"""A pytest plugin: `pytest -p tests.pretend.plugin -m gpu` runs GPU tests on the fake CUDA device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NATIVE = pretend(int(os.environ.get("PRETEND_CUDA_DEVICES", "1")))
 
 
 def launches(work: Callable[[], Any]) -> int:
-    """Kernels started by one call of `work`, which torch's profiler cannot see here."""
+    """The number of kernels launched by one call of `work`; torch's profiler cannot see them here."""
     before = NATIVE.kernels()
     work()
     return int(NATIVE.kernels() - before)

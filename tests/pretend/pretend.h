@@ -1,9 +1,9 @@
-// A device of type "cuda" that is none: its memory is the host's, its kernels are those of the CPU.
+// A fake CUDA device: its memory is the host's, its kernels are those of the CPU.
 //
 // For torch built without CUDA, whose registries of devices, hooks and allocators have an empty place under this type.
-// What the host does is then what it does beside a GPU: autocast's rules for CUDA, backward in a thread of the device's,
-// tensors that must lie on one device, steps that must not wait for it, graphs that run nothing while they are captured.
-// What kernels compute is the CPU's: this shows nothing of speed, of Triton's compiler, of cuDNN or of streams.
+// The host then does what it does with a GPU: autocast's rules for CUDA, backward in a thread of the device, errors for
+// tensors of two devices, counted host syncs, graphs that run nothing while they are captured.
+// The CPU's kernels compute: this shows nothing about speed, Triton's compiler, cuDNN or streams.
 
 #pragma once
 
@@ -30,10 +30,10 @@ c10::Allocator& memory();
 void set_device(int index);
 void be_the_hooks();
 at::Generator& generator();
-// The generator of the CPU's that draws for one of the device's.
+// The CPU generator that draws for one of the device.
 at::Generator drawn_by(const at::Generator& generator);
 
-// kernels.cpp: operators, waits, graphs
+// kernels.cpp: operators, host syncs, graphs
 
 extern std::atomic<int64_t> waits, kernels;
 extern std::atomic<int> on_wait;  // 0: count, 1: warn, 2: throw
@@ -43,16 +43,16 @@ struct Graph {
 };
 extern std::shared_ptr<Graph> captured;  // the one that is being captured, if one is
 
-// Count a wait of the host for the device, or refuse it.
+// Count a host sync, or refuse it.
 void wait_for_device(const std::string& who);
 
 // From now on torch's operators in place over lists of tensors do nothing, in one launch, as they have one on CUDA.
 void skip_lists();
 
-// The memory of a tensor of the device's, as a tensor of the host's; others are given back as they are.
+// The memory of a device tensor as a host tensor; other tensors are returned unchanged.
 at::Tensor on_host(const at::Tensor& tensor);
 
-// Do something now, or, while a graph is captured, at each of its replays.
+// Do something now or, during a capture, at each replay of the graph.
 void now_or_in_graph(std::function<void()> work);
 
 }  // namespace pretend

@@ -1,4 +1,4 @@
-"""Running tests and scripts in processes of their own, where a pretended device does not disturb the others."""
+"""Runs tests and scripts in processes of their own, so that the fake CUDA device does not disturb other tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run(*arguments: str, python: str = sys.executable, **more: str) -> subproces
 
 
 def run_tests(*arguments: str, plugin: str | None = None, python: str = sys.executable, **more: str) -> None:
-    """Run tests, with a plugin and settings as those of `./dev gpu`; they have to pass, and none may be skipped."""
+    """Run tests with a plugin and the settings of `./dev gpu`; all must pass, and none may be skipped."""
     settings = ["-c", os.devnull, "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-p", "no:xdist", "-q"]
     settings += [] if plugin is None else ["-p", plugin]
     done = run("-m", "pytest", *settings, *arguments, python=python, **more)

@@ -1,4 +1,4 @@
-"""What wants a GPU, run on the device that is none: the host's part of it is the same."""
+"""GPU tests, run on the fake CUDA device: the host's part of the work is the same."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 from .device import missing
 from .running import run, run_tests
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no device that is none: {missing()}")
+pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no fake CUDA device: {missing()}")
 
 NAMES = ["cuda", "doctor", "one_rank", "rules", "schedules_cuda", "several", "step_engine", "threads"]
 ONE_OPTIMIZER = "adam or not a_captured_step"
-"""A captured step of each other optimizer takes a minute more."""
+"""A captured step with any other optimizer takes another minute."""
 
 WHOLE = "not full_size and not large_parameter and not four_launches"
-"""Without networks of full size, which a CPU takes minutes for, and what only kernels by Triton do in few launches."""
+"""Without full-size networks, which take minutes on a CPU, and without counts of launches that only Triton reaches."""
 
 
 @pytest.mark.timeout(600)
@@ -50,7 +50,7 @@ def test_ranks_with_a_gpu_each(name: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("suite", ["training", "models"])
 def test_suites_of_the_bench(suite: str, tmp_path: Path) -> None:
-    """What `./dev gpu` does with its minutes beside a GPU gets through: no contender fails, and none of ours waits."""
+    """The suites of `./dev gpu` complete: no contender fails, and none of preamp's makes a host sync."""
     done = run(
         "-c",
         f"""
@@ -63,10 +63,10 @@ runpy.run_module("preamp", run_name="__main__")
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = json.loads((tmp_path / "results.json").read_text())["suites"][suite]
-    told = {f"{row['name']}, {each['name']}": each for row in rows for each in row.get("contenders", ())}
-    assert len(told) > 60
-    assert {name: each["error"] for name, each in told.items() if each.get("error")} == {}
-    waiting = {name: each["waits"] for name, each in told.items() if each.get("waits")}
+    found = {f"{row['name']}, {each['name']}": each for row in rows for each in row.get("contenders", ())}
+    assert len(found) > 60
+    assert {name: each["error"] for name, each in found.items() if each.get("error")} == {}
+    waiting = {name: each["waits"] for name, each in found.items() if each.get("waits")}
     assert all(name.endswith("torch.amp fp16, foreach") for name in waiting), waiting
     assert bool(waiting) == (suite == "training")  # which has that contender
 
@@ -75,7 +75,7 @@ UNLIKE = {
     "sparse.sampled_addmm", "sparse.mm", "to_sparse", "nn.functional.ctc_loss", "as_strided", "tensor_split",
     "nn.functional.dropout", "nn.functional.scaled_dot_product_attention", "nn.functional.multi_head_attention_forward",
 }  # fmt: skip
-"""Operators that the device lacks, or that CUDA composes of other parts: dropout, and what has it inside."""
+"""Operators that the device lacks, or that CUDA composes differently: dropout, and operators that contain it."""
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_rules_are_those_of_the_cpu() -> None:
 
 @pytest.mark.parametrize("triton", [False, True])
 def test_a_default_device(triton: bool) -> None:
-    """With Triton, whose kernels are told where tensors lie by tables that come from the host."""
+    """With Triton too, whose kernels find tensors by tables of addresses that come from the host."""
     how = {"TRITON_INTERPRET": "1", "PREAMP_NO_TRITON": ""} if triton else {}
     done = run(
         "-c",

@@ -60,7 +60,7 @@ def _full(op: Any, device_type: str) -> Kernel:
         return call(to_float, args, kwargs)
 
     def full_of_tensors(*args: Any) -> Any:
-        """For operators called dozens of times a step, most often with nothing to cast: norms of a float32 stream."""
+        """For operators called dozens of times a step, usually with nothing to cast: norms of a float32 stream."""
         for value in args:
             if isinstance(value, Tensor) and value.dtype in LOW_DTYPES:
                 return call(to_float, args, {})
@@ -98,8 +98,8 @@ def _full(op: Any, device_type: str) -> Kernel:
 
 
 def _quickest(op: Any) -> Kernel:
-    """The quickest way to call an operator: torch's own binding, which parses arguments in half the time, for the few
-    that a step calls often and whose binding takes the operator's arguments as they come.
+    """The fastest way to call an operator: torch's own binding, which parses arguments in half the time, for the few
+    that a step calls often and whose binding takes the operator's arguments unchanged.
     """
     name = str(op).removeprefix("aten.").removesuffix(".default")
     quickest: Kernel = getattr(torch._C._VariableFunctions, name.split(".")[0]) if name in _OFTEN else op

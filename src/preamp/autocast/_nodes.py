@@ -1,4 +1,4 @@
-"""Which nodes of autograd's graph were made in preamp's regions.
+"""Records which nodes of autograd's graph were made in preamp's regions.
 
 Code that runs in backward under autocast (an activation checkpoint that recomputes its block, the backward of a custom
 function) is set up by torch, which knows of a region only its dtype. Whose rules hold there depends on where the node
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 KEPT = 2**16
-"""Intervals that are remembered: as many regions may lie between a forward pass and its backward."""
+"""The number of intervals kept: as many regions may come between a forward pass and its backward."""
 
 _engine: Any = torch.autograd.Variable._execution_engine
 _peek: Callable[[], int] | None = getattr(torch._C._autograd, "_get_sequence_nr", None)
@@ -29,7 +29,7 @@ class _Pass:
     within: bool
     """Whether a node made in a region has started it: a checkpoint, which runs backward through what it recomputed."""
     holds: bool = False
-    """Whether preamp's rules held when they were last asked for."""
+    """Whether preamp's rules applied at the last check."""
 
 
 class _Here(threading.local):
@@ -39,13 +39,13 @@ class _Here(threading.local):
         self.seen = 0
         """The number of the next node when it was last known what kind of region this thread is in."""
         self.compiled = False
-        """Whether that was one of preamp's in compiled code, which enters and leaves it without a word."""
+        """Whether that was one of preamp's in compiled code, which enters and leaves it without a call."""
 
 
 class RegionNodes:
     """Intervals of sequence numbers, disjoint and in order.
 
-    Threads count for themselves. Their intervals lie in one list, since a node does not tell which thread made it.
+    Each thread numbers its own nodes. The intervals are in one list, since a node does not record its thread.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class RegionNodes:
 
     def is_running(self) -> bool:
         """Whether the node that this thread's backward pass is running was made in a region. Asked in backward only."""
-        if _peek is None:  # a release of torch that does not tell: in every backward pass
+        if _peek is None:  # a release of torch that has no numbers: in every backward pass
             return True
         task, passes = torch._C._current_graph_task_id(), self._here.passes
         if task not in passes:

@@ -4,11 +4,11 @@ torch's autocast is a dispatch key: inside a region every operator passes the ke
 kernels of its own there (`torch.library.Library`), for exactly the operators whose rule differs from what torch does
 on the device, so that an operator without such a rule costs nothing.
 
-Kernels are process-wide, a region belongs to one thread. So each kernel first asks whether preamp's rules hold here,
+Kernels are process-wide, a region belongs to one thread. So each kernel first checks whether preamp's rules apply,
 and otherwise does what torch's own autocast would have done:
 
 * inside a region the *marker* is set: autocast's state for the device type "ipu", which nothing else uses. Keeping it
-  there, and not in a variable of our own, is what makes torch.compile right: dynamo runs changes of autocast state
+  there, and not in a variable of our own, makes torch.compile correct: dynamo runs changes of autocast state
   while it traces, and guards compiled code on them.
 * a checkpointed block is recomputed during backward, under the plain `torch.autocast` that torch's checkpoint sets up;
   so the rules hold while nodes of the graph are run that were made in such a region (`_nodes`).
@@ -85,7 +85,7 @@ class Registry:
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Inside, the dispatcher is as torch made it, though sessions are open."""
+        """Inside, the dispatcher has no rules of preamp, even if sessions are open."""
         with self._lock:
             rules, devices, lingering = self.rules, list(self._libraries), self._lingering
             self._clear()
@@ -188,9 +188,9 @@ def _install(rules: OpRules, device_type: str) -> list[torch.library.Library]:
 
 
 def _gate(op: Any, ours: _kernels.Kernel, torchs: _kernels.Kernel | None, device_type: str) -> _kernels.Kernel:
-    """A kernel that asks whose rules hold: preamp's in a region of this thread, and in its backward. Without a rule of
-    torch's (None), the operator goes on to the next dispatch key with autocast still on, so that torch's rules for its
-    parts apply: exactly as if no kernel were here.
+    """A kernel that checks whose rules apply: preamp's in a region of this thread, and in its backward. Without a rule
+    of torch's (None), the operator goes on to the next dispatch key with autocast still on, so that torch's rules for
+    its parts apply: exactly as if no kernel were here.
     """
     below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, autocast_key(device_type)))
     enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype

@@ -1,4 +1,4 @@
-"""Counting what a piece of work does, where timing it would only measure the machine: bytes, casts, calls, waits."""
+"""Counts what a piece of work does, where timing it would only measure the machine: bytes, casts, calls, host syncs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Counts:
     calls: int = 0
     """Operators that compute something. A foreach or fused one is one call."""
     waits: int = 0
-    """Values read by the host; on an accelerator each waits for the device."""
+    """Values read by the host; on an accelerator each is a host sync."""
 
     def to_dict(self) -> dict[str, int]:
         """The counts by name."""

@@ -1,4 +1,4 @@
-"""The rows of a bench in a file that is written anew after each, beside those that earlier runs have left."""
+"""The rows of a bench, in a file that is rewritten after each row, together with rows of earlier runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loss scales out of the states that other trainers saved."""
+"""Takes loss scales from the states that other trainers saved."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Found:
 
 
 def adopt_scale(session: Session, state: Mapping[str, Any], *, name: str | None = None) -> None:
-    """Go on with the loss scale of a run that was trained with something else.
+    """Take over the loss scale of a run that was trained with another scaler.
 
     `state`: the state_dict of a `torch.amp.GradScaler` (or `preamp.GradScaler`), what `apex.amp.state_dict()` gave, or
     the state of Apex's `FP16_Optimizer`. Scale and count of good steps are taken, and from a GradScaler its factors and

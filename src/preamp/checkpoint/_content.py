@@ -30,9 +30,9 @@ def states_of(value: Any) -> Any:
 
 
 def kept_on_host(value: Any) -> Any:
-    """A copy of `value` that nothing outside can change: tensors on the host, containers anew.
+    """A copy of `value` that nothing outside can change: tensors on the host, new containers.
 
-    A tensor that turns up twice, as tied weights do, is copied once.
+    A tensor that occurs twice, as tied weights do, is copied once.
     """
     made: dict[Any, Tensor] = {}
 
@@ -47,14 +47,14 @@ def kept_on_host(value: Any) -> Any:
 
 
 def place(tensor: Tensor) -> tuple[Any, ...] | None:
-    """Equal for two that are one tensor in memory; None where memory does not tell: sharded, sparse or empty ones."""
+    """A key that is equal for two that are one tensor in memory; None for sharded, sparse or empty ones."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or not tensor.numel():
         return None
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def check_loadable(content: Mapping[str, Any]) -> None:
-    """`CheckpointError` naming the place of the first object that `load` would have to run code for."""
+    """`CheckpointError` with the path of the first object that `load` would have to run code for."""
     for name, value in content.items():
         _walk(value, lambda _: None, name, values=False)
         check_extents(value, sys.maxsize, name)
@@ -67,8 +67,8 @@ _SHOWN = 2**28
 def check_extents(content: Any, size: int, where: Any) -> None:
     """`CheckpointError` for tensors that show far more than the memory they are views of, at most `size` bytes in all.
 
-    An expanded tensor shows one number as often as it likes: a file of a few bytes could ask for any amount of memory
-    as soon as somebody copies what is in it. So could one that states more than it holds.
+    An expanded tensor can repeat one number any number of times: copying the content of a file of a few bytes could
+    take any amount of memory. So could a tensor that claims more than the file holds.
     """
     memory = {id(value): len(value) for value in _raw(content)}
     for tensor in tensors(content):
@@ -151,7 +151,7 @@ def _walk(value: Any, take: Take, where: str, *, values: bool) -> None:
 
 
 def _allowed() -> Iterator[Any]:
-    """The classes that the user has told torch to be safe."""
+    """The classes that the user has declared safe to torch."""
     return (entry[0] if isinstance(entry, tuple) else entry for entry in torch.serialization.get_safe_globals())
 
 

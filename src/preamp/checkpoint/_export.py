@@ -29,7 +29,7 @@ def export(
     `model`: a session, whose masters are written where there are masters; or a model, whose 16-bit entries are
     widened. Names are those of `state_dict()` of the bare model, without what parallel and compiled wrappers add; with
     several models in a session, each begins with its model's name and a dot. Entries that are one tensor, as tied
-    weights are, are written once, under the first name; the others stand in the file's metadata, as
+    weights are, are written once, under the first name; the others are in the file's metadata, as
     {other name: first name}, and `safetensors.torch.load_model` ties them again. `metadata`: further strings for it.
 
     Sharded models (FSDP2, tensor parallelism) are gathered, one entry at a time, on rank 0, which writes: all ranks
@@ -106,6 +106,6 @@ def _same(state: Mapping[str, Tensor]) -> list[list[str]]:
     """The names of a state_dict, those of one and the same tensor together, in order."""
     found: dict[Any, list[str]] = {}
     for name, tensor in state.items():
-        # a shard's place tells nothing, as some ranks may have none of it; all have to find the same
+        # a shard's address proves nothing, as some ranks may have none of it; all must find the same
         found.setdefault(id(tensor) if is_sharded(tensor) else place(tensor) or name, []).append(name)
     return list(found.values())

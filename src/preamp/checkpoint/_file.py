@@ -1,8 +1,8 @@
-"""Files that are whole or not there, and that tell when a byte of them has changed.
+"""Files that are complete or absent, and in which a changed byte is detected.
 
-A file is written beside its target, brought to the disk, and renamed over it. At its end, as the comment of the zip
-archive that `torch.save` writes, stands a seal: the SHA-256 of all bytes before it. Whoever ignores it can still read
-the archive with `torch.load`.
+A file is written to a temporary file beside its target, synced to the disk, and renamed over the target. A seal at its
+end, in the comment of the zip archive that `torch.save` writes, is the SHA-256 of all bytes before it. `torch.load`
+can still read the archive.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..errors import CheckpointError
 from ._content import check_extents, digest, digest_1
 
 FORMAT = "preamp-checkpoint/2"
-"""What files say they are. Files of the first format, whose digest covers tensors only, are still read."""
+"""The names of the formats. Files of the first one, whose digest covers tensors only, can still be read."""
 
 _DIGESTS = {"preamp-checkpoint/1": digest_1, FORMAT: digest}
 
@@ -45,10 +45,10 @@ _under_way: set[str] = set()
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Give a temporary file, to be written to and renamed over `path` when the block ends well.
 
-    Through symbolic links: the file that they lead to is replaced, and they stay. A file keeps its permissions and, as
-    far as the system allows, its owner. When the block does not end well, the temporary file goes and what was there
-    stays. An `OSError` names `path` and keeps its errno; `CheckpointError` for a device, a pipe or a socket. What
-    processes of this machine left when they were killed is cleared away.
+    Through symbolic links: the target is replaced, and the links stay. A file keeps its permissions and, as far as the
+    system allows, its owner. If the block fails, the temporary file is removed and the old file stays. An `OSError`
+    names `path` and keeps its errno; `CheckpointError` for a device, a pipe or a socket. Temporary files of killed
+    processes of this machine are removed.
     """
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name}.{_HOST}-{os.getpid()}-{secrets.token_hex(4)}.tmp")
@@ -72,7 +72,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _replaceable(path: str | os.PathLike[str]) -> os.stat_result | None:
-    """What is there, a file whose place another may take, or None; `CheckpointError` if it is something else."""
+    """The present file, which may be replaced, or None; `CheckpointError` if it is something else."""
     try:
         found = os.stat(path)
     except FileNotFoundError:
@@ -86,7 +86,7 @@ def _replaceable(path: str | os.PathLike[str]) -> os.stat_result | None:
 
 
 def _let_be_as(before: os.stat_result, path: Path) -> None:
-    """Give a file the permissions and, if that is allowed, the owner of one before it."""
+    """Give a file the permissions and, if that is allowed, the owner of the previous one."""
     if os.name == "posix" and (before.st_uid, before.st_gid) != (os.geteuid(), os.getegid()):
         with suppress(OSError):
             os.chown(path, before.st_uid, before.st_gid)
@@ -148,7 +148,7 @@ def sha256_of(path: str | os.PathLike[str]) -> str:
 class _Sealing:
     """What `torch.save` writes to: passes bytes on, hashes them, and keeps the first error of the system.
 
-    torch's writer, told of an error, raises one of its own that no longer says what happened.
+    torch's writer turns such an error into one of its own that no longer says what happened.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -156,7 +156,7 @@ class _Sealing:
         self._error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Take bytes; after an error, in vain."""
+        """Write bytes; after an error, drop them."""
         if self._error is None:
             try:
                 self._file.write(data)
@@ -169,7 +169,7 @@ class _Sealing:
         """Nothing: `seal` comes after the last byte."""
 
     def seal(self) -> None:
-        """Add the seal, or raise what went wrong so far."""
+        """Add the seal, or raise the first error so far."""
         if self._error is not None:
             raise self._error
         self._file.seek(-2, os.SEEK_END)
@@ -197,8 +197,7 @@ def _check_seal(file: IO[bytes], path: Any) -> bool:
 def _check_archive(file: IO[bytes], path: Any) -> int:
     """The size of a file, in bytes, that is an archive whose parts, unpacked, are no larger; else `CheckpointError`.
 
-    `torch.save` packs nothing. In a file of another kind torch would believe whatever size it states. Leaves the file
-    at its beginning.
+    `torch.save` compresses nothing. In another archive torch would trust whatever size it claims. Rewinds the file.
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
@@ -226,7 +225,7 @@ def _hash_of_first(file: IO[bytes], count: int) -> str:
 
 
 def _clear_leftovers(target: Path) -> None:
-    """Remove temporary files of this target whose process, on this machine, is no more."""
+    """Remove temporary files of this target whose process, on this machine, has ended."""
     if os.name != "posix":
         return
     pattern = re.compile(rf"\.{re.escape(target.name)}\.{_HOST}-(\d+)-[0-9a-f]{{8}}\.tmp")

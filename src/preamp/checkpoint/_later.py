@@ -1,4 +1,4 @@
-"""Writing in the background: one thread, in the order of the calls, and no failure goes unheard."""
+"""Writing in the background: one thread, in the order of the calls, and no failure goes unreported."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 from ..errors import PreampWarning
 
 _WAITING = 2
-"""Saves that may be under way at once, each with a copy of its states in memory; the next call waits for room."""
+"""Saves that may be in progress at once, each with a copy of its states in memory; the next call waits."""
 
 
 class PendingSave:
-    """A save that is under way. `wait()` before relying on the file; `done` tells without waiting."""
+    """A save in progress. Call `wait()` before relying on the file; `done` does not wait."""
 
     def __init__(self, path: str | os.PathLike[str], write: Callable[[], None]) -> None:
         self.path = os.fspath(path)
-        """Where it is written to."""
+        """The path of the file."""
         self._write: Callable[[], None] | None = write
         self._ended = threading.Event()
         self._error: BaseException | None = None
@@ -56,7 +56,7 @@ class PendingSave:
 class _Writer:
     """Runs saves one after another in a thread that lives while there are any.
 
-    It is no daemon: the interpreter waits for it before it exits, so a save that was begun is ended.
+    It is no daemon: the interpreter waits for it before it exits, so a save that was begun is completed.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class _Writer:
         self._running = False
 
     def submit(self, pending: PendingSave) -> None:
-        """Have a save run after those before it."""
+        """Queue a save."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._queue) < _WAITING)
             self._queue.append(pending)
@@ -105,14 +105,14 @@ class _Writer:
             self._changed.wait_for(lambda: all(os.path.realpath(p.path) != wanted for p in self._queue))
 
     def heard(self, pending: PendingSave) -> None:
-        """Somebody has asked how it ended."""
+        """Record that the caller has seen how a save ended."""
         with self._changed:
             if pending in self._failed:
                 self._failed.remove(pending)
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """After the block, warn of saves that had failed before it and that nobody has asked for."""
+        """After the block, warn of saves that had failed before it and whose failure nobody has seen."""
         with self._changed:
             failed, self._failed = self._failed, []
         try:

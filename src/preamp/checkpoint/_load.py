@@ -1,7 +1,7 @@
-"""Loading: all that is named, or nothing; and whether states of an optimizer are those of its parameters.
+"""Loading: all objects or none; and a check that an optimizer's states belong to its parameters.
 
-torch loads a state of any shape. A model whose layers were put into another order since it was saved so goes on with
-the moments of other parameters, or a step fails when everything was loaded: that is asked before.
+torch loads a state of any shape. A model whose layers were reordered since it was saved would then go on with the
+moments of other parameters, or fail at a step after everything was loaded. So shapes are checked before.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def load(
 ) -> dict[str, Any]:
     """Read a checkpoint, load what is named into the objects given, and return the whole content.
 
-    All or nothing: when one object does not take its state, those before it get back what they had, for which a copy
-    of their states is kept in host memory meanwhile. Waits for a `save_async` to the same path.
+    All or nothing: if one object does not accept its state, those before it get back what they had; for that, copies
+    of their states are kept in host memory during the call. Waits for a `save_async` to the same path.
 
     Raises `CheckpointError` for a file that is not one, is damaged, lacks what an object needs or does not fit it;
     `StateError` when it does not fit the session; `FileNotFoundError` when there is none.
@@ -106,9 +106,8 @@ _WITHOUT = {"row_var": -1, "col_var": -2}
 def check_states(what: str, optimizer: Any, state: Any, path: Any) -> None:
     """`CheckpointError` for a state_dict with states of other shapes than the parameters they are loaded for.
 
-    What torch's own optimizers keep is known. Others may keep what they like, and are only refused states that are, all
-    of them, in the shapes of the parameters, but not of their own ones: these were saved in another order. Whatever
-    else is wrong with a state, the optimizer says as it loads it.
+    The states of torch's own optimizers are known. Those of others are refused only if all of them have shapes of
+    parameters, but in another order. The optimizer itself reports whatever else is wrong with a state.
     """
     if isinstance(optimizer, FusedOptimizer):
         try:

@@ -1,7 +1,7 @@
 """States of models and optimizers under the names of parameters, as `torch.distributed.checkpoint` has them.
 
 torch makes the states of an optimizer that has none by a step with gradients of zero. Such a step counts, so that bias
-corrections and first steps come out otherwise: it must not happen where a checkpoint is only written, and not to
+corrections and first steps change: it must not happen where a checkpoint is only written, and not to
 parameters that had no states when it was.
 """
 
@@ -23,7 +23,7 @@ def named_states(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any]
 
     blank = not optimizer.state and flat_group([model]) is None
     if blank:
-        optimizer.state[optimizer.param_groups[0]["params"][0]] = {}  # so that torch takes it that there are states
+        optimizer.state[optimizer.param_groups[0]["params"][0]] = {}  # so that torch assumes that there are states
     try:
         states, steps = get_state_dict(model, optimizer)
     finally:

@@ -1,7 +1,7 @@
-"""What `torch.distributed.checkpoint` wrote, read without running code that is in it.
+"""Reads files of `torch.distributed.checkpoint` without running code that is in them.
 
-torch unpickles the table of contents, and numbers beside the tensors, with everything that pickles may call. Here the
-table may hold what torch puts there, and the numbers what `torch.load(weights_only=True)` takes.
+torch unpickles the table of contents, and the numbers beside the tensors, with everything that pickles may call. Here
+the table may hold only what torch puts there, and the numbers only what `torch.load(weights_only=True)` accepts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _member(kind: Any, name: str) -> Any:
 
 
 class _Contents(pickle.Unpickler):
-    """Of the table of contents: its own kinds, dtypes, paths."""
+    """Unpickles the table of contents: its own classes, dtypes, paths."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
@@ -48,7 +48,7 @@ class _Contents(pickle.Unpickler):
 
 
 class Reader(FileSystemReader):
-    """Of a folder that a group of ranks wrote."""
+    """Reads a folder that a group of ranks wrote."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The table of contents."""
@@ -71,7 +71,7 @@ class Planner(DefaultLoadPlanner):
     """Reads numbers and strings as `torch.load(weights_only=True)` does."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        """Refuse what wants to run code, then have torch read it."""
+        """Refuse content that would run code, then let torch read it."""
         torch.load(value, map_location="cpu", weights_only=True)
         value.seek(0)
         super().load_bytes(read_item, value)

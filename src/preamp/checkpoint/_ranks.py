@@ -1,4 +1,4 @@
-"""What all ranks do together while they save and load: none may wait for one that has failed."""
+"""Work that all ranks do together to save and load; none waits for one that has failed."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ def save_async(
     """As `save`, but only copies the states before it returns; a thread writes them while training goes on.
 
     Costs a copy of all states in host memory until the file is written; with two under way, the call waits for the
-    older one. Files are written in the order of the calls. `wait()` on what is returned raises what went wrong; a
-    failure nobody asks for is a `PreampWarning` at the next save, or when the interpreter exits, which waits for saves.
+    older one. Files are written in the order of the calls. `wait()` on what is returned raises what went wrong; without
+    `wait()` a failure is a `PreampWarning` at the next save, or when the interpreter exits, which waits for saves.
 
     >>> pending = preamp.checkpoint.save_async("last.pt", model=model, optimizer=optimizer, session=session)
     >>> train_another_epoch()

@@ -46,7 +46,7 @@ def main() -> None:
 
 
 @app.callback(invoke_without_command=True)
-def _top(version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False) -> None:
+def _top(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     if version:
         print(f"preamp {__version__}")
         raise typer.Exit
@@ -55,7 +55,9 @@ def _top(version: Annotated[bool, typer.Option("--version", help="Print the vers
 @app.command()
 def demo(
     model: Annotated[list[str] | None, typer.Option("--model", "-m", help="flights, unet, bert, seresnext.")] = None,
-    levels: Annotated[str | None, typer.Option("--levels", help="Such as O0,O4; else what suits the device.")] = None,
+    levels: Annotated[
+        str | None, typer.Option("--levels", help="Such as O0,O4; by default those that suit the device.")
+    ] = None,
     size: _Size = "ci",
     quick: Annotated[bool, typer.Option("--quick", help="A few steps and one seed: a smoke test.")] = False,
     seeds: Annotated[int | None, typer.Option("--seeds", help="Seeds per level; 3, or 1 with --quick.")] = None,
@@ -96,7 +98,7 @@ def lr_find(
     steps: Annotated[int, typer.Option("--steps", min=4, help="Batches to try.")] = 100,
     start: Annotated[float, typer.Option("--start", help="First rate.")] = 1e-6,
     end: Annotated[float, typer.Option("--end", help="Last rate.")] = 10.0,
-    batch_size: Annotated[int | None, typer.Option("--batch-size", min=2, help="In place of the recipe's.")] = None,
+    batch_size: Annotated[int | None, typer.Option("--batch-size", min=2, help="Instead of the recipe's.")] = None,
     device: _Device = None,
     out: _Out = Path("preamp-lr-find"),
 ) -> None:
@@ -113,24 +115,26 @@ def lr_find(
 def bench(
     suite: Annotated[
         list[str] | None,
-        typer.Option("--suite", "-s", help="regions, sessions, step, schedules, training or models; else all."),
+        typer.Option("--suite", "-s", help="regions, sessions, step, schedules, training or models; by default all."),
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=3, help="Rounds; each gives one ratio.")] = 15,
     device: _Device = None,
     out: _Out = Path("preamp-bench"),
     size: Annotated[
-        str | None, typer.Option("--size", help="Of the suites training, models and step: full or tiny.")
+        str | None, typer.Option("--size", help="For the suites training, models and step: full or tiny.")
     ] = None,
     budget: Annotated[
         float | None,
-        typer.Option("--budget", min=1, help="Seconds for the suites training and models; else as their size has."),
+        typer.Option(
+            "--budget", min=1, help="Seconds for the suites training and models; by default what their size sets."
+        ),
     ] = None,
     part: Annotated[
         list[str] | None,
         typer.Option(
             "--part",
             help="Of the suite training: lists, eager, compiled, parity; of models: models, models-losses, "
-            "models-memory, models-compiled, -compiled-large, -compiled-images, -compiled-grouped; else all.",
+            "models-memory, models-compiled, -compiled-large, -compiled-images, -compiled-grouped; by default all.",
         ),
     ] = None,
     missing: Annotated[
@@ -184,16 +188,16 @@ def doctor(
     target: Annotated[str, typer.Argument(help="A script, or with -m a module.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Its own arguments, options included.")] = None,
     as_module: Annotated[bool, typer.Option("-m", help="Run a module, as `python -m` does.")] = False,
-    every: Annotated[int, typer.Option("--every", min=1, help="Look closely at every so many steps.")] = 50,
+    every: Annotated[int, typer.Option("--every", min=1, help="Observe every N-th step closely.")] = 50,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="End the script after so many steps.")] = None,
-    replay: Annotated[bool, typer.Option(help="Do a sick step again to find where it began.")] = True,
+    replay: Annotated[bool, typer.Option(help="Replay a bad step to find its origin.")] = True,
     out: _Out = Path("preamp-doctor"),
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write report.json to this file.")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 when an error was found.")] = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Then run it again, in full precision too: see `preamp compare`.")
     ] = False,
-    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Of --compare: runs of each precision.")] = 3,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="With --compare: runs of each precision.")] = 3,
 ) -> None:
     """Run an unchanged training script and say what is wrong with its precision, where, and what to write instead."""
     from ._doctor import run_doctor
@@ -233,7 +237,7 @@ def compare(
 
 
 @app.command()
-def explain(code: Annotated[str, typer.Argument(help="Of a finding, such as PA202.")]) -> None:
+def explain(code: Annotated[str, typer.Argument(help="The code of a finding, such as PA202.")]) -> None:
     """What a finding means, why it hurts, and a script that has it with its cure."""
     from rich.markdown import Markdown
 
@@ -250,9 +254,9 @@ def explain(code: Annotated[str, typer.Argument(help="Of a finding, such as PA20
 @app.command()
 def migrate(
     paths: Annotated[list[Path], typer.Argument(help="Scripts, or folders of them.")],
-    write: Annotated[bool, typer.Option("--write", help="Rewrite the files, show no difference.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Rewrite the files instead of printing the diff.")] = False,
 ) -> None:
-    """Show the difference that takes scripts from apex.amp to preamp's own API, and what is left to do by hand."""
+    """Print the diff that takes scripts from apex.amp to preamp's own API, and what is left to do by hand."""
     from ..migrate import run as migrate_files
 
     text, status = migrate_files(paths, write)
@@ -264,7 +268,7 @@ def migrate(
 def plan(
     params: Annotated[str | None, typer.Option("--params", help="How many parameters: 7e9, 7B, 350M.")] = None,
     model: Annotated[
-        str | None, typer.Option("--model", help="Or count those of a model: module:name of what makes one.")
+        str | None, typer.Option("--model", help="Or count a model's: module:name of a function that makes it.")
     ] = None,
     level: Annotated[str, typer.Option("--level", "-l", help="Level, or any policy.")] = "O4",
     world: Annotated[int, typer.Option("--world", help="Ranks.")] = 1,
@@ -287,14 +291,12 @@ def plan(
     shadow: Annotated[bool, typer.Option("--shadow", help="prepare(shadow=True), for O1 and O4.")] = False,
     no_reshard: Annotated[bool, typer.Option("--no-reshard", help="fsdp2: reshard_after_forward=False.")] = False,
     bucket_view: Annotated[bool, typer.Option("--bucket-view", help="ddp: gradient_as_bucket_view=True.")] = False,
-    reduce: Annotated[
-        str, typer.Option("--reduce", help="fsdp2: reduce_dtype of its MixedPrecisionPolicy; fp32 unless told.")
-    ] = "fp32",
+    reduce: Annotated[str, typer.Option("--reduce", help="fsdp2: reduce_dtype of its MixedPrecisionPolicy.")] = "fp32",
     units: Annotated[int, typer.Option("--units", help="fsdp2: equal units that the model is gathered in.")] = 32,
-    norm_share: Annotated[float, typer.Option("--norm-share", help="Of --params, the share in norm layers.")] = 0.0,
+    norm_share: Annotated[float, typer.Option("--norm-share", help="The share of --params in norm layers.")] = 0.0,
     as_json: Annotated[Path | None, typer.Option("--json", help="Also write the plan as JSON to this file.")] = None,
 ) -> None:
-    """What a rank of a training run will hold and send, in bytes, by kind; on paper, activations left out."""
+    """Compute what a rank of a training run will hold and send, in bytes, by kind, without activations."""
     from ._plan import make_plan
 
     made = make_plan(

@@ -1,8 +1,8 @@
-"""What is done to lists of tensors: optimizer steps under a device flag, reading and editing gradients.
+"""Operations on lists of tensors: optimizer steps under a device flag, reading and editing gradients.
 
-It knows no parameters and no sessions. An algorithm is a file: its reference in torch's own operators, and what else
-does the same (torch's fused operators, on the CPU bit for bit those behind `torch.optim.Adam(fused=True)` and its
-like; a Triton kernel on CUDA). Steps take a `Storage`, gradients and options.
+This room knows no parameters and no sessions. Each algorithm is a file with a reference in torch's own operators and
+equivalent fast paths: torch's fused operators (on the CPU bit for bit those of `torch.optim.Adam(fused=True)` and so
+on) and a Triton kernel on CUDA. Steps take a `Storage`, gradients and options.
 """
 
 from .adam import adam

@@ -17,12 +17,12 @@ def adam(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
     Parameters are float32 (or float64), or 16-bit with gradients and states of their dtype; states of all others are
     float32. With `bits` they are the upper halves of float32 masters, which stay exact to the last bit. With
     `stochastic_rounding` bfloat16 ones are stepped in float32 and rounded up or down with the probabilities that keep
-    the expected value, so that updates far below their precision are not lost. The chances are a function of `seed`,
-    the step's number, the tensor's position in the list and the element's place in memory.
+    the expected value, so that updates far below their precision are not lost. The random numbers are a function of
+    `seed`, the step number, the tensor's position in the list and the element's position in memory.
 
     On the CPU the step of float32 parameters is bit for bit `torch.optim.Adam(fused=True)` on float32 gradients
-    multiplied by the factor. Where Triton runs it is one launch for each dtype of gradients, and one for the few
-    numbers that all of them need.
+    multiplied by the factor. Where Triton runs, there is one launch for each dtype of gradients, and one that
+    computes the few numbers that all of them need.
     """
     if not storage.params:
         return

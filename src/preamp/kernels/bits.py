@@ -1,11 +1,11 @@
-"""bfloat16 weights that lose nothing: split float32 numbers, and stochastic rounding.
+"""bfloat16 weights that lose no updates: split float32 numbers, and stochastic rounding.
 
 A float32 number is a bfloat16 weight and 16 bits more. The weight that the model sees is the nearest bfloat16 number
-to the master; of a tie, which one in 65536 numbers is, the larger in magnitude. (Ties to even would leave 65537
-masters for every even weight, one more than 16 bits can tell apart; ties away from zero give each weight exactly
-65536.) The other 16 bits are the low half of the master as they are: read as a signed number they are the distance from
-the weight to the master, so that `(weight << 16) + bits` is the master again, carries included. A weight of zero has no
-negative distance: what is a little below zero rounds to minus zero, from which it is a positive one.
+to the master. One number in 65536 is a tie, which goes to the larger magnitude. (Ties to even would give every even
+weight 65537 masters, one more than 16 bits can distinguish; ties away from zero give each weight exactly 65536.) The
+other 16 bits are the unchanged low half of the master. As a signed number they are the distance from the weight to the
+master, so `(weight << 16) + bits` is the master again, carries included. A weight of zero has no negative distance: a
+number a little below zero rounds to minus zero, and its distance from that is positive.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 def join(weight: Tensor, bits: Tensor) -> Tensor:
     """The float32 tensor that `split` took apart.
 
-    A weight that was written since keeps the bits below it, but for a zero beside a negative distance, which no number
-    splits into, and which would be NaN: that is zero.
+    A weight that was written since then keeps its low bits. The exception is a zero with a negative distance: no
+    number splits into that, and joining it would give NaN, so the result is zero.
     """
     number = weight.to(torch.float32).view(torch.int32)  # the weight in the upper half
     return number.add_(torch.where(weight == 0, bits.clamp_min(0), bits)).view(torch.float32)
@@ -43,8 +43,8 @@ def join(weight: Tensor, bits: Tensor) -> Tensor:
 def round_stochastically(values: Tensor, chances: Tensor) -> Tensor:
     """Round float32 to bfloat16, up with the probability that makes the mean right.
 
-    `chances`: int64 random numbers in [0, 2**32), of the shape of `values`; their upper 16 bits are used. What is a
-    bfloat16 number already stays as it is.
+    `chances`: int64 random numbers in [0, 2**32), of the shape of `values`; their upper 16 bits are used. Values
+    that bfloat16 can represent do not change.
     """
     number = _bits_of(values) + (chances >> 16).to(torch.int32)
     return (number >> 16).to(torch.int16).view(torch.bfloat16)
@@ -53,8 +53,8 @@ def round_stochastically(values: Tensor, chances: Tensor) -> Tensor:
 def chances_like(tensor: Tensor, seed: int, step: Tensor, position: int, start: int = 0) -> Tensor:
     """Random numbers in [0, 2**32), int64, of the shape and memory order of `tensor`.
 
-    They depend on nothing but `seed` (62 bits of it count), `step` (0-d, a whole number), the tensor's `position` in
-    its list and each element's place in memory, which begins at `start`: the kernels make the same ones.
+    They depend only on `seed` (62 bits of it are used), `step` (0-d, a whole number), the tensor's `position` in its
+    list and each element's position in memory, counted from `start`. The kernels generate the same numbers.
     """
     if step.device.type == "cpu":
         count: int | Tensor = int(step)
@@ -70,7 +70,7 @@ def chances_like(tensor: Tensor, seed: int, step: Tensor, position: int, start: 
 
 
 def mix(value: Any) -> Any:
-    """Scramble 32 bits, each of which then depends on all (the finalizer of MurmurHash3)."""
+    """Hash 32 bits so that each depends on all of them (the finalizer of MurmurHash3)."""
     value = value ^ (value >> 16)
     value = (value * 0x85EBCA6B) & _MASK
     value = value ^ (value >> 13)

@@ -1,4 +1,4 @@
-"""Where a step runs: a Triton kernel, torch's fused operator, or plain operations, tensor by tensor if need be."""
+"""Chooses how a step runs: by a Triton kernel, by torch's fused operator, or by the reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .storage import Storage, Tensors
 from .triton import triton_runs_on
 
 Backend = Callable[[Storage, Tensors, Any], None]
-"""Steps a storage by gradients and options."""
+"""A function that steps a storage by gradients and options."""
 
 _GRADS = {torch.float16, torch.bfloat16, torch.float32}
 _STATES = {torch.float32, torch.int8, torch.uint8}
@@ -26,17 +26,17 @@ _FUSED_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 @dataclass(frozen=True, slots=True)
 class Backends:
-    """The ways to do a step of one algorithm, which all mean the same."""
+    """The implementations of one algorithm's step. All of them mean the same."""
 
     reference: Backend
-    """Plain operations, for all that torch has no fused operator for."""
+    """Plain operations, for tensors that neither a kernel nor a fused operator takes."""
     triton: Callable[[], Backend]
-    """Imports the kernel, which must not be done before Triton is known to run."""
+    """Imports the kernel; it must not be called unless Triton runs."""
     torch_fused: tuple[str, Backend] | None = None
-    """The name of torch's operator, and the way by it."""
+    """The name of torch's operator, and the step that calls it."""
     elementwise: bool = True
-    """Whether tensors may be stepped apart from each other. Else those that a kernel cannot walk send all of them to
-    the reference."""
+    """Whether tensors may be stepped separately. If not, one tensor that a kernel cannot walk sends all of them to the
+    reference."""
     low: bool = False
     """Whether the kernel takes 16-bit parameters."""
     shaped: int | None = None
@@ -44,7 +44,7 @@ class Backends:
 
 
 def dispatch(storage: Storage, gradients: Tensors, o: Any, backends: Backends) -> None:
-    """Step by the fastest way that these tensors allow."""
+    """Step by the fastest implementation that takes these tensors."""
     fused = backends.torch_fused
     if kernels_take(storage, gradients, backends.low):
         step = backends.triton()
@@ -62,18 +62,18 @@ def dispatch(storage: Storage, gradients: Tensors, o: Any, backends: Backends) -
                 return
             others = storage.at(rest)
             if storage.step is not None:
-                others.step = storage.step.clone()  # each of the two ways counts the step
+                others.step = storage.step.clone()  # each of the two calls counts the step
             backends.reference(others, [gradients[i] for i in rest], o)
             storage, gradients = storage.at(fit), [gradients[i] for i in fit]
     if not (storage.contiguous and listed(gradients).contiguous):
         gradients = laid_out_like(storage.params, gradients)
     step(storage, gradients, o)
-    if fused is not None and step is fused[1]:  # torch's fused operators count no write
+    if fused is not None and step is fused[1]:  # torch's fused operators count no writes
         count_writes(storage.params)
 
 
 def kernels_take(storage: Storage, gradients: Tensors, low: bool) -> bool:
-    """Whether Triton runs on the device, and the dtypes are those of a kernel; the first tensor speaks for a list."""
+    """Whether Triton runs on the device and a kernel takes the dtypes. Only the first tensor of a list is checked."""
     if not triton_runs_on(storage.params[0].device) or gradients[0].dtype not in _GRADS:
         return False
     wide = low or storage.params[0].dtype is torch.float32
@@ -81,9 +81,9 @@ def kernels_take(storage: Storage, gradients: Tensors, low: bool) -> bool:
 
 
 def walks(storage: Storage, gradients: Tensors, shaped: int | None = None) -> tuple[list[int], Sequence[int]] | None:
-    """Positions whose parameter, states and copy lie in one order of memory, and the others; None if there are none.
+    """Positions whose parameter, states and copy share one memory order, and the others; None if there are no others.
 
-    Gradients need not fit, they can be copied. `OptimizerError` where sizes differ: a kernel would not see that.
+    Gradients may differ, they can be copied. `OptimizerError` if sizes differ: a kernel would not notice that.
     """
     lists = replace(storage, states=storage.states[:shaped]).lists
     sizes = list(map(Tensor.numel, storage.params))
@@ -96,14 +96,14 @@ def walks(storage: Storage, gradients: Tensors, shaped: int | None = None) -> tu
 
 
 def has_torch_fused(name: str, storage: Storage) -> bool:
-    """Whether torch's fused operator `name` takes these; the first tensor of each list speaks for the list.
+    """Whether torch's fused operator `name` takes these tensors. Only the first tensor of each list is checked.
 
-    All have to have one dtype, but for gradients, which can be cast. The operators walk tensors in memory order
-    whatever their strides, so that the caller has to see to it that it is the same (`walks`).
+    All must have one dtype, except gradients, which can be cast. The operators walk tensors in memory order whatever
+    their strides, so the caller has to ensure that this order is the same (`walks`).
     """
     param = storage.params[0]
     if name == "_fused_sgd_" and param.dtype in LOW_DTYPES and param.device.type == "cpu":
-        return False  # torch 2.13 there leaves all but the last few elements of a 16-bit tensor as they are
+        return False  # torch 2.13 there changes only the last few elements of a 16-bit tensor
     same = all(not state or state[0].dtype is param.dtype for state in storage.states)
     return same and param.dtype in _FUSED_DTYPES and _has_kernel(name, param.device.type)
 

@@ -1,4 +1,4 @@
-"""Changing gradients in place: without the loss scale, clipped; and norms of any order.
+"""Changes gradients in place: unscales and clips them. Also computes norms of any order.
 
 Everything returned stays on the gradients' device. Gradients may be dense or sparse, of several dtypes, on several
 devices; the flags and norms of several devices are gathered on that of the first.
@@ -23,9 +23,9 @@ from .norms import l2_norms
 def check_and_unscale_(gradients: Iterable[Tensor], inverse: Tensor | None) -> Tensor:
     """Multiply gradients by `inverse` in place, and say whether all of them were finite.
 
-    `inverse`: 0-d float32, or None to only check. Returns 0-d float32: 1 when some entry was inf or nan, else 0. The
-    check is made on the values before the multiplication. float16 gradients are multiplied in float16. Of DTensors
-    each process reads its shard, and all of them get the same flag.
+    `inverse`: 0-d float32, or None to only check. Returns 0-d float32: 1 if some entry was inf or nan, else 0. It
+    reads the values before the multiplication. float16 gradients are multiplied in float16. With DTensors each process
+    reads its shard, and all processes get the same flag.
     """
     gradients = list(gradients)
     groups = grouped(gradients)
@@ -44,13 +44,13 @@ def check_and_unscale_(gradients: Iterable[Tensor], inverse: Tensor | None) -> T
 def global_norm(gradients: Iterable[Tensor], order: float = 2.0, *, device: torch.device | None = None) -> Tensor:
     """The norm of all gradients taken as one vector: 0-d float32, computed in float32 whatever their dtype.
 
-    `order`: any positive number, or inf. `device`: of the answer, by default that of the first gradient, and the CPU
-    where there is none. No gradients: 0.
+    `order`: any positive number, or inf. `device`: of the result, by default that of the first gradient, or the CPU
+    without gradients. The norm of no gradients is 0.
     """
     gradients = list(gradients)
     norms: list[Tensor] = []
     for group in grouped(gradients, complex_as_real=False):
-        filled = [value for value in group if value.numel()]  # the largest of no numbers is an error in torch
+        filled = [value for value in group if value.numel()]  # torch raises for the largest of no numbers
         if filled:
             values = [in_float32(value) for value in filled]
             norms += l2_norms(values) if order == 2 else torch._foreach_norm(values, order)
@@ -65,7 +65,7 @@ _GRAD, _IS_THERE = attrgetter("grad"), partial(is_not, None)
 
 
 def present_in(params: list[Parameter]) -> tuple[list[Parameter], list[Tensor]]:
-    """Those that have gradients, with these; most often all, which is quicker to see than to collect."""
+    """The parameters that have gradients, and these; usually all have one, which is faster to check than to collect."""
     gradients = list(map(_GRAD, params))
     if all(map(_IS_THERE, gradients)):
         return params, gradients
@@ -73,10 +73,10 @@ def present_in(params: list[Parameter]) -> tuple[list[Parameter], list[Tensor]]:
 
 
 def reciprocal(scale: Tensor) -> Tensor:
-    """1/scale, 0-d float32, by which gradients are unscaled: the number that torch's scaler has, in one operator.
+    """1/scale, 0-d float32, by which gradients are unscaled: the same number as in torch's scaler, by one operator.
 
-    Torch divides in float64 and rounds twice, which gives what a float32 division rounds to at once (Figueroa 1995:
-    with twice the digits and two more the first rounding does no harm).
+    torch divides in float64 and rounds twice. The result is that of a float32 division (Figueroa 1995: with twice the
+    digits and two more, the first rounding does no harm).
     """
     return scale.reciprocal().float()
 
@@ -98,9 +98,9 @@ _DTYPE, _LAYOUT, _DEVICE = attrgetter("dtype"), attrgetter("layout"), attrgetter
 
 
 def grouped(gradients: list[Tensor], *, complex_as_real: bool = True) -> list[list[Tensor]]:
-    """The numbers of gradients in lists of one device and one dtype each: what torch's foreach operators are fast on.
+    """The gradients' values, in lists of one device and one dtype each, for which torch's foreach operators are fast.
 
-    Most often all are alike, and asking that of a thousand tensors has to take less time than stepping them.
+    Usually all are alike. Checking that for a thousand tensors must take less time than stepping them.
     """
     if not gradients:
         return []
@@ -117,7 +117,7 @@ def grouped(gradients: list[Tensor], *, complex_as_real: bool = True) -> list[li
 
 
 def dense_values(gradient: Tensor) -> Tensor:
-    """The numbers of a gradient, sharing its memory: its own, a coalesced sparse one's values, a DTensor's shard."""
+    """A gradient's values, sharing its memory: itself, the values of a sparse one, or the shard of a DTensor."""
     gradient = held_here(gradient)
     if gradient.layout is torch.strided:
         return gradient

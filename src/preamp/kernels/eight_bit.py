@@ -1,4 +1,4 @@
-"""Adam with moments in 8 bits: a step reads them, moves on in float32, and rounds them stochastically.
+"""Adam with moments in 8 bits: a step decodes them, computes in float32, and rounds them stochastically.
 
 Codes are in blocks of 256 elements in memory order, one float32 scale a block.
 
@@ -9,15 +9,15 @@ magnitude of a block is 1:
     first moment   int8   sign, 4 bits of exponent, 3 of mantissa   1 is code 120, subnormal below 2^-14, to 2^-17
     second moment  uint8  5 bits of exponent, 3 of mantissa         1 is code 240, subnormal below 2^-29, to 2^-32
 
-Such a code is the upper end of a float32's bits, so that a GPU finds it by a shift, without roots or tables: it would
-else be bound by instructions, and not by memory. The root of the second moment reaches as far down as the first.
+Such a code is the upper end of a float32's bits, so a GPU finds it by a shift. With roots or tables the kernel would be
+bound by instructions instead of memory. The root of the second moment reaches as far down as the first.
 
-Rounding is stochastic, between the two codes around a number, because these are moving averages: a step changes a
-second moment by about a thousandth, and codes are 6 to 12 % apart. Rounded to nearest, the moment of an element that
-falls silent in a block that does not would stay for ever, and with it a step that is far too small; rounded
-stochastically it is right in the mean.
+Rounding is stochastic, between the two codes around a number, because moments are moving averages: a step changes a
+second moment by about a thousandth, and codes are 6 to 12 % apart. With rounding to nearest, if an element's gradients
+become small and those of its block do not, its second moment would never fall, and its steps would stay far too small.
+With stochastic rounding the moment is right in the mean.
 
-A second moment above 0 never becomes 0, which beside a first moment that does not would make an enormous step.
+A second moment above 0 never becomes 0: beside a first moment that is not 0, that would make an enormous step.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from .storage import AdamOptions, Storage, Tensors
 BLOCK = 256
 """Elements that share a scale."""
 PIECE = 2**16
-"""Elements that are stepped together on a CPU, whole blocks: their float32 states stay in its caches."""
+"""Elements stepped together on a CPU, in whole blocks: their float32 states stay in its caches."""
 
 _ONE = {torch.int8: 15, torch.uint8: 30}
 """The exponent of 1, where float16 has 15 and float32 127."""
 
 
 def blocks_of(count: int) -> int:
-    """How many scales `count` elements have; the last block may be short."""
+    """The number of scales for `count` elements; the last block may be short."""
     return -(-count // BLOCK)
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """A walkable tensor (`lists.walkable`) as it lies in memory, (n,)."""
+    """A walkable tensor (`lists.walkable`) in memory order, (n,)."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
-    """What `codes` (int8 or uint8, any shape, walkable) mean: float32 of their shape and memory order.
+    """The values of `codes` (int8 or uint8, any shape, walkable): float32 of their shape and memory order.
 
     `scales`: float32 (blocks,). Where a scale is not finite, the block is NaN.
     """
@@ -74,10 +74,10 @@ def quantize(values: Tensor, codes: torch.dtype, chances: Tensor | None = None) 
     """A float32 tensor as (codes of its shape and memory order, scales float32 (blocks,)).
 
     `values`: walkable; not negative for codes of `torch.uint8`. `chances`: whole numbers in [0, 65536), (n,) in memory
-    order: a value goes up to the next code with the probability that makes the mean right; None: it goes to the
-    nearest. The largest magnitude of a block is kept exactly, what is a code already keeps it, and a second moment
-    above 0 gets a code above 0. A block with a number that is not finite gets a scale that is not; one whose largest
-    is below 2^-126 becomes zeros. Where torch flushes subnormal numbers, so does this: first moments below 2^-14.
+    order: a value is rounded up to the next code with the probability that makes the mean right; None: it is rounded
+    to nearest. The largest magnitude of a block is exact, values that are codes do not change, and a second moment
+    above 0 gets a code above 0. A block with a non-finite number gets a non-finite scale. A block whose largest is
+    below 2^-126 becomes zeros. Where torch flushes subnormal numbers, first moments below 2^-14 become zeros, too.
     """
     one, count = _ONE[codes], values.numel()
     padded = torch.zeros(blocks_of(count) * BLOCK, dtype=torch.float32, device=values.device)
@@ -87,7 +87,7 @@ def quantize(values: Tensor, codes: torch.dtype, chances: Tensor | None = None) 
     usable = scales.isfinite() & (scales >= 2.0**-126)
     share = blocks.abs() * torch.where(usable, scales, 1.0).reciprocal()[:, None]
     share = torch.where(usable[:, None], share, 0.0).view(-1)[:count]
-    chosen = (share * 2.0 ** (one - 127)).view(torch.int32)  # small ones are subnormal numbers of float32's, too
+    chosen = (share * 2.0 ** (one - 127)).view(torch.int32)  # small ones are subnormal in float32, too
     chosen += 0x80000 if chances is None else (chances.to(torch.int32) << 4) + 8
     chosen >>= 20
     if codes is torch.int8:
@@ -103,14 +103,14 @@ def adam_8bit(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
     """One step of `adam.adam` (without AMSGrad), in place, its moments kept in 8 bits.
 
     States: codes of the first moments (int8) and of the second (uint8), of the parameters' shapes and dense in memory;
-    then the scales of each, float32 (blocks,), one number for each 256 elements in memory order. All are zeros at
-    first. A step is that of `adam.adam` on the numbers they mean (`dequantize`); the new moments go to one of the two
-    codes around them, by chances that keep the mean right. Chances are a function of `seed`, the step's number, the
-    tensor's position in the list and the element's place in memory: a run can be repeated, with kernels or without.
+    then the scales of each, float32 (blocks,), one number for each 256 elements in memory order. All start as
+    zeros. A step is that of `adam.adam` on the decoded numbers (`dequantize`); each new moment is rounded
+    stochastically to one of the two codes around it. The random numbers are a function of `seed`, the step number, the
+    tensor's position in the list and the element's position in memory: a run can be repeated, with or without kernels.
 
     16-bit parameters without masters are rounded to nearest, or, bfloat16 with `stochastic_rounding`, stochastically.
-    Where Triton runs it is one launch for each dtype of gradients, which reads and writes 4 bytes a parameter of
-    states; elsewhere the states of one tensor at a time, or of a part of it, are float32.
+    Where Triton runs, there is one launch for each dtype of gradients, which reads and writes 4 bytes of states a
+    parameter. Elsewhere the states of one tensor at a time, or of a part of it, become float32.
     """
     if storage.params:
         dispatch(storage, gradients, o, _ADAM_8BIT)
@@ -133,7 +133,7 @@ def _adam_8bit(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A tensor with all that belongs to it, or some blocks of each."""
+    """A parameter with its gradient and states, or some blocks of each."""
 
     param: Tensor
     gradient: Tensor
@@ -142,14 +142,14 @@ class _Piece:
     first_scales: Tensor
     second_scales: Tensor
     beside: Tensor | None
-    """The 16-bit copy, or the lower half."""
+    """The 16-bit copy, or the low bits of a split master."""
 
 
 def _pieces(
     param: Tensor, gradient: Tensor, first: Tensor, second: Tensor, first_scales: Tensor, second_scales: Tensor,
     beside: Tensor | None,
 ) -> Iterator[tuple[int, _Piece]]:  # fmt: skip
-    """On a CPU what fits in its caches, if all lie in one order; else the whole."""
+    """On a CPU, pieces that fit in its caches, if all tensors share one memory order; else the whole."""
     others = [gradient, first, second, *([] if beside is None else [beside])]
     if param.device.type != "cpu" or not all(same_walk(param, other) for other in others):
         yield 0, _Piece(param, gradient, first, second, first_scales, second_scales, beside)
@@ -184,7 +184,7 @@ def _step(piece: _Piece, step: Tensor, o: AdamOptions, chances: Tensor, gate: Ga
 
 
 def _like(tensor: Tensor, values: Tensor) -> Tensor:
-    """Values in memory order as a tensor of the shape and order of another."""
+    """Values in memory order as a tensor with the shape and memory order of another."""
     ordered = torch.empty_like(tensor, dtype=values.dtype)
     flat(ordered).copy_(values)
     return ordered

@@ -1,7 +1,7 @@
-"""What the steps share on torch's own operators: the skip, the factor, float32 gradients, 16-bit copies.
+"""What the references share: skipping, the factor, float32 gradients, 16-bit copies.
 
-Everything is computed in float32 (float64 for float64 parameters). On the CPU a flag is read at once, since its value
-is there. Elsewhere learning rate and step count are 0-d tensors, and nothing here waits for the device.
+Everything is computed in float32 (float64 for float64 parameters). On the CPU a flag is read at once, since that
+costs nothing. Elsewhere learning rate and step count are 0-d tensors, and there is no host sync.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ Number = Any  # a float, or a 0-d tensor
 
 SLICE = 2**18
 """Elements that are cast, stepped and copied together on the CPU: few enough that the float32 copies of their gradients
-stay in the cache, and in memory that the allocator has at hand."""
+stay in the cache, and in memory that the allocator reuses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Whether a step may write. `flag`: 0-d float32, exactly 0 or 1, or None where it is known that it may."""
+    """Whether a step may write. `flag`: 0-d float32, exactly 0 or 1, or None if it is known that it may."""
 
     flag: Tensor | None
 
     def count(self, step: Tensor | None) -> None:
-        """Count a step; `settle` takes a skipped one back."""
+        """Count a step; `settle` undoes that for a skipped one."""
         if step is not None:
             step.add_(1)
 
     def settle(self, step: Tensor | None) -> None:
-        """Take the count back if the step was skipped."""
+        """Undo the count if the step was skipped."""
         if self.flag is not None and step is not None:
             step.sub_(self.flag)
 
@@ -52,7 +52,7 @@ class Gate:
             old.copy_(torch.where(skip, old, new.to(old.dtype)))
 
     def draft(self, tensors: Tensors) -> list[Tensor]:
-        """What a step may work on in place: the tensors themselves where that is safe, else wide copies."""
+        """Tensors that a step may change in place: the tensors themselves if that is safe, else wide copies."""
         if self.flag is None and tensors and tensors[0].dtype not in LOW_DTYPES:
             return list(tensors)
         return [value.to(wide(value.dtype), copy=True) for value in tensors]
@@ -72,7 +72,7 @@ class Gate:
 
 
 def gate_of(device: torch.device, found: Tensor | None) -> Gate | None:
-    """The gate of a step, or None if it is known already that the step is skipped."""
+    """The gate of a step, or None if the step is already known to be skipped."""
     if found is None:
         return Gate(None)
     if device.type == "cpu":
@@ -86,7 +86,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def gradients_of(storage: Storage, gradients: Tensors, o: Options) -> list[Tensor]:
-    """Wide copies of the gradients, multiplied by the factor, pointing downhill."""
+    """Wide copies of the gradients, multiplied by the factor, negated for `maximize`."""
     dtype = wide(storage.params[0].dtype)
     copies = [gradient.to(dtype, copy=True) for gradient in gradients]
     if o.factor is not None:
@@ -110,23 +110,23 @@ def root(value: Number) -> Number:
 
 
 def single(value: Number) -> Number:
-    """A number as the lists take it: 0-d tensors in float32."""
+    """A number as foreach operators take it: 0-d tensors in float32."""
     return value.to(torch.float32) if isinstance(value, Tensor) else value
 
 
 def descend(params: list[Tensor], updates: list[Tensor], rate: Number) -> None:
-    """Subtract `rate` times the updates, which are used up."""
+    """Subtract `rate` times the updates, whose memory is overwritten."""
     torch._foreach_mul_(updates, rate)
     torch._foreach_sub_(params, updates)
 
 
-# -- for torch's fused operators, which want every tensor of a call in one dtype
+# -- for torch's fused operators, which need all tensors of a call in one dtype
 
 
 def slices(storage: Storage, gradients: Tensors) -> Iterator[tuple[Storage, Tensors]]:
-    """The lists in runs of about `SLICE` elements, longer tensors cut; whole, if nothing has to be cast.
+    """The lists in slices of about `SLICE` elements, longer tensors cut; whole, if nothing has to be cast.
 
-    All tensors of a position must lie in memory in one order.
+    All tensors of a position must share one memory order.
     """
     params, copies = storage.params, storage.copies
     cast = copies or listed(gradients).dtypes.keys() != {params[0].dtype}
@@ -148,7 +148,7 @@ def slices(storage: Storage, gradients: Tensors) -> Iterator[tuple[Storage, Tens
 
 
 def _cut(storage: Storage, gradient: Tensor) -> Iterator[tuple[Storage, Tensors]]:
-    """The storage of one tensor in pieces, as they lie in memory."""
+    """The storage of one tensor in pieces, in memory order."""
 
     def pieces(tensors: Sequence[Tensor | None] | None) -> Sequence[Tensor]:
         one = tensors[0] if tensors else None
@@ -161,7 +161,7 @@ def _cut(storage: Storage, gradient: Tensor) -> Iterator[tuple[Storage, Tensors]
 
 
 def true_gradients(params: Tensors, gradients: Tensors, factor: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
-    """Gradients in the dtype of `params`, and what torch's fused operators still have to divide them by, or None.
+    """Gradients in the dtype of `params`, and the divisor that torch's fused operators still have to apply, or None.
 
     Gradients are multiplied in float32. Those that are float32 already may be multiplied in place.
     """
@@ -185,9 +185,9 @@ def true_gradients(params: Tensors, gradients: Tensors, factor: Tensor | None) -
 def by_torch_fused(
     storage: Storage, gradients: Tensors, o: Options, operator: Any, *, lists: int, **settings: Any
 ) -> None:
-    """One step by a fused operator of torch's, which is told the flag where that is not on the host.
+    """One step by torch's fused operator, which gets the flag if that is not on the host.
 
-    `lists`: how many lists of states the operator takes.
+    `lists`: the number of lists of states that the operator takes.
     """
     gate = gate_of(storage.params[0].device, o.found)
     if gate is None:
@@ -196,7 +196,7 @@ def by_torch_fused(
     for part, own in slices(storage, gradients):
         ready, scale = true_gradients(part.params, own, o.factor)
         states = [*map(list, part.states), *([] for _ in range(lists - len(part.states)))]
-        counts = [] if part.step is None else [[part.step] * len(ready)]  # read only, so one may stand for all
+        counts = [] if part.step is None else [[part.step] * len(ready)]  # read only, so all may be one tensor
         operator(
             list(part.params), ready, *states, *counts, lr=o.lr, weight_decay=o.weight_decay,
             maximize=o.maximize, grad_scale=scale, found_inf=gate.flag, **settings,

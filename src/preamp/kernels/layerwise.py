@@ -25,7 +25,7 @@ def lamb(storage: Storage, gradients: Tensors, o: LambOptions) -> None:
 def novograd(storage: Storage, gradients: Tensors, o: NovoGradOptions) -> None:
     """One step of NovoGrad, in place. States: first moments, and [norms]. The rest is as in `adam.adam`.
 
-    norms: (number of parameters,) float32, the running norm of each tensor's gradient, not its square; what it holds
+    norms: (number of parameters,) float32, the running norm of each tensor's gradient, not its square; its value
     before the first step does not matter. Raises `ValueError` for a `norm_type` that is neither 2 nor 0.
     """
     if o.norm_type not in (0, 2):
@@ -117,14 +117,14 @@ def _novograd(storage: Storage, gradients: Tensors, o: NovoGradOptions) -> None:
 
 
 def _norms(tensors: list[Tensor], order: int = 2) -> list[Tensor]:
-    """The norm of each tensor, 0-d; of order 2, or of any other number the largest magnitude. Of no numbers: 0."""
+    """The norm of each tensor, 0-d: for order 2 the L2 norm, else the largest magnitude. Without entries: 0."""
     if order == 2:
         return l2_norms(tensors)
     return [tensor.abs().amax() if tensor.numel() else tensor.new_zeros(()) for tensor in tensors]
 
 
 def _of_whole(parts: list[list[Tensor]], shard_sum: ShardSum | None, order: int = 2) -> list[Tensor]:
-    """Norms of whole tensors, (tensors,) each, from `_norms` of what this process has."""
+    """Norms of whole tensors, (tensors,) each, from the `_norms` of this process's parts."""
     stacked = [torch.stack(one) for one in parts]
     if shard_sum is None:
         return stacked

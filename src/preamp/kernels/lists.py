@@ -1,4 +1,4 @@
-"""Lists of tensors that are worked on together: asked each thing once, and walked as they lie in memory.
+"""Lists of tensors that a step works on together: each property is read once, and kernels walk them in memory order.
 
 An elementwise kernel need not know shapes if element k in memory of the parameter, the gradient and every state is
 the same element. That holds for contiguous tensors, and for dense ones of equal strides (channels_last weights).
@@ -17,38 +17,38 @@ from torch import Tensor
 _DTYPE, _LAYOUT = attrgetter("dtype"), attrgetter("layout")
 
 GRAIN = 32768
-"""Entries from which on torch, if it has several threads, no longer concatenates in one loop, but by a copying operator
-for each tensor, made anew where sizes differ."""
+"""From this many entries on, torch with several threads no longer concatenates in one loop, but by a copying operator
+for each tensor, which it sets up again where sizes differ."""
 
 
 class TensorList(list[Tensor]):
-    """Tensors that nobody touches for the length of a step, and what was found of them.
+    """Tensors that do not change during a step, with cached properties.
 
-    To ask a thousand tensors for their addresses takes as long as to launch the kernel that steps them, and a step has
-    several uses for them.
+    Reading the addresses of a thousand tensors takes as long as launching the kernel that steps them, and a step uses
+    them several times.
     """
 
     owners: Sequence[Tensor] | None = None
-    """In whose name writes to these are counted, where that is not themselves."""
+    """The tensors whose versions count writes to these, if not these themselves."""
 
     def ask_anew(self, owners: Sequence[Tensor] | None = None) -> None:
-        """Forget what was found: another step begins."""
+        """Forget the cached properties: another step begins."""
         vars(self).clear()
         self.owners = owners
 
     @cached_property
     def addresses(self) -> tuple[int, ...]:
-        """Where the first entry of each lies; `RuntimeError` of torch's for sparse ones."""
+        """The address of each tensor's first entry; torch raises `RuntimeError` for sparse ones."""
         return tuple(map(Tensor.data_ptr, self))
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """How many entries each has."""
+        """The number of entries of each tensor."""
         return tuple(map(Tensor.numel, self))
 
     @cached_property
     def dtypes(self) -> dict[torch.dtype, None]:
-        """Those that there are, in the order in which they come first."""
+        """The dtypes that occur, in order of first occurrence."""
         return dict.fromkeys(map(_DTYPE, self))
 
     @cached_property
@@ -58,25 +58,25 @@ class TensorList(list[Tensor]):
 
     @cached_property
     def together(self) -> bool:
-        """Whether all lie on one device."""
+        """Whether all are on one device."""
         return len(set(map(Tensor.get_device, self))) <= 1
 
     @cached_property
     def contiguous(self) -> bool:
-        """Whether all are, and none is sparse."""
+        """Whether all are contiguous, and none is sparse."""
         try:
             return all(map(Tensor.is_contiguous, self))
-        except RuntimeError:  # what sparse ones in rows say
+        except RuntimeError:  # raised by sparse ones in rows
             return False
 
 
 def listed(tensors: Sequence[Tensor]) -> TensorList:
-    """The same list if it is one of these, else a new one."""
+    """The same object if it is a `TensorList`, else a new one."""
     return tensors if isinstance(tensors, TensorList) else TensorList(tensors)
 
 
 def chained(lists: Sequence[Sequence[Tensor]]) -> TensorList:
-    """All tensors of some lists, one behind the other, asked with these; of a single one the list itself."""
+    """All tensors of some lists in one list, with their cached properties; of a single list, the list itself."""
     own = list(map(listed, lists))
     if len(own) == 1:
         return own[0]
@@ -91,7 +91,7 @@ def chained(lists: Sequence[Sequence[Tensor]]) -> TensorList:
 
 
 def walkable(tensor: Tensor) -> bool:
-    """Whether the elements of a strided tensor fill one stretch of memory, each place once."""
+    """Whether the elements of a strided tensor fill one contiguous range of memory, each position once."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -103,7 +103,7 @@ def walkable(tensor: Tensor) -> bool:
 
 
 def same_walk(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape are walkable and lie in memory in the same order."""
+    """Whether two tensors of one shape are walkable and have the same memory order."""
     if tensor.is_contiguous() and other.is_contiguous():
         return True
     return walkable(tensor) and _strides(tensor) == _strides(other)
@@ -125,7 +125,7 @@ def split_by_walk(lists: Sequence[Sequence[Tensor]]) -> tuple[list[int], list[in
 
 
 def laid_out_like(models: Sequence[Tensor], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """`tensors` in the memory order of their walkable models: themselves, or copies of the few that lie otherwise."""
+    """`tensors` in the memory order of their walkable models: unchanged, or copied if they have another order."""
     if split_by_walk([models, tensors]) is None:
         return tensors
     return [
@@ -135,7 +135,7 @@ def laid_out_like(models: Sequence[Tensor], tensors: Sequence[Tensor]) -> Sequen
 
 
 def batches(sizes: Sequence[int]) -> Iterator[slice]:
-    """How many tensors to give torch at once to lay one behind the other: fewer than `GRAIN` entries, or one tensor.
+    """How many tensors torch should concatenate in one call: fewer than `GRAIN` entries, or one tensor.
 
     All at once if they are of one size (in entries).
     """
@@ -153,10 +153,10 @@ def batches(sizes: Sequence[int]) -> Iterator[slice]:
 
 
 def count_writes(tensors: Iterable[Tensor]) -> None:
-    """Count a write to every tensor, as an operator in place would, where autograd was not told of it.
+    """Count a write to every tensor, as an in-place operator would, after a write that autograd did not see.
 
-    A backward pass that still needs the old values then says so instead of using the new ones, and whoever watches
-    `_version` sees that something has changed.
+    A backward pass that still needs the old values then raises instead of using the new ones, and a changed `_version`
+    shows the write.
     """
     if isinstance(tensors, TensorList) and tensors.owners is not None:
         tensors = tensors.owners

@@ -1,8 +1,8 @@
 """L2 norms that are right for long tensors too.
 
-On a CPU torch adds up all squares of a tensor in the few float32 of one vector register: where there are 23 million of
-them, the norm comes out a thousandth too small. Here they are added up in rows, which all threads can share, and the
-norms of the rows in float64. The bits do not depend on the number of threads.
+On a CPU torch adds up all squares of a tensor in the few float32 numbers of one vector register; with 23 million
+entries the norm comes out a thousandth too small. Here each row is summed separately, which threads can share, and the
+norms of the rows are combined in float64. The bits do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from torch.nn import Parameter
 from .lists import walkable
 
 LONG = 2**19
-"""Entries from which on a tensor is cut into rows; below, that would take longer."""
+"""Tensors with at least this many entries are cut into rows; for shorter ones that would take longer."""
 
 ROW = 2**14
 
 PLAIN = (Tensor, Parameter)
-"""Others, DTensors for one, may not be laid out as they look."""
+"""The memory of others, DTensors for example, may differ from their shape and strides."""
 
 
 def l2_norms(tensors: list[Tensor]) -> list[Tensor]:
-    """The norm of each tensor, 0-d. They are strided, and at least float32 or complex64."""
+    """The norm of each tensor, 0-d. Tensors are strided, and at least float32 or complex64."""
     by_rows = [t.numel() >= LONG and t.device.type == "cpu" and type(t) in PLAIN and walkable(t) for t in tensors]
     if not any(by_rows):
         return list(torch._foreach_norm(tensors)) if tensors else []
@@ -33,14 +33,14 @@ def l2_norms(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def norm_of_norms(norms: Tensor) -> Tensor:
-    """The norm of everything, 0-d float32, of norms of its parts."""
+    """The norm of the whole, 0-d float32, from the norms of its parts."""
     wide = torch.float32 if norms.device.type == "mps" else torch.float64  # for squares of large norms
     norm: Tensor = torch.linalg.vector_norm(norms, dtype=wide).float()
     return norm
 
 
 def _by_rows(tensor: Tensor) -> Tensor:
-    flat = tensor.as_strided((tensor.numel(),), (1,))  # in the order in which it lies in memory
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # in memory order
     whole = tensor.numel() // ROW * ROW
     rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1)
     rest = torch.linalg.vector_norm(flat[whole:]).reshape(1)

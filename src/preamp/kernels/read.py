@@ -1,9 +1,9 @@
-"""One look at an optimizer's gradients that tells all a step has to know of them.
+"""Reads an optimizer's gradients once, and returns all that a step needs to know about them.
 
-The finite flag decides about the step, the norm about clipping, the largest magnitude and the counts about the loss
-scale and the doctor's report, and the flags by gradient name the layer when something went wrong. On CUDA one Triton
-kernel reads each gradient once and gives all of that; elsewhere the same numbers come from torch's own operators, and
-those that cost a pass of their own are made only on request.
+The finite flag decides whether to step, the norm is for clipping, the largest magnitude and the counts are for the loss
+scale and the doctor's report, and the flags by gradient name the layer that overflowed. On CUDA one Triton kernel reads
+each gradient once for all of these. Elsewhere the same numbers come from torch's own operators; those that need a pass
+of their own are computed only on request.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .triton import triton_runs_on
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What `read` found, of the gradients as they were: scaled, if a loss scale was on them.
+    """The result of `read`, of the gradients as they were: scaled, if there was a loss scale.
 
-    All fields are tensors on one device; reading their values is what waits for it.
+    All fields are tensors on one device; reading their values is a host sync.
     """
 
     found: Tensor
@@ -39,7 +39,7 @@ class Reading:
     nonfinite: Tensor
     """(number of gradients,) bool: which of them have an entry that is inf or nan."""
     entries: int
-    """How many numbers were read."""
+    """The number of entries read."""
     amax: Tensor | None = None
     """0-d float32: the largest magnitude; inf or nan if `found`. None unless statistics were asked for."""
     subnormals: Tensor | None = None
@@ -83,10 +83,10 @@ def read(
 
     `statistics`: also the largest magnitude and the counts. `tiny`: below it a non-zero entry counts as subnormal;
     by default float16's smallest normal number, 2**-14, whatever the dtype in which the gradients are stored, since
-    what matters is the dtype of the backward pass that made them. `device`: of the answers, by default that of the
-    first gradient, and the CPU where there is none.
+    what matters is the dtype of the backward pass that made them. `device`: of the results, by default that of the
+    first gradient, or the CPU without gradients.
     """
-    if not gradients:  # zeros made where they are wanted: sent there from the host, they would have to be waited for
+    if not gradients:  # zeros are made on the device: copying them from the host would be a host sync
         where = device or torch.device("cpu")
         zero, nothing = (torch.zeros((), dtype=dtype, device=where) for dtype in (torch.float32, torch.int64))
         statistics_of_none = (zero, nothing, nothing) if statistics else ()
@@ -119,7 +119,7 @@ def read(
         own_lists = [[gradients[i] for i in own] for own in places.values()]
         parts = [_on_one_device(own, statistics, tiny) for own in own_lists]
         norms = torch.cat([part[0].to(home) for part in parts])
-        # in the order of the gradients, by slices: an index would be sent from the host, which waits until it is there
+        # in the order of the gradients, by slices: copying an index from the host would be a host sync
         runs = [(place, len(list(run))) for place, run in groupby(map(attrgetter("device"), gradients))]
         flags = {
             place: iter(part[1].to(home).split([length for other, length in runs if other == place]))
@@ -135,7 +135,7 @@ def read(
 def _norm_if_finite(groups: list[list[Tensor]]) -> Tensor | None:
     """The L2 norm of gradients on a CPU, 0-d float32, if that is finite, which proves that all entries are: one pass.
 
-    None where it is not, which may be for an entry, or for too many large ones.
+    None if it is not, because of a non-finite entry or because large ones overflowed the norm.
     """
     norms = [_part_norms(group) for group in groups]
     norm = norms[0] if len(norms) == 1 and norms[0].dim() == 0 else norm_of_norms(torch.hstack(norms))
@@ -159,7 +159,7 @@ def _on_one_device(gradients: list[Tensor], statistics: bool, tiny: float) -> li
 
 
 SMALL = 4096
-"""Entries up to which gradients on a CPU are copied side by side: the calls saved are worth more than the copy."""
+"""On a CPU, gradients up to this many entries are packed: the calls saved are worth more than the copy."""
 
 
 def _part_norms(group: list[Tensor]) -> Tensor:

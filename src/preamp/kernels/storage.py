@@ -1,4 +1,4 @@
-"""What a step is given: the tensors that it writes, and its settings."""
+"""The arguments of a step: the tensors that it writes, and its options."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 Tensors = Sequence[Tensor]
 
 ShardSum = Callable[[Tensor, bool], Tensor]
-"""Makes numbers found in shards those of whole tensors. It takes (parameters, n) float64, and whether the largest is
-meant, not the sum; it returns the same shape. Call it once a step, whatever the shards are: other ranks wait for it.
+"""Combines numbers of shards into those of whole tensors. It takes (parameters, n) float64, and whether to take the
+largest instead of the sum; it returns the same shape. Call it once a step, whatever the shards: ranks wait for it.
 """
 
 
 @dataclass(slots=True)
 class Storage:
-    """Parameters with all that is stored for them, one list each, of one device.
+    """Parameters with everything that is stored for them, one list each, on one device.
 
-    `params` have one dtype: float32 (also masters), float64, or 16 bits. A state that an algorithm does without is an
+    `params` have one dtype: float32 (also masters), float64, or 16 bits. A state that the options do not need is an
     empty list.
     """
 
@@ -28,13 +28,13 @@ class Storage:
     states: Sequence[Tensors] = ()
     """In the order in which the algorithm names them."""
     step: Tensor | None = None
-    """0-d float32 on the device: how many steps were taken. A step that is taken adds 1."""
+    """0-d float32 on the device: the number of steps taken. A step that is not skipped adds 1."""
     copies: Sequence[Tensor | None] | None = None
-    """16-bit tensors that get the new parameters, rounded to nearest even; None: there is none, for one or for all."""
+    """16-bit tensors that get the new parameters, rounded to nearest even; None for one, or for all, without a copy."""
     bits: Tensors | None = None
     """int16: the lower halves of float32 masters of which bfloat16 `params` are the upper ones (`bits.split`)."""
     contiguous: bool = False
-    """Whether parameters, states and copies are known to be contiguous, so that nobody has to look."""
+    """Whether parameters, states and copies are known to be contiguous, so that no check is needed."""
 
     @property
     def lists(self) -> list[Tensors]:
@@ -44,13 +44,13 @@ class Storage:
 
     @property
     def copies_or_params(self) -> Tensors:
-        """The copies, with the parameter where there is none; nothing where there are none at all."""
+        """The copies, with the parameter where a copy is missing; empty without any copies."""
         if not self.copies:
             return ()
         return [param if copy is None else copy for param, copy in zip(self.params, self.copies, strict=True)]
 
     def at(self, places: Sequence[int] | slice) -> Storage:
-        """The same for some of the parameters."""
+        """The storage of some of the parameters."""
 
         def some(tensors: Sequence[Any] | None) -> Sequence[Any]:
             if not tensors:
@@ -63,7 +63,7 @@ class Storage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What every algorithm has."""
+    """The options of every algorithm."""
 
     lr: float | Tensor
     """A number or a 0-d tensor. In a CUDA graph a number is frozen; a tensor on the device is read at every replay."""
@@ -86,7 +86,7 @@ class AdamOptions(Options):
     stochastic_rounding: bool = False
     """Of bfloat16 parameters without masters."""
     seed: int = 0
-    """For stochastic rounding, of parameters or of 8-bit states; 62 bits of it count."""
+    """For stochastic rounding, of parameters or of 8-bit states; 62 bits of it are used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,13 +116,13 @@ class LayerwiseOptions(Options):
     eps: float = 1e-6
     bias_correction: bool = True
     grad_averaging: bool = True
-    """Whether a new gradient weighs 1 - beta1 in the first moment, else 1."""
+    """Whether a new gradient has the weight 1 - beta1 in the first moment; else 1."""
     shard_sum: ShardSum | None = None
     """Where this process has shards of the tensors."""
 
     @property
     def one_beta1(self) -> float:
-        """What a new gradient weighs in the first moment."""
+        """The weight of a new gradient in the first moment."""
         return 1 - self.betas[0] if self.grad_averaging else 1.0
 
 
@@ -141,7 +141,7 @@ class LambOptions(LayerwiseOptions):
     use_nvlamb: bool = False
     """Whether tensors without weight decay have a trust ratio too."""
     grad_norm: Tensor | None = None
-    """0-d float32: the global norm of the true gradients if it is known (of all groups, say); None: that of these."""
+    """0-d float32: the global norm of the true gradients, if known (of all groups, say); None: compute it of these."""
 
     @property
     def trusts(self) -> bool:

@@ -1,6 +1,6 @@
-"""What a session and its optimizers know of each parameter: how its value and its states are stored, and since when.
+"""What a session and its optimizers know about each parameter: how its value and its states are stored, and since when.
 
-The only place that asks whether somebody has changed something since the last step.
+Only this room asks what has changed since the last step.
 """
 
 from .buckets import Bucket, Buckets, Collected

@@ -1,4 +1,4 @@
-"""A look at the values of parameters and masters: a write through `parameter.data` leaves no other trace."""
+"""Compares the values of parameters and masters: a write through `parameter.data` leaves no other trace."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ..sharding import held_here
 from .leaves import Leaf
 
 STEPS = 4
-"""At the start of training, in which parameters are compared with their masters."""
+"""The number of steps at the start of training in which parameters are compared with their masters."""
 
 
 class Audit:
-    """Compares parameters with their masters at the start of training, and always once it has found something.
+    """Compares parameters with their masters at the start of training, and at every step once it has found a write.
 
-    That costs a pass over the parameters.
+    A comparison costs a pass over the parameters.
     """
 
     def __init__(self) -> None:
         self._left = STEPS
-        """Steps that are compared still; -1: all."""
+        """The number of steps still to compare; -1: all."""
         self._verdicts: list[Verdict] = []
 
     @property
@@ -34,13 +34,13 @@ class Audit:
         return self._left != 0
 
     def hear(self) -> None:
-        """Take in what was found on the device and has arrived by now."""
+        """Read the verdicts of the device that have arrived by now."""
         for verdict in [v for v in self._verdicts if v.ready()]:
             self._verdicts.remove(verdict)
             self._judge(verdict.name if verdict.guilty() else None)
 
     def written(self, pairs: Sequence[tuple[Parameter, Leaf]]) -> Iterator[tuple[Parameter, Leaf]]:
-        """Those that were written without a trace, for the caller to follow; on an accelerator masters follow here."""
+        """Parameters written without a trace, for the caller to update masters; on an accelerator it is done here."""
         if pairs and pairs[0][0].device.type != "cpu":
             self._on_device(pairs)
             return
@@ -62,7 +62,7 @@ class Audit:
             self._left -= 1
 
     def _on_device(self, pairs: Sequence[tuple[Parameter, Leaf]]) -> None:
-        """Compare and follow without waiting: whether anything was written is read when it has arrived."""
+        """Compare and update without a host sync: the verdict is read once it has arrived."""
         differ = []
         for parameter, leaf in pairs:
             low, master = held_here(parameter.data), held_here(leaf.stored)
@@ -72,13 +72,13 @@ class Audit:
         if self._left < 0:  # known already
             return
         names = ", ".join(leaf.name for _, leaf in pairs[:3])
-        found = torch.stack([one.to(differ[0].device) for one in differ]).any()  # stages may lie on several devices
+        found = torch.stack([one.to(differ[0].device) for one in differ]).any()  # stages may be on several devices
         self._verdicts.append(Verdict(f"one of {names}, ...", found))
         self._left -= 1
 
 
 def agrees(parameter: Parameter, leaf: Leaf) -> bool:
-    """Whether a parameter is what its master rounds to, or NaN; waits for the device."""
+    """Whether a parameter is what its master rounds to, or NaN; a host sync."""
     low, master = held_here(parameter.data), held_here(leaf.stored)
     return bool(((low == master.to(low.dtype)) | low.isnan()).all())
 
@@ -95,7 +95,7 @@ class Verdict:
             self._event.record()
 
     def ready(self) -> bool:
-        """Whether it has arrived; asking does not wait."""
+        """Whether it has arrived; no host sync."""
         return self._event is None or bool(self._event.query())
 
     def guilty(self) -> bool:

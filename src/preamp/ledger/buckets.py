@@ -1,8 +1,8 @@
-"""Which tensors an optimizer steps together: worked out once, and again only when something has changed.
+"""Which tensors an optimizer steps together: computed once, and again only when something has changed.
 
-torch's optimizers collect parameters, gradients and states anew at every step, which for small tensors takes longer
-than stepping them. Here the lists stay, as long as nothing has changed that they were made from: which parameters have
-gradients, what tensors their states hold, where all these lie and how they are shaped. That is asked before each step.
+torch's optimizers collect parameters, gradients and states at every step, which for small tensors takes longer than
+stepping them. Here the lists are kept while nothing has changed that they were made from: which parameters have
+gradients, which tensors their states hold, and the addresses and shapes of all of these. Each step checks that first.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from .steps import Steps, ages
 
 @dataclass(slots=True)
 class Bucket:
-    """Parameters of one group, device, dtype, age and kinds of state, that are stepped by one call."""
+    """Parameters of one group, device, dtype, step count and kinds of state, which one call steps."""
 
     group: dict[str, Any]
     params: list[Parameter]
     mastered: bool
-    """Whether they are 16-bit, with float32 masters beside them."""
+    """Whether they are 16-bit, with float32 masters."""
     names: tuple[str, ...]
-    """Of the states that have tensors, in the order of `storage.states`."""
+    """The names of the states that have tensors, in the order of `storage.states`."""
     storage: Storage
     steps: Steps | None
-    """Steps taken, one count for all, which this bucket alone counts up."""
+    """Steps taken, one count for all, which only this bucket increments."""
     where: Packed | Layout
-    """How parameters and states lie in memory: packed, or each by itself."""
+    """The memory layout of parameters and states: packed, or each separate."""
     sharded: bool = False
-    """Whether parameters and gradients are DTensors, of which the part is stepped that this process has."""
+    """Whether parameters and gradients are DTensors, of which this process steps its shard."""
     shard_sum: ShardSum | None = None
-    """What makes numbers of shards those of whole parameters, where a kind of optimizer has asked for it."""
+    """Combines numbers of shards into those of whole parameters, for optimizers that need it."""
     aliases: list[Parameter] = field(default_factory=list)
     """Other parameters that share memory with these."""
     number: int = 0
-    """Which of the optimizer's groups it is of."""
+    """The index of its parameter group."""
     pick: Callable[[list[Tensor]], Sequence[Tensor]] = list
-    """Takes the gradients of its parameters out of those of their group."""
+    """Selects the gradients of its parameters from those of their group."""
 
     def collect(self, gradients: list[Tensor]) -> list[Tensor] | None:
         """The gradients of its parameters as a step takes them. `gradients`: of the group's parameters that have any.
 
-        None where parameters, counts or states do not lie as they did, or gradients have other shapes.
+        None if parameters, counts or states have moved or changed, or gradients have other shapes.
         """
         if (self.steps is not None and not self.steps.intact) or not self.where.holds():
             return None
@@ -67,7 +67,7 @@ class Bucket:
         return own
 
     def begin_step(self, masters: Masters) -> None:
-        """Bring what is stepped up to date with parameters that somebody has written."""
+        """Update what is stepped from parameters that were written from outside."""
         where = self.where
         if isinstance(where, Packed):
             where.take_in()
@@ -84,7 +84,7 @@ class Bucket:
                 self.storage.params, self.storage.copies = beside, where.params
 
     def end_step(self, masters: Masters) -> None:
-        """Note what the step has written."""
+        """Record what the step has written."""
         if isinstance(self.where, Packed):
             self.where.give_out()
         elif not (self.mastered and masters.split):
@@ -99,7 +99,7 @@ class Bucket:
 
 
 Collected = list[tuple[Bucket, list[Tensor]]]
-"""Buckets, each with the gradients that it is stepped by."""
+"""Buckets, each with the gradients of its step."""
 
 
 class Buckets:
@@ -123,15 +123,15 @@ class Buckets:
         places = {param.device.type for param in every}
         packed = any(isinstance(bucket.where, Packed) for bucket in self.all)
         self.readable = (packed and places == {"cpu"}) or (places == {"cuda"} and not any(b.sharded for b in self.all))
-        """Whether it pays to read gradients in the lists in which they are stepped."""
+        """Whether reading gradients in the lists of the step pays off."""
         counts = ("step",) if optimizer.counts_steps else ()
         self._entries = Entries(optimizer, [(bucket.params, (*bucket.names, *counts)) for bucket in self.all])
 
     def collect(self, optimizer: Any) -> Collected | None:
         """The buckets, each with its gradients.
 
-        None where these buckets do not hold any more: other groups, parameters with gradients or states, or elsewhere.
-        Raises `ShapeMismatch` where parameters that are packed have other sizes.
+        None if these buckets are out of date: other groups, parameters with gradients, states or addresses.
+        Raises `ShapeMismatch` if packed parameters have other sizes.
         """
         groups = optimizer.param_groups
         if not _same(self._groups, groups) or self._names != list(map(optimizer.state_names, groups)):
@@ -169,7 +169,7 @@ def _alike(
 
 
 def _picker(places: list[int]) -> Callable[[list[Tensor]], Sequence[Tensor]]:
-    """What takes the items at `places` out of a list."""
+    """A function that selects the items at `places` from a list."""
     begin, end = places[0], places[0] + len(places)
     return itemgetter(slice(begin, end)) if places == list(range(begin, end)) else itemgetter(*places)
 
@@ -179,7 +179,7 @@ def _same(those: Sequence[Any], these: Sequence[Any]) -> bool:
 
 
 def _buckets_of(optimizer: Any, group: dict[str, Any], params: list[Parameter], packed: bool) -> list[Bucket]:
-    """Buckets of like parameters, split by how many steps they have seen; states are made where there are none."""
+    """Buckets of like parameters, split by step count; missing states are made."""
     state: dict[Parameter, dict[str, Any]] = optimizer.state
     mastered, names = optimizer.is_mastered(params[0]), optimizer.names_for(group, params[0])
     age = ages(params, state, optimizer.counts) if optimizer.counts_steps else (lambda _: 0.0)

@@ -1,8 +1,8 @@
 """Gradients between backward and step: resting, read, or true.
 
-*Resting*: as backward left them, scaled, of 16 bits where the parameter is. More can be added. *Read*: their norm is
-known, and whether they are finite; unscaling and clipping are a factor that the step applies. *True*: unscaled and
-clipped, float32 where there is a master, which then is in the parameter's place; anybody may read and change them.
+*Resting*: as backward left them, scaled, 16-bit for 16-bit parameters. More can be added. *Read*: their norm is known,
+and whether they are finite; unscaling and clipping are a factor that the step applies. *True*: unscaled and clipped,
+float32 if there is a master, which then is in the parameter's place; user code may read and change them.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ _LAYOUT, _VERSION = attrgetter("layout"), attrgetter("_version")
 
 @dataclass(slots=True)
 class Record:
-    """What was read of an optimizer's gradients before its step, and what is to be done to them."""
+    """The result of reading an optimizer's gradients before its step, and the factor still to apply."""
 
     reading: Reading
     parameters: list[Parameter]
-    """Those whose gradients were read, in the order of the reading."""
+    """The parameters whose gradients were read, in that order."""
     inverse: Tensor | None
-    """0-d float32 that makes them true; None: they are."""
+    """0-d float32 that unscales them; None: they are unscaled."""
     clip: Tensor | None = None
-    """0-d float32, by which they are to shrink besides."""
+    """0-d float32, the clipping factor, applied in addition."""
     clipped: dict[int, int] = field(default_factory=dict)
-    """Of the gradients that `clip` was made for: the version of each, by its identity."""
+    """The version of each gradient that `clip` was made for, by its identity."""
     true: bool = False
-    """Whether `inverse` and `clip` have been applied, so that anybody may read and change them."""
+    """Whether `inverse` and `clip` have been applied, so that user code may read and change them."""
     kept: list[Parameter] = field(default_factory=list)
-    """Low parameters whose gradients rest in float32 beside 16-bit ones, since several losses add up in them."""
+    """Low parameters whose gradients are also kept in float32, since several losses add up in them."""
     norm: Tensor | None = None
-    """L2 norm of the true gradients before clipping, once asked for."""
+    """L2 norm of the true gradients before clipping, once requested."""
     collected: Collected | None = None
-    """What an optimizer of `preamp.optim` steps, where that was read in the gradients' place."""
+    """The lists that an optimizer of `preamp.optim` will step, if these were read instead of the gradients."""
 
     @property
     def factor(self) -> Tensor | None:
-        """What the gradients are still to be multiplied by."""
+        """The factor still to be applied to the gradients."""
         if self.true or self.inverse is None or self.clip is None:
             return None if self.true else (self.clip if self.inverse is None else self.inverse)
         return self.inverse * self.clip
@@ -63,8 +63,8 @@ class Gradients:
     """The gradients of a session's optimizers, with a record of each optimizer whose gradients were read.
 
     One loss: gradients accumulate and rest scaled. Several losses with scales of their own: `add_unscaled` unscales
-    each loss's gradients at once and adds them up, in float32 for low parameters. What was read, factors and norms are
-    on the device that `home` tells, wherever the gradients are: optimizers of several devices have to be compared.
+    each loss's gradients at once and adds them up, in float32 for low parameters. Readings, factors and norms are on
+    the device that `home` returns, wherever the gradients are: optimizers of several devices have to be compared.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class Gradients:
         self._sums = WideSums()
         self._records: dict[Optimizer, Record] = {}
         self._strays: list[tuple[Parameter, Parameter]] = []
-        """Parameters that held masters a moment ago, and what they were: a forward pass may have run meanwhile, and its
-        gradients end there."""
+        """Parameters that have just held masters, and what they were: a forward pass may have run in between, and its
+        gradients go there."""
         self.carried: list[Parameter] = []
         """Parameters with true gradients from before the session, until the first backward pass."""
 
@@ -90,9 +90,9 @@ class Gradients:
     # -- resting
 
     def rest(self) -> None:
-        """Let gradients be as backward leaves them, so that more can be added, with all that was done to them since.
+        """Return gradients to the resting state, with all changes made since, so that more can be added.
 
-        What was thrown away stays away, by whichever call. A step that comes after it reads them anew.
+        Gradients that were cleared stay cleared, whatever cleared them. A later step reads them again.
         """
         self.collect_strays()
         for optimizer in self._optimizers if self._records else ():
@@ -102,7 +102,7 @@ class Gradients:
             elif record is not None and record.clip is not None:
                 self._shrink(record, record.clip)
         if self._masters.swapped_in:
-            self._masters.swap_out()  # those that an interrupt has left
+            self._masters.swap_out()  # masters that an interrupt left in place
 
     def _rest_true(self, record: Record) -> None:
         scale = None if record.inverse is None else reciprocal(record.inverse)
@@ -115,7 +115,7 @@ class Gradients:
             self._sums.show(parameter, total)
 
     def _shrink(self, record: Record, clip: Tensor) -> None:
-        """Apply the clipping that a step would, to gradients that were not thrown away or written since."""
+        """Apply the clipping of the step to gradients that were not cleared or written since."""
         rest = []
         for parameter in present_in(record.parameters)[0]:
             grad = parameter.grad
@@ -137,7 +137,7 @@ class Gradients:
         self._strays.clear()
 
     def carry(self, gradients: Mapping[Parameter, Tensor]) -> None:
-        """Put true gradients here that were made before the session, of low parameters also in float32."""
+        """Take over true gradients from before the session; those of low parameters also in float32."""
         self.carried = list(gradients)
         for parameter, true in gradients.items():
             if parameter in self._masters:
@@ -146,7 +146,7 @@ class Gradients:
                 parameter.grad = true
 
     def scale_carried(self, scaled: Callable[[Tensor], Tensor] | None) -> None:
-        """Bring those that are still here to the scale of what will be added to them; None: to true gradients."""
+        """Scale those that are still there like the gradients to be added; None: leave them unscaled."""
         if scaled is not None:
             for parameter in self.carried:
                 if parameter.grad is not None:
@@ -167,8 +167,8 @@ class Gradients:
     ) -> dict[Optimizer, Reading]:
         """Run a backward pass, unscale what it adds by `inverse`, and add that to the true gradients so far.
 
-        Returns what was read for each optimizer that got gradients from it. Whatever happens in `run`, the gradients
-        that were there before stay.
+        Returns the reading of each optimizer that got gradients from it. Whatever happens in `run`, earlier gradients
+        stay.
         """
         parameters = {p: None for each in self._optimizers for p in parameters_of(each) if p.requires_grad}
         before = {p: p.grad for p in parameters}
@@ -176,7 +176,7 @@ class Gradients:
             if grad is not None:
                 parameter.grad = None
             else:
-                self._sums.forget(parameter)  # zeroed since: what was kept for it is void
+                self._sums.forget(parameter)  # zeroed since: its kept sum is void
         try:
             run()
         except BaseException:
@@ -213,10 +213,10 @@ class Gradients:
     # -- read
 
     def read(self, optimizer: Optimizer, inverse: Tensor | None, statistics: bool, steps_next: bool = False) -> Reading:
-        """Read an optimizer's gradients, once; `inverse` makes them true (None: they are).
+        """Read an optimizer's gradients, once; `inverse` unscales them (None: they are unscaled).
 
-        `steps_next`: the optimizer's step follows at once, so that they may be read where it collects them. Then the
-        last bit of the norm depends on how they lie there, so not if it is to clip them by.
+        `steps_next`: the optimizer's step follows at once, so they may be read in the lists that it collects. Then
+        the last bit of the norm depends on their layout, so do not use it for clipping.
         """
         if optimizer not in self._records:
             self.collect_strays()
@@ -248,7 +248,7 @@ class Gradients:
     def _read_quickly(
         self, optimizer: Any, every: list[Parameter], inverse: Tensor | None, steps_next: bool
     ) -> Record | None:
-        """Without asking each of a thousand parameters more than its gradient; None where that does not do."""
+        """Read while accessing only the gradient of each of a thousand parameters; None if that is not possible."""
         home = self._home()
         collected = optimizer.collect() if steps_next and getattr(optimizer, "takes_masters", False) else None
         if collected and home.type == collected[0][0].params[0].device.type:
@@ -261,7 +261,7 @@ class Gradients:
         return Record(read(gradients, device=home), parameters, inverse)
 
     def _read_collected(self, collected: Collected, inverse: Tensor | None) -> Record | None:
-        """In the lists of the step that follows; None if they have to be read one by one."""
+        """Read the lists of the step that follows; None if gradients have to be read one by one."""
         parameters = list(chain.from_iterable(bucket.params for bucket, _ in collected))
         gradients = chained([own for _, own in collected])
         if not gradients.strided:
@@ -275,7 +275,7 @@ class Gradients:
         return Record(reading, parameters, inverse, collected=collected)
 
     def _agreement(self, optimizer: Optimizer) -> Agreement | None:
-        """With whom what is read of an optimizer's gradients has to be agreed, if with anybody."""
+        """The agreement among ranks that readings of an optimizer's gradients need, if any."""
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         known = self._agreements.get(optimizer)
         if known is None or known[0] != count:
@@ -290,7 +290,7 @@ class Gradients:
         return agreement.read([gradients.get(p) for p in parameters_of(optimizer)], statistics=statistics).on(home)
 
     def _norm_of(self, optimizer: Optimizer, order: float = 2.0) -> Tensor:
-        """Of the gradients as they are now."""
+        """The norm of the gradients as they are now."""
         agreement = self._agreement(optimizer)
         if agreement is None:
             return global_norm(gradients_of(optimizer), order, device=self._home())
@@ -307,7 +307,7 @@ class Gradients:
         return record.norm
 
     def norm_of_all(self, optimizers: Sequence[Optimizer]) -> tuple[Tensor, bool]:
-        """`norm` of several together; or of one, where nobody has asked for it, as it was read, and True if scaled."""
+        """The joint `norm` of several optimizers; of a single one, the norm as read, and True if that is scaled."""
         if len(optimizers) > 1:
             return torch.linalg.vector_norm(torch.stack([self.norm(each) for each in optimizers])), False
         record = self._records[optimizers[0]]
@@ -315,7 +315,7 @@ class Gradients:
         return (record.reading.norm if scaled else self.norm(optimizers[0])), scaled
 
     def norm_now(self, optimizer: Optimizer, order: float) -> Tensor:
-        """The norm that an optimizer's true gradients have now, after the clipping so far; of any order."""
+        """The current norm of an optimizer's true gradients, after the clipping so far; of any order."""
         record = self._records[optimizer]
         if record.clip is None and not record.true and order == 2.0:
             return self.norm(optimizer)
@@ -323,9 +323,9 @@ class Gradients:
         return norm if record.factor is None else norm * record.factor
 
     def clip(self, optimizers: Sequence[Optimizer], coefficient: Tensor) -> None:
-        """Shrink optimizers' gradients by what their common norm asks: at once if they are true, else by their factor.
+        """Clip optimizers' gradients by their common norm: at once if they are true, else through their factor.
 
-        One that is not finite makes that norm so, and shrinking by it would spoil the others': they skip together.
+        If one is not finite, neither is that norm, and clipping by it would spoil the others: they skip together.
         """
         records = [self._records[each] for each in optimizers]
         found = torch.stack([record.reading.found for record in records]).amax() if len(records) > 1 else None
@@ -347,7 +347,7 @@ class Gradients:
         if record.true:
             return
         self._masters.refresh_before_step(record.parameters)
-        present, _ = present_in(record.parameters)  # of those that were read; some may have been thrown away since
+        present, _ = present_in(record.parameters)  # of those that were read; some may have been cleared since
         wide = {p: self._sums.of(p) for p in self._masters.among(present)}
         record.kept = [p for p in wide if self._sums.forget(p)]
         factor = record.factor
@@ -358,13 +358,13 @@ class Gradients:
         record.norm, record.true = self.norm(optimizer) if record.clip is not None else None, True
 
     def step_low(self, optimizer: Any, found: Tensor | None) -> None:
-        """Have an optimizer step that takes 16-bit gradients and masters as they are."""
+        """Step an optimizer that takes 16-bit gradients and masters directly."""
         record = self._records[optimizer]
         self._masters.refresh_before_step(record.parameters, again=True)
         optimizer.step_with(factor=record.factor, found=found, collected=record.collected)
 
     def forget(self, optimizer: Optimizer) -> None:
-        """The optimizer has stepped, or its gradients were thrown away."""
+        """Drop the record: the optimizer has stepped, or its gradients were cleared."""
         record = self._records.pop(optimizer, None)
         if self._masters.swapped_in:
             scale = None if record is None or record.inverse is None else reciprocal(record.inverse)

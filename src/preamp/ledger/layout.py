@@ -1,8 +1,7 @@
-"""What a step relies on, and whether it is still so.
+"""Checks before each step that the tensors it relies on have not changed.
 
-Whoever has a parameter or a state may give it other memory, another shape or dtype, take a state away or put another in
-its place, as torch's optimizers allow. That leaves no trace but what is compared here: all of it before each step, so
-in lists that C code walks.
+User code may give a parameter or a state other memory, another shape or dtype, remove a state or replace it, as torch's
+optimizers allow. Nothing records that, so everything is compared before each step, in lists that C code walks.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ from .state import State
 
 _SHAPE = attrgetter("shape")
 _entry = dict.__getitem__
-"""Of a row, without its noticing."""
+"""Get an entry of a row without counting the access."""
 
 
 def counting(state: Any, params: Sequence[Parameter]) -> State | None:
-    """The state of an optimizer, if it counts what is done to the rows of these parameters."""
+    """The state of an optimizer, if it counts changes to the rows of these parameters."""
     return state if isinstance(state, State) and all(state.watches(state.get(param)) for param in params) else None
 
 
 class Entries:
-    """The entries of `optimizer.state` that some parameters are stepped with. `owned`: parameters, and their names."""
+    """The entries of `optimizer.state` that a step of some parameters uses. `owned`: parameters, and entry names."""
 
     def __init__(self, optimizer: Any, owned: Sequence[tuple[Sequence[Parameter], Sequence[str]]]) -> None:
         self._state = optimizer.state
-        self._keys: list[Any] = [None]  # as they are when first asked for: others may still be added now
+        self._keys: list[Any] = [None]  # set at the first check: others may still be added now
         self._values: list[Any] = [None]
         self._rows = [(param, self._state[param]) for params, names in owned if names for param in params]
         together: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -49,7 +48,7 @@ class Entries:
         self._counted = isinstance(self._state, State) and all(self._state.watches(row) for _, row in self._rows)
 
     def hold(self, optimizer: Any) -> bool:
-        """Whether each is the tensor that it was."""
+        """Whether each entry is still the same tensor."""
         if optimizer.state is not self._state:
             return False
         if not self._counted:
@@ -77,10 +76,10 @@ class Entries:
 
 
 class Layout:
-    """How parameters that are stepped each by itself, and their states, lie in memory.
+    """The memory layout of parameters that are stepped separately, and of their states.
 
-    They are stepped through tensors of the same memory whose shapes nobody else can change, so that a step never writes
-    beyond what was looked at when these were made. `states`: of each name, one for each of `params`. `owner`: the
+    They are stepped through private views of the same memory, whose shapes user code cannot change, so a step never
+    writes beyond what was checked when these were made. `states`: for each name, one for each of `params`. `owner`: the
     optimizer's state, which holds these.
     """
 
@@ -88,7 +87,8 @@ class Layout:
         self.shapes = [param.shape for param in params]
         self._sharded = is_sharded(params[0])
         self._originals = list[Tensor](params)
-        self._states = list(chain.from_iterable(zip(*states, strict=True)))  # as they were made, one near the other
+        # in the order of their creation, near each other in memory
+        self._states = list(chain.from_iterable(zip(*states, strict=True)))
         here, shown = self._here(self._originals), self._here(self._states)
         self._spread = list(filter(spread, here))
         self._as_they_lay = list(map(Tensor.is_contiguous, self._spread))
@@ -106,7 +106,7 @@ class Layout:
         return list(map(held_here, tensors)) if self._sharded else tensors
 
     def holds(self) -> bool:
-        """Whether parameters and states lie as they did."""
+        """Whether parameters and states are where they were, with the same shapes."""
         params, states = self._here(self._originals), self._here(self._states)
         return (
             list(map(Tensor.data_ptr, params)) == self._addresses
@@ -115,7 +115,7 @@ class Layout:
         )
 
     def takes(self, gradients: TensorList) -> bool:
-        """Whether these are dense, on the device, and lie as the parameters do entry by entry, or have their shapes."""
+        """Whether these are dense, on the device, and have the memory order or the shapes of the parameters."""
         if not gradients.together or gradients[0].device != self.params[0].device:
             return False
         if self.dense and gradients.contiguous:
@@ -124,7 +124,7 @@ class Layout:
 
 
 def spread(tensor: Tensor) -> bool:
-    """Whether a tensor has entries in more than one dimension, so that they may lie in another order."""
+    """Whether a tensor has entries in more than one dimension, so that its memory order may differ."""
     return sum(size > 1 for size in tensor.shape) > 1
 
 

@@ -1,4 +1,4 @@
-"""One record a parameter: its name, what is stored beside it, and when the two last agreed."""
+"""One record a parameter: its name, its master, and when the two last agreed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..kernels import TensorList
 _VERSION, _STORED, _PARAMS = attrgetter("_version"), attrgetter("stored"), itemgetter("params")
 
 _IN_A_LIST = next(map(getrefcount, [object()]))
-"""References to what nothing holds but the list that is looked through."""
+"""The reference count of an object that only the list being iterated holds."""
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Parameter]:
@@ -49,23 +49,23 @@ def gradients_of(optimizer: Optimizer) -> list[Tensor]:
 
 @dataclass(slots=True)
 class Leaf:
-    """What is known of one parameter and of what is stored beside it."""
+    """The record of one parameter and of its master."""
 
     name: str
     stored: Tensor
-    """Of the parameter's shape: its float32 master, which it is while swapped in; or the lower half of that, int16."""
+    """In the parameter's shape: its float32 master, which takes its place while swapped in; or the low bits, int16."""
     low: Tensor
     """The 16-bit data that the model computes with."""
     number: int
-    """By which `Agreed` knows it."""
+    """Its number in `Agreed`."""
     other: Parameter | None = None
-    """What the parameter is else, with its 16-bit gradient and its hooks, while the master is in its place."""
+    """The 16-bit parameter, with its gradient and its hooks, while the master is in its place."""
     shown: Tensor | None = None
-    """The float32 gradient that stands for the 16-bit one meanwhile; None where that is only put aside."""
+    """The float32 gradient shown in place of the 16-bit one; None if that is only put aside."""
     shown_version: int = 0
 
     def take_back(self, parameter: Parameter, scale: Tensor | None, changed: bool) -> None:
-        """Let the 16-bit gradient be what became of the float32 one, times `scale`: of one that is gone nothing."""
+        """Set the 16-bit gradient to the present float32 one times `scale`; if that was cleared, clear it."""
         assert self.other is not None
         shown, now, low = self.shown, parameter.grad, self.other.grad
         if shown is None or (now is shown and now._version == self.shown_version and not changed):
@@ -83,41 +83,41 @@ class Leaf:
 class Agreed:
     """What parameters and their masters last agreed on, by the number of a leaf, in lists that C code walks.
 
-    The hash of a parameter is a Python function, and each leaf lies somewhere else in memory: to ask a thousand of
-    them takes longer than to step them.
+    The hash of a parameter is a Python function, and the leaves are scattered in memory: checking a thousand of them
+    takes longer than stepping them.
     """
 
     def __init__(self) -> None:
         self.versions: list[int] = []
         """The parameters' version counters."""
         self.addresses: list[int] = []
-        """Where they lay."""
+        """Their addresses."""
         self.exchanges = 0
-        """How often a master was another tensor than before."""
+        """How often a master was replaced by another tensor."""
         self.asked = 0
-        """How often somebody may have got hold of a master."""
+        """How often user code may have got a reference to a master."""
 
     def add(self, parameter: Parameter) -> int:
-        """One more; its number."""
+        """Add a parameter; returns its number."""
         self.versions.append(parameter._version)
         self.addresses.append(parameter.data_ptr())
         return len(self.versions) - 1
 
     def note(self, number: int, parameter: Parameter) -> None:
-        """A parameter agrees with its master now, as it is."""
+        """Record that a parameter agrees with its master now."""
         self.versions[number], self.addresses[number] = parameter._version, parameter.data_ptr()
 
     def holds(self, number: int, parameter: Parameter) -> bool:
-        """Whether it was not written since, and lies where it did."""
+        """Whether the parameter was neither written nor moved since then."""
         return self.versions[number] == parameter._version and self.addresses[number] == parameter.data_ptr()
 
 
 class Leaves:
-    """Some parameters, those of them that have a leaf, and these: what is asked about together."""
+    """Some parameters, those of them that have a leaf, and the leaves, which are checked together."""
 
     def __init__(self, parameters: Sequence[Parameter], known: Mapping[Parameter, Leaf], agreed: Agreed) -> None:
         self._all, self.made_of = list(parameters), parameters
-        """`made_of`: the list that it was last asked about, which its owner may have changed since."""
+        """`made_of`: the list of the last check, which its owner may have changed since."""
         self.parameters = [parameter for parameter in parameters if parameter in known]
         self.others = [parameter for parameter in parameters if parameter not in known]
         self.leaves = [known[parameter] for parameter in self.parameters]
@@ -134,13 +134,13 @@ class Leaves:
         return len(parameters) == len(self._all) and all(map(is_, parameters, self._all))
 
     def was_made_of(self, parameters: Sequence[Parameter]) -> bool:
-        """Whether this is the list that was asked about last: to be asked within a step, where nobody changes it."""
+        """Whether this is the list of the last check; call it only within a step, where lists do not change."""
         return parameters is self.made_of and len(parameters) == len(self._all)
 
     def agree(self, addresses: Sequence[int] | None = None) -> bool:
-        """Whether nothing was written, and nothing lies elsewhere, since masters and parameters last agreed.
+        """Whether nothing was written or moved since masters and parameters last agreed.
 
-        `addresses`: where all these parameters lie, if that is known.
+        `addresses`: of all these parameters, if known.
         """
         if list(map(_VERSION, self.parameters)) != list(self._pick(self._agreed.versions)):
             return False
@@ -149,7 +149,7 @@ class Leaves:
         return list(addresses) == list(self._pick(self._agreed.addresses))
 
     def note(self) -> None:
-        """They agree now, where they lie."""
+        """Record that all of them agree now."""
         versions = list(map(_VERSION, self.parameters))
         if self._run is not None:
             self._agreed.versions[self._run] = versions
@@ -158,7 +158,7 @@ class Leaves:
             self._agreed.versions[number] = version
 
     def stored(self) -> TensorList:
-        """What is stored beside `parameters`, for one step; writes are not counted, as nobody computes with these."""
+        """The masters or low bits of `parameters`, for one step; writes are not counted: autograd never uses these."""
         other = self._exchanges != self._agreed.exchanges
         if other:
             self._stored, self._exchanges = TensorList(map(_STORED, self.leaves)), self._agreed.exchanges
@@ -169,12 +169,12 @@ class Leaves:
 
 
 class Shown:
-    """Tensors that somebody shows to everybody, and where they lie.
+    """Tensors that user code can reach, and their addresses.
 
-    Who has one of them can give it other memory, which leaves no trace. So their addresses are compared before a step,
-    unless nobody can have one: their owner was not asked for any since they were last found in nobody else's hands.
-    `owner`: counts in `asked` how often that was; None if nobody counts. `others`: references to each that its owner
-    and the caller have, besides that of the list in which they are given.
+    User code with a reference can give a tensor other memory, which leaves no trace. So a step compares their
+    addresses, unless no such reference can exist: when last checked there was none, and the owner has given none out
+    since. `owner`: counts in `asked` how often it gives one out; None if nothing counts. `others`: the references to
+    each that its owner and the caller have, besides that of the list in which they are passed.
     """
 
     def __init__(self, tensors: Sequence[Tensor], owner: Any, others: int) -> None:
@@ -186,7 +186,7 @@ class Shown:
         self._asked = -1
 
     def are_where_they_were(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the same tensors lie as they did."""
+        """Whether these are the same tensors at the same addresses."""
         if self._owner is not None and self._owner.asked == self._asked:
             return True
         if list(map(Tensor.data_ptr, tensors)) != self._addresses:

@@ -1,6 +1,6 @@
 """Master weights: the float32 copies that an optimizer steps while the model computes in 16 bits.
 
-The optimizer keeps the model's own parameters in its groups. While it works, each parameter is its master, with a
+The optimizer keeps the model's own parameters in its groups. While it steps, each parameter is its master, with a
 float32 gradient; afterwards it is the 16-bit tensor again, with the new master rounded into it. So `zero_grad` of the
 optimizer and of the model, `add_param_group`, LR schedulers, hooks and `state_dict` see the parameters they always saw,
 and any optimizer's state is made in float32.
@@ -27,18 +27,18 @@ from .leaves import Agreed, Leaf, Leaves
 from .swap import rebuild_reducers, set_data, swap
 
 LISTS = 32
-"""Lists of parameters whose leaves are kept at hand."""
+"""The number of lists of parameters whose leaves are cached."""
 
 
 class Masters:
     """The masters of a session's low parameters, by parameter."""
 
     wanted = True
-    """Whether a low parameter that turns up later should get a master too."""
+    """Whether a low parameter that is added later should get a master too."""
     split = False
-    """Whether masters lie in the parameters and 16 bits beside them, not in float32."""
+    """Whether masters are split: the parameter, and its 16 low bits, instead of a float32 copy."""
     shadows = False
-    """Whether it is the other way round: float32 parameters with 16-bit copies beside them."""
+    """Whether these are shadows: float32 parameters with 16-bit copies."""
 
     def __init__(self) -> None:
         self._leaves: dict[Parameter, Leaf] = {}
@@ -89,7 +89,7 @@ class Masters:
         self._recent = None
 
     def _together(self, parameters: Sequence[Parameter]) -> Leaves:
-        """What a step asks of all its parameters, as it was found for the last one."""
+        """The leaves of a step's parameters, cached from the last step."""
         if self._recent is not None and self._recent.was_made_of(parameters):
             return self._recent
         key = (len(parameters), *(id(parameter) for parameter in (*parameters[:1], *parameters[-1:])))
@@ -110,9 +110,9 @@ class Masters:
     def refresh(
         self, parameters: Iterable[Parameter] | None = None, addresses: tuple[int, ...] | None = None
     ) -> None:  # fmt: skip
-        """Let the masters follow parameters that were written from outside since the last step.
+        """Update the masters of parameters that were written from outside since the last step.
 
-        `addresses`: where the parameters lie, if that is known.
+        `addresses`: of the parameters, if known.
         """
         if not self._leaves:
             return
@@ -138,21 +138,21 @@ class Masters:
         self._note(parameter, leaf)
 
     def _note(self, parameter: Parameter, leaf: Leaf) -> None:
-        """A parameter agrees with its master now."""
+        """Record that a parameter agrees with its master now."""
         leaf.low = parameter.data
         self._agreed.note(leaf.number, parameter)
 
     def refresh_before_step(self, parameters: Sequence[Parameter], *, again: bool = False) -> None:
-        """`refresh`, and in the first steps a look at the values themselves (`Audit`).
+        """`refresh`, and in the first steps a comparison of the values (`Audit`).
 
-        `again`: the step refreshes them itself.
+        `again`: the step itself refreshes them.
         """
         if not self._leaves:
             return
         if self._audit.due or not again:
             self.refresh(parameters)
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return  # a graph would repeat the comparison for ever, and must not ask for what is on its way
+            return  # a graph would repeat the comparison at each replay, and must not read a pending verdict
         self._audit.hear()
         if not self._audit.due:
             return
@@ -162,7 +162,7 @@ class Masters:
             self._follow(parameter, leaf)
 
     def swap_in(self, parameters: Iterable[Parameter], gradients: Mapping[Parameter, Tensor] | None = None) -> None:
-        """Put masters in the parameters' place, with the float32 `gradients` (None where a parameter has none)."""
+        """Swap masters in for the parameters, with the float32 `gradients` (None if a parameter has none)."""
         for parameter in parameters:
             leaf = self._leaves.get(parameter)
             if leaf is None or parameter in self._inside:
@@ -188,9 +188,9 @@ class Masters:
     ) -> list[tuple[Parameter, Parameter]]:  # fmt: skip
         """Put the 16-bit tensors back, and round the masters into them; if `lazily`, where that makes a difference.
 
-        They get their gradients back. Of gradients that were shown in float32 those that were changed since come back
-        changed, times `scale` (all of them if `changed`), and those that are gone do not. Returns pairs of a parameter
-        and what it was just now.
+        They get their gradients back. Float32 gradients that were changed in between are copied back times `scale` (all
+        of them if `changed`), and cleared ones stay cleared. Returns pairs of a parameter and the object that held its
+        master.
         """
         if not self._inside:
             return []
@@ -200,10 +200,10 @@ class Masters:
             for parameter in leaving:
                 leaf = self._inside[parameter]
                 other = leaf.other
-                if other is None or other.dtype is torch.float32:  # an interrupt has left it here, 16-bit as it is
+                if other is None or other.dtype is torch.float32:  # an interrupt left it in place, still 16-bit
                     continue
                 leaf.take_back(parameter, scale, changed)
-                other.requires_grad_(parameter.requires_grad)  # who freezes it meanwhile means it for good
+                other.requires_grad_(parameter.requires_grad)  # freezing it while swapped in is meant to last
                 swap(parameter, other)
             self._publish(leaving, lazily)
         others = []
@@ -228,19 +228,19 @@ class Masters:
             torch._foreach_copy_(list(map(held_here, written)), masters)
 
     def beside(self, parameters: Sequence[Parameter]) -> list[Tensor]:
-        """What is stored beside parameters that have masters, as it is: these, or the lower halves of split ones.
+        """What is stored for parameters that have masters: these, or the low bits of split ones.
 
-        For a step that writes them and their parameters itself; `published` comes after it.
+        For a step that writes both them and the parameters; call `published` afterwards.
         """
         return self._together(parameters).stored()
 
     def published(self, parameters: Sequence[Parameter]) -> None:
-        """Parameters were written with what their masters round to."""
+        """Record that a step has written parameters with their rounded masters."""
         if self._leaves:
             self._together(parameters).note()
 
     def copies(self, parameters: Sequence[Parameter]) -> list[Tensor | None] | None:
-        """16-bit copies that a step of float32 parameters writes too; None where there are none at all."""
+        """16-bit copies that a step of float32 parameters writes too; None if there are none at all."""
         return None
 
     def shadow(self, parameter: Parameter) -> None:
@@ -253,19 +253,19 @@ class Masters:
         return given
 
     def stored(self, parameter: Parameter) -> Tensor:
-        """What is stored beside a parameter: its float32 master, or the lower half of it, int16."""
+        """What is stored for a parameter: its float32 master, or that master's low bits, int16."""
         self._agreed.asked += 1
         return self._leaves[parameter].stored
 
     def full(self) -> None:
-        """Every parameter in float32, without a gradient, for as long as it takes; `low` is the way back."""
+        """Turn every parameter into float32, without a gradient, until `low`."""
         self.refresh()
         self.swap_in(self._leaves)
 
     def low(self) -> None:
-        """Undo `full`; what was written into the parameters meanwhile is kept.
+        """Undo `full`, keeping what was written into the parameters in between.
 
-        A forward pass may wait for its backward: 16-bit parameters that stay as they are must not be written.
+        A backward pass may still be due: 16-bit parameters that have not changed must not be written.
         """
         self.swap_out(lazily=True)
 
@@ -281,7 +281,7 @@ class Masters:
 
     @contextmanager
     def loading(self, named: Mapping[str, Parameter], state: Mapping[str, Any]) -> Iterator[None]:
-        """Around a load of a model's state: masters take what it has in float32, and parameters would round."""
+        """Wrap the loading of a model's state: masters take float32 values, which the parameters would round."""
         known = [(p, state[name]) for name, p in named.items() if p in self._leaves and name in state]
         wide = [p for p, value in known if getattr(value, "dtype", None) is torch.float32 and p not in self._inside]
         self._loaded = self._loaded or len(wide) < len(known)
@@ -299,7 +299,10 @@ class Masters:
             yield leaf.name, leaf.stored
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take masters by name, and round them into the parameters. `StateError`, changing nothing, if not fitting."""
+        """Take masters by name, and round them into the parameters.
+
+        Raises `StateError`, changing nothing, if one does not fit.
+        """
         self._loaded, self.rounded = False, None
         self.swap_out()
         self._check_fit(state)

@@ -12,7 +12,7 @@ from .swap import rebuild_reducers, set_data, swap
 
 
 class NoMasters(Masters):
-    """Parameters that nobody keeps a float32 copy of; the optimizer steps them as they are."""
+    """Parameters without a float32 copy; the optimizer steps them directly."""
 
     wanted = False
 
@@ -20,7 +20,7 @@ class NoMasters(Masters):
         super().__init__()
         self._lowered: dict[Parameter, torch.dtype] = {}
         self._others: dict[Parameter, Parameter] = {}
-        """What lowered parameters are else, while they are float32."""
+        """The 16-bit versions of lowered parameters, while they are float32."""
 
     def lower(self, name: str, parameter: Parameter, dtype: torch.dtype) -> None:
         """Round a float32 parameter into a low one."""
@@ -28,7 +28,7 @@ class NoMasters(Masters):
         self._lowered[parameter] = dtype
 
     def adopt(self, name: str, parameter: Parameter, master: Tensor | None = None) -> None:
-        """A low parameter stays as it is."""
+        """Nothing to do for a low parameter."""
 
     def full(self) -> None:
         """Every lowered parameter in float32, without a gradient."""

@@ -1,11 +1,11 @@
 """Packed storage: many small float32 parameters in one tensor, so that a step on a CPU is one call on long rows.
 
-A step of a thousand small tensors is mostly calls, each of which wakes the threads. Packed they are one. States are
-packed for good; parameters and gradients are copied together for the length of a step. A state that is packed has a
-storage of its own that ends where it ends: a file format or a shared-memory check sees nothing of the others.
+A step of a thousand small tensors is mostly call overhead, since each call wakes the threads. Packed they need one
+call. States are packed permanently; parameters and gradients are packed for each step. A packed state has a storage of
+its own that ends where it ends: a file format or a shared-memory check sees nothing of the others.
 
-Torch's fused kernels round what follows the last full vector register otherwise than the rest, so that the long rows
-end in zeros that fill it.
+torch's fused kernels round the elements after the last full vector register differently, so long rows are padded with
+zeros to fill it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ..sharding import is_sharded
 from .leaves import Shown, turnable
 
 SMALL = 2048
-"""Entries up to which a tensor is packed: beyond, copying it takes longer than a call."""
+"""Tensors with up to this many entries are packed; copying longer ones takes longer than a call."""
 
 PIECE = 2**20
-"""Entries that are copied in, stepped and copied out at a time, so that they stay in the cache meanwhile."""
+"""Entries that are copied in, stepped and copied out at a time, so that they stay in the cache."""
 
 LINE = 16
-"""float32 entries of 64 bytes: the largest vector register, a cache line, and to what torch aligns its memory."""
+"""float32 entries in 64 bytes: the largest vector register, a cache line, and torch's alignment of memory."""
 
 _DTYPE = attrgetter("dtype")
 
@@ -42,7 +42,7 @@ _MISMATCH = (
 
 
 class ShapeMismatch(OptimizerError):
-    """Gradients, or parameters, that are not as long as those which were packed."""
+    """Gradients or parameters have other lengths than those that were packed."""
 
 
 def is_packable(param: Parameter) -> bool:
@@ -53,20 +53,20 @@ def is_packable(param: Parameter) -> bool:
 
 
 def padded(entries: int) -> int:
-    """How long a row is that ends in full vector registers."""
+    """The length of a row, padded to full vector registers."""
     return -(-entries // LINE) * LINE
 
 
 def order(tensor: Tensor) -> tuple[tuple[int, ...], int]:
-    """What tensors are sorted by that are packed together: such with like rows can be copied by one call."""
+    """The sort key of packed tensors: neighbours with equal rows can be copied by one call."""
     return tuple(tensor.shape[1:]), tensor.shape[0]
 
 
 class Packed:
-    """The one tensor of some parameters, and one for each of their states.
+    """One tensor for some parameters, and one for each of their states.
 
-    `params`: in `order`. `owner`: that of `Shown`. `scratch`: where parameters are copied to, for several of these in
-    turn.
+    `params`: in `order`. `owner`: that of `Shown`. `scratch`: the memory that parameters are copied to, shared by
+    several of these in turn.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Packed:
         self._turnable = list(filter(turnable, params))
 
     def holds(self) -> bool:
-        """Whether parameters may still be packed, and every state lies where it was put."""
+        """Whether parameters may still be packed, and no state has moved."""
         if not all(map(Tensor.is_contiguous, self._turnable)) or set(map(_DTYPE, self._params)) != {torch.float32}:
             return False
         return self._shown.are_where_they_were(self._pieces)
@@ -108,9 +108,9 @@ class Packed:
         torch._foreach_copy_(self._params, self._views)
 
     def gathered(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Gradients in one tensor, in the order of the parameters: always the same one, written anew."""
+        """The gradients packed into one tensor, in the order of the parameters; it is reused at every step."""
         self._copy(gradients, self._gradient_rows)
-        self._padding.zero_()  # a factor that is not finite makes NaN of zeros too
+        self._padding.zero_()  # a factor that is not finite turns zeros into NaN
         return self._gradient
 
     def _by_rows(self, together: Tensor) -> list[Tensor]:
@@ -129,7 +129,7 @@ class Packed:
         return together
 
     def _copy(self, tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
-        """Copy tensors one behind the other: concatenating takes half the time of as many copies."""
+        """Pack tensors: concatenating takes half the time of as many copies."""
         with torch.no_grad():
             for (begin, end), part in zip(self._runs, rows, strict=True):
                 shape = part.shape

@@ -1,8 +1,8 @@
-"""Shadows: 16-bit copies beside float32 parameters, with 16-bit gradients on the float32 leaves.
+"""Shadows: 16-bit copies of float32 parameters, with 16-bit gradients on the float32 leaves.
 
 The level keeps its meaning (float32 parameters, checkpoints and optimizer untouched), and a step has the traffic of
-master weights: the forward pass reads the copy instead of casting the weight, backward leaves the 16-bit gradient as it
-is (`Tensor.grad_dtype`), and the optimizer's one pass reads it and writes parameter and copy.
+master weights: the forward pass reads the copy instead of casting the weight, backward does not cast the 16-bit
+gradient (`Tensor.grad_dtype`), and the optimizer's one pass reads it and writes parameter and copy.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Shadows(NoMasters):
         return [self._shadow.get(parameter) for parameter in parameters]
 
     def published(self, parameters: Sequence[Parameter]) -> None:
-        """A step has written parameters and copies."""
+        """Record that a step has written parameters and copies."""
         for parameter in parameters:
             if parameter in self._versions:
                 self._versions[parameter] = parameter._version
@@ -101,7 +101,7 @@ class Shadows(NoMasters):
         self, parameters: Iterable[Parameter] | None = None, scale: Tensor | None = None, changed: bool = False,
         lazily: bool = False,
     ) -> list[tuple[Parameter, Parameter]]:  # fmt: skip
-        """Gradients in 16 bits again: those that are there, times `scale`, and what comes from now on."""
+        """Turn gradients into 16 bits again: the present ones, times `scale`, and all later ones."""
         for parameter in list(self._wide if parameters is None else (p for p in parameters if p in self._wide)):
             wide = parameter.grad
             self._grad_dtype(parameter, self._low)
@@ -127,7 +127,7 @@ class Shadows(NoMasters):
 
 @lru_cache
 def shadows_work(device_type: str, low: torch.dtype) -> bool:
-    """Whether this torch leaves 16-bit gradients on float32 leaves (`Tensor.grad_dtype`, torch 2.10): by trying."""
+    """Whether this torch leaves 16-bit gradients on float32 leaves (`Tensor.grad_dtype`, torch 2.10); it tries."""
     if not hasattr(torch.Tensor, "grad_dtype"):
         return False
     try:

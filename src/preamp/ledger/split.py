@@ -20,7 +20,7 @@ class SplitMasters(Masters):
     """Masters of bfloat16 parameters without float32 copies: 16 bits beside each weight, of which it is the upper part.
 
     Together they are the float32 number, exactly (`kernels.split`). A weight written from outside keeps the bits below
-    its precision, as nobody knows what it was before.
+    its precision, since its former value is unknown.
     """
 
     split = True
@@ -32,7 +32,7 @@ class SplitMasters(Masters):
         self._know(name, parameter, bits)
 
     def adopt(self, name: str, parameter: Parameter, master: Tensor | None = None) -> None:
-        """Keep bits for a parameter that is bfloat16 already: zeros, or those that were kept for it (int16)."""
+        """Keep bits for a parameter that is already bfloat16: zeros, or those that were saved for it (int16)."""
         if parameter.dtype is not torch.bfloat16:
             raise OptimizerError(
                 f"master='split' keeps the lower half of float32 beside bfloat16 weights, and a parameter is "
@@ -41,7 +41,7 @@ class SplitMasters(Masters):
         self._know(name, parameter, torch.zeros_like(parameter, dtype=torch.int16) if master is None else master)
 
     def _follow(self, parameter: Parameter, leaf: Leaf) -> None:
-        """Note where a parameter lies that was given other data."""
+        """Record the address of a parameter that was given other data."""
         self._note(parameter, leaf)
 
     def refresh_before_step(self, parameters: Sequence[Parameter], *, again: bool = False) -> None:
@@ -49,7 +49,7 @@ class SplitMasters(Masters):
         self.refresh(parameters)
 
     def _in_float32(self, parameter: Parameter, leaf: Leaf) -> Tensor:
-        """Made for the purpose."""
+        """Join the master, in new memory."""
         return _join(parameter.data, leaf.stored)
 
     def _publish(self, parameters: Sequence[Parameter], lazily: bool) -> None:
@@ -63,13 +63,13 @@ class SplitMasters(Masters):
                 leaf.stored.copy_(bits)
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, master) pairs in float32, made for the purpose."""
+        """(name, master) pairs in float32, in new memory."""
         self.refresh()
         for leaf in self._leaves.values():
             yield leaf.name, _join(leaf.low, leaf.stored)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take float32 masters by name. `StateError`, changing nothing, if not fitting."""
+        """Take float32 masters by name. `StateError`, changing nothing, if one does not fit."""
         self._loaded, self.rounded = False, None
         self.full()
         try:

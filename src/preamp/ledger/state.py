@@ -1,8 +1,8 @@
-"""`optimizer.state`, which knows when somebody has changed what it holds, or has asked for it.
+"""`optimizer.state`, which counts changes of its entries and reads of them.
 
-To compare every entry with what it was before each step takes a tenth of a step of many small tensors: the memory that
-holds them is no longer in the cache. So these dicts, which are dicts to everybody else, count what is done to them.
-Copied or pickled they are plain ones.
+Comparing every entry before each step takes a tenth of a step of many small tensors, because the memory that holds them
+is no longer in the cache. So these dicts, which are dicts to all other code, count their changes and reads. Copied or
+pickled they are plain dicts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ASKING = ("__getitem__", "get", "items", "values", "copy", "__or__", "__ror__",
 
 
 class Row(dict[str, Any]):
-    """The states of one parameter, by name. `state`: what counts changes, if anything does."""
+    """The states of one parameter, by name. `state`: the `State` that counts changes, if any."""
 
     __slots__ = ("state",)
 
@@ -33,7 +33,7 @@ class Row(dict[str, Any]):
     def _changes(self) -> None:
         if self.state is not None:
             self.state.changes += 1
-            self.state.asked += 1  # what leaves, somebody may have
+            self.state.asked += 1  # user code may keep what is removed
 
     def _asks(self) -> None:
         if self.state is not None:
@@ -50,12 +50,12 @@ class Row(dict[str, Any]):
 
 
 class State(defaultdict[Any, Any]):
-    """The rows of an optimizer's parameters, made as they are asked for."""
+    """The rows of an optimizer's parameters, made when first accessed."""
 
     changes: int
-    """Goes up whenever an entry, here or in a row, may have become another."""
+    """Incremented whenever an entry, here or in a row, may have been replaced."""
     asked: int
-    """Goes up whenever somebody may have got hold of an entry of a row."""
+    """Incremented whenever user code may have got a reference to an entry of a row."""
 
     def __init__(self, items: Mapping[Any, Any]) -> None:
         self.changes = self.asked = 0
@@ -97,7 +97,7 @@ for _name in _ASKING:
 
 
 def state_like_parameters(optimizer: Optimizer) -> None:
-    """Bring an optimizer's state to the dtype that its parameters have now, where it has their shape."""
+    """Cast an optimizer's states of its parameters' shapes to their present dtype."""
     inner = getattr(optimizer, "optim", None)  # by which a ZeroRedundancyOptimizer steps its part
     if isinstance(inner, Optimizer):
         state_like_parameters(inner)

@@ -1,4 +1,4 @@
-"""How many steps parameters have seen: a number for each, in one tensor for those that step together."""
+"""Step counts of parameters: a number for each, in one tensor for those that step together."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..sharding import held_here
 
 
 class Steps:
-    """The counts of some parameters that have seen equally many steps, float32 on their device.
+    """The step counts of parameters that have seen equally many steps, float32 on their device.
 
-    A step reads and counts up one number for all, and the others follow by one copy. What an optimizer shows under
-    "step" are views, one a parameter. Views and whole share one version counter, so that a single comparison tells
-    whether somebody has written to any of them. `count`: a number, or 0-d on their device, which is copied.
+    A step reads and increments one number for all; one copy updates the others. An optimizer's state has views of them
+    under "step", one a parameter. The views share one version counter, so a single comparison shows whether user code
+    has written to any of them. `count`: a number, or 0-d on their device, which is copied.
     """
 
     def __init__(self, params: Sequence[Parameter], count: Tensor | float) -> None:
@@ -30,21 +30,21 @@ class Steps:
 
     @property
     def intact(self) -> bool:
-        """Whether nobody else has written to one of them."""
+        """Whether none of them was written from outside."""
         return self._all._version == self._version
 
     def counted(self) -> None:
-        """`one` was counted up: so are the others."""
+        """Increment the others after `one`."""
         if len(self._others):
             self._others.copy_(self.one)
         self._version = self._all._version
 
     def of(self, param: Parameter) -> Tensor:
-        """What a parameter's state shows, 0-d."""
+        """The entry of a parameter's state, 0-d."""
         return self._shown[param]
 
     def knows(self, param: Parameter, shown: Any) -> bool:
-        """Whether this is a parameter's count, as it was left."""
+        """Whether this is a parameter's count, unchanged."""
         return shown is not None and self._shown.get(param) is shown and self.intact
 
     def are_of(self, params: Sequence[Parameter]) -> bool:
@@ -55,10 +55,10 @@ class Steps:
 def ages(
     params: Sequence[Parameter], state: Mapping[Parameter, Mapping[str, Any]], known: Mapping[Parameter, Steps]
 ) -> Callable[[Parameter], Steps | float]:
-    """What tells parameters of one device apart by how many steps they have seen.
+    """A key for each parameter of one device, equal for those with equal step counts.
 
-    Those whose count is as `known` left it are asked for no number. Loaded counts and such as somebody has written are
-    read, all at once, which waits for the device.
+    Counts that are unchanged in `known` are not read. Loaded counts and those that user code has written are read, all
+    at once, by one host sync.
     """
     shown = {param: state.get(param, {}).get("step") for param in params}
     kept = {param: known[param] for param, step in shown.items() if param in known and known[param].knows(param, step)}

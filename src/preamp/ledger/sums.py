@@ -17,7 +17,7 @@ from torch.nn import Parameter
 class _Sum:
     value: Tensor
     shown: Tensor
-    """The 16-bit gradient that shows the same, rounded."""
+    """The 16-bit gradient shown for it: the same, rounded."""
     version: int
 
 
@@ -42,11 +42,11 @@ class WideSums:
             return grad.float()
         if known.shown is grad and known.version == grad._version:
             return known.value
-        low = known.value.to(grad.dtype)  # somebody wrote into it: what still shows the sum is the sum
+        low = known.value.to(grad.dtype)  # user code wrote into it: entries that still show the sum keep the sum
         return torch.where((grad == low) & (low != 0), known.value, grad.float())
 
     def show(self, parameter: Parameter, total: Tensor) -> None:
-        """Let a parameter's gradient be this float32 one, rounded, and keep it."""
+        """Set a parameter's gradient to this float32 one, rounded, and keep the sum."""
         parameter.grad = shown = total.to(dtype_of_gradient(parameter))
         self._of[parameter] = _Sum(total, shown, shown._version)
 
@@ -56,5 +56,5 @@ class WideSums:
 
 
 def dtype_of_gradient(parameter: Parameter) -> torch.dtype:
-    """What dtype a parameter's gradient has; since torch 2.10 it may be another than the parameter's."""
+    """The dtype of a parameter's gradient; since torch 2.10 it may differ from the parameter's."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype

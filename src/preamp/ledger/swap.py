@@ -1,9 +1,9 @@
-"""Lets a parameter be another tensor for a while, without anybody noticing who hung something on it.
+"""Swaps another tensor in for a parameter, without effect on hooks and references.
 
 `parameter.data = other` would do, but where the dtype changes torch then makes a new gradient accumulator, and hooks on
 the old one (DistributedDataParallel's, and any on `AccumulateGrad`) never fire again. So the tensors behind two Python
-objects change places, as in `torch.utils.swap_tensors`: what is hung on the one, its gradient and its accumulator stay
-with it. References from Python (in modules, groups and states of optimizers) see the parameter that they know.
+objects are swapped, as in `torch.utils.swap_tensors`: hooks, gradient and accumulator stay with their tensor.
+References from Python (in modules, groups and states of optimizers) stay with the Python object.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from ..sharding import is_sharded
 
 
 def set_data(parameter: Parameter, data: Tensor) -> None:
-    """Have a parameter be other data for good, of another dtype too; its gradient is gone."""
+    """Replace a parameter's data permanently, also with another dtype; its gradient is dropped."""
     parameter.grad = None
-    if is_sharded(parameter):  # `.data` would change what a DTensor says of itself, and leave what it holds
+    if is_sharded(parameter):  # `.data` would change a DTensor's metadata, but not its local tensor
         swap(parameter, Parameter(data, parameter.requires_grad))
     else:
         parameter.data = data
 
 
 def swap(parameter: Parameter, other: Parameter) -> None:
-    """The tensors behind two parameters change places; the same again is the way back.
+    """Swap the tensors behind two parameters; a second call swaps them back.
 
-    `SessionError` where something holds a weak reference to one of the tensors themselves, and nothing has changed.
+    `SessionError`, with nothing changed, if something holds a weak reference to one of the tensors themselves.
     """
     try:
         try:
@@ -55,18 +55,18 @@ def swap(parameter: Parameter, other: Parameter) -> None:
 
 
 _GIVEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Wrappers that sessions were given: `gc.freeze()` hides what was made before it from the search for others."""
+"""Wrappers passed to sessions: the search for others does not see objects made before `gc.freeze()`."""
 
 
 def rebuild_reducers(
     parameters: Collection[Parameter], *, models: Iterable[nn.Module] = (), strict: bool = False
 ) -> None:
-    """Have DistributedDataParallel models that hold one of these, whose dtype has changed for good, begin anew.
+    """Rebuild the reducers of DistributedDataParallel models that hold these parameters, whose dtype has changed.
 
-    Their buckets are of the dtype before, and their hooks lie on its gradient accumulators: nothing would be exchanged
-    from then on. So they make their reducer again, as torch does when one is unpickled; communication hooks are taken
-    along. One that cannot refuses to train on; with `strict` that is a `SessionError` now. `models`: where wrappers may
-    be among, besides those that are found.
+    Their buckets have the former dtype, and their hooks are on its gradient accumulators: nothing would be exchanged
+    any more. So they make their reducer again, as torch does after unpickling; communication hooks are kept. A model
+    for which that fails refuses to train on; with `strict` that is a `SessionError` now. `models`: may contain further
+    wrappers, besides those that are found.
     """
     if not parameters or not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return

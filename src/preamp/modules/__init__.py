@@ -1,4 +1,4 @@
-"""Precision of modules: converts a model's parameters, and makes modules cast what they get and what they return."""
+"""Precision of modules: converts a model's parameters, and makes modules cast their inputs and outputs."""
 
 from ._casting import SHADOWED, Casting, CastingModule
 from ._conversion import Conversion, check_free, loses_nothing

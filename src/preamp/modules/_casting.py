@@ -1,4 +1,4 @@
-"""Modules that cast what they get and what they return: subclasses, made on the fly, that wrap `forward`.
+"""Modules that cast their inputs and outputs: subclasses, made on the fly, that wrap `forward`.
 
 `isinstance`, `state_dict` keys, `deepcopy`, DataParallel, pickling and `torch.compile(fullgraph=True)` work as before;
 a pair of forward hooks would break the compiler's graph, and a replaced `forward` attribute would run the original's
@@ -46,7 +46,7 @@ class Casting:
     ambient: torch.dtype | None = None
     """The dtype of a region that a whole model enters where there is none, since float32 buffers meet its weights."""
     keeper: weakref.ref[Any] | None = None
-    """Who has a whole model's masters, and has to know of states that are loaded into it."""
+    """The holder of a whole model's masters, which must be informed of states that are loaded into it."""
 
     wide_weights: bool = False
     """A batch norm computes with its weights in float32, as its statistics are: FSDP2 has given it 16-bit ones."""
@@ -72,7 +72,7 @@ class CastingModule(nn.Module):
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The original forward, between the casts."""
-    if not isinstance(self, CastingModule):  # it is over, and somebody has kept this method
+    if not isinstance(self, CastingModule):  # the session is closed, and user code has kept this method
         return type(self).forward(self, *args, **kwargs)
     casting, original = self._preamp_casting, self._preamp_original.forward
     region = casting.region
@@ -97,7 +97,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _load_state_dict(self: Any, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """The original's, with masters in the place of the parameters that the state has in float32."""
+    """The original's, with masters in place of parameters for which the state has float32 values."""
     keeper = None if self._preamp_casting.keeper is None else self._preamp_casting.keeper()
     with nullcontext() if keeper is None else keeper.loading(dict(self.named_parameters()), state_dict):
         return self._preamp_original.load_state_dict(self, state_dict, *args, **kwargs)
@@ -163,7 +163,7 @@ SHADOWED: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Con
 
 
 def _is_transformed(tensor: Tensor) -> bool:
-    """Whether a transformation of torch.func is at work on a tensor; compiled code resolves those by itself."""
+    """Whether a tensor is under a transformation of torch.func; compiled code resolves those itself."""
     return not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
@@ -175,7 +175,7 @@ def _first_floating(args: Any, kwargs: Any) -> Tensor | None:
 
 
 def _region(dtype: torch.dtype | None, module: nn.Module, like: Tensor | None, args: Any, kwargs: Any) -> Any:
-    """A change of the ambient autocast region for one module; outside regions modules run as they are.
+    """A change of the ambient autocast region for one module; outside regions modules run unchanged.
 
     On the device of the first floating input; without one (token ids, a parametrization's call) of what there is.
     """
@@ -222,6 +222,6 @@ casting_class = _SUBCLASSES.of
 
 
 def uncast(module: nn.Module) -> None:
-    """Give a casting module the class that it would have else, whatever was made of its class meanwhile."""
+    """Give a casting module the class it would have without casting, even if it was subclassed in between."""
     _SUBCLASSES.leave(module)
     module.__dict__.pop("_preamp_casting", None)

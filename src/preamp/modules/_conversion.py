@@ -34,7 +34,7 @@ class Conversion:
     """A model brought under a policy; `undo()` brings its modules and buffers back (`keeper` its parameters).
 
     `model`: its floating parameters in float32, or already in the policy's dtype. `prefix` goes before names ("gen:"),
-    so that several models can be told apart. When the policy does not fit the model, nothing has been changed.
+    to distinguish several models. If the policy does not fit the model, nothing is changed.
     """
 
     def __init__(self, model: nn.Module, policy: Policy, keeper: Masters, prefix: str = "") -> None:
@@ -241,7 +241,7 @@ class Conversion:
         self._changed[module] = casting
 
     def bypass(self) -> None:
-        """Stop casting; `resume` is the way back."""
+        """Stop casting until `resume`."""
         for module in self._changed:
             module._preamp_casting = NOTHING
 
@@ -251,7 +251,7 @@ class Conversion:
             module._preamp_casting = casting
 
     def to_float(self) -> None:
-        """Buffers in float32, with all their bits where nobody wrote them; `to_low` is the way back."""
+        """Turn buffers to float32, with their original bits unless they were written; `to_low` undoes it."""
         for module, key, full, low in self._buffers:
             now = module._buffers[key]
             # by value: batch norm writes its statistics without counting their version up
@@ -269,7 +269,7 @@ class Conversion:
                 self._buffers[i] = (module, key, full, low)
 
     def undo(self) -> None:
-        """The model as it was, in class and dtype; its values are those that training gave it."""
+        """Restore the model's classes and dtypes; it keeps the values that training gave it."""
         for module in self._changed:
             uncast(module)
         self._changed.clear()
@@ -281,7 +281,7 @@ class Conversion:
 
 
 def _sparse_embeddings(root: nn.Module) -> set[nn.Module]:
-    """Embeddings with sparse gradients, but for such whose weight others use too.
+    """Embeddings with sparse gradients, except those whose weight others use too.
 
     They stay float32: rows are only looked up, a weight and a master would be more than a float32 weight, and torch
     cannot add sparse gradients of float16 on a CPU.

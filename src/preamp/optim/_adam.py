@@ -20,14 +20,14 @@ from ._eight_bit import CODES, NAMES, SCALES, as_8bit, as_float32, new_8bit, tak
 class Adam(FusedOptimizer):
     """Adam (Kingma and Ba 2015) with the arguments, groups and state_dict of `torch.optim.Adam`.
 
-    `foreach`, `capturable` and `fused` are taken for compatibility: every step is fused and may be captured.
+    `foreach`, `capturable` and `fused` are accepted for compatibility: every step is fused and may be captured.
     `master`: "float32" keeps masters of 16-bit parameters; "split", for bfloat16 ones, keeps the same numbers in 2
     bytes a parameter less; None steps them in their own dtype, and then `rounding="stochastic"` rounds bfloat16
     stochastically, so that small updates are not lost (reproducible by `seed`; states are float32). `states`: "8bit"
     keeps both moments of a parameter of 4096 elements or more in 8 bits (`preamp.kernels.adam_8bit`), not with
-    `amsgrad`; of DTensors those whose rows are whole blocks of 256, so that any number of ranks can go on with them.
+    `amsgrad`; of DTensors only those whose rows are whole blocks of 256, so that any number of ranks can resume.
     States of either kind load into an optimizer of the other. `flat`: on a CPU, small float32 parameters are packed
-    into one tensor for a step; with False each is stepped by itself, and comes out bit for bit as with
+    into one tensor for a step; with False each is stepped separately, bit for bit as by
     `torch.optim.Adam(fused=True)`. Raises `OptimizerError`, a ValueError, for hyper-parameters out of range.
     """
 

@@ -24,7 +24,7 @@ from ._loading import Loading
 
 @dataclass(frozen=True, slots=True)
 class _Handed:
-    """What a session or a scaler has read and decided before a step, which follows at once."""
+    """What a session or a scaler passes to the step that follows."""
 
     factor: Tensor | None
     found: Tensor | None
@@ -35,7 +35,7 @@ class FusedOptimizer(Loading):
     """A `torch.optim.Optimizer` that steps all its parameters in one pass, under a flag that stays on the device.
 
     16-bit parameters get float32 masters and float32 states (`master="float32"`), kept in its state under "master"
-    unless a session lends its own; bfloat16 ones may have split masters (`"split"`): only the bits that the weight
+    unless a session lends its masters; bfloat16 ones may have split masters (`"split"`): only the bits that the weight
     lacks are kept, under "master_bits". With `master=None` they are stepped in their own dtype, as torch would.
     Before a step, `found_inf` (0-d float32, above 0: skip) and `grad_scale` (gradients are divided by it) may be set as
     attributes: the protocol of torch.amp.GradScaler.
@@ -44,10 +44,10 @@ class FusedOptimizer(Loading):
     flat: bool | None = False
     """Whether small float32 parameters on a CPU are packed for a step (`ledger.packed`); None: yes."""
     takes_masters = True
-    """Tells a session and `preamp.GradScaler` that 16-bit gradients, masters and a factor may be handed over."""
+    """Tells a session and `preamp.GradScaler` that a step accepts 16-bit gradients, masters and a factor."""
 
     master_kinds: tuple[str | None, ...] = ("float32", None)
-    """What `master` may be."""
+    """The values of `master`."""
 
     def __init__(self, params: Any, defaults: dict[str, Any], master: str | None) -> None:
         if master not in self.master_kinds:
@@ -66,11 +66,11 @@ class FusedOptimizer(Loading):
         self._masters = self._own_masters()
         self._lent = False
         self.counts: dict[Parameter, Steps] = {}
-        """What counts the steps of each parameter."""
+        """The step counts of each parameter."""
         self.unstarted: set[Parameter] = set()
-        """Parameters whose state was made and has not seen a step; kept by those to whom it matters."""
+        """Parameters whose state has not seen a step; kept by classes that need it."""
 
-    # -- what a kind of optimizer says
+    # -- what a subclass defines
 
     counts_steps = True
 
@@ -87,7 +87,7 @@ class FusedOptimizer(Loading):
         return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
     options: ClassVar[Any]
-    """The class of what the kernel is told; most of its fields are of the parameter group."""
+    """The class of the kernel's options; most of its fields are those of the parameter group."""
 
     def _options(self, bucket: Bucket, **more: Any) -> Any:
         group = bucket.group
@@ -95,18 +95,18 @@ class FusedOptimizer(Loading):
 
     @abstractmethod
     def _advance(self, bucket: Bucket, gradients: list[Tensor], factor: Tensor | None, found: Tensor | None) -> None:
-        """Step what a bucket stores."""
+        """Step the tensors of a bucket."""
 
     def _before_buckets(self, collected: Collected, factor: Tensor | None) -> None:
-        """A look at all gradients before the first bucket steps, for those whose step depends on all."""
+        """Called with all gradients before the first bucket steps, for steps that depend on all."""
 
     # -- stepping
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of every parameter that has a gradient, or none where `found_inf` says so.
+        """One step of every parameter that has a gradient, or of none if `found_inf` says so.
 
-        `closure`: evaluates the model again and returns the loss, as in torch. Nothing waits for the device.
+        `closure`: evaluates the model again and returns the loss, as in torch. There is no host sync.
         """
         loss = None
         if closure is not None:
@@ -134,10 +134,10 @@ class FusedOptimizer(Loading):
     def step_with(
         self, *args: Any, factor: Tensor | None, found: Tensor | None, collected: Collected | None, **kwargs: Any
     ) -> float | None:
-        """`step`, with whatever wraps it and hooks, told what was decided before it.
+        """`step`, with its wrappers and hooks, and with these arguments.
 
-        `factor`: 0-d float32 that gradients are multiplied by. `found`: 0-d float32, above 0: skip. `collected`: what
-        `collect` gave, unless hooks may have changed gradients since.
+        `factor`: 0-d float32 that gradients are multiplied by. `found`: 0-d float32, above 0: skip. `collected`: the
+        result of `collect`, unless hooks may have changed gradients since.
         """
         self._handed = _Handed(factor, found, collected)
         try:
@@ -147,9 +147,9 @@ class FusedOptimizer(Loading):
             self._handed = None
 
     def collect(self) -> Collected | None:
-        """Gradients in the lists in which a step takes them, for who reads them just before it.
+        """Gradients in the lists of the step, for reading them just before it.
 
-        None where that saves nothing, or the buckets made so far do not hold.
+        None if that saves nothing, or if the present buckets are out of date.
         """
         if self._buckets is None or not self._buckets.readable or self.is_hooked:
             return None
@@ -160,10 +160,10 @@ class FusedOptimizer(Loading):
             return None
 
     def collect_anew(self) -> Collected:
-        """Gradients in the lists in which a step takes them; buckets are made anew if they do not hold."""
+        """Gradients in the lists of the step; buckets that are out of date are made again."""
         try:
             found = None if self._buckets is None else self._buckets.collect(self)
-        except ShapeMismatch:  # parameters were cut where they lie
+        except ShapeMismatch:  # packed parameters were resized in place
             found = None
         if found is None:
             self._buckets = self._bucketed()
@@ -187,8 +187,8 @@ class FusedOptimizer(Loading):
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
         """Torch's way to run hooks around a step under a name for profilers.
 
-        That name takes as long as the rest of a step of a few small tensors. So it is left out where that would tell,
-        unless a profiler runs; hooks that change nothing, of sessions, run all the same.
+        That name takes as long as the rest of a step of a few small tensors. So it is left out where that matters,
+        unless a profiler runs; hooks of sessions, which change nothing, still run.
         """
         hooked, own = Optimizer.profile_hook_step(func), func is FusedOptimizer._own_step
 
@@ -208,20 +208,20 @@ class FusedOptimizer(Loading):
 
     _own_step = step
     _steps: ClassVar[set[Any]] = set()
-    """What `step` is of classes that have not made one of their own."""
+    """The `step` of classes that do not override it."""
 
     @property
     def is_hooked(self) -> bool:
-        """Whether hooks run before a step, or it is somebody's own: both may read and change gradients."""
+        """Whether hooks run before a step, or the step was overridden: both may read and change gradients."""
         return bool(_global_optimizer_pre_hooks) or not self._step_supports_amp_scaling
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What scalers ask: whether a step may find its gradients scaled. Not if anybody else has to do with them:
-        hooks of this optimizer, a step that a subclass has of its own, or one that was put in its place.
+        """Whether a step accepts scaled gradients, for scalers. Not if other code may read them: hooks of this
+        optimizer, a `step` that a subclass overrides, or one that was put in its place.
         """
         if not all(getattr(hook, "changes_nothing", False) for hook in self._optimizer_step_pre_hooks.values()):
-            return False  # a session's own looks at nothing
+            return False  # a session's own hook reads nothing
         own = vars(self).get("step")
         if own is not None and getattr(own, "__globals__", None) is vars(
             lr_scheduler
@@ -230,7 +230,7 @@ class FusedOptimizer(Loading):
         return (type(self).step if own is None else own) in self._steps
 
     def counted(self, params: list[Parameter], when: Steps | float) -> Steps:
-        """What counts the steps of parameters from now on, each shown in its state. `when`: how many they have seen."""
+        """New step counts for parameters, with views in their states. `when`: the steps they have seen."""
         if not isinstance(when, Steps) or not when.are_of(params):
             when = Steps(params, when.one if isinstance(when, Steps) else when)
             for param in params:
@@ -261,7 +261,7 @@ class FusedOptimizer(Loading):
 
     @property
     def packs(self) -> bool:
-        """Whether small parameters may be packed, but never where each has a copy that is written too."""
+        """Whether small parameters may be packed; never if each has a copy that is written too."""
         return self.flat is not False and not self._masters.shadows
 
     def may_swap(self, param: Parameter) -> bool:

@@ -1,4 +1,4 @@
-"""The states of Adam in 8 bits: which parameters have them, what they are called, and the way there and back."""
+"""The states of Adam in 8 bits: which parameters have them, their names, and conversion from and to float32."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def has_rows_of_blocks(param: Tensor) -> bool:
 
 
 def _blocks_in_a_row(param: Tensor) -> int:
-    """Or 0, where that is no whole number."""
+    """The blocks in a row, or 0 if that is no whole number."""
     row = param.numel() // param.shape[0]
     return 0 if row % BLOCK else row // BLOCK
 

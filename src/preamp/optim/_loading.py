@@ -1,4 +1,4 @@
-"""States of optimizers: what they have to be, how they are saved, and how they are loaded without losing bits."""
+"""States of optimizers: their checks, saving them, and loading them without losing bits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._eight_bit import NAMES, is_8bit
 
 
 class Loading(Optimizer):
-    """The part of `FusedOptimizer` that has to do with states: `master`, and whether a session has lent its masters."""
+    """The part of `FusedOptimizer` for states: `master`, and whether a session has lent its masters."""
 
     master: str | None
     _masters: Masters
@@ -29,13 +29,13 @@ class Loading(Optimizer):
     """Names of all states that it may have."""
 
     def _prepare(self) -> None:
-        """Begin with no buckets and masters of one's own."""
+        """Start without buckets, and with its own masters."""
 
     def _own_masters(self) -> Masters:
         return SplitMasters() if self.master == "split" else Masters()
 
     def is_mastered(self, param: Parameter) -> bool:
-        """Whether a parameter is 16-bit and stepped by way of a float32 master."""
+        """Whether a parameter is 16-bit and stepped through a float32 master."""
         return param.dtype in LOW_DTYPES and (param in self._masters if self._lent else self.master is not None)
 
     @property
@@ -47,11 +47,11 @@ class Loading(Optimizer):
         return torch.float32 if self.is_mastered(param) else param.dtype
 
     def state_form(self, name: str, param: Tensor) -> torch.Size | int:
-        """The shape of a state, of the part that lies here, or the number of its entries: the parameter's shape."""
+        """The shape of a state's local part, or the number of its entries: by default the parameter's shape."""
         return held_here(param).shape
 
     def check_state(self, name: str, value: Any, param: Parameter) -> None:
-        """`OptimizerError` for a state that is not what a step takes it for."""
+        """`OptimizerError` for a state whose shape, dtype or device a step does not expect."""
         own = held_here(param)
         here = held_here(value) if isinstance(value, Tensor) else own.new_zeros(())
         dtype = self.state_dtype(name, param)
@@ -148,7 +148,7 @@ class Loading(Optimizer):
         return self.master is not None and not self._lent
 
     def _mend(self, param: Parameter, state: dict[str, Any]) -> None:
-        """Give loaded states back what torch took: their dtypes, where those are neither float32 nor the weight's."""
+        """Restore the dtypes of loaded states that torch has cast: those that are neither float32 nor the weight's."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -162,7 +162,7 @@ class Loading(Optimizer):
 
 
 class _Kept:
-    """A loaded state on its way past torch, which would cast it to the dtype of its parameter."""
+    """Wraps a loaded state, so that torch does not cast it to the dtype of its parameter."""
 
     def __init__(self, value: Tensor) -> None:
         self._value = value
@@ -173,7 +173,7 @@ class _Kept:
 
 
 def _told(value: Any) -> str:
-    """What somebody has put where a state was to be."""
+    """A description of an object found in place of a state."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     return f"a tensor of shape {tuple(held_here(value).shape)}, {value.dtype} on {value.device}"

@@ -1,4 +1,4 @@
-"""What a training run will hold and send, on paper: bytes a rank, by kind, before anything is allocated.
+"""Computes what a training run will hold and send: bytes a rank, by kind, before anything is allocated.
 
 p = preamp.plan.plan("7B", level="O5", world=64, shard="fsdp2")
 print(p.to_table().to_text())                        # what is held, what comes on top in a step, what is sent

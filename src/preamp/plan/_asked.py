@@ -1,4 +1,4 @@
-"""What a plan is asked for, and which combinations there are none of: preamp refuses them, or torch does."""
+"""The arguments of a plan, and the combinations that preamp or torch refuses."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ KINDS: dict[str, Kind] = {
     "torch.sgd-momentum": Kind(torch.optim.SGD, 1, _MOMENTUM),
     "torch.adagrad": Kind(torch.optim.Adagrad, 1),
 }
-"""Optimizers by the name that a plan takes; those of torch behind "torch."."""
+"""Optimizers by the name that a plan takes; those of torch begin with "torch."."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """Everything that was asked for, checked."""
+    """All arguments, checked."""
 
     policy: Policy
     world: int
@@ -97,7 +97,7 @@ def ask(
     policy: Policy, *, world: int, shard: str, optimizer: str | None, states: str, master: str | None, rounding: str,
     shadow: bool, reshard: bool, bucket_view: bool, reduce: str | torch.dtype, units: int,
 ) -> Asked:  # fmt: skip
-    """Check what was asked for. Raises the `PreampError` that preamp itself has for it, where it has one."""
+    """Check the arguments. Raises the `PreampError` that preamp itself raises for them, if any."""
     if isinstance(world, bool) or not isinstance(world, int) or world < 1:
         raise PreampError(f"world={world!r}: a run has one rank or more")
     if isinstance(units, bool) or not isinstance(units, int) or units < 1:
@@ -135,7 +135,7 @@ def ask(
 
 
 def _master(policy: Policy, master: str | None) -> str | None:
-    """What stands behind a 16-bit weight; None where the policy wants nothing there."""
+    """The kind of master of a 16-bit weight; None if the policy has no masters."""
     if policy.masters:
         if master == "none":
             raise PolicyError(
@@ -219,7 +219,7 @@ def _check_replicated(asked: Asked) -> None:
 
 
 def _rehearse(asked: Asked) -> None:
-    """Prepare one layer as it is asked for, so that whatever `prepare` and the optimizer refuse is refused here too."""
+    """Prepare one layer with these arguments, so that what `prepare` and the optimizer refuse is refused here too."""
     kind, options = asked.kind, dict(asked.kind.options)
     if kind.fused:
         options["master"] = asked.master
@@ -232,7 +232,7 @@ def _rehearse(asked: Asked) -> None:
         return
     ops = asked.policy.ops if asked.shadow else None  # only shadows ask for regions
     if ops is not None and REGISTRY.rules is not None:
-        ops = REGISTRY.rules  # a running session's, beside which there can be no others
+        ops = REGISTRY.rules  # a running session's, which excludes others
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PreampWarning)  # of epsilons, which are not what is planned
         prepare(layer, optimizer, policy=asked.policy.replace(ops=ops, modules=()), shadow=asked.shadow).close()

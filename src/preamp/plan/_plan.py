@@ -28,13 +28,13 @@ UNPLANNED = (
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes of one rank: rows, and what they add up to."""
+    """Bytes of one rank: rows and their sums."""
 
     title: str
     count: int
     """Parameters of the whole model."""
     asked: dict[str, Any]
-    """What was asked for, as plain values."""
+    """The arguments, as plain values."""
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
     """Assumptions, and what is left out."""
@@ -108,8 +108,8 @@ def plan(
 ) -> MemoryPlan:
     """What one rank of a training run holds and sends, in bytes, by kind.
 
-    `params`: how many parameters (7e9, "7B", "350M"), or a float32 model, of which only shapes are looked at, so that
-    it may lie on the meta device. `level`: a level or any policy. `world`: ranks. `shard`: "none"; "ddp"
+    `params`: how many parameters (7e9, "7B", "350M"), or a float32 model, of which only shapes are used, so that
+    it may be on the meta device. `level`: a level or any policy. `world`: ranks. `shard`: "none"; "ddp"
     (DistributedDataParallel); "fsdp2" (`fully_shard` with `policy.fsdp()`: sharded parameters stay float32, and are
     their own masters); "zero1" (DDP and ZeroRedundancyOptimizer). `optimizer`: one of preamp.optim ("adamw",
     "sgd-momentum"), or of torch ("torch.adamw"). `states`, `master` ("float32", "split", "none"), `rounding`, `shadow`:

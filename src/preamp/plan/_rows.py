@@ -3,7 +3,7 @@
 Mixed precision's weights, gradients, masters and moments: Micikevicius et al. 2018 (arXiv 1710.03740). What of them can
 be sharded: Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054). Bytes of collectives are those of rings (Patarasuk and
 Yuan 2009): of S bytes in all, every one of N ranks sends (N-1)/N S in an all-gather or a reduce-scatter, and twice that
-in an all-reduce, which is one after the other.
+in an all-reduce, which is one of each.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _moment(weight: Weight, asked: Asked) -> torch.dtype:
 
 
 def _over(asked: Asked, *, optimizers: bool) -> tuple[int, str]:
-    """Among how many ranks something is divided, and how that reads; `optimizers`: whether it belongs to those."""
+    """The number of ranks that share something, and the text for it; `optimizers`: whether it is optimizer state."""
     if asked.sharded or (optimizers and asked.shard == "zero1"):
         return asked.world, f" / {asked.world}" if asked.world > 1 else ""
     return 1, ""

@@ -22,7 +22,7 @@ from ..optim._eight_bit import SMALLEST, has_rows_of_blocks
 from ..policy import Policy
 
 MOST = 10**18
-"""More parameters than this are taken for a slip of the pen."""
+"""More parameters than this are taken for a typing error."""
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _NUMBER = re.compile(r"(\d[\d_]*(?:\.\d+)?(?:e[+-]?\d{1,3})?)\s*([kmbt]?)", re.IGNORECASE)
@@ -36,14 +36,14 @@ class Weight:
     rows: int
     """Its first dimension, along which FSDP2 shards it."""
     dtype: torch.dtype
-    """In which it is kept between steps."""
+    """The dtype in which it is kept between steps."""
     trained: bool = True
     small: bool = False
     """Whether it is too small for moments in 8 bits, or would be cut within their blocks."""
     cast: bool = False
     """Whether a region casts it to 16 bits in the forward pass."""
     shadowed: bool = False
-    """Whether it has a 16-bit copy beside it, and a 16-bit gradient."""
+    """Whether it has a 16-bit copy and a 16-bit gradient."""
 
     def shard(self, world: int) -> int:
         """Entries of the first of `world` ranks, which has the most: `torch.chunk` along the first dimension."""
@@ -106,7 +106,7 @@ def of_number(count: int, policy: Policy, *, norm_share: float, shadow: bool, sh
 
 
 def of_model(model: nn.Module, policy: Policy, *, shadow: bool, sharded: bool) -> Sizes:
-    """A model's weights, as `prepare` would keep them; the model is only looked at, and may lie on the meta device.
+    """A model's weights, as `prepare` would keep them; the model is only read, and may be on the meta device.
 
     Raises `PolicyError` where the policy does not fit the model.
     """

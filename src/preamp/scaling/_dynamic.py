@@ -1,7 +1,7 @@
 """Schedules that learn from overflows alone: back off after a bad step, or after several.
 
-All arithmetic stays on the gradients' device; nothing here waits for it, and state changes in place, so that a step
-can be captured in a CUDA graph. `DynamicScale` is torch's schedule: after a step with a non-finite gradient the scale
+All arithmetic stays on the gradients' device without a host sync, and state changes in place, so that a step can be
+captured in a CUDA graph. `DynamicScale` is torch's schedule: after a step with a non-finite gradient the scale
 is multiplied by `backoff_factor`; after `growth_interval` good steps in a row by `growth_factor` (Micikevicius et al.
 2018, section 3.2, and `torch.amp.GradScaler`, which it follows bit for bit). It adds what that lacks: a floor and a
 ceiling. Below the smallest normal float32, 1/scale overflows, every unscaled gradient becomes infinite after it was
@@ -57,7 +57,7 @@ class Moving(LossScale):
         return self._state
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        """Take over a restored twin's fields, but write its state into tensors that a CUDA graph may hold."""
+        """Copy a restored scale's fields, but write its state into the present tensors, which a CUDA graph may hold."""
         fields = dict(self._from_state(state).__dict__)
         restored = fields.pop("_state")
         self.__dict__.update(fields)
@@ -79,7 +79,7 @@ class Moving(LossScale):
         self._state[name].fill_(value)
 
     def _arguments(self) -> dict[str, Any]:
-        """What the constructor was given, but for where the scale started."""
+        """The constructor's arguments, except the initial scale."""
         return {"min_scale": self.min_scale, "max_scale": self.max_scale, "patience": self.patience}
 
     def __repr__(self) -> str:

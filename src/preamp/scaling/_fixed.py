@@ -1,4 +1,4 @@
-"""What every loss scale is, and the two that learn nothing: none, and static."""
+"""The interface of loss scales, and the two that never change: none, and static."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class LossScale(ABC):
-    """What a session asks of a loss scale."""
+    """The interface of a loss scale."""
 
     kind: str
     patience: int | None = None
     """Skipped steps in a row after which training cannot go on; None: never."""
     needs_statistics: bool = False
-    """Whether `after_step` wants a reading with statistics, so that nobody makes one in vain."""
+    """Whether `after_step` needs a reading with statistics, so that none is made in vain."""
 
     @abstractmethod
     def scale(self, loss: Tensor) -> Tensor:
@@ -38,9 +38,9 @@ class LossScale(ABC):
         """The scale, 0-d float32 on `device`; a copy."""
 
     def seed(self, loss: Tensor) -> Tensor | None:
-        """What `loss.backward` is to begin with for its gradients to be those of `scale(loss)`; nobody else's.
+        """The gradient to start `loss.backward` with, so that the result is that of `scale(loss)`.
 
-        Of the loss's dtype and shape; None where only `scale(loss)` will do: of 16-bit losses, and of subclasses.
+        In the loss's dtype and shape; None if only `scale(loss)` works: for 16-bit losses, and for subclasses.
         """
         if type(loss) is not Tensor or loss.dtype not in (torch.float32, torch.float64):
             return None
@@ -48,15 +48,15 @@ class LossScale(ABC):
 
     @abstractmethod
     def after_step(self, found_inf: Tensor, reading: Reading | None = None) -> None:
-        """Learn from a step, without waiting for the device.
+        """Learn from a step, without a host sync.
 
-        `found_inf`: 0-d float32, above 0 where a gradient was not finite. `reading`: what was read of the gradients
-        while this scale was on them; only a schedule that `needs_statistics` looks at it.
+        `found_inf`: 0-d float32, above 0 if a gradient was not finite. `reading`: of the gradients, times this scale;
+        only a schedule that `needs_statistics` uses it.
         """
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Every field, as plain numbers and lists; waits for the device."""
+        """Every field, as plain numbers and lists; a host sync."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` gave; `StateError` for another kind of scale or missing fields."""

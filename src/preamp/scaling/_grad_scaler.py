@@ -1,4 +1,4 @@
-"""`preamp.GradScaler`: torch's, plus bounds, a skip flag that tells the truth, and a history."""
+"""`preamp.GradScaler`: torch's, plus bounds, a correct skip flag, and a history."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class GradScaler(torch.amp.GradScaler):
 
     * keeps the scale within `min_scale` and `max_scale` (None: the limits of float32). torch's scale can reach a
       subnormal or 0, where it applies steps with infinite gradients;
-    * tells by `skipped` whether the last `step` was skipped, for fused optimizers too (reading it waits);
+    * shows by `skipped` whether the last `step` was skipped, for fused optimizers too (reading it is a host sync);
     * keeps the last updates in `history`;
     * learns by another schedule if asked: `schedule="hysteresis"`, "window", or a loss scale of yours
       (`HysteresisScale(...)`), which then holds the start and the factors; its state is in the state_dict;
@@ -103,12 +103,12 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def skipped(self) -> bool:
-        """Whether the last `step()` was skipped because a gradient was not finite; waits for the device."""
+        """Whether the last `step()` was skipped because a gradient was not finite; a host sync."""
         return any(bool(found.item()) for found in self._last_found)
 
     @property
     def history(self) -> Iterator[ScaleEvent]:
-        """The last updates, oldest first; waits for the device."""
+        """The last updates, oldest first; a host sync."""
         return (ScaleEvent(float(scale), bool(found)) for scale, found in tuple(self._history))
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -136,7 +136,7 @@ class GradScaler(torch.amp.GradScaler):
         super().unscale_(unwrap_imitation(optimizer))
 
     def _step_fused(self, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> float | None:
-        """A step that is told scale and flag by attributes; a `grad_scale` that is there multiplies the scale."""
+        """A step that gets scale and flag by attributes; an existing `grad_scale` multiplies the scale."""
         scale, _ = self._check_scale_growth_tracker("step")
         ours, given = getattr(optimizer, "takes_masters", False), getattr(optimizer, "grad_scale", None)
         scaled = state["stage"] is OptState.READY
@@ -173,8 +173,8 @@ class GradScaler(torch.amp.GradScaler):
     def _check_and_unscale(self, optimizer: Any, state: dict[str, Any], scale: Tensor) -> tuple[bool, Any]:
         """Check an optimizer's gradients; on a CPU unscale them in the same pass.
 
-        Returns whether they are unscaled, and what the step takes, if that was read. float16 gradients stay scaled,
-        since float16 would not hold what comes out.
+        Returns whether they are unscaled, and the lists of the step, if these were read. float16 gradients stay scaled,
+        since unscaled they would underflow in float16.
         """
         collected = optimizer.collect_anew()
         here = all(gradients[0].device == scale.device for _, gradients in collected)
@@ -195,7 +195,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Torch's bookkeeping for every parameter takes longer than the work on small ones: ask once for all."""
+        """As torch's, but for all parameters at once: bookkeeping for each takes longer than unscaling a small one."""
         gradients = _gradients(optimizer)
         dtypes, dense = set(map(_DTYPE, gradients)), set(map(_LAYOUT, gradients)) == {torch.strided}
         if not allow_fp16 and torch.float16 in dtypes:
@@ -342,7 +342,7 @@ _DTYPE, _LAYOUT, _DEVICE = attrgetter("dtype"), attrgetter("layout"), attrgetter
 
 
 def _kept(scale: Tensor) -> Tensor | float:
-    """The value of a tensor that is about to be changed in place; of one on a device, without waiting for it."""
+    """The value of a tensor that is about to be changed in place; on a device a copy, without a host sync."""
     return float(scale) if scale.device.type == "cpu" else scale.clone()
 
 
@@ -351,7 +351,7 @@ def _gradients(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _first_nonfinite(optimizers: list[Optimizer]) -> str | None:
-    """The first parameter with a gradient that is not finite, by its place in the optimizer's groups."""
+    """The first parameter with a gradient that is not finite, by its index in the optimizer's groups."""
     for optimizer in optimizers:
         for g, group in enumerate(optimizer.param_groups):
             for p, parameter in enumerate(group["params"]):

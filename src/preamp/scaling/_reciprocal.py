@@ -13,7 +13,7 @@ from ..kernels import reciprocal
 class Reciprocal:
     """`reciprocal` of a scale, not to be written into.
 
-    On a CPU, where looking at it costs less, it is made anew only when that has changed.
+    On a CPU, where comparing is cheaper, it is recomputed only if the scale has changed.
     """
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ good step tells the limit, and the scale goes back up to `base`: straight while 
 gradients, else by half of what is missing.
 
 Window maxima for a scale are known from float8 training (NVIDIA's Transformer Engine calls it delayed scaling); that
-zeros alone mislead and subnormals tell follows from the histograms of Micikevicius et al. 2018, section 3.2.
+zeros alone mislead, and subnormals do not, follows from the histograms of Micikevicius et al. 2018, section 3.2.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ..kernels import Reading
 
 _LONGEST = 10_000
-"""Steps that may be remembered: they lie on the device, and every step looks at all of them."""
+"""The largest `window`: limits are on the device, and every step reads all of them."""
 
 _LIMIT = math.log2(FP16.max)
 
@@ -58,7 +58,7 @@ _MEMORY = 8
 
 
 class WindowScale(Moving):
-    """A power of two chosen by the largest gradient of the last steps, so that overflows need not teach it.
+    """A power of two chosen by the largest gradient of the last steps, before anything overflows.
 
     For float16. It needs a reading with statistics after each step (a session makes it; on CUDA the check for inf
     gives it for nothing); without one it backs off and grows as `DynamicScale` does, by factors of 2.

@@ -1,8 +1,8 @@
 """A whole training step as one CUDA graph: forward, backward, scaling, optimizer, all without the host.
 
-For networks whose kernels are shorter than the time Python takes to start them. It works because nothing in a step of a
-session waits for the device, and because all that a step changes (scales, counts of skips, masters, states) lies in
-tensors that stay where they are.
+For networks whose kernels are shorter than the time Python takes to launch them. It works because a session's step has
+no host sync, and because all that a step changes (scales, counts of skips, masters, states) is in tensors that keep
+their addresses.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ._step import OptimizerSteps, needs_host
 
 _PLAIN = (bool, int, float, str, type(None), tuple)
 _NOTED = "initial_lr"
-"""What schedulers note in a group, and no step reads."""
+"""An entry that schedulers write into a group, and no step reads."""
 
 
 class _Session(Protocol):
-    """What a captured step asks of a session."""
+    """The part of a session that a captured step uses."""
 
     device_type: str
     _rates: Rates
@@ -48,11 +48,11 @@ class _Session(Protocol):
 class CapturedStep:
     """A function of tensors that trains one step; made by `Session.capture`.
 
-    The first `warmup` calls run as written. The next one is captured, and from then on calls copy their arguments into
-    the tensors that were captured, start the graph, and return copies of its results.
+    The first `warmup` calls run as written. The next one is captured. Later calls copy their arguments into the
+    captured tensors, launch the graph, and return copies of its results.
 
-    A capture may load no kernels and read nothing from the device. So it only records what the call before it, run as
-    written, has done: with the same hyper-parameters, the same states, and arguments of the same shapes.
+    A capture may load no kernels and read nothing from the device. So it only records what the call before it did,
+    which ran as written: with the same hyper-parameters, the same states, and arguments of the same shapes.
     """
 
     def __init__(self, session: _Session, function: Callable[..., Any], warmup: int) -> None:
@@ -66,7 +66,7 @@ class CapturedStep:
         self._hyper: _Hyper | None = None
         self._changes = 0
         self._ran: tuple[Any, ...] | None = None
-        """What the last call worked on, if it ran as written."""
+        """The tensors of the last call, if it ran as written."""
         self._stream: Any = None
         self._loads = session._steps.loads
         self._eager = session.device_type != "cuda"
@@ -86,7 +86,7 @@ class CapturedStep:
 
     @property
     def captured(self) -> bool:
-        """Whether calls replay a graph by now."""
+        """Whether calls replay a graph."""
         return self._graph is not None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +95,7 @@ class CapturedStep:
         if self._eager:
             return self._function(*args, **kwargs)
         self._look_at_hyper()
-        if self._loads != self._session._steps.loads:  # states and counts lie in other tensors now
+        if self._loads != self._session._steps.loads:  # states and counts are in other tensors now
             self._loads = self._session._steps.loads
             self.reset()
         if self._graph is not None:
@@ -114,7 +114,7 @@ class CapturedStep:
         self._graph, self._outputs, self._inputs, self._ran = None, None, ((), {}), None
 
     def _look_at_hyper(self) -> None:
-        """Put rates into tensors, in which they may change, and forget the graph where anything else has changed."""
+        """Move learning rates into tensors, where they may change, and drop the graph if anything else has changed."""
         optimizers = list(self._session.optimizers.values())
         if not any(_refuses(o, self._session._steps.skip) for o in optimizers):
             self._session._rates.become_tensors(optimizers, self._session._device())
@@ -135,17 +135,17 @@ class CapturedStep:
             )
 
     def _may_be_captured(self, args: Any, kwargs: Any) -> bool:
-        """Whether a call would do what the last one did, which ran as written; takes note of what it works on."""
+        """Whether a call would do what the last one did, which ran as written; also records its tensors."""
         optimizers = self._session.optimizers.values()
         states = [len(state) for optimizer in optimizers for state in optimizer.state.values()]
         shapes = [(t.shape, t.dtype, t.device) for t in tensors((args, kwargs))]
         before, self._ran = self._ran, (states, shapes)
         self._warmup -= 1
-        first = any(isinstance(o, FusedOptimizer) and o.unstarted for o in optimizers)  # asks the device
+        first = any(isinstance(o, FusedOptimizer) and o.unstarted for o in optimizers)  # reads the device
         return self._warmup < 0 and not first and before == self._ran
 
     def _as_written(self, args: Any, kwargs: Any) -> Any:
-        """Run off the default stream, as torch wants it before a capture, and on one whose memory calls share."""
+        """Run on a side stream, as torch requires before a capture, with memory that calls share."""
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -191,11 +191,11 @@ class CapturedStep:
 
 @dataclass(frozen=True, slots=True)
 class _Hyper:
-    """The hyper-parameters of all groups: numbers, which a graph has frozen, and tensors by which ones they are."""
+    """The hyper-parameters of all groups: numbers, which a graph freezes, and tensors, by identity."""
 
     values: list[dict[str, Any]]
     kept: list[Tensor]
-    """The tensors, so that no other comes to lie at the place of one."""
+    """The tensors, kept so that no new one gets the id of an old one."""
 
     @classmethod
     def of(cls, optimizers: Iterable[Optimizer]) -> _Hyper:
@@ -211,29 +211,29 @@ class _Hyper:
         return cls(values, [value for group in groups for value in group.values() if isinstance(value, Tensor)])
 
     def changed_in(self, other: _Hyper) -> str:
-        """The names of those that are others there."""
+        """The names of the hyper-parameters that differ."""
         pairs = zip(self.values, other.values, strict=False)
         names = {key for old, new in pairs for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
         return ", ".join(sorted(names)) or "the list of groups"
 
 
 def _refuses(optimizer: Optimizer, skip: str) -> bool:
-    """Whether an optimizer asks the host whether to step, or is one of torch's that want capturable=True in a graph."""
+    """Whether an optimizer's step needs the host, or torch requires capturable=True for it in a graph."""
     told = [group["capturable"] for group in optimizer.param_groups if "capturable" in group]
     return needs_host(optimizer, skip) or (not isinstance(optimizer, FusedOptimizer) and not all(told))
 
 
 class Rates:
-    """What optimizers had as rates before they were captured, and the tensors that stand in their place."""
+    """The learning rates that optimizers had before the capture, and the tensors in their place."""
 
     def __init__(self) -> None:
         self._given: dict[tuple[Optimizer, int], float | Tensor] = {}
         self._ours: dict[tuple[Optimizer, int], Tensor] = {}
 
     def become_tensors(self, optimizers: Iterable[Optimizer], device: torch.device) -> None:
-        """Give every group a rate that is a tensor on `device`; a number set since goes into the tensor of before.
+        """Make every group's rate a tensor on `device`; a number set since then is copied into the earlier tensor.
 
-        A tensor that lies there already stays the one it is.
+        A tensor that is already on the device is kept.
         """
         for optimizer in optimizers:
             for index, group in enumerate(optimizer.param_groups):
@@ -251,9 +251,9 @@ class Rates:
                 group["lr"] = ours
 
     def restore(self) -> None:
-        """Let rates be numbers again, or tensors of the caller's, with the values that they have come to.
+        """Turn rates into numbers again, or the caller's tensors, with their current values.
 
-        Also those that were loaded since, from a state that has tensors. Waits for the device.
+        Also rates that were loaded since then, from a state that has tensors. A host sync.
         """
         for (optimizer, index), given in self._given.items():
             if index >= len(optimizer.param_groups):

@@ -1,4 +1,4 @@
-"""What a session's methods refuse, and how they say so."""
+"""The checks of a session's methods, and their errors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def check_gathered_full(models: Iterable[nn.Module]) -> None:
 
 
 def check_scaled_somewhere(losses: Losses, ran: Sequence[str], device: torch.device, group: Any) -> None:
-    """Before the first step: the loss of some stage has to have been scaled. Waits for the device."""
+    """Before the first step: the loss of some stage must have been scaled. A host sync."""
     scales = any(losses[name].inverse(device) is not None for name in losses)
     if scales and not bool(agreed_largest(torch.tensor(float(len(ran)), device=device), group)):
         raise SessionError(
@@ -80,7 +80,7 @@ def check_sharded_late(models: Iterable[nn.Module]) -> None:
 
 
 def check_own_step(optimizer: Optimizer, masters: Masters, scaled: bool) -> None:
-    """`optimizer.step()` by the caller, not by the session, where gradients are scaled or masters exist.
+    """Refuse `optimizer.step()` by the caller if gradients are scaled or masters exist.
 
     Optimizers of preamp.optim step 16-bit gradients and the session's masters by themselves.
     """
@@ -117,7 +117,7 @@ def selected(optimizers: Mapping[str, Optimizer], optimizer: Any) -> list[Optimi
 
 
 def first_nonfinite(named: Iterable[tuple[str, nn.Parameter]]) -> str | None:
-    """The path of the first parameter whose gradient is not finite; waits for the device."""
+    """The path of the first parameter whose gradient is not finite; a host sync."""
     for path, parameter in named:
         if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
             return path
@@ -131,7 +131,7 @@ def names_of(parameters: Sequence[nn.Parameter], named: Callable[[], Iterable[tu
 
 
 def named_parameters(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of bare models with their paths, behind the model's name where there are several."""
+    """The parameters of bare models with their paths, prefixed by the model's name if there are several."""
     for prefix, model in models.items():
         for path, parameter in unwrapped(model).named_parameters():
             yield f"{prefix}:{path}" if prefix else path, parameter
@@ -160,7 +160,7 @@ _FIELDS = {"version", "policy", "losses", "masters", "steps", "skipped"}
 def check_state(state: Any, policy: str, losses: Losses) -> None:
     """`StateError` (or `ScaleError`) unless every part but the masters' names and shapes fits; changes nothing.
 
-    Those two are the masters' own to check, which they do before they take one.
+    The masters check their names and shapes themselves before they load one.
     """
     if not isinstance(state, Mapping):
         raise StateError(f"a session's state is a dict, what state_dict() gave; this is {kind_of(state)}")

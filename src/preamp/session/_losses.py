@@ -1,4 +1,4 @@
-"""The named losses of a session: their scales, what these have still to learn, and how long each has been skipping."""
+"""The named losses of a session: their scales, the pending updates of these, and the skips in a row."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Losses:
         self._scales = dict(scales)
         self._runs = {name: _Run() for name in scales}
         self.separate_scales = len(scales) > 1 and any(scale.kind != "none" for scale in scales.values())
-        """Whether losses have scales of their own, so that their gradients can be added only once they are true."""
+        """Whether losses have scales of their own, so that their gradients must be unscaled before they are added."""
         self.need_statistics = any(scale.needs_statistics for scale in scales.values())
         """Whether a scale learns from more than the finite flag."""
 
@@ -51,9 +51,9 @@ class Losses:
     def after_step(
         self, name: str, reading: Reading, host_skipped: bool | None, offender: Callable[[], str | None]
     ) -> None:
-        """Let a scale learn from a step, and raise `ScaleCollapse` when it has skipped too long.
+        """Update a scale after a step, and raise `ScaleCollapse` after too many skips in a row.
 
-        `host_skipped`: whether the step was skipped, where the host knows that; None: only the device does.
+        `host_skipped`: whether the step was skipped, if the host knows; None: only the device does.
         """
         scale, found = self._scales[name], reading.found
         if scale.kind == "none":
@@ -62,7 +62,7 @@ class Losses:
         self._give_up(name, self._runs[name].add(found, host_skipped, scale.patience), found.device, offender)
 
     def replayed(self, steps: int, offender: Callable[[], str | None]) -> None:
-        """A CUDA graph takes steps that the host does not see: now and then, ask how many were skipped in a row."""
+        """A CUDA graph takes steps that the host does not see: now and then, read the number of skips in a row."""
         for name, scale in self._scales.items():
             run = self._runs[name].replayed(steps, scale.patience)
             if run is not None:
@@ -88,7 +88,7 @@ class Losses:
         )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of every scale, by name, with the length of its run of skips."""
+        """The state of every scale, by name, with its number of skips in a row."""
         return {
             name: {**scale.state_dict(), "skipped_in_a_row": self._runs[name].length}
             for name, scale in self._scales.items()
@@ -115,7 +115,7 @@ class Losses:
 
 
 class _Run:
-    """Skipped steps in a row: counted here when the outcome is known on the host, else on the device."""
+    """Skipped steps in a row: counted on the host if it knows the outcome, else on the device."""
 
     def __init__(self, start: int = 0) -> None:
         self._host = start
@@ -124,7 +124,7 @@ class _Run:
 
     @property
     def device(self) -> torch.device:
-        """Where it is counted."""
+        """The device of the count."""
         return torch.device("cpu") if self._device is None else self._device.device
 
     @property
@@ -132,7 +132,7 @@ class _Run:
         return self._host if self._device is None else int(self._device)
 
     def add(self, found: Tensor, host_skipped: bool | None, patience: int | None) -> int | None:
-        """The run's length after a step; None when only the device knows it and it is not yet worth asking."""
+        """The run's length after a step; None if only the device knows it and a read is not yet due."""
         if host_skipped is not None:
             self._host = self.length + 1 if host_skipped else 0
             self._device = None
@@ -143,7 +143,7 @@ class _Run:
         return self.replayed(1, patience)
 
     def reset(self) -> None:
-        """Start counting anew."""
+        """Restart the count."""
         self._host = 0
         if self._device is not None:
             self._device.zero_()
@@ -161,9 +161,9 @@ class _Run:
 
 
 class PendingScales:
-    """What scales have to learn: which losses ran, what was found in their gradients, and when to tell the scales.
+    """The pending updates of scales: which losses ran, and the readings of their gradients.
 
-    A scale learns once a round: after `step()` of all optimizers, or, when they are stepped one by one, at the next
+    A scale is updated once a round: after `step()` of all optimizers, or, when they are stepped one by one, at the next
     backward pass of its loss.
     """
 
@@ -185,27 +185,27 @@ class PendingScales:
         return bool(self._ran)
 
     def ran(self, name: str) -> None:
-        """A backward pass of a loss has run."""
+        """Record that a backward pass of a loss has run."""
         self._ran.add(name)
 
     def record(self, name: str, readings: dict[Optimizer, Reading]) -> None:
-        """What a loss with a scale of its own gave each optimizer."""
+        """Record the readings of each optimizer, for a loss with a scale of its own."""
         for optimizer, reading in readings.items():
             record = self._records.setdefault(optimizer, {})
             record[name] = record[name].merged(reading) if name in record else reading
 
     def void(self, optimizer: Optimizer) -> None:
-        """The optimizer's gradients were thrown away: what was found in them teaches nothing."""
+        """Drop the readings of an optimizer whose gradients were cleared."""
         self._records.pop(optimizer, None)
 
     def void_zeroed(self) -> None:
-        """`void` for every optimizer whose gradients were set to None behind the session's back."""
+        """`void` for every optimizer whose gradients were set to None without the session."""
         for optimizer in self._optimizers:
             if not gradients_of(optimizer):
                 self.void(optimizer)
 
     def stepped(self, chosen: Sequence[Optimizer], reading: Reading, host_skipped: bool | None) -> None:
-        """Optimizers have stepped, or skipped. `reading`: of their gradients. `host_skipped`: as in `after_step`."""
+        """Record a step, taken or skipped. `reading`: of the gradients. `host_skipped`: as in `after_step`."""
         self._stepped.update(chosen)
         if not self._losses.separate_scales:
             for name in self._ran:
@@ -224,7 +224,7 @@ class PendingScales:
         self._due[name] = (reading, host_skipped)
 
     def settle(self, name: str | None, offender: Callable[[], str | None]) -> None:
-        """Let the scale of a loss (None: every scale) learn. May raise `ScaleCollapse`, naming `offender()`."""
+        """Update the scale of a loss (None: every scale). May raise `ScaleCollapse`, naming `offender()`."""
         for each in [due for due in self._due if name in (None, due)] if self._due else ():
             reading, host_skipped = self._due.pop(each)
             self._ran.discard(each)
@@ -244,14 +244,14 @@ class PendingScales:
         self._stepped.clear()
 
     def clear(self) -> None:
-        """Forget everything; nothing is learnt."""
+        """Drop all pending updates."""
         self._ran.clear()
         self._stepped.clear()
         self._due.clear()
         self._records.clear()
 
     def forget_backward(self) -> None:
-        """All gradients were zeroed: the passes that made them teach nothing any more."""
+        """Drop the backward passes whose gradients were zeroed."""
         self._ran.clear()
 
 

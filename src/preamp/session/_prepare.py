@@ -66,13 +66,13 @@ def prepare(
 ) -> Session:
     """Bring a model and its optimizer under a level or policy, in place, and return the session that trains them.
 
-    What Lightning and Accelerate hand out in place of model and optimizer will do: the session takes what is behind.
+    The wrappers that Lightning and Accelerate return are accepted: the session uses the model and optimizer inside.
 
     | argument | what it is |
     |---|---|
     | `model` | float32, on its device; one, or a list or mapping of several |
     | `optimizer` | any of `torch.optim` but LBFGS, made from the model's parameters; one, several, or None |
-    | `level` | "O0" to "O5", an alias, or "auto" (the default): what suits the device; `repr(session)` tells it |
+    | `level` | "O0" to "O5", an alias, or "auto" (the default): what suits the device; `repr(session)` shows it |
     | `policy` | in place of a level: a `Policy`, its string or its fields |
     | `losses` | names of the losses, each with a scale of its own |
     | `scale` | in place of the policy's scale, for all losses or by name |
@@ -83,9 +83,9 @@ def prepare(
 
     `skip="host"` reads the flag, one host sync a step. "device" steps always, and puts parameters and states back where
     gradients were not finite, which costs a copy of them. "auto" is "device" for capturable optimizers on an
-    accelerator, else "host". With `shadow` gradients rest, and add up, in 16 bits. Over a `group` it is agreed whether
-    gradients are finite, and their norm; gradients may come from the loss of another stage, which scales it. DTensors
-    (FSDP2, tensor parallelism) need none, and under DistributedDataParallel gradients are alike anyway.
+    accelerator, else "host". With `shadow` gradients are kept, and add up, in 16 bits. The ranks of a `group` agree on
+    whether gradients are finite, and on their norm; gradients may come from the loss of another stage, which scales it.
+    DTensors (FSDP2, tensor parallelism) need no group; under DistributedDataParallel gradients are the same anyway.
 
     Raises `PolicyError` for a policy that cannot be meant or does not fit the model, `SessionError` for objects that
     cannot be prepared; then nothing has been changed. Warns once when an epsilon would vanish (see `safe_eps`).

@@ -20,7 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class SessionRegion(autocast):
-    """A region whose rules go when the session is closed.
+    """A region whose rules end when the session is closed.
 
     `entering`: called as the region begins, but not in compiled code. `another`: makes a region like this one.
     """
@@ -48,7 +48,7 @@ class SessionRegion(autocast):
 
 
 class FullPrecision:
-    """Models that hold their masters, with float32 buffers and without casts; their gradients are put aside.
+    """Runs models with their masters and float32 buffers, without casts; their gradients are put aside.
 
     `enter` and `leave` may be interrupted at any line. `leave` then finishes what was begun, and undoes it.
     """
@@ -60,7 +60,7 @@ class FullPrecision:
         """How many are inside now."""
 
     def enter(self) -> None:
-        """Put models in float32. `SessionError` where masters cannot take the parameters' place; then `leave`."""
+        """Turn models to float32. `SessionError` if masters cannot be swapped in; call `leave` then."""
         self._aside = {p: p.grad for model in self._models for p in model.parameters() if p.grad is not None}
         self._masters.full()
         for parameter in self._aside:

@@ -1,4 +1,4 @@
-"""`StepReport`: what a step did, read when somebody asks."""
+"""`StepReport`: what a step did, read from the device on demand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class StepReport:
-    """What `Session.step` did. Its fields are read from the device when first asked for, which is what waits for it.
+    """What `Session.step` did. Its fields are read from the device at first access, which is a host sync.
 
     A report is a value of its own: later steps do not change it.
     """
@@ -78,7 +78,7 @@ class StepReport:
 
 
 class Skips:
-    """How many steps were skipped: counted on the host where it knows, else on the device."""
+    """The number of skipped steps: counted on the host if it knows, else on the device."""
 
     def __init__(self, start: int = 0) -> None:
         self._host = start
@@ -86,11 +86,11 @@ class Skips:
 
     @property
     def total(self) -> int:
-        """Waits for the device."""
+        """A host sync."""
         return self._host + (0 if self._device is None else int(self._device))
 
     def count(self, found: Tensor, host_skipped: bool | None) -> None:
-        """A step was tried. `found`: 0-d, 1 if it was skipped. `host_skipped`: None where only the device knows."""
+        """Count an attempted step. `found`: 0-d, 1 if skipped. `host_skipped`: None if only the device knows."""
         if host_skipped is not None:
             self._host += host_skipped
         elif self._device is None:

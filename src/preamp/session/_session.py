@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 class Session:
     """Made by `preamp.prepare`. Owns what mixed precision adds to a training loop: regions, scales, masters, skips.
 
-    A context manager: leaving it, or `close()`, gives model, optimizer and torch back as they were, with the values
-    that training gave them.
+    A context manager: leaving it, or `close()`, restores model, optimizer and torch; parameters keep the values that
+    training gave them.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Session:
 
     @uncompiled
     def backward(self, loss: Tensor, *, name: str | None = None, sync: bool = True, **kwargs: Any) -> None:
-        """Gradients of `loss`, protected by its scale. Call it once a micro-batch; gradients add up until `step`.
+        """Compute gradients of `loss` times its scale. Call it once a micro-batch; gradients add up until `step`.
 
         `loss`: a 0-d floating tensor. `name`: which of the session's losses it is. `sync=False`: more micro-batches
         follow before the step; under DistributedDataParallel and FSDP2 forward and backward must run inside
@@ -175,7 +175,7 @@ class Session:
         self._pending.ran(name)
 
     def _begin_backward(self, loss: Tensor, name: str | None) -> str:
-        """Checks before a backward pass, and what the loss's scale still has to learn; returns the loss's name."""
+        """Check before a backward pass, and apply the loss scale's pending update; returns the loss's name."""
         self._check_open()
         check_loss(loss)
         name = self._losses.named(name)
@@ -215,7 +215,7 @@ class Session:
 
     @uncompiled
     def unscale_(self, optimizer: Optimizer | None = None) -> None:
-        """Make the gradients true: unscaled, float32 for parameters with masters. Once is enough; idempotent.
+        """Make the gradients true: unscaled, float32 for parameters with masters. Idempotent.
 
         Until `step`, parameters with masters hold their masters, so that `.grad` has the dtype of the parameter.
         """
@@ -229,14 +229,14 @@ class Session:
         """Shrink the true gradients so that their common norm is at most `max_norm`.
 
         Over the parameters of all optimizers, which then step or skip together; or of one. Returns the norm before,
-        0-d float32, not finite when the step will be skipped. Nothing waits for the device. Gradients that `unscale_`
-        has not made true stay as they are until `step`, which shrinks them as it unscales them.
+        0-d float32, not finite if the step will be skipped. There is no host sync. Gradients that `unscale_` has not
+        made true do not change until `step`, which clips them as it unscales them.
         """
         self._check_open()
         chosen = selected(self._optimizers, optimizer)
         for each in chosen:
             self._read(each)
-            self._gradients.norm(each)  # what the report tells is the norm before clipping
+            self._gradients.norm(each)  # the report has the norm before clipping
         norms = [self._gradients.norm_now(each, norm_type) for each in chosen]
         norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
         self._gradients.clip(chosen, (max_norm / (norm + 1e-6)).clamp(max=1.0))
@@ -263,12 +263,12 @@ class Session:
 
     @uncompiled
     def step(self, optimizer: Optimizer | None = None) -> StepReport:
-        """Step all optimizers, or one, each unless its gradients are not finite; then let the scales learn.
+        """Step all optimizers, or one, each unless its gradients are not finite; then update the scales.
 
         Those that were clipped by a common norm skip together, since it is not finite if one of them is not.
-        With several optimizers stepped one by one, a scale learns once, at the next backward of its loss. Raises
+        With several optimizers stepped one by one, a scale is updated once, at the next backward of its loss. Raises
         `SessionError` when no `session.backward` came before (but not with `prepare(..., group=...)`, where gradients
-        may come from the loss of another stage), and `ScaleCollapse` when a scale skips without end.
+        may come from the loss of another stage), and `ScaleCollapse` after too many skips in a row.
         """
         self._check_open()
         chosen = selected(self._optimizers, optimizer)
@@ -296,7 +296,7 @@ class Session:
             torch.clear_autocast_cache()  # of a region that is open still: casts of weights as they were
             for each in chosen:
                 self._gradients.forget(each)
-            self._reshard()  # what an evaluation since backward has gathered is out of date
+            self._reshard()  # weights that an evaluation since backward has gathered are out of date
         if self._masters.rounded is not None:
             warn_rounded(self._masters)
         read = functools.reduce(Reading.merged, readings)
@@ -329,10 +329,10 @@ class Session:
                     parameter.grad = None
 
     def capture(self, function: Callable[..., Any], *, warmup: int = 3) -> CapturedStep:
-        """`function`, a whole training step on tensors, as a CUDA graph: it pays where kernels are short.
+        """`function`, a whole training step on tensors, as a CUDA graph: it pays off where kernels are short.
 
-        The first `warmup` calls run as written, the next is captured, later ones replay it. One call more runs as
-        written where the last one was unlike it: it made states, or had other hyper-parameters. Arguments keep their
+        The first `warmup` calls run as written, the next is captured, later ones replay it. One more call runs as
+        written if the last one differed: it made states, or had other hyper-parameters. Arguments keep their
         shapes; learning rates are tensors until `close`, which schedulers write into; results are copies. Any optimizer
         that does not need the host will do: fused, capturable, of preamp.optim, or `skip="device"`. Warns and changes
         nothing elsewhere than on CUDA. Raises `SessionError` when the parameters lie on several GPUs.
@@ -345,7 +345,7 @@ class Session:
         return CapturedStep(self, function, warmup)
 
     def _replayed(self, steps: int) -> None:
-        """The host's part of steps that a graph takes."""
+        """Do the host's part of steps that a graph takes."""
         self._attempts += steps
         self._losses.replayed(steps, lambda: None)
 
@@ -372,11 +372,11 @@ class Session:
 
     @property
     def skipped(self) -> int:
-        """Skipped steps so far; waits for the device."""
+        """Skipped steps so far; a host sync."""
         return self._skips.total
 
     def loss_scale(self, name: str | None = None) -> float:
-        """The present scale of a loss; waits for the device."""
+        """The present scale of a loss; a host sync."""
         name = self._losses.named(name)
         self._settle(name)
         return float(self._losses[name].current(self._device()))
@@ -385,7 +385,7 @@ class Session:
         """All that preamp adds to a training run: scales, masters, counters. Save it beside model and optimizer.
 
         Tensors, numbers and strings only, so `torch.load(weights_only=True)` reads it. The tensors are the live ones,
-        as in torch's own state dicts: clone them to keep a moment.
+        as in torch's own state dicts: clone them to keep their values.
         """
         self._check_open()
         self._settle(None)
@@ -399,7 +399,7 @@ class Session:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` gave; before or after the model's and the optimizer's own state, as you like.
+        """Restore what `state_dict` gave; before or after the model's and the optimizer's own state.
 
         Strict: another version, policy, set of losses or of masters is a `StateError`, and nothing has changed.
         """
@@ -414,7 +414,7 @@ class Session:
         self._pending.clear()
 
     def close(self) -> None:
-        """Give model, optimizer and torch back as they were; the second call does nothing."""
+        """Restore model, optimizer and torch; the second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -436,7 +436,7 @@ class Session:
         self._rates.restore()
 
     def _true_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Make gradients that wait for a step true, for good, and drop those that a step has used scaled.
+        """Make gradients that no step has used true, permanently, and drop scaled ones that a step has used.
 
         Returns those of low parameters, in float32.
         """

@@ -19,11 +19,11 @@ from ._losses import Losses, PendingScales
 from ._regions import FullPrecision
 
 SKIPS = ("auto", "host", "device")
-"""Who decides about the skip of an optimizer that takes no flag."""
+"""The values of `skip`: who decides whether an optimizer that takes no flag steps."""
 
 
 class OptimizerSteps:
-    """How a session's optimizers step, and what happens when somebody else steps them or loads their state."""
+    """Steps a session's optimizers, and handles steps and loads of their state by others."""
 
     def __init__(
         self, optimizers: Sequence[Optimizer], gradients: Gradients, masters: Masters, losses: Losses,
@@ -34,9 +34,9 @@ class OptimizerSteps:
         self.skip = skip
         """One of `SKIPS`."""
         self.given: dict[Optimizer, Any] = {}
-        """What a framework handed out in the place of optimizers."""
+        """The wrappers that a framework returned for optimizers."""
         self.loads = 0
-        """How often states were loaded, which lie in other tensors then."""
+        """How often states were loaded, which are in new tensors then."""
         self._stepping: Optimizer | None = None
         for each in self._optimizers:
             if isinstance(each, FusedOptimizer):
@@ -66,10 +66,9 @@ class OptimizerSteps:
     def _step_unless(self, found: Tensor, optimizer: Optimizer) -> bool | None:
         """Step or skip.
 
-        Optimizers of `preamp.optim` take gradients as they rest, low and scaled, with a factor and the session's
-        masters. torch's fused ones take true gradients and the flag. Any other is stepped when the host has read the
-        flag, the one host sync of such a step; or, with `skip="device"` and for capturable ones, stepped always and put
-        back where `found`.
+        Optimizers of `preamp.optim` take low, scaled gradients, with a factor and the session's masters. torch's fused
+        ones take true gradients and the flag. Any other steps after the host has read the flag, the one host sync of
+        such a step. With `skip="device"`, and if capturable, it always steps, and is undone if `found`.
         """
         on_cpu, fused = found.device.type == "cpu", getattr(optimizer, "_step_supports_amp_scaling", False)
         on_device = not fused and (self.skip == "device" or (not on_cpu and not needs_host(optimizer, self.skip)))
@@ -93,7 +92,7 @@ class OptimizerSteps:
         return skipped
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Refuse a step that nobody but the caller takes, where it would do harm."""
+        """Refuse a step by the caller itself if it would do harm."""
         if self._stepping is optimizer or self._full.depth:  # where parameters are masters, and gradients true
             return
         scaled = self._pending.running and any(self._losses[name].kind != "none" for name in self._losses)
@@ -104,7 +103,7 @@ class OptimizerSteps:
     def _before_load(self, optimizer: Optimizer, state: Any) -> None:
         """Torch casts loaded state to the parameters' dtype: let it find float32 masters, not 16-bit parameters."""
         if list(map(_size, optimizer.param_groups)) != list(map(_size, state["param_groups"])):
-            return  # torch refuses it, and nobody would swap them out
+            return  # torch refuses it, and masters would never be swapped out
         if not self._full.depth:
             self._gradients.rest()
         self._masters.refresh(parameters_of(optimizer))
@@ -115,12 +114,12 @@ class OptimizerSteps:
         self.loads += 1
 
     def close(self) -> None:
-        """Let go of the optimizers; those of `preamp.optim` get back masters of their own by `take_masters_back`."""
+        """Release the optimizers; those of `preamp.optim` get their own masters again by `take_masters_back`."""
         for handle in self._handles:
             handle.remove()
 
     def take_masters_back(self) -> None:
-        """When these have been put back into the parameters."""
+        """Call it once masters are back in the parameters."""
         for each in self._optimizers:
             if isinstance(each, FusedOptimizer):
                 each.lend(None)
@@ -131,7 +130,7 @@ def _size(group: Mapping[str, Any]) -> int:
 
 
 def _step_under_flag(optimizer: Any, found: Tensor | None) -> None:
-    """By torch's own protocol: attributes that a fused step reads."""
+    """Step by torch's own protocol: attributes that a fused step reads."""
     optimizer.grad_scale, optimizer.found_inf = None, found
     try:
         optimizer.step()
@@ -140,7 +139,7 @@ def _step_under_flag(optimizer: Any, found: Tensor | None) -> None:
 
 
 def needs_host(optimizer: Optimizer, skip: str) -> bool:
-    """Whether, on an accelerator, only the host can tell an optimizer not to step."""
+    """Whether, on an accelerator, the host has to decide whether an optimizer steps."""
     capturable = all(group.get("capturable", False) for group in optimizer.param_groups)
     fused = getattr(optimizer, "_step_supports_amp_scaling", False)
     return not (fused or skip == "device" or (skip == "auto" and capturable))
@@ -153,7 +152,7 @@ def _stepping(optimizer: Optimizer) -> Iterator[Any]:
 
 @torch.no_grad()
 def _step_and_put_back(optimizer: Optimizer, found: Tensor) -> None:
-    """Step, then undo it on the device where `found`: costs a copy of parameters and states, and no wait."""
+    """Step, then undo it on the device if `found`. Costs a copy of parameters and states, no host sync."""
     before: list[tuple[Callable[[], Any], Any]] = []
     for parameter in _stepping(optimizer):
         before.append((lambda p=parameter: held_here(p.detach()), held_here(parameter.detach()).clone()))  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Measuring contenders that take turns: time by events on the device, memory, waits, kernels; and the suite's clock."""
+"""Measuring contenders that take turns: time by device events, memory, host syncs, kernels; and the suite's clock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Tell = Callable[[str], None]
 
 
 def quiet(what: str) -> None:
-    """Tells nobody."""
+    """Report nothing."""
 
 
 class Clock:
@@ -146,7 +146,7 @@ def _mend_generator() -> None:
 
 
 def _begin(entry: _Entry, work: Work, device: torch.device, pace: Pace, tell: Tell) -> None:
-    """Make the trainer, warm it up, and measure what needs no race: memory, waits, kernels."""
+    """Make the trainer, warm it up, and measure what needs no race: memory, host syncs, kernels."""
     before = _allocated(device)
     trainer = entry.trainer = Trainer(entry.contender, work, device, backend=pace.backend)
     trainer.take_turn()
@@ -185,7 +185,7 @@ def warm_up(trainer: Trainer, device: torch.device, fewest: int) -> float:
 
 
 def waits(trainer: Trainer, tell: Tell = quiet, steps: int = 3) -> dict[str, Any]:
-    """How often a step waits for the device. preamp's are first run with waiting forbidden, which tells where."""
+    """The host syncs of a step. preamp's steps first run with host syncs forbidden, so that an error shows where."""
     found: dict[str, Any] = {}
     try:
         if trainer.contender.ours:
@@ -220,7 +220,7 @@ def _round(entry: _Entry, device: torch.device) -> list[float]:
 
 
 def timed(work: Callable[[], Any], count: int, device: torch.device) -> list[float]:
-    """Seconds of each of `count` calls, by events on the device that nothing waits for until the end."""
+    """Seconds of each of `count` calls, by events on the device, with one sync at the end."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -250,7 +250,7 @@ def _end(entry: _Entry) -> None:
 
 
 def free() -> None:
-    """Give memory of what is gone back to the device, for whoever comes next."""
+    """Return freed memory to the device, for the next contender."""
     if torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()

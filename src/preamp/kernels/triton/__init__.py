@@ -1,8 +1,8 @@
 """Kernels in Triton: one launch over hundreds of tensors.
 
-A kernel gets a table of addresses and a plan that cuts every tensor into chunks, one chunk a program. Plans are kept
-for each list of sizes and tables for each list of addresses, so that a step which finds its tensors where they were
-uploads nothing. Only this module and `tables` can be imported without Triton.
+A kernel gets a table of addresses, and the chunks into which every tensor is cut, one chunk a program. Chunks are
+cached by the list of sizes and tables by the list of addresses, so a step whose tensors have not moved uploads nothing.
+Only this module and `tables` can be imported without Triton.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 
 
 def triton_runs_on(device: torch.device) -> bool:
-    """Whether kernels written in Triton can work on tensors of `device`, here and now.
+    """Whether Triton kernels can run on tensors of `device`.
 
-    That is so if Triton can be imported, and the device is a GPU or `TRITON_INTERPRET=1` was set when the first
-    kernel was about to be made: Triton's interpreter then runs them on the CPU, slowly, for tests.
-    `PREAMP_NO_TRITON=1` in the environment says no everywhere. The answer is remembered for the process.
+    They can if Triton can be imported, and the device is a GPU or `TRITON_INTERPRET=1` was set before the first kernel
+    was made: Triton's interpreter then runs them on the CPU, slowly, for tests. `PREAMP_NO_TRITON=1` in the environment
+    turns kernels off everywhere. The answer is cached for the process.
     """
     return _runs_on(device.type)
 

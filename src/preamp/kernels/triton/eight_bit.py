@@ -1,8 +1,8 @@
-"""Adam with moments in 8 bits as one Triton kernel. What the codes mean is told in `kernels.eight_bit`.
+"""Adam with moments in 8 bits as one Triton kernel. `kernels.eight_bit` defines the codes.
 
-A program is one warp and goes through the blocks of its chunk, 256 elements each: it finds their largest magnitudes by
-itself, without shared memory and barriers. Threads hold four elements of each half, so that every access is one run of
-memory, and what a chunk needs once is loaded once.
+A program is one warp and loops over the blocks of its chunk, 256 elements each: it finds their largest magnitudes
+without shared memory and barriers. Threads hold four elements of each half, so that every access is contiguous, and
+what a chunk needs once is loaded once.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ LEAST_SCALE = tl.constexpr(2.0**-126)
 
 
 WARPS = 1
-"""What finds the largest magnitude of a block by itself."""
+"""One warp finds the largest magnitude of a block."""
 REGISTERS = 56
-"""Of a thread. Triton would take 64 to 80, and with more than 64 there is no room for 32 warps on a processor; with 56
+"""Of a thread. Triton would use 64 to 80, and with more than 64 fewer than 32 warps fit on a multiprocessor; with 56
 nothing is spilled."""
 LIMIT = {} if torch.version.hip else {"maxnreg": REGISTERS}
 """An option that Triton has for CUDA only."""
@@ -81,7 +81,7 @@ def adam_8bit_step(storage: Storage, gradients: Tensors, o: AdamOptions) -> None
 
 @triton.jit
 def decode(code, ONE: tl.constexpr):
-    """What the magnitudes of codes, int32, mean as shares of the scale: they are float16 numbers cut short."""
+    """The magnitudes of codes, int32, decoded as shares of the scale: codes are truncated float16 numbers."""
     share = (code << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return share if ONE == 15 else share * 2.0 ** (15 - ONE)
 
@@ -132,12 +132,12 @@ def adam_8bit_chunk(
     rate = tl.load(scalars + RATE)
     key = tl.load(scalars + KEY).to(tl.uint32, bitcast=True)
     spot = tl.load(table + LAST * tensors + tensor)
-    # four side by side, and not eight, of which a load of 16 bytes would leave gaps in the run
+    # four adjacent elements instead of eight, with which loads of 16 bytes would not be contiguous
     columns = tl.max_contiguous(tl.multiple_of(tl.arange(0, BLOCK), 4), 4)
     left = tl.minimum(size - start, CHUNK).to(tl.int32)
 
     for row in range(0, CHUNK if FULL else left, BLOCK):
-        places = row + columns  # from the chunk's start on
+        places = row + columns  # from the start of the chunk
         block = row // BLOCK
         grad = take(grad_at, places, left, FULL).to(f32)
         if KIND == PLAIN:

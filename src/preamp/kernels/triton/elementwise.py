@@ -34,7 +34,7 @@ STOCHASTIC = tl.constexpr(2)  # bfloat16 weights, rounded stochastically
 
 
 def adam(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
-    """Adam on float32 parameters, on such in two halves, or on bfloat16 ones with stochastic rounding."""
+    """Adam on float32 parameters, on split ones, or on bfloat16 ones with stochastic rounding."""
     kind = SPLIT if storage.bits else PLAIN if storage.params[0].dtype is torch.float32 else STOCHASTIC
     with on(storage.params[0].device):
         scalars = adam_numbers(storage, o, o.seed if kind is STOCHASTIC else None)
@@ -47,7 +47,7 @@ def adam(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
 
 
 def adam_numbers(storage: Storage, o: AdamOptions, seed: int | None) -> Tensor:
-    """The numbers of a step of Adam. `seed`: for steps that draw."""
+    """The numbers of a step of Adam. `seed`: for stochastic rounding."""
     decay = o.weight_decay if o.decoupled_weight_decay else 0.0
     return prepare(
         storage.params[0].device, o, storage.step, betas=(float(o.betas[0]), float(o.betas[1])), folds=True,
@@ -56,13 +56,13 @@ def adam_numbers(storage: Storage, o: AdamOptions, seed: int | None) -> Tensor:
 
 
 def adam_constants(o: AdamOptions) -> tuple[float, ...]:
-    """What Adam's kernels take behind the table."""
+    """The arguments of Adam's kernels after the table."""
     beta1, beta2 = o.betas
     return tuple(map(float, (1 - beta1, beta2, 1 - beta2, o.eps, o.weight_decay)))
 
 
 def decay_of(o: AdamOptions) -> int:
-    """The kernels' name of no weight decay (0), of one in the gradient (1), and of a decoupled one (2)."""
+    """The kernels' code for weight decay: none (0), in the gradient (1), decoupled (2)."""
     return (2 if o.decoupled_weight_decay else 1) if o.weight_decay else 0
 
 
@@ -95,7 +95,7 @@ def _simple(
 
 @triton.jit
 def chances(key, spot, places):
-    """32 random bits for each element: a function of the key, the tensor's position and the element's place."""
+    """32 random bits for each element: a function of the key, the tensor's position and the element's."""
     low = (places & 0xFFFFFFFF).to(tl.uint32)
     high = (places >> 32).to(tl.uint32)
     return mix(low ^ mix(mix(key + spot.to(tl.uint32) * 0x9E3779B9) + high))
@@ -103,19 +103,19 @@ def chances(key, spot, places):
 
 @triton.jit
 def joined(high, low):
-    """The bits of a float32 number, of the upper half in place and the distance from it; a zero stays one."""
+    """The bits of a float32 number, from its upper half (shifted) and the distance to it; a zero stays zero."""
     return high + tl.where(((high << 1) == 0) & (low < 0), 0, low)
 
 
 @triton.jit
 def one_nan(bits):
-    """Every NaN as the one that survives the loss of its low half."""
+    """Replace every NaN by one that stays NaN without its low half."""
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)
 
 
 @triton.jit
 def publish_at(pointer, places, values, size, LOW: tl.constexpr, FULL: tl.constexpr):
-    """Round float32 values to nearest even; bfloat16 by integers, because the interpreter's own cast cuts bits off."""
+    """Round float32 values to nearest even; bfloat16 by integers, because the interpreter's own cast truncates."""
     if tl.bfloat16 == LOW:
         bits = one_nan(values.to(tl.int32, bitcast=True))
         bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
@@ -171,7 +171,7 @@ def adam_chunk(
     below = tl.sqrt_rn(most) * tl.load(scalars + ROOT) + eps
     param = param - tl.load(scalars + RATE) * tl.div_rn(first, below)
 
-    if KIND == PLAIN:  # every load stands before the first store, which a later one would have to wait for
+    if KIND == PLAIN:  # all loads come before the first store, for which a later load would have to wait
         if LOW is not None:
             publish(table, extra, tensors, tensor, places, param, size, LOW, FULL, ALIGNED)
         put(param_at, places, param, size, FULL)

@@ -1,15 +1,15 @@
 """What kernels over many tensors share: how they find their tensor, the numbers of a step, launching.
 
-A program finds its tensor and its place in it by the plan, and the addresses in the table (`tables`). Chunks that are
-full are worked on without masks and, with aligned addresses, by vector loads; a start that is a multiple of the chunk's
-length and an address marked as aligned are what the compiler needs to see for that.
+A program finds its tensor and its position in it by `Chunks`, and the addresses in the table (`tables`). Full chunks
+need no masks and, with aligned addresses, use vector loads. For that the compiler needs to see a start that is a
+multiple of the chunk's length and an address marked as aligned.
 
-Before a step `prepare_numbers` runs, one program: it counts the step and turns hyper-parameters, loss scale and flag
-into a few numbers, so that the programs of the second launch all see the same ones. Numbers of eight bytes' precision
-come as pairs of float32, which is what Triton makes of Python's floats. Fused multiply-add is off at the launch, so
-that every device, and the interpreter, rounds alike.
+Before a step `prepare_numbers` runs as one program: it counts the step and turns hyper-parameters, loss scale and flag
+into a few numbers, so that all programs of the second launch see the same ones. float64 numbers are passed as pairs of
+float32, since Triton turns Python's floats into float32. Fused multiply-add is off at the launch, so that every device,
+and the interpreter, rounds alike.
 
-This imports Triton: import it only where `triton_runs_on`.
+This module imports Triton: import it only if `triton_runs_on`.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from ..storage import Options, Storage, Tensors
 from .tables import Part, parts_of
 
 GO = tl.constexpr(0)  # 1 if the step may write, else 0
-FACTOR = tl.constexpr(1)  # what gradients are multiplied by; negative to go uphill
+FACTOR = tl.constexpr(1)  # what gradients are multiplied by; negative to maximize
 RATE = tl.constexpr(2)  # what updates are multiplied by
 ROOT = tl.constexpr(3)  # 1 / sqrt(1 - beta2^t)
 KEEP = tl.constexpr(4)  # 1 - lr * weight decay
 FIRST = tl.constexpr(5)  # 1 / (1 - beta1^t)
-KEY = tl.constexpr(6)  # the bits of what chances of this step are made from
+KEY = tl.constexpr(6)  # the key of this step's random numbers
 SCALARS = 8
 
 CHUNK = 1024
 """Elements of one program."""
 WARPS = 8
-"""Four elements a thread: float32 numbers are then 16-byte accesses side by side, and 16-bit ones need no exchange
-between threads, which eight elements a thread would take through shared memory."""
+"""Four elements a thread: float32 numbers are then adjacent 16-byte accesses, and 16-bit ones need no exchange between
+threads, which with eight elements a thread would go through shared memory."""
 
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
@@ -82,7 +82,7 @@ def put(pointer, places, values, size, FULL: tl.constexpr):
 
 @triton.jit
 def mix(value):
-    """Scramble 32 bits, each of which then depends on all (the finalizer of MurmurHash3)."""
+    """Hash 32 bits so that each depends on all of them (the finalizer of MurmurHash3)."""
     value = value ^ (value >> 16)
     value = value * 0x85EBCA6B
     value = value ^ (value >> 13)
@@ -154,7 +154,7 @@ class Kind:
     copy: torch.dtype | None
 
     def of(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Those of `tensors` that are of this kind."""
+        """The `tensors` of this kind."""
         return tensors if self.places is None else [tensors[i] for i in self.places]
 
 
@@ -175,7 +175,7 @@ def kinds_of(gradients: Tensors, copies: Sequence[Tensor | None] | None) -> list
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """Make `device` the one that kernels start on."""
+    """Launch kernels on `device`."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -192,9 +192,9 @@ def prepare(
 ) -> Tensor:  # fmt: skip
     """Launch `prepare_numbers`; returns the (8,) float32 numbers that the kernels of a step read.
 
-    `betas`: None for no bias correction. `folds`: divide the learning rate by 1 - beta1^t. `decay`: of the decoupled
-    kind. `norm`: 0-d float32, the global L2 norm of the true gradients if they are to be clipped to `most`.
-    `seed`: what stochastic rounding makes its chances from; 62 bits of it count.
+    `betas`: None for no bias correction. `folds`: divide the learning rate by 1 - beta1^t. `decay`: decoupled weight
+    decay. `norm`: 0-d float32, the global L2 norm of the true gradients if they are to be clipped to `most`.
+    `seed`: of stochastic rounding; 62 bits of it are used.
     """
     out = torch.empty(SCALARS, dtype=torch.float32, device=device)
     found = None if o.found is None else o.found.to(device)
@@ -214,7 +214,7 @@ def prepare(
 
 
 def parts(storage: Storage, gradients: Tensors, shaped: int | None = None) -> Iterator[tuple[Kind, Part]]:
-    """The launches that a step over parameters, gradients and states takes; empty lists and missing copies left out.
+    """The launches of a step over parameters, gradients and states; empty lists and missing copies are left out.
 
     Rows of the tables: parameters, gradients, states, the lower halves of masters, copies. `shaped`: how many lists of
     states the kernel gets.
@@ -232,15 +232,15 @@ def parts(storage: Storage, gradients: Tensors, shaped: int | None = None) -> It
 def launch(kernel: Callable[..., object], part: Part, before: Sequence[object], after: Sequence[object], *,
            warps: int = WARPS, **constants: object) -> None:  # fmt: skip
     """One program for each chunk of a part."""
-    plan = part.plan
-    kernel[(plan.chunks,)](  # type: ignore[index]
-        *before, plan.tensor_of, plan.block_of, plan.sizes, part.table, plan.tensors, *after,
-        ALIGNED=part.aligned, CHUNK=plan.chunk, num_warps=warps, enable_fp_fusion=False, **constants,
+    chunks = part.chunks
+    kernel[(chunks.count,)](  # type: ignore[index]
+        *before, chunks.tensor_of, chunks.block_of, chunks.sizes, part.table, chunks.tensors, *after,
+        ALIGNED=part.aligned, CHUNK=chunks.chunk, num_warps=warps, enable_fp_fusion=False, **constants,
     )  # fmt: skip
 
 
 def wrote(storage: Storage) -> None:
-    """Tell autograd, and whoever watches `_version`, that parameters and copies were changed in place."""
+    """Count a write to parameters and copies in `_version`, for autograd and others."""
     count_writes(storage.params)
     copies = storage.copies
     if copies:

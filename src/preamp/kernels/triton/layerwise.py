@@ -1,6 +1,6 @@
 """LAMB and NovoGrad as Triton kernels.
 
-LAMB's update is not stored between its launches but made again from the moments, which costs the same traffic and no
+LAMB's update is not stored between its launches but recomputed from the moments, which costs the same traffic and no
 memory.
 """
 
@@ -52,24 +52,25 @@ def lamb(storage: Storage, gradients: Tensors, o: LambOptions) -> None:
         )  # fmt: skip
         weights = (o.betas[0], o.one_beta1, o.betas[1], 1 - o.betas[1], o.eps)
         found: list[Found] = []
-        made = torch.empty if o.shard_sum is None else torch.zeros  # added up also where a skipped step leaves them so
+        # zeros: they are summed over ranks even if a skipped step writes nothing
+        made = torch.empty if o.shard_sum is None else torch.zeros
         for kind, part in launches:
-            partials = made(2 * part.plan.chunks if o.trusts else 1, dtype=torch.float32, device=device)
+            partials = made(2 * part.chunks.count if o.trusts else 1, dtype=torch.float32, device=device)
             launch(
                 lamb_moments, part, (scalars, partials), (*map(float, weights), inside, outside),
                 warps=1, GRAD=type_of(kind.grad), TRUSTS=o.trusts, BLOCK=BLOCK,
             )  # fmt: skip
-            found.append((kind, part, part.plan.first, partials))
+            found.append((kind, part, part.chunks.first, partials))
         if o.shard_sum is not None and o.trusts:
             numbers = of_whole_tensors(found, storage.params, o.shard_sum, squares=True, each=2)
             found = [
-                (kind, part, one_each(part.plan.tensors, device), numbers[part.table[-1]].flatten())
+                (kind, part, one_each(part.chunks.tensors, device), numbers[part.table[-1]].flatten())
                 for kind, part, _, _ in found
             ]
         for kind, part, first, partials in found:
-            ratios = torch.empty(part.plan.tensors, dtype=torch.float32, device=device)
+            ratios = torch.empty(part.chunks.tensors, dtype=torch.float32, device=device)
             if o.trusts:
-                lamb_ratios[(part.plan.tensors,)](
+                lamb_ratios[(part.chunks.tensors,)](
                     scalars, first, partials, ratios, BLOCK=BLOCK, num_warps=1, enable_fp_fusion=False
                 )
             launch(
@@ -87,7 +88,7 @@ def novograd(storage: Storage, gradients: Tensors, o: NovoGradOptions) -> None:
     with on(device):
         scalars = prepare(device, o, step, betas=o.betas if o.bias_correction else None)
         found: list[Found] = [
-            (kind, part, part.plan.first, chunk_norms(kind, part, o.factor, squares=squares))
+            (kind, part, part.chunks.first, chunk_norms(kind, part, o.factor, squares=squares))
             for kind, part in parts(storage, gradients, shaped=1)
         ]
         if o.shard_sum is None:
@@ -95,7 +96,7 @@ def novograd(storage: Storage, gradients: Tensors, o: NovoGradOptions) -> None:
                 _below(o, scalars, step, first, part.table, part.table.shape[0] - 1, partials, norms)
                 for _, part, first, partials in found
             ]
-        else:  # of all parameters at once, as those of which nothing lies here have a running norm, too
+        else:  # of all parameters at once, since those without elements on this rank have a running norm, too
             numbers = of_whole_tensors(found, storage.params, o.shard_sum, squares=squares, each=1)
             count = len(storage.params)
             places = torch.arange(count, dtype=torch.int64, device=device).unsqueeze(0)
@@ -114,7 +115,7 @@ def _below(
     o: NovoGradOptions, scalars: Tensor, step: Tensor, first: Tensor, table: Tensor, row: int, partials: Tensor,
     norms: Tensor,
 ) -> Tensor:  # fmt: skip
-    """(tensors,): what gradients or moments are divided by; the running norms are brought up to date."""
+    """(tensors,): the divisors of gradients or moments. Also updates the running norms."""
     tensors = table.shape[1]
     below = torch.empty(tensors, dtype=torch.float32, device=table.device)
     novograd_norms[(tensors,)](
@@ -198,7 +199,7 @@ def novograd_chunk(
 
 @triton.jit
 def lamb_update(scalars, param, first, second, eps, decay):
-    """What LAMB would subtract, before trust ratio and learning rate; `decay` is 0 if it went into the gradient."""
+    """LAMB's update before trust ratio and learning rate; `decay` is 0 if it went into the gradient."""
     below = tl.sqrt_rn(second) * tl.load(scalars + ROOT) + eps
     return tl.div_rn(first * tl.load(scalars + FIRST), below) + decay * param
 

@@ -1,4 +1,4 @@
-"""Reading gradients on the device: one pass of many programs, and a short one that puts their findings together.
+"""Reads gradients on the device: one launch of many programs, and a short one that combines their results.
 
 Magnitudes are compared as integers, sign bit off: there infinity and NaN are simply the largest numbers, so one
 maximum gives both the largest magnitude and whether everything was finite. Sums are made in a fixed order, without
@@ -31,16 +31,16 @@ BLOCK = 1024
 SHORT = 2 * BLOCK
 """Elements of one program."""
 LONG = 16 * BLOCK
-"""The same when there is work for all processors: fewer programs, fewer numbers to put together."""
+"""The same when there is work for all multiprocessors: fewer programs, fewer numbers to combine."""
 MANY = 2**23
-"""From so many entries on programs are long."""
+"""From this many entries on, programs are long."""
 
 KINDS = {torch.float16: (0, tl.int16, 4), torch.bfloat16: (1, tl.int16, 4), torch.float32: (2, tl.int32, 8)}
 """How a dtype is read: the kernel's name for it, the integer of its size, and warps. A thread then takes 16 bytes."""
 
 
 class Numbers(NamedTuple):
-    """What one reading found; all on the gradients' device."""
+    """The result of one reading; all on the gradients' device."""
 
     found: Tensor
     """0-d float32: 1 if some entry is inf or nan, else 0."""
@@ -51,7 +51,7 @@ class Numbers(NamedTuple):
     amax: Tensor
     """0-d float32: the largest magnitude; inf or nan if `found`."""
     counts: Tensor | None
-    """(2,) int64: how many entries are not 0 and below `tiny`, and how many are 0; None where these were not asked."""
+    """(2,) int64: how many entries are not 0 and below `tiny`, and how many are 0; None if not requested."""
 
 
 def readable(gradients: Sequence[Tensor]) -> bool:
@@ -64,7 +64,7 @@ def read(gradients: Sequence[Tensor], tiny: float | None) -> Numbers:
     """Read every entry of `gradients` (one at least, `readable`) once.
 
     `tiny`: entries that are not 0 and below it in magnitude are counted as subnormal, and zeros as such; None: nothing
-    is counted, which a GPU would spend a quarter of the time on. A finite float32 or bfloat16
+    is counted, which saves a GPU a quarter of the time. A finite float32 or bfloat16
     entry does not overflow the norm, whatever its square is. One launch for each dtype, and one to finish; views that
     do not fill their memory are copied first.
     """
@@ -79,47 +79,47 @@ def read(gradients: Sequence[Tensor], tiny: float | None) -> Numbers:
         places = [i for i, gradient in enumerate(dense) if gradient.dtype is dtype] if len(dtypes) > 1 else None
         chosen = dense if places is None else [dense[i] for i in places]
         work += [(dtype, part) for part in parts_of([chosen], chunk, places)]
-    chunks = sum(part.plan.chunks for _, part in work)
-    if not chunks:
+    total = sum(part.chunks.count for _, part in work)
+    if not total:
         nothing = torch.zeros((), device=device)
         none = torch.zeros(len(dense), dtype=torch.bool, device=device)
         return Numbers(nothing, nothing, none, nothing, None if tiny is None else nothing.to(torch.int64).expand(2))
 
-    squares = torch.empty(chunks, dtype=torch.float64, device=device)
-    tops = torch.empty(chunks, dtype=torch.float32, device=device)
+    squares = torch.empty(total, dtype=torch.float64, device=device)
+    tops = torch.empty(total, dtype=torch.float32, device=device)
     floats = torch.empty(3, dtype=torch.float32, device=device)
     lows = zeros = counts = None
     if tiny is not None:
-        lows, zeros = torch.empty((2, chunks), dtype=torch.int32, device=device).unbind()
+        lows, zeros = torch.empty((2, total), dtype=torch.int32, device=device).unbind()
         counts = torch.empty(2, dtype=torch.int64, device=device)
-    covered = sum(part.plan.tensors for _, part in work) == len(dense)
+    covered = sum(part.chunks.tensors for _, part in work) == len(dense)
     flags = (torch.empty if covered else torch.zeros)(len(dense), dtype=torch.uint8, device=device)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         base = 0
         for dtype, part in work:
-            plan, (kind, integer, warps) = part.plan, KINDS[dtype]
-            read_kernel[(plan.chunks,)](
-                plan.tensor_of, plan.block_of, plan.sizes, part.table, plan.tensors,
+            chunks, (kind, integer, warps) = part.chunks, KINDS[dtype]
+            read_kernel[(chunks.count,)](
+                chunks.tensor_of, chunks.block_of, chunks.sizes, part.table, chunks.tensors,
                 0 if tiny is None else _integer_of(tiny, dtype), base, squares, tops, lows, zeros,
-                KIND=kind, INTEGER=integer, COUNTS=tiny is not None, ALIGNED=part.aligned, CHUNK=plan.chunk,
+                KIND=kind, INTEGER=integer, COUNTS=tiny is not None, ALIGNED=part.aligned, CHUNK=chunks.chunk,
                 BLOCK=BLOCK, num_warps=warps, enable_fp_fusion=False,
             )  # fmt: skip
-            base += plan.chunks
+            base += chunks.count
         base = 0
         for i, (_, part) in enumerate(work):
-            plan, last = part.plan, i == len(work) - 1
-            finish[(plan.tensors + last,)](
-                plan.first, part.table, plan.tensors, base, chunks, squares, tops, lows, zeros, flags, floats, counts,
-                COUNTS=tiny is not None, BLOCK=1024, num_warps=8, enable_fp_fusion=False,
+            chunks, last = part.chunks, i == len(work) - 1
+            finish[(chunks.tensors + last,)](
+                chunks.first, part.table, chunks.tensors, base, total, squares, tops, lows, zeros, flags, floats,
+                counts, COUNTS=tiny is not None, BLOCK=1024, num_warps=8, enable_fp_fusion=False,
             )  # fmt: skip
-            base += plan.chunks
+            base += chunks.count
     found, norm, amax = floats.unbind()
     return Numbers(found, norm, flags.view(torch.bool), amax, counts)
 
 
 @lru_cache
 def _integer_of(tiny: float, dtype: torch.dtype) -> int:
-    """The integer that stands for the smallest number of `dtype` above 0 that is not below `tiny`."""
+    """The bits, as an integer, of the smallest positive number of `dtype` that is not below `tiny`."""
     integer = torch.int32 if dtype is torch.float32 else torch.int16
     nearest = torch.tensor(tiny, dtype=torch.float64, device="cpu").to(dtype)
     return max(1, int(nearest.view(integer)) + (float(nearest) < tiny))
@@ -127,7 +127,7 @@ def _integer_of(tiny: float, dtype: torch.dtype) -> int:
 
 @triton.jit
 def as_float(bits, KIND: tl.constexpr):
-    """Magnitudes as float32, from the integers that stand for them in float16 (0), bfloat16 (1) or float32 (2)."""
+    """Magnitudes as float32, from their bits as integers in float16 (0), bfloat16 (1) or float32 (2)."""
     if KIND == 0:
         return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     if KIND == 1:
@@ -169,7 +169,7 @@ def read_chunk(
     if KIND != 0:  # squares of float16 numbers neither overflow nor vanish in float32
         too_big = (largest > 2.0**50) & (largest < float("inf"))
         too_small = (largest < 2.0**-40) & (largest > 0)
-        if too_big | too_small:  # rare, so it costs nothing to read the chunk again, scaled by a power of two
+        if too_big | too_small:  # rare, so reading the chunk again, scaled by a power of two, costs nothing on average
             scale = tl.where(too_big, 2.0**-90, 2.0**90)
             total = tl.zeros((BLOCK,), tl.float32)
             for block in range(0, CHUNK if FULL else length, BLOCK):

@@ -1,8 +1,8 @@
 """Sums and largest magnitudes of whole tensors as Triton kernels, for steps that scale updates by norms.
 
-They are made in two launches, one number a chunk and then one program a tensor, always in the same order, so that a
-step gives the same bits each time. A program that adds up is one warp and goes through its chunk block by block, so
-that no warp waits for another.
+There are two launches: one computes a number a chunk, the other runs one program a tensor. The order is always the
+same, so a step gives the same bits each time. A program that sums is one warp and loops over its chunk block by block,
+so no warp waits for another.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from .launch import Kind, address, chunk_of, launch, take, type_of
 from .tables import Part
 
 BLOCK = 128
-"""Numbers that a program which adds up, one warp, takes at a time: 16 bytes a thread of float32 ones."""
+"""Numbers that a summing program, one warp, loads at a time: 16 bytes of float32 a thread."""
 
 Found = tuple[Kind, Part, Tensor, Tensor]
-"""A launch, (tensors + 1,) where the chunks of each tensor begin, and what was found in each chunk."""
+"""A launch, (tensors + 1,) the first chunk of each tensor, and the number of each chunk."""
 
 
 def chunk_norms(kind: Kind, part: Part, factor: Tensor | None, *, squares: bool) -> Tensor:
     """(chunks,) float32: of the true gradients, each chunk's sum of squares or largest magnitude."""
     device = part.table.device
-    partials = torch.empty(part.plan.chunks, dtype=torch.float32, device=device)
+    partials = torch.empty(part.chunks.count, dtype=torch.float32, device=device)
     launch(
         chunk_norms_kernel, part, (), (partials if factor is None else factor.to(device), partials),
         warps=1, GRAD=type_of(kind.grad), HAS_FACTOR=factor is not None, SQUARES=squares,
@@ -43,15 +43,15 @@ def of_whole_tensors(
     """(parameters, each) float32: the numbers of every parameter, added up over chunks and ranks."""
     numbers = torch.zeros(len(params), each, dtype=torch.float64, device=params[0].device)
     for _, part, first, partials in found:
-        tensor_numbers[(part.plan.tensors,)](
-            first, part.table, part.plan.tensors, partials, numbers, SQUARES=squares, EACH=each,
+        tensor_numbers[(part.chunks.tensors,)](
+            first, part.table, part.chunks.tensors, partials, numbers, SQUARES=squares, EACH=each,
             ROW=part.table.shape[0] - 1, BLOCK=BLOCK, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return shard_sum(numbers, not squares).float()
 
 
 def one_each(tensors: int, device: torch.device) -> Tensor:
-    """Where chunks begin if every tensor is one."""
+    """The first chunks if every tensor is one chunk."""
     return torch.arange(tensors + 1, dtype=torch.int32, device=device)
 
 
@@ -80,7 +80,7 @@ def chunk_norms_kernel(
 def chunk_norm(
     at, left, times, SQUARES: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
-    """Of one chunk, from `at` on. The bits of magnitudes order as numbers do, and NaN above all."""
+    """The number of one chunk, from `at` on. The bits of magnitudes order as numbers do, with NaN above all."""
     total = tl.zeros((BLOCK,), tl.float32 if SQUARES else tl.int32)
     for block in tl.static_range(0, CHUNK, BLOCK):
         values = take(at, block + tl.arange(0, BLOCK), left, FULL).to(tl.float32) * times

@@ -1,8 +1,8 @@
-"""Plans and tables of addresses, on the device.
+"""Chunks and tables of addresses, on the device.
 
-A table is never written to after it was made: a CUDA graph that was captured with it reads it at every replay, and
-kernels in flight may. New addresses get a new table; those made during a capture, and the pinned memory that the
-graph copies them from, are kept for the life of the process. Copies from pinned memory do not wait for the device.
+A table is never changed: a CUDA graph that was captured with it reads it at every replay, and running kernels may read
+it. New addresses get a new table. Tables made during a capture, and the pinned memory from which the graph copies them,
+live as long as the process. Copies from pinned memory are no host sync.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 from ..lists import listed
 
 ALIGNMENT = 16
-"""Bytes that one thread reads at once; addresses that are a multiple of it let kernels do so."""
+"""Bytes that one thread reads at once, if addresses are a multiple of it."""
 
 _SPARES = 16
 _KEPT = 32  # tables: a training loop uses one or two for each list, a second model a few more
 _tables: dict[tuple[object, ...], _Made] = {}
 _uses = count()
-_plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
+_chunks: OrderedDict[tuple[object, ...], Chunks] = OrderedDict()
 _captured: list[object] = []
 _spares: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 _uploads: Counter[tuple[int, torch.dtype]] = Counter()
@@ -33,16 +33,16 @@ _lock = threading.Lock()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Plan:
+class Chunks:
     """How a list of tensors is cut into chunks of `chunk` elements; the last of a tensor may be shorter."""
 
     chunk: int
     tensors: int
-    chunks: int
+    count: int
     tensor_of: Tensor
-    """(chunks,) int32: the tensor that a chunk belongs to."""
+    """(count,) int32: the tensor that a chunk belongs to."""
     block_of: Tensor
-    """(chunks,) int32: the place of a chunk within its tensor, in chunks."""
+    """(count,) int32: the index of a chunk within its tensor."""
     sizes: Tensor
     """(tensors,) int64: elements of each tensor."""
     first: Tensor
@@ -53,7 +53,7 @@ class Plan:
 class Part:
     """Tensors that one launch works on: all with aligned addresses, or those without."""
 
-    plan: Plan
+    chunks: Chunks
     table: Tensor
     """(lists + 1, tensors) int64: addresses, one row for each list, then the positions in the caller's lists."""
     aligned: bool
@@ -61,7 +61,7 @@ class Part:
 
 
 def parts_of(lists: Sequence[Sequence[Tensor]], chunk: int, positions: Sequence[int] | None = None) -> tuple[Part, ...]:
-    """Plans and address tables for kernels over `lists`: parameters, gradients, states, ... of equal lengths.
+    """Chunks and address tables for kernels over `lists`: parameters, gradients, states, ... of equal lengths.
 
     All tensors are on one device and walkable in the same order (`lists.same_walk`). `positions`: the numbers in the
     last row of the table, by default 0, 1, 2, ... Tensors without elements are in no chunk.
@@ -87,12 +87,12 @@ def parts_of(lists: Sequence[Sequence[Tensor]], chunk: int, positions: Sequence[
         chosen = [i for i in range(len(sizes)) if (i not in odd) is aligned and sizes[i]]
         if chosen:
             table = torch.tensor([[row[i] for i in chosen] for row in numbers], dtype=torch.int64, device="cpu")
-            plan = plan_of(tuple([sizes[i] for i in chosen]), chunk, device)
-            parts.append(Part(plan, upload(table, device), aligned))
+            cut = chunks_of(tuple([sizes[i] for i in chosen]), chunk, device)
+            parts.append(Part(cut, upload(table, device), aligned))
     made = tuple(parts)
     with _lock:
         if inside:
-            _captured.append(made)  # filled only when the graph runs, so no other launch may find it
+            _captured.append(made)  # filled only when the graph runs, so no other launch may use it
         else:
             _tables[key] = _Made(made, next(_uses))
             while len(_tables) > _KEPT:
@@ -102,40 +102,40 @@ def parts_of(lists: Sequence[Sequence[Tensor]], chunk: int, positions: Sequence[
 
 @dataclass(slots=True)
 class _Made:
-    """Parts, and when they were last used: to move their key to the end would hash thousands of addresses again."""
+    """Parts, and when they were last used: moving their key to the end would hash thousands of addresses again."""
 
     parts: tuple[Part, ...]
     used: int
 
 
-def plan_of(sizes: tuple[int, ...], chunk: int, device: torch.device) -> Plan:
-    """The plan for tensors of `sizes` elements, kept for the next call."""
+def chunks_of(sizes: tuple[int, ...], chunk: int, device: torch.device) -> Chunks:
+    """The chunks of tensors of `sizes` elements, kept for the next call."""
     key = (sizes, chunk, device)
     with _lock:
-        found = _plans.get(key)
+        found = _chunks.get(key)
         if found is not None:
-            _plans.move_to_end(key)
+            _chunks.move_to_end(key)
             return found
-    made = _make_plan(sizes, chunk, device)
+    made = _make_chunks(sizes, chunk, device)
     if not capturing(device):
         with _lock:
-            _plans[key] = made
-            while len(_plans) > _KEPT:
-                _plans.popitem(last=False)
+            _chunks[key] = made
+            while len(_chunks) > _KEPT:
+                _chunks.popitem(last=False)
     return made
 
 
-def _make_plan(sizes: tuple[int, ...], chunk: int, device: torch.device) -> Plan:
+def _make_chunks(sizes: tuple[int, ...], chunk: int, device: torch.device) -> Chunks:
     counts = torch.tensor([-(-size // chunk) for size in sizes], dtype=torch.int64, device="cpu")
     ends = counts.cumsum(0)
-    chunks = int(ends[-1]) if sizes else 0
+    count = int(ends[-1]) if sizes else 0
     tensor_of = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), counts)
-    block_of = torch.arange(chunks, device="cpu") - (ends - counts)[tensor_of]
+    block_of = torch.arange(count, device="cpu") - (ends - counts)[tensor_of]
     first = torch.cat([ends.new_zeros(1), ends])
-    return Plan(
+    return Chunks(
         chunk=chunk,
         tensors=len(sizes),
-        chunks=chunks,
+        count=count,
         tensor_of=upload(tensor_of.to(torch.int32), device),
         block_of=upload(block_of.to(torch.int32), device),
         sizes=upload(torch.tensor(sizes, dtype=torch.int64, device="cpu"), device),
@@ -144,7 +144,7 @@ def _make_plan(sizes: tuple[int, ...], chunk: int, device: torch.device) -> Plan
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether the current stream records a CUDA graph instead of running."""
+    """Whether the current stream is capturing a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -153,23 +153,23 @@ def _pinned(length: int, dtype: torch.dtype) -> Tensor:
 
 
 def ready_for_capture() -> None:
-    """Lay pinned memory aside anew for the uploads of a capture, of which an earlier one has used what there was."""
+    """Reserve pinned memory for the uploads of a capture, in place of what an earlier capture used."""
     with _lock:
         for kind in _uploads:
             _lay_aside(kind)
 
 
 def _lay_aside(kind: tuple[int, torch.dtype]) -> None:
-    """As many as there were uploads of a kind: a step that is captured makes no other tables than the one before it."""
+    """Reserve as many as there were uploads of a kind: a captured step makes the same tables as the one before it."""
     spares = _spares.setdefault(kind, [])
     spares += [_pinned(*kind) for _ in range(min(_uploads[kind], _SPARES) - len(spares))]
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
-    """A copy on `device` of a CPU tensor, without waiting for the device.
+    """A copy on `device` of a CPU tensor, without a host sync.
 
-    While a graph is captured the copy becomes part of it; its pinned source was laid aside before, since pinned memory
-    cannot be allocated then with every version of CUDA.
+    During a capture the copy becomes part of the graph. Its pinned source was reserved before, since not every version
+    of CUDA can allocate pinned memory during a capture.
     """
     if device.type != "cuda":
         return values.to(device)
