@@ -86,9 +86,9 @@ def trained(model: nn.Module, name: str, level: str, *, shadow: bool = False, **
         return {
             "parameters": held(parameters),
             "gradients": gradients,
-            "masters": held(map(masters.of, mastered)),
+            "masters": held(map(masters.stored, mastered)),
             "states": held(t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)),
-            "shadows": held(masters.twins(parameters) or []),
+            "shadows": held(masters.copies(parameters) or []),
             "buffers": held([*model.buffers(), *wide_buffers]) + counts,
             "cast weights": casts.bytes,
             "float32 gradients": wide[-1],
