@@ -108,7 +108,8 @@ def ddp(level: str, view: bool) -> dict[str, Any]:
         masters = session._masters
         return {
             "parameters": total(model.parameters()), "gradients": gradients, "reduced": sum(exchanged),
-            "gradients lie in": len(apart), "masters": total(masters.stored(p) for p in model.parameters() if p in masters),
+            "gradients lie in": len(apart),
+            "masters": total(masters.stored(p) for p in model.parameters() if p in masters),
             "states": total(t for state in optimizer.state.values() for t in state.values()),
         }  # fmt: skip
 
