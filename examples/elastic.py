@@ -1,11 +1,11 @@
-"""Training that survives a killed process: save often, and start again where the last checkpoint is.
+"""Training that survives a killed process: save often, and resume from the last checkpoint.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 2 examples/elastic.py
 
-When a rank dies, the launcher ends the others and starts all of them anew, up to `--max-restarts` times. They read the
-last checkpoint and go on from there; the end is, bit for bit, that of a run without interruption. Three things make it
-so: a checkpoint is whole or not there; it holds all that the next step depends on; and the data are a function of the
-step, not of how often the job was started. `docs/reliability.md` says more.
+When a rank dies, the launcher ends the others and restarts all of them, up to `--max-restarts` times. They read the
+last checkpoint and continue from there; the result is, bit for bit, that of a run without interruption. That takes
+three things: a checkpoint is complete or absent; it holds all that the next step depends on; and the data are a
+function of the step, not of how often the job was started. `docs/reliability.md` says more.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import preamp
 
 
 def batch(step: int, device: torch.device, size: int = 64) -> tuple[Tensor, Tensor]:
-    """What this rank learns from at a step: points on a sine wave, others on each rank."""
+    """A batch for this rank and step: points on a sine wave."""
     chance = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
     x = torch.rand(size, 1, generator=chance) * 6 - 3
     return x.to(device), x.sin().to(device)
 
 
 def join(backend: str) -> None:
-    """Meet the other ranks of this start, and not the addresses that those of an earlier one have left in the store."""
+    """Join the ranks of this start; a prefix hides the addresses that an earlier start has left in the store."""
     store, rank, world = next(rendezvous("env://"))
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(backend, store=dist.PrefixStore(f"start {start}", store), rank=rank, world_size=world)

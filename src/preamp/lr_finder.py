@@ -70,7 +70,7 @@ def sweep(
 ) -> LrCurve:
     """Train `steps` batches while the rate grows from `start_lr` to `end_lr`; restore everything.
 
-    `loader`: batches; it is started anew when it ends. `loss_fn(batch)`: the 0-d loss, called inside
+    `loader`: batches; it is restarted when it ends. `loss_fn(batch)`: the 0-d loss, called inside
     `session.autocast()`. `smoothing`: weight of the past in the average, in [0, 1). `stop_factor`: stop once the
     smoothed loss exceeds the best by this factor, or is not finite. `clip`: gradient norm, as in the training to come.
     Parameter groups keep the ratios of their rates. Raises `PreampError` for arguments out of range or an empty loader,

@@ -39,7 +39,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 class DeviceLost(PreampError):
     """The device answers no more in this process, as after an illegal access to its memory."""
 
-    exit_status = 75  # of sysexits.h: what failed may work when it is tried again, in a process that begins anew
+    exit_status = 75  # of sysexits.h: what failed may work when it is tried again, in a new process
 
 
 def check_device(device: torch.device, after: str) -> None:
@@ -60,7 +60,7 @@ def keep_heap() -> bool:
 
     By default glibc gives the large blocks of activations back to the system and faults them in again, step after
     step, or not, depending on which small block happens to lie on top of the heap: several percent of a step, awarded
-    to contenders by chance.
+    to contenders at random.
     """
     trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
     try:

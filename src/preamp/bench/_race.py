@@ -98,7 +98,7 @@ def race(
 ) -> list[Outcome]:
     """Time contenders interleaved, `number` calls each a round; the first one is the reference.
 
-    Rounds go through `orders`, so that what one contender leaves in the caches favours nobody.
+    Rounds go through `orders`, so that what one contender leaves in the caches favours no other.
     """
     names = list(contenders)
     for name in names:  # warm up

@@ -52,7 +52,7 @@ def any_rank(here: bool) -> bool:
     """Whether it is so on one of them: all have to stop together."""
     if ranks() == 1:
         return here
-    told = torch.tensor(float(here))
-    told = told.cuda() if dist.get_backend() == "nccl" else told
-    dist.all_reduce(told, dist.ReduceOp.MAX)
-    return bool(told)
+    flag = torch.tensor(float(here))
+    flag = flag.cuda() if dist.get_backend() == "nccl" else flag
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag)

@@ -20,7 +20,7 @@ MEASURED_ON = "measured on"
 """Key of a row under which it says where: device, torch, commit."""
 
 FRAMES = 12
-"""Of a traceback, the innermost frames, which are told."""
+"""The number of innermost frames of a traceback that are reported."""
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class Missing:
 
     done: frozenset[str] = frozenset()
     tried: frozenset[str] = frozenset()
-    """Those that failed: they come behind those that nobody tried, which they could take along when they fail again."""
+    """Those that failed: they come after those not yet tried, which they could lose if they crash again."""
     begin: Callable[[str], None] = lambda name: None
 
     def any(self, rows: Iterable[T], name: Callable[[T], str]) -> bool:
@@ -72,7 +72,7 @@ def described(error: BaseException) -> str:
 
 
 def failure(who: str, error: BaseException, tell: Callable[[str], None]) -> str:
-    """`described(error)`; its traceback is told at once, as a device may be lent for minutes only."""
+    """`described(error)`; its traceback is reported at once, as a device may be lent for minutes only."""
     told = "".join(traceback.format_exception(error, limit=-FRAMES)).rstrip()
     tell(f"{who} failed\n{told}")
     return described(error)

@@ -112,7 +112,7 @@ class _Writer:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """After the block, warn of saves that had failed before it and whose failure nobody has seen."""
+        """After the block, warn of saves that had failed before it and whose failure was not seen by the caller."""
         with self._changed:
             failed, self._failed = self._failed, []
         try:

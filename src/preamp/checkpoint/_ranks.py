@@ -29,15 +29,15 @@ def on_all_ranks(work: Callable[[], T], what: str, group: Any = None) -> list[T]
         result = work()
     except Exception as error:
         failed = error
-    told: list[Any] = [None] * dist.get_world_size(group)
+    answers: list[Any] = [None] * dist.get_world_size(group)
     mine = None if failed is None else f"{type(failed).__name__}: {failed}".splitlines()[0][:300]
-    dist.all_gather_object(told, (result, mine), group)
+    dist.all_gather_object(answers, (result, mine), group)
     if failed is not None:
         raise failed
-    for number, (_, theirs) in enumerate(told):
+    for number, (_, theirs) in enumerate(answers):
         if theirs is not None:
             raise CheckpointError(f"{what}: rank {number} failed ({theirs})")
-    return [result for result, _ in told]
+    return [result for result, _ in answers]
 
 
 def own_group() -> Any:

@@ -2,7 +2,7 @@
 
 A folder holds generations, written by `torch.distributed.checkpoint`, and one sealed file, `latest`, which names the
 one that is complete and carries what the session adds. Only when every rank has written is that file replaced, in one
-move: whoever is killed at whatever moment leaves the generation before.
+move: a rank killed at any moment leaves the previous generation.
 """
 
 from __future__ import annotations

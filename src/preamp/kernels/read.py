@@ -99,8 +99,8 @@ def read(
             seen = kernels.read(own, tiny if statistics else None)
             entries = sum(own.sizes)
             more = () if seen.counts is None else (seen.amax, *seen.counts.unbind())
-            told = Reading(seen.found, seen.norm, seen.nonfinite, entries, *more)
-            return told.on(device or told.found.device)
+            whole = Reading(seen.found, seen.norm, seen.nonfinite, entries, *more)
+            return whole.on(device or whole.found.device)
     groups = grouped(list(gradients))
     entries = sum(sum(map(Tensor.numel, group)) for group in groups)
     devices = {group[0].device for group in groups}

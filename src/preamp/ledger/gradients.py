@@ -300,7 +300,7 @@ class Gradients:
         """L2 norm of an optimizer's true gradients, before clipping."""
         record = self._records[optimizer]
         if record.norm is None:
-            if record.true:  # somebody may have changed them since they were read
+            if record.true:  # user code may have changed them since they were read
                 record.norm = self._norm_of(optimizer)
             else:
                 record.norm = record.reading.norm if record.inverse is None else record.reading.norm * record.inverse

@@ -88,7 +88,7 @@ def rebuild_reducers(
 def _rebuild_reducer(wrapper: Any) -> None:
     if wrapper.mixed_precision is not None:
         raise SessionError("it casts parameters by itself: mixed_precision=...")
-    told = wrapper._get_ddp_logging_data().get("comm_hook", "")
+    logged = wrapper._get_ddp_logging_data().get("comm_hook", "")
     held, sparse = wrapper._build_params_for_reducer()
     names = wrapper._build_debug_param_to_name_mapping(held)
     wrapper._ddp_init_helper(held, sparse, names, wrapper.static_graph)
@@ -98,7 +98,7 @@ def _rebuild_reducer(wrapper: Any) -> None:
     for hook, state in wrapper._comm_hooks:
         wrapper.logger._set_comm_hook_name(hook.__qualname__)
         torch._C._distributed_c10d._register_comm_hook(wrapper.reducer, state, hook)
-    _, builtin, name = told.partition("BuiltinCommHookType.")
+    _, builtin, name = logged.partition("BuiltinCommHookType.")
     if builtin:  # torch's own in C++, of which the wrapper keeps nothing but what it says
         wrapper._register_builtin_comm_hook(getattr(torch._C._distributed_c10d.BuiltinCommHookType, name))
 

@@ -55,7 +55,7 @@ class Subclasses:
         kind: Any = type(module)
         if self._original in vars(kind):
             module.__class__ = vars(kind)[self._original]
-        else:  # somebody has made a subclass for it: torch.nn.utils.parametrize
+        else:  # other code has made a subclass for it: torch.nn.utils.parametrize
             kind.__bases__ = tuple(vars(base).get(self._original, base) for base in kind.__bases__)
 
 

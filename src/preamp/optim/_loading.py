@@ -57,7 +57,7 @@ class Loading(Optimizer):
         dtype = self.state_dtype(name, param)
         if not self._has_form(name, here, param) or (here.dtype, here.device) != (dtype, own.device):
             raise OptimizerError(
-                f"the state {name!r} of a parameter of shape {tuple(own.shape)} is {_told(value)}, not {dtype} on "
+                f"the state {name!r} of a parameter of shape {tuple(own.shape)} is {_seen(value)}, not {dtype} on "
                 f"{own.device}: {type(self).__name__} would step it with what is none of its own. Was the parameter "
                 "resized, or the state that of another? Give it a state that fits, or none: optimizer.state.pop(param)"
             )
@@ -94,12 +94,12 @@ class Loading(Optimizer):
                 )
                 if not number_like or not self._has_form(name, held_here(value), param):
                     raise OptimizerError(
-                        f"the state {name!r} for a parameter of shape {tuple(param.shape)} is {_told(value)}, which is "
+                        f"the state {name!r} for a parameter of shape {tuple(param.shape)} is {_seen(value)}, which is "
                         "none of this parameter. Was the order of layers changed since it was saved? Give the "
                         "optimizer its parameters in the order in which they were"
                     )
             if isinstance(step := saved.get("step", 0), Tensor) and step.numel() != 1:
-                raise OptimizerError(f"the state 'step' is {_told(step)}, and counts one parameter's steps")
+                raise OptimizerError(f"the state 'step' is {_seen(step)}, and counts one parameter's steps")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's. States of 16-bit parameters stay float32, and masters in the state are written to them.
@@ -172,7 +172,7 @@ class _Kept:
         return self._value.to(device, torch.float32 if self._value.dtype in LOW_DTYPES else None)
 
 
-def _told(value: Any) -> str:
+def _seen(value: Any) -> str:
     """A description of an object found in place of a state."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"

@@ -18,7 +18,7 @@ LARGEST_SCALE = 2.0**127
 """No scale is ever above this: the largest power of two in float32."""
 
 PATIENCE = 100
-"""Skipped steps in a row after which a schedule gives up, unless told otherwise."""
+"""Skipped steps in a row after which a schedule gives up, by default."""
 
 
 def _as_float(value: Any) -> float:

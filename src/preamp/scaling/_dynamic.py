@@ -83,8 +83,8 @@ class Moving(LossScale):
         return {"min_scale": self.min_scale, "max_scale": self.max_scale, "patience": self.patience}
 
     def __repr__(self) -> str:
-        told = {"init_scale": self._start, **self._arguments()}
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in told.items())})"
+        arguments = {"init_scale": self._start, **self._arguments()}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
 
 
 class DynamicScale(Moving):

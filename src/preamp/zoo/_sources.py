@@ -56,7 +56,7 @@ def cache_folder() -> Path:
 def cached(key: str, build: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What `build` returns, kept on disk under `key`: tensors, numbers and strings by name.
 
-    A file begins with a digest of the rest, so one that is truncated or damaged is noticed and built anew. It is
+    A file begins with a digest of the rest, so one that is truncated or damaged is noticed and built again. It is
     written beside its place and renamed into it, so two processes at once each leave a whole file. A folder that
     cannot be written only costs the time of building again.
     """

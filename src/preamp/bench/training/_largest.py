@@ -82,19 +82,19 @@ def _row(
     if fits is None:
         why = f"{device.type} memory has no limit that an allocator keeps; this takes a CUDA device"
         return TrainingRow(part=part, name=name, about={"not measured": why})
-    told: list[dict[str, object]] = []
+    results: list[dict[str, object]] = []
     about: dict[str, object] = {"sizes": list(sizes), "share": SHARE}
     for contender in contenders:
         if clock.left <= 5:
             about["cut short"] = f"left out: {clock.spent}"
-            told.append({"name": contender.name, "error": about["cut short"]})
+            results.append({"name": contender.name, "error": about["cut short"]})
             continue
         try:
-            told.append({"name": contender.name, what: largest(sizes, partial(fits, contender))})
+            results.append({"name": contender.name, what: largest(sizes, partial(fits, contender))})
         except Exception as error:
-            told.append({"name": contender.name, "error": failure(contender.name, error, tell)})
+            results.append({"name": contender.name, "error": failure(contender.name, error, tell)})
     said = f"the largest of {', '.join(map(str, sizes))} that trains in {SHARE:.0%} of the memory"
-    return TrainingRow(part=part, name=name, what=said, contenders=told, about=about)
+    return TrainingRow(part=part, name=name, what=said, contenders=results, about=about)
 
 
 def _on(device: torch.device, make: Callable[[Contender, int], Trainer]) -> Fits | None:

@@ -117,13 +117,13 @@ def heat(
             _end(entry)
         free()
     reference = entries[0]
-    told = [_told(entry, reference, work, speeds) for entry in entries]
-    return TrainingRow(part=part, name=name or work.name, what=work.what, contenders=told, about=about)
+    results = [_told(entry, reference, work, speeds) for entry in entries]
+    return TrainingRow(part=part, name=name or work.name, what=work.what, contenders=results, about=about)
 
 
 @contextlib.contextmanager
 def _turn(entry: _Entry, work: Work, tell: Tell) -> Iterator[None]:
-    """Whatever goes wrong inside is the entry's error, told at once; it gets no further turn."""
+    """Whatever goes wrong inside is the entry's error, reported at once; it gets no further turn."""
     away = contextlib.nullcontext() if entry.contender.ours else REGISTRY.away()  # torch's pay for no rules
     try:
         with away:

@@ -151,24 +151,24 @@ def optimizer_row(
         except Exception as error:
             failed[contender] = failure(contender, error, tell)
             free()
-    told: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     try:
         outcomes = race(steps, rounds=rounds, number=4 if entries > 1e7 else 10, device=device) if steps else []
         for outcome in outcomes:
-            told.append({**outcome.to_dict(), **counted_launches(steps[outcome.name])})
+            results.append({**outcome.to_dict(), **counted_launches(steps[outcome.name])})
             if found is not None and clip is None and outcome.name in LEAST_BYTES:
                 least = LEAST_BYTES[outcome.name] * entries / found.copy
-                told[-1]["roofline"] = least / statistics.median(outcome.seconds)
+                results[-1]["roofline"] = least / statistics.median(outcome.seconds)
             if REFERENCE in failed:
-                told[-1]["ratio"] = None
+                results[-1]["ratio"] = None
     finally:
         for session in problem.sessions:
             session.close()
-    told += [{"name": contender, "error": why} for contender, why in failed.items()]
+    results += [{"name": contender, "error": why} for contender, why in failed.items()]
     title = f"Adam, {name}" + ("" if clip is None else ", clipping")
     what = "scaling, casts of weights and gradients, check, unscaling, step; dynamic scales"
     about = {"parameters": entries, "list": name, "clip": clip}
-    return TrainingRow(part="optimizer", name=title, what=what, contenders=told, about=about)
+    return TrainingRow(part="optimizer", name=title, what=what, contenders=results, about=about)
 
 
 def _makers(problem: _Problem) -> dict[str, Callable[[], Step]]:

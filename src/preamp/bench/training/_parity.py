@@ -30,27 +30,27 @@ def parity_row(
     runs: list[tuple[str, Contender, int]] = [("fp32", FP32, 0)]
     runs += [(contender.name, contender, 0) for contender in contenders]
     runs.insert(3, ("fp32, another seed", FP32, 1))  # behind what matters most, should the time run out
-    told: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     about: dict[str, Any] = {"steps": steps, "settled after": SETTLED}
     yardstick: float | None = None
     for name, contender, seed in runs:
         if clock.left <= reserve:
             about["cut short"] = f"left out: {clock.spent}"
-            told.append({"name": name, "error": about["cut short"]})
+            results.append({"name": name, "error": about["cut short"]})
             continue
         try:
             found = _train(contender, work, device, steps, seed)
         except Exception as error:
-            told.append({"name": name, "error": failure(name, error, tell)})
+            results.append({"name": name, "error": failure(name, error, tell)})
             free()
             continue
         if name == "fp32":
             yardstick = found["loss"]
         found["against fp32"] = found["loss"] / yardstick - 1 if yardstick else None
-        told.append({"name": name, **found})
+        results.append({"name": name, **found})
         free()
     what = f"{steps} steps, mean loss of the last {min(TAIL, steps)}"
-    return TrainingRow(part=part, name=f"{part}, {work.name}", what=what, contenders=told, about=about)
+    return TrainingRow(part=part, name=f"{part}, {work.name}", what=what, contenders=results, about=about)
 
 
 def _train(contender: Contender, work: Work, device: torch.device, steps: int, seed: int) -> dict[str, Any]:

@@ -140,7 +140,7 @@ class Run:
 
 
 def _ready(device: torch.device) -> torch.device:
-    """The device with its number, and the profiler told what it has to know before it begins."""
+    """The device with its number; also prepares the profiler."""
     if device.type != "cuda":
         return device
     # the profiler, started again while CUDA graphs are about, must not have been shut down in between

@@ -39,7 +39,7 @@ _BESIDES = ("loss", "against fp32", "skips", "batch", "layers", "parameters")
 
 
 def lines(row: TrainingRow) -> list[str]:
-    """The row for somebody who watches, a line for each contender."""
+    """The lines printed for a row, one for each contender."""
     if "dropped" in row.about:
         return [f"{row.name}: dropped, {row.about['dropped']}"]
     if "error" in row.about:
