@@ -116,7 +116,6 @@ def _float32(
         "GradScaler + foreach": _scaled(torch.amp.GradScaler, of_torch(leaves, foreach=True, **arguments), device),
         "preamp.GradScaler + fused": _scaled(GradScaler, of_torch(leaves, fused=True, **arguments), device),
         "preamp.GradScaler + preamp.optim": _scaled(GradScaler, ours(lone, **arguments), device),
-        "the same, parameters not moved": _not_moved(_scaled(GradScaler, ours(leaves, **arguments), device), leaves),
         "Session + preamp.optim": _in_session(ours(own, **arguments), own, device),
     }
 
@@ -129,17 +128,6 @@ def _in_session(optimizer: torch.optim.Optimizer, leaves: list[Parameter], devic
     def go() -> None:
         session.backward(loss * 1.0)
         session.step()
-
-    return go
-
-
-def _not_moved(work: Step, leaves: list[Parameter]) -> Step:
-    """The same where something else refers to the parameters' memory, so that they stay where they are."""
-    held = [leaf.data for leaf in leaves]
-
-    def go() -> None:
-        assert held
-        work()
 
     return go
 
