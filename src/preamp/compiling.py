@@ -20,9 +20,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 def uncompiled(function: F) -> F:
     """`function`, which `torch.compile` leaves alone, with all that it calls: a graph break. Also a decorator.
 
-    As `torch.compiler.disable`, which imports the compiler; here those who do not compile are spared that.
+    As `torch.compiler.disable`, which imports the compiler, and adds three calls to each.
     """
-    disabled: list[F] = []  # made when it is first needed
+    if hasattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy"):
+        marked: Any = function
+        marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, None
+        return traced_by_callers(function)
+    disabled: list[F] = []  # before torch 2.8; made when it is first needed
 
     @functools.wraps(function)
     def as_written(*args: Any, **kwargs: Any) -> Any:

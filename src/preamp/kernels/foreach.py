@@ -143,7 +143,9 @@ def slices(storage: Storage, gradients: Tensors) -> Iterator[tuple[Storage, Tens
         if total > 2 * SLICE:  # the tensor alone
             yield from _cut(storage.at([i]), gradients[i])
             begin, total = i + 1, 0
-    if begin < len(params):
+    if begin == 0:
+        yield storage, gradients
+    elif begin < len(params):
         yield storage.at(slice(begin, None)), gradients[begin:]
 
 

@@ -33,6 +33,11 @@ class Audit:
         """Whether the next step is to be compared."""
         return self._left != 0
 
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to compare and to read."""
+        return self._left == 0 and not self._verdicts
+
     def hear(self) -> None:
         """Read the verdicts of the device that have arrived by now."""
         for verdict in [v for v in self._verdicts if v.ready()]:

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from ..kernels import ShardSum, Storage, TensorList, count_writes, listed, present_in
 from ..sharding import held_here, is_sharded, placed_as
 from .layout import Entries, Layout, counting, overlapping
+from .leaves import Leaves
 from .masters import Masters
 from .packed import PIECE, Packed, is_packable, order, padded
 from .steps import Steps, ages
@@ -30,8 +31,8 @@ class Bucket:
 
     group: dict[str, Any]
     params: list[Parameter]
-    mastered: bool
-    """Whether they are 16-bit, with float32 masters."""
+    leaves: Leaves | None
+    """What is stored for them, if they are 16-bit with float32 masters."""
     names: tuple[str, ...]
     """The names of the states that have tensors, in the order of `storage.states`."""
     storage: Storage
@@ -71,31 +72,32 @@ class Bucket:
         where = self.where
         if isinstance(where, Packed):
             where.take_in()
-        elif not self.mastered:
+        elif self.leaves is None:
             self.storage.copies = masters.copies(self.params)
         else:
             if not masters.split:
-                masters.refresh(self.params, None if self.sharded else where.params.addresses)
-            beside = self._here(masters.beside(self.params))
-            self.storage.contiguous = where.dense and listed(beside).contiguous
+                masters.refresh(self.leaves, None if self.sharded else where.params.addresses)
+            stored: list[Tensor] = self.leaves.stored()
+            if self.sharded:
+                stored = list(map(held_here, stored))
+            self.storage.contiguous = where.dense and listed(stored).contiguous
             if masters.split:
-                self.storage.bits = beside
+                self.storage.bits = stored
             else:
-                self.storage.params, self.storage.copies = beside, where.params
+                self.storage.params, self.storage.copies = stored, where.params
 
     def end_step(self, masters: Masters) -> None:
         """Record what the step has written."""
         if isinstance(self.where, Packed):
             self.where.give_out()
-        elif not (self.mastered and masters.split):
-            masters.published(self.params)
+        elif self.leaves is None:
+            masters.copied(self.params)
+        elif not masters.split:
+            self.leaves.note()
         if self.steps is not None:
             self.steps.counted()
         if self.aliases:  # so that their masters follow
             count_writes(self.aliases)
-
-    def _here(self, tensors: list[Tensor]) -> list[Tensor]:
-        return list(map(held_here, tensors)) if self.sharded else tensors
 
 
 Collected = list[tuple[Bucket, list[Tensor]]]
@@ -105,7 +107,7 @@ Collected = list[tuple[Bucket, list[Tensor]]]
 class Buckets:
     """The buckets of an optimizer for the parameters that had gradients when they were made."""
 
-    def __init__(self, optimizer: Any, present: Sequence[list[Parameter]]) -> None:
+    def __init__(self, optimizer: Any, present: Sequence[list[Parameter]], masters: Masters) -> None:
         self._groups = list(optimizer.param_groups)
         self._names = list(map(optimizer.state_names, self._groups))
         self._present = list(map(list, present))
@@ -115,7 +117,7 @@ class Buckets:
         for number, (group, params) in enumerate(zip(optimizer.param_groups, present, strict=True)):
             place = {param: i for i, param in enumerate(params)}
             for packed, own in _alike(optimizer, group, params, shared):
-                for bucket in _buckets_of(optimizer, group, own, packed):
+                for bucket in _buckets_of(optimizer, group, own, packed, masters):
                     bucket.number, bucket.pick = number, _picker([place[param] for param in bucket.params])
                     aliases = {other for param in bucket.params for other in shared.get(param, ())}
                     bucket.aliases = list(aliases.difference(bucket.params))
@@ -178,7 +180,9 @@ def _same(those: Sequence[Any], these: Sequence[Any]) -> bool:
     return len(those) == len(these) and all(map(is_, those, these))
 
 
-def _buckets_of(optimizer: Any, group: dict[str, Any], params: list[Parameter], packed: bool) -> list[Bucket]:
+def _buckets_of(
+    optimizer: Any, group: dict[str, Any], params: list[Parameter], packed: bool, masters: Masters
+) -> list[Bucket]:
     """Buckets of like parameters, split by step count; missing states are made."""
     state: dict[Parameter, dict[str, Any]] = optimizer.state
     mastered, names = optimizer.is_mastered(params[0]), optimizer.names_for(group, params[0])
@@ -206,7 +210,8 @@ def _buckets_of(optimizer: Any, group: dict[str, Any], params: list[Parameter], 
             where = Layout(alike, [[row[name] for row in rows] for name in names], owner)
             storage = Storage(where.params, where.states, contiguous=where.dense)
         storage.step = None if steps is None else steps.one
-        buckets.append(Bucket(group, alike, mastered, names, storage, steps, where, is_sharded(alike[0])))
+        leaves = masters.leaves_of(alike) if mastered else None
+        buckets.append(Bucket(group, alike, leaves, names, storage, steps, where, is_sharded(alike[0])))
     return buckets
 
 

@@ -22,7 +22,7 @@ from ..kernels import Reading, chained, global_norm, multiply_, present_in, read
 from ..parallel import Agreement
 from ..sharding import placed_as
 from .buckets import Collected
-from .leaves import gradients_of, parameters_of
+from .leaves import Leaves, gradients_of, parameters_of
 from .masters import Masters
 from .sums import WideSums, dtype_of_gradient
 
@@ -36,6 +36,8 @@ class Record:
     reading: Reading
     parameters: list[Parameter]
     """The parameters whose gradients were read, in that order."""
+    leaves: Leaves
+    """Of all parameters of the optimizer."""
     inverse: Tensor | None
     """0-d float32 that unscales them; None: they are unscaled."""
     clip: Tensor | None = None
@@ -59,19 +61,28 @@ class Record:
         return self.inverse * self.clip
 
 
+@dataclass(slots=True)
+class _Owned:
+    """What is known of an optimizer's parameters, as long as they are these."""
+
+    parameters: list[Parameter]
+    leaves: Leaves
+    agreement: Agreement | None
+    """The agreement among ranks that readings of their gradients need, if any."""
+
+
 class Gradients:
     """The gradients of a session's optimizers, with a record of each optimizer whose gradients were read.
 
     One loss: gradients accumulate and rest scaled. Several losses with scales of their own: `add_unscaled` unscales
     each loss's gradients at once and adds them up, in float32 for low parameters. Readings, factors and norms are on
-    the device that `home` returns, wherever the gradients are: optimizers of several devices have to be compared.
+    one device, wherever the gradients are: optimizers of several devices have to be compared.
     """
 
-    def __init__(
-        self, masters: Masters, optimizers: Iterable[Optimizer], home: Callable[[], torch.device], group: Any = None
-    ) -> None:
-        self._masters, self._optimizers, self._home, self._group = masters, list(optimizers), home, group
-        self._agreements: dict[Optimizer, tuple[int, Agreement | None]] = {}
+    def __init__(self, masters: Masters, optimizers: Iterable[Optimizer], device_type: str, group: Any = None) -> None:
+        self._masters, self._optimizers, self._group = masters, list(optimizers), group
+        self._device_type = device_type
+        self._known: dict[Optimizer, _Owned] = {}
         self._sums = WideSums()
         self._records: dict[Optimizer, Record] = {}
         self._strays: list[tuple[Parameter, Parameter]] = []
@@ -79,6 +90,30 @@ class Gradients:
         gradients go there."""
         self.carried: list[Parameter] = []
         """Parameters with true gradients from before the session, until the first backward pass."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of readings, factors and norms: that of the first parameter."""
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    found: torch.device = parameter.device
+                    return found
+        return torch.device(self._device_type)
+
+    def _of(self, optimizer: Optimizer) -> _Owned:
+        """The parameters of an optimizer; a 16-bit one that was added later gets a master."""
+        every, known = list(parameters_of(optimizer)), self._known.get(optimizer)
+        if known is None or not known.leaves.is_of(every):
+            agreement = Agreement(every, self._group)
+            known = _Owned(every, self._masters.leaves_of(every), agreement if agreement.needed else None)
+            self._known[optimizer] = known
+        strangers = self._masters.strangers(known.leaves)
+        if strangers:
+            for index, parameter in enumerate(strangers):
+                self._masters.adopt(f"(added later):{index}:{len(self._masters)}", parameter)
+            known.leaves = self._masters.leaves_of(every)
+        return known
 
     def __contains__(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer's gradients were read since its last step."""
@@ -94,7 +129,8 @@ class Gradients:
 
         Gradients that were cleared stay cleared, whatever cleared them. A later step reads them again.
         """
-        self.collect_strays()
+        if self._strays:
+            self.collect_strays()
         for optimizer in self._optimizers if self._records else ():
             record = self._records.pop(optimizer, None)
             if record is not None and record.true:
@@ -194,7 +230,7 @@ class Gradients:
         scaled = dict(added)
         for optimizer in self._optimizers:
             own = {p: scaled.pop(p) for p in parameters_of(optimizer) if p in scaled}
-            if own or self._agreement(optimizer) is not None:
+            if own or self._of(optimizer).agreement is not None:
                 readings[optimizer] = self._read(optimizer, own, statistics)
                 if inverse is not None:
                     multiply_(own.values(), inverse)
@@ -220,81 +256,65 @@ class Gradients:
         """
         if optimizer not in self._records:
             self.collect_strays()
-            every = list(parameters_of(optimizer))
-            for index, parameter in enumerate(self._masters.strangers(every)):
-                self._masters.adopt(f"(added later):{index}:{len(self._masters)}", parameter)
+            own = self._of(optimizer)
             record = None
-            if self._agreement(optimizer) is None and not self._sums and not statistics:
-                record = self._read_quickly(optimizer, every, inverse, steps_next)
-            self._records[optimizer] = record or self._read_all(optimizer, every, inverse, statistics)
+            if own.agreement is None and not self._sums and not statistics:
+                record = self._read_quickly(optimizer, own, inverse, steps_next)
+            self._records[optimizer] = record or self._read_all(optimizer, own, inverse, statistics)
         return self._records[optimizer].reading
 
-    def _read_all(
-        self, optimizer: Optimizer, every: list[Parameter], inverse: Tensor | None, statistics: bool
-    ) -> Record:
-        agreement = self._agreement(optimizer)
-        parameters = [p for p in every if p.grad is not None]
+    def _read_all(self, optimizer: Optimizer, own: _Owned, inverse: Tensor | None, statistics: bool) -> Record:
+        parameters = [p for p in own.parameters if p.grad is not None]
         gradients = {}
         for parameter in parameters:
             grad = parameter.grad
             assert grad is not None
             if grad.layout is torch.sparse_coo:
                 grad = parameter.grad = grad.coalesce()
-            elif agreement is not None:
+            elif own.agreement is not None:
                 grad = parameter.grad = placed_as(grad, parameter)
             gradients[parameter] = self._sums.of(parameter) if parameter in self._sums else grad
-        return Record(self._read(optimizer, gradients, statistics), parameters, inverse)
+        return Record(self._read(optimizer, gradients, statistics), parameters, own.leaves, inverse)
 
-    def _read_quickly(
-        self, optimizer: Any, every: list[Parameter], inverse: Tensor | None, steps_next: bool
-    ) -> Record | None:
+    def _read_quickly(self, optimizer: Any, own: _Owned, inverse: Tensor | None, steps_next: bool) -> Record | None:
         """Read while accessing only the gradient of each of a thousand parameters; None if that is not possible."""
-        home = self._home()
+        home = self.device
         collected = optimizer.collect() if steps_next and getattr(optimizer, "takes_masters", False) else None
         if collected and home.type == collected[0][0].params[0].device.type:
-            record = self._read_collected(collected, inverse)
+            record = self._read_collected(collected, own, inverse)
             if record is not None:
                 return record
-        parameters, gradients = present_in(every)
+        parameters, gradients = present_in(own.parameters)
         if set(map(_LAYOUT, gradients)) - {torch.strided}:
             return None
-        return Record(read(gradients, device=home), parameters, inverse)
+        return Record(read(gradients, device=home), parameters, own.leaves, inverse)
 
-    def _read_collected(self, collected: Collected, inverse: Tensor | None) -> Record | None:
+    def _read_collected(self, collected: Collected, own: _Owned, inverse: Tensor | None) -> Record | None:
         """Read the lists of the step that follows; None if gradients have to be read one by one."""
         parameters = list(chain.from_iterable(bucket.params for bucket, _ in collected))
-        gradients = chained([own for _, own in collected])
+        gradients = chained([gradients for _, gradients in collected])
         if not gradients.strided:
             return None
-        reading = read(gradients, device=self._home())
+        reading = read(gradients, device=self.device)
         if len(gradients) != len(parameters):  # on a CPU, where some are packed
             if reading.found.item():
                 return None
             none = reading.nonfinite.new_zeros(len(parameters))
             reading = Reading(reading.found, reading.norm, none, sum(map(Tensor.numel, parameters)))
-        return Record(reading, parameters, inverse, collected=collected)
-
-    def _agreement(self, optimizer: Optimizer) -> Agreement | None:
-        """The agreement among ranks that readings of an optimizer's gradients need, if any."""
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        known = self._agreements.get(optimizer)
-        if known is None or known[0] != count:
-            agreement = Agreement(list(parameters_of(optimizer)), self._group)
-            known = self._agreements[optimizer] = (count, agreement if agreement.needed else None)
-        return known[1]
+        return Record(reading, parameters, own.leaves, inverse, collected=collected)
 
     def _read(self, optimizer: Optimizer, gradients: Mapping[Parameter, Tensor], statistics: bool) -> Reading:
-        agreement, home = self._agreement(optimizer), self._home()
-        if agreement is None:
+        own, home = self._of(optimizer), self.device
+        if own.agreement is None:
             return read(list(gradients.values()), statistics=statistics, device=home)
-        return agreement.read([gradients.get(p) for p in parameters_of(optimizer)], statistics=statistics).on(home)
+        return own.agreement.read([gradients.get(p) for p in own.parameters], statistics=statistics).on(home)
 
     def _norm_of(self, optimizer: Optimizer, order: float = 2.0) -> Tensor:
         """The norm of the gradients as they are now."""
-        agreement = self._agreement(optimizer)
-        if agreement is None:
-            return global_norm(gradients_of(optimizer), order, device=self._home())
-        return agreement.norm([p.grad for p in parameters_of(optimizer)], order).to(self._home())
+        own = self._of(optimizer)
+        if own.agreement is None:
+            return global_norm(gradients_of(optimizer), order, device=self.device)
+        return own.agreement.norm([p.grad for p in own.parameters], order).to(self.device)
 
     def norm(self, optimizer: Optimizer) -> Tensor:
         """L2 norm of an optimizer's true gradients, before clipping."""
@@ -346,7 +366,7 @@ class Gradients:
         record = self._records[optimizer]
         if record.true:
             return
-        self._masters.refresh_before_step(record.parameters)
+        self._masters.refresh_before_step(record.leaves)
         present, _ = present_in(record.parameters)  # of those that were read; some may have been cleared since
         wide = {p: self._sums.of(p) for p in self._masters.among(present)}
         record.kept = [p for p in wide if self._sums.forget(p)]
@@ -360,7 +380,7 @@ class Gradients:
     def step_low(self, optimizer: Any, found: Tensor | None) -> None:
         """Step an optimizer that takes 16-bit gradients and masters directly."""
         record = self._records[optimizer]
-        self._masters.refresh_before_step(record.parameters, again=True)
+        self._masters.refresh_before_step(record.leaves, again=True)
         optimizer.step_with(factor=record.factor, found=found, collected=record.collected)
 
     def forget(self, optimizer: Optimizer) -> None:

@@ -107,7 +107,9 @@ class Layout:
 
     def holds(self) -> bool:
         """Whether parameters and states are where they were, with the same shapes."""
-        params, states = self._here(self._originals), self._here(self._states)
+        params, states = self._originals, self._states
+        if self._sharded:
+            params, states = self._here(params), self._here(states)
         return (
             list(map(Tensor.data_ptr, params)) == self._addresses
             and list(map(Tensor.is_contiguous, self._spread)) == self._as_they_lay

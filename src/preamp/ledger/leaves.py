@@ -116,8 +116,7 @@ class Leaves:
     """Some parameters, those of them that have a leaf, and the leaves, which are checked together."""
 
     def __init__(self, parameters: Sequence[Parameter], known: Mapping[Parameter, Leaf], agreed: Agreed) -> None:
-        self._all, self.made_of = list(parameters), parameters
-        """`made_of`: the list of the last check, which its owner may have changed since."""
+        self._all = list(parameters)
         self.parameters = [parameter for parameter in parameters if parameter in known]
         self.others = [parameter for parameter in parameters if parameter not in known]
         self.leaves = [known[parameter] for parameter in self.parameters]
@@ -133,12 +132,8 @@ class Leaves:
         """Whether these are the parameters, in this order."""
         return len(parameters) == len(self._all) and all(map(is_, parameters, self._all))
 
-    def was_made_of(self, parameters: Sequence[Parameter]) -> bool:
-        """Whether this is the list of the last check; call it only within a step, where lists do not change."""
-        return parameters is self.made_of and len(parameters) == len(self._all)
-
     def agree(self, addresses: Sequence[int] | None = None) -> bool:
-        """Whether nothing was written or moved since masters and parameters last agreed.
+        """Whether nothing was written or moved since parameters and what is stored for them last agreed.
 
         `addresses`: of all these parameters, if known.
         """

@@ -26,9 +26,6 @@ from .audit import Audit, agrees
 from .leaves import Agreed, Leaf, Leaves
 from .swap import rebuild_reducers, set_data, swap
 
-LISTS = 32
-"""The number of lists of parameters whose leaves are cached."""
-
 
 class Masters:
     """The masters of a session's low parameters, by parameter."""
@@ -43,8 +40,7 @@ class Masters:
     def __init__(self) -> None:
         self._leaves: dict[Parameter, Leaf] = {}
         self._inside: dict[Parameter, Leaf] = {}
-        self._lists: dict[tuple[int, ...], Leaves] = {}
-        self._recent: Leaves | None = None
+        self._every: Leaves | None = None
         self._agreed = Agreed()
         self._audit = Audit()
         self._loaded = False
@@ -82,45 +78,28 @@ class Masters:
 
     def _know(self, name: str, parameter: Parameter, stored: Tensor) -> None:
         self._leaves[parameter] = Leaf(name, stored, parameter.data, self._agreed.add(parameter))
-        self._forget_lists()
+        self._every = None
 
-    def _forget_lists(self) -> None:
-        self._lists.clear()
-        self._recent = None
-
-    def _together(self, parameters: Sequence[Parameter]) -> Leaves:
-        """The leaves of a step's parameters, cached from the last step."""
-        if self._recent is not None and self._recent.was_made_of(parameters):
-            return self._recent
-        key = (len(parameters), *(id(parameter) for parameter in (*parameters[:1], *parameters[-1:])))
-        found = self._lists.get(key)
-        if found is not None and found.is_of(parameters):
-            found.made_of = parameters
-        else:
-            if len(self._lists) > LISTS:  # other parameters have gradients at every step
-                self._lists.clear()
-            found = self._lists[key] = Leaves(parameters, self._leaves, self._agreed)
-        self._recent = found
-        return found
-
-    def strangers(self, parameters: Sequence[Parameter]) -> list[Parameter]:
+    def strangers(self, leaves: Leaves) -> list[Parameter]:
         """16-bit parameters that should have a master and have none."""
-        return [p for p in self._together(parameters).others if p.dtype in LOW_DTYPES] if self.wanted else []
+        return [p for p in leaves.others if p.dtype in LOW_DTYPES] if self.wanted else []
 
-    def refresh(
-        self, parameters: Iterable[Parameter] | None = None, addresses: tuple[int, ...] | None = None
-    ) -> None:  # fmt: skip
+    def leaves_of(self, parameters: Sequence[Parameter]) -> Leaves:
+        """The leaves of parameters that are checked together, valid until one more of these gets a master."""
+        return Leaves(parameters, self._leaves, self._agreed)
+
+    def refresh(self, leaves: Leaves | None = None, addresses: tuple[int, ...] | None = None) -> None:
         """Update the masters of parameters that were written from outside since the last step.
 
-        `addresses`: of the parameters, if known.
+        `leaves`: of these; None: of all. `addresses`: of the parameters, if known.
         """
         if not self._leaves:
             return
-        own = self._leaves if parameters is None else parameters
-        together = self._together(own if isinstance(own, list) else list(own))
-        if together.agree(addresses) and not self._inside:
+        if leaves is None:
+            leaves = self._every = self._every or self.leaves_of(list(self._leaves))
+        if leaves.agree(addresses) and not self._inside:
             return
-        for parameter, leaf in zip(together.parameters, together.leaves, strict=True):
+        for parameter, leaf in zip(leaves.parameters, leaves.leaves, strict=True):
             if parameter not in self._inside:
                 self._follow(parameter, leaf)
 
@@ -142,7 +121,7 @@ class Masters:
         leaf.low = parameter.data
         self._agreed.note(leaf.number, parameter)
 
-    def refresh_before_step(self, parameters: Sequence[Parameter], *, again: bool = False) -> None:
+    def refresh_before_step(self, leaves: Leaves, *, again: bool = False) -> None:
         """`refresh`, and in the first steps a comparison of the values (`Audit`).
 
         `again`: the step itself refreshes them.
@@ -150,14 +129,15 @@ class Masters:
         if not self._leaves:
             return
         if self._audit.due or not again:
-            self.refresh(parameters)
+            self.refresh(leaves)
+        if self._audit.over:
+            return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return  # a graph would repeat the comparison at each replay, and must not read a pending verdict
         self._audit.hear()
         if not self._audit.due:
             return
-        together = self._together(parameters)
-        for parameter, leaf in self._audit.written(list(zip(together.parameters, together.leaves, strict=True))):
+        for parameter, leaf in self._audit.written(list(zip(leaves.parameters, leaves.leaves, strict=True))):
             self._agreed.versions[leaf.number] = -1
             self._follow(parameter, leaf)
 
@@ -227,21 +207,12 @@ class Masters:
             masters = [held_here(self._leaves[p].stored) for p in written]
             torch._foreach_copy_(list(map(held_here, written)), masters)
 
-    def beside(self, parameters: Sequence[Parameter]) -> list[Tensor]:
-        """What is stored for parameters that have masters: these, or the low bits of split ones.
-
-        For a step that writes both them and the parameters; call `published` afterwards.
-        """
-        return self._together(parameters).stored()
-
-    def published(self, parameters: Sequence[Parameter]) -> None:
-        """Record that a step has written parameters with their rounded masters."""
-        if self._leaves:
-            self._together(parameters).note()
-
     def copies(self, parameters: Sequence[Parameter]) -> list[Tensor | None] | None:
         """16-bit copies that a step of float32 parameters writes too; None if there are none at all."""
         return None
+
+    def copied(self, parameters: Sequence[Parameter]) -> None:
+        """Record that a step has written float32 parameters and their 16-bit copies."""
 
     def shadow(self, parameter: Parameter) -> None:
         """Keep a 16-bit copy beside a float32 parameter."""
@@ -277,7 +248,7 @@ class Masters:
             set_data(parameter, self._in_float32(parameter, leaf))
         rebuild_reducers(self._leaves)
         self._leaves.clear()
-        self._forget_lists()
+        self._every = None
 
     @contextmanager
     def loading(self, named: Mapping[str, Parameter], state: Mapping[str, Any]) -> Iterator[None]:

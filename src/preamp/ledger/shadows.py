@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .leaves import Leaves
 from .no_masters import NoMasters
 
 
@@ -69,9 +70,7 @@ class Shadows(NoMasters):
         copied: Tensor = _Through.apply(parameter, shadow)
         return copied
 
-    def refresh(
-        self, parameters: Iterable[Parameter] | None = None, addresses: tuple[int, ...] | None = None
-    ) -> None:  # fmt: skip
+    def refresh(self, leaves: Leaves | None = None, addresses: tuple[int, ...] | None = None) -> None:
         """Copy parameters that were written from outside. A write through `.data` leaves no trace and is not seen."""
         with torch.no_grad():
             for parameter, shadow in self._shadow.items():
@@ -83,7 +82,7 @@ class Shadows(NoMasters):
         """The copies of parameters that have one."""
         return [self._shadow.get(parameter) for parameter in parameters]
 
-    def published(self, parameters: Sequence[Parameter]) -> None:
+    def copied(self, parameters: Sequence[Parameter]) -> None:
         """Record that a step has written parameters and copies."""
         for parameter in parameters:
             if parameter in self._versions:

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from ..errors import OptimizerError
 from ..kernels import join, split
 from ..sharding import held_here, placed_like
-from .leaves import Leaf
+from .leaves import Leaf, Leaves
 from .masters import Masters
 from .swap import set_data
 
@@ -44,9 +44,9 @@ class SplitMasters(Masters):
         """Record the address of a parameter that was given other data."""
         self._note(parameter, leaf)
 
-    def refresh_before_step(self, parameters: Sequence[Parameter], *, again: bool = False) -> None:
-        """The same: a weight and its bits always agree."""
-        self.refresh(parameters)
+    def refresh_before_step(self, leaves: Leaves, *, again: bool = False) -> None:
+        """`refresh`; the values need no comparison, since a weight and its bits always agree."""
+        self.refresh(leaves)
 
     def _in_float32(self, parameter: Parameter, leaf: Leaf) -> Tensor:
         """Join the master, in new memory."""

@@ -42,7 +42,8 @@ class Casting:
 
     computes: torch.dtype | None = None
     """The dtype in which a whole model computes, whatever region a framework enters around it."""
-
+    device_type: str = "cpu"
+    """The device type of a whole model's parameters."""
     ambient: torch.dtype | None = None
     """The dtype of a region that a whole model enters where there is none, since float32 buffers meet its weights."""
     keeper: weakref.ref[Any] | None = None
@@ -76,15 +77,15 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return type(self).forward(self, *args, **kwargs)
     casting, original = self._preamp_casting, self._preamp_original.forward
     region = casting.region
-    if casting.ambient is not None and region is None and not _in_region(self):
+    if casting.ambient is not None and region is None and not _in_region(casting.device_type):
         region = casting.ambient
     came_in = _first_floating(args, kwargs) if casting.outputs_as_inputs or region is not None else None
     if casting.mixes and came_in is not None and _is_transformed(came_in):
         casting = _APART
     if casting.computes is not None:
-        _tell_foreign_region(casting.computes, self)
+        _tell_foreign_region(casting.computes, casting.device_type, self)
     if casting.inputs is not None:
-        args, kwargs = cast_floating(args, casting.inputs), cast_floating(kwargs, casting.inputs)
+        args, kwargs = cast_floating(args, casting.inputs), kwargs and cast_floating(kwargs, casting.inputs)
     with _region(region, self, came_in, args, kwargs):
         if casting.through is not None and _in_low_region(self):
             result = _computed_through(self, casting.through, *args, **kwargs)
@@ -124,8 +125,7 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
     return clone
 
 
-def _in_region(module: nn.Module) -> bool:
-    device_type = next((p.device.type for p in module.parameters()), "cpu")
+def _in_region(device_type: str) -> bool:
     return not torch.amp.is_autocast_available(device_type) or torch.is_autocast_enabled(device_type)
 
 
@@ -193,11 +193,10 @@ def _region(dtype: torch.dtype | None, module: nn.Module, like: Tensor | None, a
     return torch.autocast(device_type, dtype=dtype)
 
 
-def _tell_foreign_region(wanted: torch.dtype, module: nn.Module) -> None:
+def _tell_foreign_region(wanted: torch.dtype, device_type: str, module: nn.Module) -> None:
     """Warn when a region around a model's call, not a session's, has it compute in another dtype than its policy's."""
     if torch.compiler.is_compiling():
         return
-    device_type = next((p.device.type for p in module.parameters()), "cpu")
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return
     seen = torch.get_autocast_dtype(device_type)

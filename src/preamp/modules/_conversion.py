@@ -199,7 +199,8 @@ class Conversion:
             if low and precision is None and casting == NOTHING:
                 casting = replace(casting, inputs=low)
             if low and precision is None:
-                casting = replace(casting, computes=low, keeper=weakref.ref(self._keeper))
+                device_type = next((p.device.type for p in module.parameters()), "cpu")
+                casting = replace(casting, computes=low, device_type=device_type, keeper=weakref.ref(self._keeper))
                 casting = replace(casting, ambient=low if self._wide_buffers else None)
             if policy.output is not None:
                 casting = replace(casting, outputs=policy.output, outputs_as_inputs=False)

@@ -17,7 +17,17 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from ..errors import OptimizerError
 from ..kernels import present_in, reciprocal
-from ..ledger import Bucket, Buckets, Collected, Masters, ShapeMismatch, State, Steps
+from ..ledger import (
+    Bucket,
+    Buckets,
+    Collected,
+    Masters,
+    ShapeMismatch,
+    State,
+    Steps,
+    gradients_of,
+    parameters_of,
+)
 from ..sharding import any_sharded
 from ._loading import Loading
 
@@ -174,9 +184,10 @@ class FusedOptimizer(Loading):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, which fills all gradients by one call: one by one where DTensors and tensors are mixed."""
         if set_to_none:
-            super().zero_grad(True)
+            for param in parameters_of(self):
+                param.grad = None
             return
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        gradients = gradients_of(self)
         if not any_sharded(gradients):
             super().zero_grad(False)
             return
@@ -187,16 +198,15 @@ class FusedOptimizer(Loading):
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
         """Torch's way to run hooks around a step under a name for profilers.
 
-        That name takes as long as the rest of a step of a few small tensors. So it is left out where that matters,
-        unless a profiler runs; hooks of sessions, which change nothing, still run.
+        That name takes as long as the rest of a step of a few small tensors. So it is left out unless a profiler runs;
+        hooks of sessions, which change nothing, still run.
         """
         hooked, own = Optimizer.profile_hook_step(func), func is FusedOptimizer._own_step
 
         @wraps(func)
         def step(self: FusedOptimizer, *args: Any, **kwargs: Any) -> Any:
             after = self._optimizer_step_post_hooks or _global_optimizer_post_hooks
-            seen = self.is_hooked or after or profiler._is_profiler_enabled
-            if seen or self._buckets is None or not self._buckets.readable:
+            if self.is_hooked or after or profiler._is_profiler_enabled:
                 return hooked(self, *args, **kwargs)
             for hook in self._optimizer_step_pre_hooks.values():
                 hook(self, args, kwargs)
@@ -220,8 +230,9 @@ class FusedOptimizer(Loading):
         """Whether a step accepts scaled gradients, for scalers. Not if other code may read them: hooks of this
         optimizer, a `step` that a subclass overrides, or one that was put in its place.
         """
-        if not all(getattr(hook, "changes_nothing", False) for hook in self._optimizer_step_pre_hooks.values()):
-            return False  # a session's own hook reads nothing
+        for hook in self._optimizer_step_pre_hooks.values():
+            if not getattr(hook, "changes_nothing", False):  # a session's own hook reads nothing
+                return False
         own = vars(self).get("step")
         if own is not None and getattr(own, "__globals__", None) is vars(
             lr_scheduler
@@ -252,10 +263,10 @@ class FusedOptimizer(Loading):
                     "resized after its master was made. Make an optimizer, and prepare, of what it is now"
                 )
         self.counts = {param: steps for param, steps in self.counts.items() if param in self.state}
-        buckets = Buckets(self, present)
+        buckets = Buckets(self, present, self._masters)
         if not self._lent:
             for bucket in buckets.all:
-                for param in bucket.params if bucket.mastered else ():
+                for param in bucket.params if bucket.leaves else ():
                     self.state[param][self._master_key] = self._masters.stored(param)
         return buckets
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ..errors import PreampWarning, SessionError
 from ..kernels.triton.tables import ready_for_capture
-from ..ledger import parameters_of
+from ..ledger import Gradients, parameters_of
 from ..optim import FusedOptimizer
 from ..tree import map_tensors, tensors
 from ._step import OptimizerSteps, needs_host
@@ -32,6 +32,7 @@ class _Session(Protocol):
     """The part of a session that a captured step uses."""
 
     device_type: str
+    _gradients: Gradients
     _rates: Rates
     _steps: OptimizerSteps
 
@@ -40,7 +41,6 @@ class _Session(Protocol):
     @property
     def steps(self) -> int: ...
     def _check_open(self) -> None: ...
-    def _device(self) -> torch.device: ...
     def _replayed(self, steps: int) -> None: ...
     def _after_replay(self) -> None: ...
 
@@ -117,7 +117,7 @@ class CapturedStep:
         """Move learning rates into tensors, where they may change, and drop the graph if anything else has changed."""
         optimizers = list(self._session.optimizers.values())
         if not any(_refuses(o, self._session._steps.skip) for o in optimizers):
-            self._session._rates.become_tensors(optimizers, self._session._device())
+            self._session._rates.become_tensors(optimizers, self._session._gradients.device)
         now = _Hyper.of(optimizers)
         before, self._hyper = self._hyper, now
         if before is None or before.values == now.values:

@@ -171,13 +171,14 @@ class PendingScales:
         self._losses, self._gradients, self._optimizers = losses, gradients, list(optimizers)
         self._ran: set[str] = set()
         self._stepped: set[Optimizer] = set()
-        self._due: dict[str, tuple[Reading, bool | None]] = {}
+        self.due: dict[str, tuple[Reading, bool | None]] = {}
+        """The losses whose scales are not yet updated, each with a reading and whether the host knows of a skip."""
         self._records: dict[Optimizer, dict[str, Reading]] = {}
 
     @property
     def names(self) -> list[str]:
         """The losses whose gradients a step would apply; empty when no backward came before."""
-        return sorted(self._ran or self._due)
+        return sorted(self._ran or self.due)
 
     @property
     def running(self) -> bool:
@@ -217,16 +218,16 @@ class PendingScales:
             self._ran.clear()
 
     def _owe(self, name: str, reading: Reading, host_skipped: bool | None) -> None:
-        if name in self._due:
-            earlier, skipped = self._due[name]
+        if name in self.due:
+            earlier, skipped = self.due[name]
             reading = earlier.merged(reading)
             host_skipped = None if host_skipped is None or skipped is None else host_skipped or skipped
-        self._due[name] = (reading, host_skipped)
+        self.due[name] = (reading, host_skipped)
 
     def settle(self, name: str | None, offender: Callable[[], str | None]) -> None:
         """Update the scale of a loss (None: every scale). May raise `ScaleCollapse`, naming `offender()`."""
-        for each in [due for due in self._due if name in (None, due)] if self._due else ():
-            reading, host_skipped = self._due.pop(each)
+        for each in [due for due in self.due if name in (None, due)]:
+            reading, host_skipped = self.due.pop(each)
             self._ran.discard(each)
             outstanding = (
                 [] if self._losses.separate_scales else [o for o in self._optimizers if o not in self._stepped]
@@ -247,7 +248,7 @@ class PendingScales:
         """Drop all pending updates."""
         self._ran.clear()
         self._stepped.clear()
-        self._due.clear()
+        self.due.clear()
         self._records.clear()
 
     def forget_backward(self) -> None:

@@ -55,13 +55,16 @@ class FullPrecision:
 
     def __init__(self, models: Iterable[nn.Module], masters: Masters, conversions: Sequence[Conversion]) -> None:
         self._models, self._masters, self._conversions = list(models), masters, conversions
-        self._aside: dict[Parameter, Tensor] | None = None
+        self._aside: dict[Parameter, Tensor] = {}
         self.depth = 0
         """How many are inside now."""
+        self.begun = False
+        """Whether `leave` has anything to undo."""
 
     def enter(self) -> None:
         """Turn models to float32. `SessionError` if masters cannot be swapped in; call `leave` then."""
         self._aside = {p: p.grad for model in self._models for p in model.parameters() if p.grad is not None}
+        self.begun = True
         self._masters.full()
         for parameter in self._aside:
             parameter.grad = None
@@ -71,7 +74,7 @@ class FullPrecision:
 
     def leave(self) -> None:
         """Undo `enter`, as far as it came."""
-        if self._aside is None:
+        if not self.begun:
             return
         for conversion in self._conversions:
             conversion.to_low()
@@ -80,7 +83,7 @@ class FullPrecision:
             conversion.resume()
         for parameter, gradient in self._aside.items():
             parameter.grad = gradient
-        self._aside = None
+        self.begun, self._aside = False, {}
 
     def __enter__(self) -> None:
         self.depth += 1

@@ -18,7 +18,7 @@ from ..compiling import traced_by_callers, uncompiled
 from ..errors import SessionError
 from ..frameworks import unwrap
 from ..kernels import Reading, clip_values_
-from ..ledger import Gradients, Masters, gradients_of, parameters_in, parameters_of, state_like_parameters
+from ..ledger import Gradients, Masters, gradients_of, parameters_in, state_like_parameters
 from ..modules import Conversion
 from ..policy import Policy
 from ..sharding import flat_group, is_sharded, sharded_parts
@@ -78,11 +78,11 @@ class Session:
         self._losses, self._masters, self._conversions = losses, masters, list(conversions)
         self._group = group
         own = list(self._optimizers.values())
-        self._gradients = Gradients(masters, own, self._device, group)
+        self._gradients = Gradients(masters, own, device_type, group)
         self._pending = PendingScales(losses, self._gradients, own)
         self._full = FullPrecision(models.values(), masters, conversions)
         self._steps = OptimizerSteps(own, self._gradients, masters, losses, self._pending, self._full, skip)
-        self._steps.given = {optimizers[name]: each for name, each in (given or {}).items()}
+        self._steps.wrappers = {optimizers[k]: v for k, v in (given or {}).items() if v is not optimizers[k]}
         self._rates = Rates()
         self._sharded = any(is_sharded(p) for model in models.values() for p in model.parameters())
         self._parts = [part for model in models.values() for part in sharded_parts(model)]
@@ -256,7 +256,7 @@ class Session:
         separate = self._losses.separate_scales
         if not separate and optimizer not in self._gradients:
             names = self._pending.names or list(self._losses)
-            inverse = self._losses[names[0]].inverse(self._device())
+            inverse = self._losses[names[0]].inverse(self._gradients.device)
         return self._gradients.read(optimizer, inverse, self._losses.need_statistics and not separate, steps_next)
 
     # -- step
@@ -272,18 +272,20 @@ class Session:
         """
         self._check_open()
         chosen = selected(self._optimizers, optimizer)
-        device = self._device()
+        device, ran = self._gradients.device, self._pending.names
         if self.is_stage and not self._losses.separate_scales:
             if not self._attempts:
-                check_scaled_somewhere(self._losses, self._pending.names, device, self._group)
-            for name in () if self._pending.names else self._losses:
-                self._pending.ran(name)  # and was scaled where it was computed
-        if not self._pending.names:
+                check_scaled_somewhere(self._losses, ran, device, self._group)
+            if not ran:
+                ran = list(self._losses)
+                for name in ran:
+                    self._pending.ran(name)  # and was scaled where it was computed
+        if not ran:
             raise SessionError(
                 "step() without session.backward(): gradients made by loss.backward() are not scaled, and would vanish "
                 "when they are unscaled. Write session.backward(loss)"
             )
-        scale = self._losses[self._pending.names[0]].current(device)
+        scale = self._losses[ran[0]].current(device)
         # of several not: a hook around the step of one may change the gradients of another after they were copied
         readings = [self._read(each, steps_next=len(chosen) == 1) for each in chosen]
         norm, scaled = self._gradients.norm_of_all(chosen)
@@ -379,7 +381,7 @@ class Session:
         """The present scale of a loss; a host sync."""
         name = self._losses.named(name)
         self._settle(name)
-        return float(self._losses[name].current(self._device()))
+        return float(self._losses[name].current(self._gradients.device))
 
     def state_dict(self) -> dict[str, Any]:
         """All that preamp adds to a training run: scales, masters, counters. Save it beside model and optimizer.
@@ -443,7 +445,7 @@ class Session:
         self._gradients.rest()
         inverse = None
         if not self._losses.separate_scales and not self._gradients.carried:  # no backward pass has come to those
-            inverse = self._losses[next(iter(self._losses))].inverse(self._device())
+            inverse = self._losses[next(iter(self._losses))].inverse(self._gradients.device)
             if inverse is not None and not self._pending.running:
                 for each in self._optimizers.values():
                     each.zero_grad()
@@ -476,17 +478,14 @@ class Session:
     def _check_open(self) -> None:
         if self._closed:
             raise SessionError("this session is closed; prepare the model again to go on")
-        compiling = torch.compiler.is_compiling()
-        if not self._full.depth and not compiling:
+        if torch.compiler.is_compiling():
+            return
+        if self._full.begun and not self._full.depth:
             self._full.leave()  # of one that was interrupted
-        if not compiling and not self._attempts and not self._sharded:
+        if not self._attempts and not self._sharded:
             check_sharded_late(self._models.values())
 
-    def _device(self) -> torch.device:
-        for each in self._optimizers.values():
-            for parameter in parameters_of(each):
-                return parameter.device
-        return torch.device(self.device_type)
-
     def _settle(self, name: str | None) -> None:
-        self._pending.settle(name, lambda: first_nonfinite(self._named()))
+        """Update the scale of a loss, or all, from the steps since then."""
+        if self._pending.due:
+            self._pending.settle(name, lambda: first_nonfinite(self._named()))

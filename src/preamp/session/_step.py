@@ -33,8 +33,8 @@ class OptimizerSteps:
         self._losses, self._pending, self._full = losses, pending, full
         self.skip = skip
         """One of `SKIPS`."""
-        self.given: dict[Optimizer, Any] = {}
-        """The wrappers that a framework returned for optimizers."""
+        self.wrappers: dict[Optimizer, Any] = {}
+        """What a framework returned for optimizers, where it is another object."""
         self.loads = 0
         """How often states were loaded, which are in new tensors then."""
         self._stepping: Optimizer | None = None
@@ -53,12 +53,14 @@ class OptimizerSteps:
 
     def take(self, optimizer: Optimizer, found: Tensor) -> bool | None:
         """Step unless `found`; returns whether it skipped, or None when only the device knows."""
-        given = self.given.get(optimizer)
+        wrapper = self.wrappers.get(optimizer)
         self._stepping = optimizer
         try:
-            with framework_hooks(given):
+            if wrapper is None:
+                return self._step_unless(found, optimizer)
+            with framework_hooks(wrapper):
                 skipped = self._step_unless(found, optimizer)
-            tell_skipped(given, lambda: found > 0 if skipped is None else skipped)
+            tell_skipped(wrapper, lambda: found > 0 if skipped is None else skipped)
             return skipped
         finally:
             self._stepping = None
@@ -106,7 +108,7 @@ class OptimizerSteps:
             return  # torch refuses it, and masters would never be swapped out
         if not self._full.depth:
             self._gradients.rest()
-        self._masters.refresh(parameters_of(optimizer))
+        self._masters.refresh()
         self._masters.swap_in(parameters_of(optimizer))
 
     def _after_load(self, optimizer: Optimizer) -> None:

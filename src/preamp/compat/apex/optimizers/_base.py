@@ -105,7 +105,7 @@ class ApexOptimizer(Optimizer):
         for param in wanting:
             if param not in self._masters:
                 self._adopt(param)
-        self._masters.refresh(wanting)
+        self._masters.refresh(self._masters.leaves_of(wanting))
         found: list[Tensor | None] = []
         for param in params:
             master = self._masters.stored(param) if param in self._masters else None
@@ -116,7 +116,7 @@ class ApexOptimizer(Optimizer):
 
     def published(self, params: Sequence[Parameter]) -> None:
         """Parameters were written with what their masters round to."""
-        self._masters.published(params)
+        self._masters.leaves_of(params).note()
 
     def masters_by_group(self) -> list[dict[str, list[Tensor | None]]]:
         """The masters as they lie in the groups; None where a parameter has none (yet)."""
