@@ -200,13 +200,9 @@ def adam_8bit(
     """Adam or AdamW; `DECAY`: 0 none, 1 in the gradient, 2 decoupled."""
     if tl.load(scalars + GO) > 0:
         tensor, start, size = chunk_of(tensor_of, block_of, sizes, CHUNK)
-        if start + CHUNK <= size:
-            adam_8bit_chunk(
-                scalars, table, tensors, tensor, start, size, one_beta1, beta2, one_beta2, eps, decay,
-                GRAD, LOW, KIND, DECAY, True, ALIGNED, CHUNK,
-            )  # fmt: skip
-        else:
-            adam_8bit_chunk(
-                scalars, table, tensors, tensor, start, size, one_beta1, beta2, one_beta2, eps, decay,
-                GRAD, LOW, KIND, DECAY, False, ALIGNED, CHUNK,
-            )  # fmt: skip
+        for whole in tl.static_range(2):  # whole chunks need no masks
+            if (start + CHUNK <= size) == (whole == 1):
+                adam_8bit_chunk(
+                    scalars, table, tensors, tensor, start, size, one_beta1, beta2, one_beta2, eps, decay,
+                    GRAD, LOW, KIND, DECAY, whole == 1, ALIGNED, CHUNK,
+                )  # fmt: skip

@@ -200,16 +200,12 @@ def adam_kernel(
     """Adam or AdamW; `DECAY`: 0 none, 1 in the gradient, 2 decoupled."""
     if tl.load(scalars + GO) > 0:
         tensor, start, size = chunk_of(tensor_of, block_of, sizes, CHUNK)
-        if start + CHUNK <= size:
-            adam_chunk(
-                scalars, table, tensors, tensor, start, size, one_beta1, beta2, one_beta2, eps, decay,
-                GRAD, LOW, KIND, DECAY, AMSGRAD, True, ALIGNED, CHUNK,
-            )  # fmt: skip
-        else:
-            adam_chunk(
-                scalars, table, tensors, tensor, start, size, one_beta1, beta2, one_beta2, eps, decay,
-                GRAD, LOW, KIND, DECAY, AMSGRAD, False, ALIGNED, CHUNK,
-            )  # fmt: skip
+        for whole in tl.static_range(2):  # whole chunks need no masks
+            if (start + CHUNK <= size) == (whole == 1):
+                adam_chunk(
+                    scalars, table, tensors, tensor, start, size, one_beta1, beta2, one_beta2, eps, decay,
+                    GRAD, LOW, KIND, DECAY, AMSGRAD, whole == 1, ALIGNED, CHUNK,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -258,13 +254,9 @@ def simple_kernel(
     """Gradient descent without momentum (`RULE` 0), with it at the first step (1) and later (2); Adagrad (3)."""
     if tl.load(scalars + GO) > 0:
         tensor, start, size = chunk_of(tensor_of, block_of, sizes, CHUNK)
-        if start + CHUNK <= size:
-            simple_chunk(
-                scalars, table, tensors, tensor, start, size, decay, momentum, blend, eps,
-                GRAD, LOW, RULE, NESTEROV, True, ALIGNED, CHUNK,
-            )  # fmt: skip
-        else:
-            simple_chunk(
-                scalars, table, tensors, tensor, start, size, decay, momentum, blend, eps,
-                GRAD, LOW, RULE, NESTEROV, False, ALIGNED, CHUNK,
-            )  # fmt: skip
+        for whole in tl.static_range(2):  # whole chunks need no masks
+            if (start + CHUNK <= size) == (whole == 1):
+                simple_chunk(
+                    scalars, table, tensors, tensor, start, size, decay, momentum, blend, eps,
+                    GRAD, LOW, RULE, NESTEROV, whole == 1, ALIGNED, CHUNK,
+                )  # fmt: skip

@@ -159,16 +159,12 @@ def novograd_kernel(
     if tl.load(scalars + GO) > 0:
         tensor, start, size = chunk_of(tensor_of, block_of, sizes, CHUNK)
         divisor = tl.load(below + tensor)
-        if start + CHUNK <= size:
-            novograd_chunk(
-                scalars, divisor, table, tensors, tensor, start, size, beta1, one_beta1, decay,
-                GRAD, LOW, INSIDE, True, ALIGNED, CHUNK,
-            )  # fmt: skip
-        else:
-            novograd_chunk(
-                scalars, divisor, table, tensors, tensor, start, size, beta1, one_beta1, decay,
-                GRAD, LOW, INSIDE, False, ALIGNED, CHUNK,
-            )  # fmt: skip
+        for whole in tl.static_range(2):  # whole chunks need no masks
+            if (start + CHUNK <= size) == (whole == 1):
+                novograd_chunk(
+                    scalars, divisor, table, tensors, tensor, start, size, beta1, one_beta1, decay,
+                    GRAD, LOW, INSIDE, whole == 1, ALIGNED, CHUNK,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -247,16 +243,12 @@ def lamb_moments(
     if tl.load(scalars + GO) > 0:
         program = tl.program_id(0)
         tensor, start, size = chunk_of(tensor_of, block_of, sizes, CHUNK)
-        if start + CHUNK <= size:
-            lamb_moments_chunk(
-                scalars, partials, program, table, tensors, tensor, start, size, beta1, one_beta1, beta2, one_beta2,
-                eps, inside, decay, GRAD, TRUSTS, BLOCK, True, ALIGNED, CHUNK,
-            )  # fmt: skip
-        else:
-            lamb_moments_chunk(
-                scalars, partials, program, table, tensors, tensor, start, size, beta1, one_beta1, beta2, one_beta2,
-                eps, inside, decay, GRAD, TRUSTS, BLOCK, False, ALIGNED, CHUNK,
-            )  # fmt: skip
+        for whole in tl.static_range(2):  # whole chunks need no masks
+            if (start + CHUNK <= size) == (whole == 1):
+                lamb_moments_chunk(
+                    scalars, partials, program, table, tensors, tensor, start, size, beta1, one_beta1, beta2, one_beta2,
+                    eps, inside, decay, GRAD, TRUSTS, BLOCK, whole == 1, ALIGNED, CHUNK,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -301,7 +293,8 @@ def lamb_apply(
         rate = tl.load(scalars + RATE)
         if TRUSTS:
             rate = rate * tl.load(ratios + tensor)
-        if start + CHUNK <= size:
-            lamb_apply_chunk(scalars, rate, table, tensors, tensor, start, size, eps, decay, LOW, True, ALIGNED, CHUNK)
-        else:
-            lamb_apply_chunk(scalars, rate, table, tensors, tensor, start, size, eps, decay, LOW, False, ALIGNED, CHUNK)
+        for whole in tl.static_range(2):  # whole chunks need no masks
+            if (start + CHUNK <= size) == (whole == 1):
+                lamb_apply_chunk(
+                    scalars, rate, table, tensors, tensor, start, size, eps, decay, LOW, whole == 1, ALIGNED, CHUNK
+                )
