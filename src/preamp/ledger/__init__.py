@@ -7,12 +7,10 @@ from .buckets import Bucket, Buckets, Collected
 from .gradients import Gradients
 from .leaves import gradients_of, parameters_in, parameters_of
 from .masters import Masters
-from .no_masters import NoMasters
+from .no_masters import NoMasters, Shadows, shadows_work
 from .packed import ShapeMismatch
-from .shadows import Shadows, shadows_work
 from .split import SplitMasters
-from .state import State, state_like_parameters
-from .steps import Steps
+from .state import State, Steps, state_like_parameters
 from .swap import rebuild_reducers
 
 __all__ = [

@@ -22,7 +22,7 @@ from .layout import Entries, Layout, counting, overlapping
 from .leaves import Leaves
 from .masters import Masters
 from .packed import PIECE, Packed, is_packable, order, padded
-from .steps import Steps, ages
+from .state import Steps, ages
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""`optimizer.state`, which counts changes of its entries and reads of them.
+"""`optimizer.state`, which counts changes of its entries and reads of them; and the step counts in it.
 
 Comparing every entry before each step takes a tenth of a step of many small tensors, because the memory that holds them
 is no longer in the cache. So these dicts, which are dicts to all other code, count their changes and reads. Copied or
@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
+
+from ..sharding import held_here
 
 _CHANGING = ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update")
 _ASKING = ("__getitem__", "get", "items", "values", "copy", "__or__", "__ror__", "__iter__")
@@ -107,3 +110,61 @@ def state_like_parameters(optimizer: Optimizer) -> None:
             fits = isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype in castable
             if fits and parameter.dtype in castable and value.dtype is not parameter.dtype:
                 state[key] = value.to(parameter.dtype)
+
+
+class Steps:
+    """The step counts of parameters that have seen equally many steps, float32 on their device.
+
+    A step reads and increments one number for all; one copy updates the others. An optimizer's state has views of them
+    under "step", one a parameter. The views share one version counter, so a single comparison shows whether user code
+    has written to any of them. `count`: a number, or 0-d on their device, which is copied.
+    """
+
+    def __init__(self, params: Sequence[Parameter], count: Tensor | float) -> None:
+        with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode count no versions
+            self._all = torch.empty(len(params), dtype=torch.float32, device=params[0].device)
+            self._all.copy_(count) if isinstance(count, Tensor) else self._all.fill_(count)
+            self._shown = dict(zip(params, self._all.unbind(), strict=True))
+            self.one, self._others = self._all[0], self._all[1:]
+        self._version = self._all._version
+
+    @property
+    def intact(self) -> bool:
+        """Whether none of them was written from outside."""
+        return self._all._version == self._version
+
+    def counted(self) -> None:
+        """Increment the others after `one`."""
+        if len(self._others):
+            self._others.copy_(self.one)
+        self._version = self._all._version
+
+    def of(self, param: Parameter) -> Tensor:
+        """The entry of a parameter's state, 0-d."""
+        return self._shown[param]
+
+    def knows(self, param: Parameter, shown: Any) -> bool:
+        """Whether this is a parameter's count, unchanged."""
+        return shown is not None and self._shown.get(param) is shown and self.intact
+
+    def are_of(self, params: Sequence[Parameter]) -> bool:
+        """Whether these are all the parameters that are counted here."""
+        return len(params) == len(self._shown) and all(param in self._shown for param in params)
+
+
+def ages(
+    params: Sequence[Parameter], state: Mapping[Parameter, Mapping[str, Any]], known: Mapping[Parameter, Steps]
+) -> Callable[[Parameter], Steps | float]:
+    """A key for each parameter of one device, equal for those with equal step counts.
+
+    Counts that are unchanged in `known` are not read. Loaded counts and those that user code has written are read, all
+    at once, by one host sync.
+    """
+    shown = {param: state.get(param, {}).get("step") for param in params}
+    kept = {param: known[param] for param, step in shown.items() if param in known and known[param].knows(param, step)}
+    others = {param: 0.0 if step is None else step for param, step in shown.items() if param not in kept}
+    tensors = {param: step for param, step in others.items() if isinstance(step, Tensor)}
+    if tensors:
+        counts = [held_here(step).detach().to(params[0].device, torch.float32) for step in tensors.values()]
+        others.update(zip(tensors, torch.stack([count.reshape(()) for count in counts]).tolist(), strict=True))
+    return lambda param: kept[param] if param in kept else float(others[param])
