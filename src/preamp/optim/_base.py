@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from ..compiling import uncompiled
 from ..errors import OptimizerError
 from ..kernels import present_in, reciprocal
 from ..ledger import (
@@ -181,6 +182,7 @@ class FusedOptimizer(Loading):
             assert found is not None, "buckets that were made just now"
         return found
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, which fills all gradients by one call: one by one where DTensors and tensors are mixed."""
         if set_to_none:

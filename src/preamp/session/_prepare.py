@@ -28,8 +28,7 @@ from ..ledger import (
 )
 from ..modules import Conversion, unwrapped
 from ..optim import FusedOptimizer
-from ..policy import Policy, auto_level
-from ..policy import policy as make_policy
+from ..policy import Policy, auto_level, parse_policy
 from ..scaling import LossScale, loss_scale
 from ..sharding import flat_group, is_sharded, reshard
 from ._checks import named_parameters
@@ -181,7 +180,7 @@ def _choose_policy(level: str | None, given: Any, device_type: str, overrides: d
     if isinstance(described, str) and described.strip().lower() == "auto":
         described, why = auto_level(device_type)
         _log.info("level auto is %s on %s: %s", described, device_type, why)
-    return make_policy(described, **overrides)
+    return parse_policy(described, **overrides)
 
 
 def _scales(policy: Policy, losses: Sequence[str], scale: Any) -> dict[str, LossScale]:
