@@ -15,7 +15,7 @@ from preamp.kernels.eight_bit import blocks_of, dequantize, quantize
 __all__ = ["blocks_of", "chances_like", "dequantize", "join", "quantize", "round_stochastically", "split"]
 
 Tensors = Sequence[Tensor]
-Copies = Sequence[Tensor | None] | None
+Copies = Tensors | None
 join, split = kernels.join, kernels.split
 
 

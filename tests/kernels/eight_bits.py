@@ -30,7 +30,7 @@ class Run:
     params: list[Tensor]
     low: torch.dtype = torch.bfloat16
     seed: int = 11
-    lows: list[Tensor | None] | None = None
+    lows: list[Tensor] | None = None
     bits: list[Tensor] | None = None
     moments: list[list[Tensor]] = field(init=False)
     step: Tensor = field(init=False)
@@ -65,8 +65,8 @@ class Run:
 
     def everything(self) -> list[Tensor]:
         """All that a step may write."""
-        lows = [low for low in self.lows or [] if low is not None]
-        return [*self.params, *lows, *(self.bits or []), *(t for each in self.moments for t in each), self.step]
+        moments = [t for each in self.moments for t in each]
+        return [*self.params, *(self.lows or []), *(self.bits or []), *moments, self.step]
 
     def twin(self) -> Run:
         """An independent copy of a run that has not begun, strides kept."""

@@ -58,7 +58,7 @@ class Run:
     name: str
     options: dict[str, Any]
     params: list[Tensor]
-    lows: list[Tensor | None] | None = None
+    lows: list[Tensor] | None = None
     states: list[list[Tensor]] = field(init=False)
     step: Tensor = field(init=False)
     norms: Tensor = field(init=False)
@@ -88,12 +88,11 @@ class Run:
 
     def everything(self) -> list[Tensor]:
         """All that a step may write."""
-        lows = [low for low in self.lows or [] if low is not None]
-        return [*self.params, *lows, *(t for state in self.states for t in state), self.step, self.norms]
+        return [*self.params, *(self.lows or []), *(t for state in self.states for t in state), self.step, self.norms]
 
     def twin(self) -> Run:
         """An independent copy, strides and alignment kept: other alignment is another kernel, with other sums."""
-        lows = None if self.lows is None else [None if low is None else cloned(low) for low in self.lows]
+        lows = None if self.lows is None else list(map(cloned, self.lows))
         copy = Run(self.name, self.options, list(map(cloned, self.params)), lows, first=self.first)
         for mine, theirs in zip(self.states, copy.states, strict=True):
             for a, b in zip(mine, theirs, strict=True):

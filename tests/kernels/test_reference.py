@@ -82,21 +82,21 @@ def test_any_shape_dtype_and_factor(data: st.DataObject) -> None:
     factor = data.draw(st.sampled_from([1.0, 2.0**-10, 0.37, 0.0]))
     torch.manual_seed(data.draw(st.integers(0, 99)))
     params = [torch.randn(n) for n in sizes]
-    with_low = [data.draw(st.booleans()) for _ in sizes]
-    lows = [p.to(low) if low and has else None for p, has in zip(params, with_low, strict=True)]
+    low_gradients = [data.draw(st.booleans()) for _ in sizes]
+    lows = [p.to(low) for p in params] if low else None
     run, wanted = Run(name, options, params, lows), PLAIN[name](params, options)
     for i in range(3):
         grads = [
             g.to(low) if low and has else g
-            for g, has in zip(gradients(params, torch.float32, i), with_low, strict=True)
+            for g, has in zip(gradients(params, torch.float32, i), low_gradients, strict=True)
         ]
         wanted.step([grad.double() * factor for grad in grads])
         run.take(grads, torch.tensor(factor), torch.zeros(()))
     if name == "novograd" and factor == 0.0:
         return  # 0 / 0 up to eps: both are right
     assert far(run.params, wanted.params) < 16
-    for p, twin in zip(run.params, lows, strict=True):
-        assert twin is None or torch.equal(twin, p.to(twin.dtype))
+    for p, copy in zip(run.params, lows or [], strict=lows is not None):
+        assert torch.equal(copy, p.to(copy.dtype))
 
 
 @pytest.mark.parametrize(("name", "options"), SETTINGS, ids=NAMES)
@@ -177,11 +177,10 @@ def test_slices_change_nothing(
     name: str, options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = [*awkward()[:-1], torch.randn(40, 50), torch.randn(64)]
-    lows = [p.to(dtype) if i % 3 else None for i, p in enumerate(params)]
-    run = Run(name, options, params, lows)
+    run = Run(name, options, params, [p.to(dtype) for p in params])
     twin = run.twin()
     for i in range(3):
-        grads = [g if low is not None else g.float() for g, low in zip(gradients(params, dtype, i), lows, strict=True)]
+        grads = [g if number % 3 else g.float() for number, g in enumerate(gradients(params, dtype, i))]
         monkeypatch.setattr(foreach, "SLICE", 256)
         run.take([g.clone() for g in grads], torch.tensor(0.3))
         monkeypatch.setattr(foreach, "SLICE", 2**18)

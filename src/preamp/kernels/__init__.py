@@ -32,6 +32,7 @@ from .storage import (
     SGDOptions,
     ShardSum,
     Storage,
+    Tensors,
 )
 from .triton import triton_runs_on
 
@@ -47,6 +48,7 @@ __all__ = [
     "ShardSum",
     "Storage",
     "TensorList",
+    "Tensors",
     "adagrad",
     "adam",
     "adam_8bit",

@@ -22,7 +22,7 @@ A second moment above 0 never becomes 0: beside a first moment that is not 0, th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -122,7 +122,7 @@ def _adam_8bit(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
         return
     assert storage.step is not None
     taken = storage.step + 1
-    beside = storage.bits or storage.copies or [None] * len(storage.params)
+    beside: Sequence[Tensor | None] = storage.bits or storage.copies or [None] * len(storage.params)
     for i, row in enumerate(zip(storage.params, gradients, *storage.states, beside, strict=True)):
         for start, piece in _pieces(*row):
             chances = chances_like(flat(piece.first), o.seed, taken, i, start)

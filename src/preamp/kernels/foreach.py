@@ -7,7 +7,7 @@ costs nothing. Elsewhere learning rate and step count are 0-d tensors, and there
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,11 +64,9 @@ class Gate:
                 self.write(tensors, drafts)
 
     def publish(self, storage: Storage) -> None:
-        """Round parameters into their 16-bit copies, where they have one."""
+        """Round parameters into their 16-bit copies, if they have any."""
         if storage.copies:
-            pairs = zip(storage.copies, storage.params, strict=True)
-            there = [(copy, param) for copy, param in pairs if copy is not None]
-            self.write([copy for copy, _ in there], [param for _, param in there])
+            self.write(storage.copies, storage.params)
 
 
 def gate_of(device: torch.device, found: Tensor | None) -> Gate | None:
@@ -152,9 +150,8 @@ def slices(storage: Storage, gradients: Tensors) -> Iterator[tuple[Storage, Tens
 def _cut(storage: Storage, gradient: Tensor) -> Iterator[tuple[Storage, Tensors]]:
     """The storage of one tensor in pieces, in memory order."""
 
-    def pieces(tensors: Sequence[Tensor | None] | None) -> Sequence[Tensor]:
-        one = tensors[0] if tensors else None
-        return () if one is None else one.as_strided((one.numel(),), (1,)).split(SLICE)
+    def pieces(tensors: Tensors | None) -> Tensors:
+        return tensors[0].as_strided((tensors[0].numel(),), (1,)).split(SLICE) if tensors else ()
 
     params, copies, states = pieces(storage.params), pieces(storage.copies), list(map(pieces, storage.states))
     for i, piece in enumerate(pieces([gradient])):

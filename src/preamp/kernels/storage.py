@@ -29,8 +29,8 @@ class Storage:
     """In the order in which the algorithm names them."""
     step: Tensor | None = None
     """0-d float32 on the device: the number of steps taken. A step that is not skipped adds 1."""
-    copies: Sequence[Tensor | None] | None = None
-    """16-bit tensors that get the new parameters, rounded to nearest even; None for one, or for all, without a copy."""
+    copies: Tensors | None = None
+    """16-bit tensors of one dtype that get the new parameters, rounded to nearest even."""
     bits: Tensors | None = None
     """int16: the lower halves of float32 masters of which bfloat16 `params` are the upper ones (`bits.split`)."""
     contiguous: bool = False
@@ -39,15 +39,7 @@ class Storage:
     @property
     def lists(self) -> list[Tensors]:
         """Every list whose tensors have the parameters' shapes, without gradients; empty ones left out."""
-        others = (self.bits, self.copies_or_params)
-        return [each for each in (self.params, *self.states, *others) if each]
-
-    @property
-    def copies_or_params(self) -> Tensors:
-        """The copies, with the parameter where a copy is missing; empty without any copies."""
-        if not self.copies:
-            return ()
-        return [param if copy is None else copy for param, copy in zip(self.params, self.copies, strict=True)]
+        return [each for each in (self.params, *self.states, self.bits, self.copies) if each]
 
     def at(self, places: Sequence[int] | slice) -> Storage:
         """The storage of some of the parameters."""

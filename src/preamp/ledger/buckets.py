@@ -32,7 +32,7 @@ class Bucket:
     group: dict[str, Any]
     params: list[Parameter]
     leaves: Leaves | None
-    """What is stored for them, if they are 16-bit with float32 masters."""
+    """What is stored for them: masters, the low bits of split ones, or shadows; None: nothing."""
     names: tuple[str, ...]
     """The names of the states that have tensors, in the order of `storage.states`."""
     storage: Storage
@@ -72,27 +72,20 @@ class Bucket:
         where = self.where
         if isinstance(where, Packed):
             where.take_in()
-        elif self.leaves is None:
-            self.storage.copies = masters.copies(self.params)
-        else:
+        elif self.leaves is not None:
             if not masters.split:
                 masters.refresh(self.leaves, None if self.sharded else where.params.addresses)
             stored: list[Tensor] = self.leaves.stored()
             if self.sharded:
                 stored = list(map(held_here, stored))
             self.storage.contiguous = where.dense and listed(stored).contiguous
-            if masters.split:
-                self.storage.bits = stored
-            else:
-                self.storage.params, self.storage.copies = stored, where.params
+            masters.place(self.storage, stored, where.params)
 
     def end_step(self, masters: Masters) -> None:
         """Record what the step has written."""
         if isinstance(self.where, Packed):
             self.where.give_out()
-        elif self.leaves is None:
-            masters.copied(self.params)
-        elif not masters.split:
+        elif self.leaves is not None and not masters.split:
             self.leaves.note()
         if self.steps is not None:
             self.steps.counted()
@@ -156,7 +149,7 @@ def _alike(
     """Parameters that may be in one bucket, and whether they are packed."""
     alike: dict[tuple[Any, ...], list[Parameter]] = defaultdict(list)
     for param in params:
-        names, lent = optimizer.names_for(group, param), optimizer.may_swap(param)
+        names, lent = optimizer.names_for(group, param), optimizer.is_lent(param)
         packed = (
             optimizer.packs and param not in shared and names == optimizer.state_names(group) and is_packable(param)
         )
@@ -185,7 +178,7 @@ def _buckets_of(
 ) -> list[Bucket]:
     """Buckets of like parameters, split by step count; missing states are made."""
     state: dict[Parameter, dict[str, Any]] = optimizer.state
-    mastered, names = optimizer.is_mastered(params[0]), optimizer.names_for(group, params[0])
+    names, shadowed = optimizer.names_for(group, params[0]), masters.shadows and params[0] in masters
     age = ages(params, state, optimizer.counts) if optimizer.counts_steps else (lambda _: 0.0)
     by_age: dict[tuple[Steps | float, bool], list[Parameter]] = defaultdict(list)
     for param in params:
@@ -210,7 +203,7 @@ def _buckets_of(
             where = Layout(alike, [[row[name] for row in rows] for name in names], owner)
             storage = Storage(where.params, where.states, contiguous=where.dense)
         storage.step = None if steps is None else steps.one
-        leaves = masters.leaves_of(alike) if mastered else None
+        leaves = masters.leaves_of(alike) if shadowed or optimizer.is_mastered(params[0]) else None
         buckets.append(Bucket(group, alike, leaves, names, storage, steps, where, is_sharded(alike[0])))
     return buckets
 

@@ -21,6 +21,7 @@ from torch.nn import Parameter
 
 from ..errors import SessionError, StateError
 from ..formats import LOW_DTYPES
+from ..kernels import Storage, Tensors
 from ..sharding import held_here, is_sharded
 from .audit import Audit, agrees
 from .leaves import Agreed, Leaf, Leaves
@@ -85,7 +86,7 @@ class Masters:
         return [p for p in leaves.others if p.dtype in LOW_DTYPES] if self.wanted else []
 
     def leaves_of(self, parameters: Sequence[Parameter]) -> Leaves:
-        """The leaves of parameters that are checked together, valid until one more of these gets a master."""
+        """The leaves of parameters that are checked together, valid until more of these have one."""
         return Leaves(parameters, self._leaves, self._agreed)
 
     def refresh(self, leaves: Leaves | None = None, addresses: tuple[int, ...] | None = None) -> None:
@@ -207,12 +208,9 @@ class Masters:
             masters = [held_here(self._leaves[p].stored) for p in written]
             torch._foreach_copy_(list(map(held_here, written)), masters)
 
-    def copies(self, parameters: Sequence[Parameter]) -> list[Tensor | None] | None:
-        """16-bit copies that a step of float32 parameters writes too; None if there are none at all."""
-        return None
-
-    def copied(self, parameters: Sequence[Parameter]) -> None:
-        """Record that a step has written float32 parameters and their 16-bit copies."""
+    def place(self, storage: Storage, stored: Tensors, parameters: Tensors) -> None:
+        """Put into the storage of a step what is stored for its parameters."""
+        storage.params, storage.copies = stored, parameters
 
     def shadow(self, parameter: Parameter) -> None:
         """Keep a 16-bit copy beside a float32 parameter."""

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..kernels import Storage, Tensors
 from ..sharding import held_here
-from .leaves import Leaves
+from .leaves import Leaf, Leaves
 from .masters import Masters
 from .swap import rebuild_reducers, set_data, swap
 
@@ -87,8 +88,7 @@ class Shadows(NoMasters):
     def __init__(self, low: torch.dtype) -> None:
         super().__init__()
         self._low = low
-        self._shadow: dict[Parameter, Tensor] = {}
-        self._versions: dict[Parameter, int] = {}
+        self._shadow: dict[Parameter, Leaf] = {}
         self._wide: set[Parameter] = set()
 
     def __contains__(self, parameter: Parameter) -> bool:
@@ -105,36 +105,40 @@ class Shadows(NoMasters):
 
     def shadow(self, parameter: Parameter) -> None:
         """Keep a copy of a float32 parameter, and have autograd leave its gradient in 16 bits."""
-        self._shadow[parameter] = parameter.detach().to(self._low)
-        self._versions[parameter] = parameter._version
+        copy = parameter.detach().to(self._low)
+        self._shadow[parameter] = Leaf("", copy, copy, self._agreed.add(parameter))
+        self._every = None
         parameter.grad = None
         parameter.grad_dtype = self._low
 
     def through(self, parameter: Any) -> Tensor:
         """What the forward pass computes with in place of a parameter."""
-        shadow = self._shadow.get(parameter)
-        if shadow is None:
+        leaf = self._shadow.get(parameter)
+        if leaf is None:
             return super().through(parameter)
-        copied: Tensor = _Through.apply(parameter, shadow)
+        copied: Tensor = _Through.apply(parameter, leaf.stored)
         return copied
+
+    def leaves_of(self, parameters: Sequence[Parameter]) -> Leaves:
+        """The copies of parameters that have one."""
+        return Leaves(parameters, self._shadow, self._agreed)
 
     def refresh(self, leaves: Leaves | None = None, addresses: tuple[int, ...] | None = None) -> None:
         """Copy parameters that were written from outside. A write through `.data` leaves no trace and is not seen."""
+        if leaves is None:
+            leaves = self._every = self._every or self.leaves_of(list(self._shadow))
+        if leaves.agree(addresses):
+            return
         with torch.no_grad():
-            for parameter, shadow in self._shadow.items():
-                if self._versions[parameter] != parameter._version or shadow.device != parameter.device:
-                    self._shadow[parameter] = shadow.to(parameter.device).copy_(parameter)
-                    self._versions[parameter] = parameter._version
+            for parameter, leaf in zip(leaves.parameters, leaves.leaves, strict=True):
+                if not self._agreed.holds(leaf.number, parameter):
+                    leaf.stored = leaf.stored.to(parameter.device).copy_(parameter)
+                    self._agreed.note(leaf.number, parameter)
+                    self._agreed.exchanges += 1
 
-    def copies(self, parameters: Sequence[Parameter]) -> list[Tensor | None] | None:
-        """The copies of parameters that have one."""
-        return [self._shadow.get(parameter) for parameter in parameters]
-
-    def copied(self, parameters: Sequence[Parameter]) -> None:
-        """Record that a step has written parameters and copies."""
-        for parameter in parameters:
-            if parameter in self._versions:
-                self._versions[parameter] = parameter._version
+    def place(self, storage: Storage, stored: Tensors, parameters: Tensors) -> None:
+        """Have the step write the copies too."""
+        storage.copies = stored
 
     def swap_in(self, parameters: Iterable[Parameter], gradients: Mapping[Parameter, Tensor] | None = None) -> None:
         """Give parameters float32 gradients, for those who want to read or change true ones."""
@@ -162,7 +166,7 @@ class Shadows(NoMasters):
         for parameter in self._shadow:
             self._grad_dtype(parameter, parameter.dtype)
         self._shadow.clear()
-        self._versions.clear()
+        self._every = None
         self._wide.clear()
         super().restore()
 

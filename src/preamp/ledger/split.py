@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..errors import OptimizerError
-from ..kernels import join, split
+from ..kernels import Storage, Tensors, join, split
 from ..sharding import held_here, placed_like
 from .leaves import Leaf, Leaves
 from .masters import Masters
@@ -47,6 +47,10 @@ class SplitMasters(Masters):
     def refresh_before_step(self, leaves: Leaves, *, again: bool = False) -> None:
         """`refresh`; the values need no comparison, since a weight and its bits always agree."""
         self.refresh(leaves)
+
+    def place(self, storage: Storage, stored: Tensors, parameters: Tensors) -> None:
+        """Put the low bits beside the weights."""
+        storage.bits = stored
 
     def _in_float32(self, parameter: Parameter, leaf: Leaf) -> Tensor:
         """Join the master, in new memory."""

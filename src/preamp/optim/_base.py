@@ -268,7 +268,7 @@ class FusedOptimizer(Loading):
         buckets = Buckets(self, present, self._masters)
         if not self._lent:
             for bucket in buckets.all:
-                for param in bucket.params if bucket.leaves else ():
+                for param in bucket.params if bucket.leaves is not None else ():
                     self.state[param][self._master_key] = self._masters.stored(param)
         return buckets
 
@@ -277,9 +277,9 @@ class FusedOptimizer(Loading):
         """Whether small parameters may be packed; never if each has a copy that is written too."""
         return self.flat is not False and not self._masters.shadows
 
-    def may_swap(self, param: Parameter) -> bool:
-        """Whether a session may swap a parameter's master in, so that it is 16-bit in some steps and not in others."""
-        return self._lent and not self._masters.shadows and param in self._masters
+    def is_lent(self, param: Parameter) -> bool:
+        """Whether a session keeps a master or a shadow of a parameter."""
+        return self._lent and param in self._masters
 
     def _check(self, param: Parameter) -> None:
         grad = param.grad

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..lists import TensorList, count_writes, listed
+from ..lists import count_writes, listed
 from ..storage import Options, Storage, Tensors
 from .tables import Part, parts_of
 
@@ -146,7 +146,7 @@ def prepare_numbers(
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Tensors of one call whose gradients share a dtype, and so do their 16-bit copies."""
+    """Tensors of one call whose gradients share a dtype."""
 
     places: list[int] | None
     """Positions in the caller's lists; None for all of them."""
@@ -158,20 +158,12 @@ class Kind:
         return tensors if self.places is None else [tensors[i] for i in self.places]
 
 
-def kinds_of(gradients: Tensors, copies: Sequence[Tensor | None] | None) -> list[Kind]:
-    """Sort tensors by the dtypes of gradient and copy."""
-    if not copies or isinstance(copies, TensorList):
-        dtypes, beside = listed(gradients).dtypes, copies.dtypes if isinstance(copies, TensorList) else {None: None}
-        if len(dtypes) == len(beside) == 1:
-            return [Kind(None, *dtypes, *beside)]
-    of_copies = [None if copy is None else copy.dtype for copy in copies] if copies else [None] * len(gradients)
-    pairs = list(zip([gradient.dtype for gradient in gradients], of_copies, strict=True))
-    if len(set(pairs)) == 1:
-        return [Kind(None, *pairs[0])]
-    found: dict[tuple[torch.dtype, torch.dtype | None], list[int]] = {}
-    for i, pair in enumerate(pairs):
-        found.setdefault(pair, []).append(i)
-    return [Kind(places, *pair) for pair, places in found.items()]
+def kinds_of(gradients: Tensors, copies: Tensors | None) -> list[Kind]:
+    """Sort tensors by the dtype of the gradient."""
+    dtypes, copy = listed(gradients).dtypes, copies[0].dtype if copies else None
+    if len(dtypes) == 1:
+        return [Kind(None, *dtypes, copy)]
+    return [Kind([i for i, g in enumerate(gradients) if g.dtype is dtype], dtype, copy) for dtype in dtypes]
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
@@ -222,9 +214,8 @@ def parts(storage: Storage, gradients: Tensors, shaped: int | None = None) -> It
     lists = [storage.params, gradients, *storage.states[:shaped], storage.bits]
     for kind in kinds_of(gradients, storage.copies):
         rows = [kind.of(tensors) for tensors in lists if tensors]
-        if kind.copy is not None:
-            assert storage.copies is not None
-            rows.append(kind.of(storage.copies))  # type: ignore[arg-type]
+        if storage.copies:
+            rows.append(kind.of(storage.copies))
         for part in parts_of(rows, CHUNK, kind.places):
             yield kind, part
 
@@ -242,9 +233,8 @@ def launch(kernel: Callable[..., object], part: Part, before: Sequence[object], 
 def wrote(storage: Storage) -> None:
     """Count a write to parameters and copies in `_version`, for autograd and others."""
     count_writes(storage.params)
-    copies = storage.copies
-    if copies:
-        count_writes(copies if isinstance(copies, TensorList) else [copy for copy in copies if copy is not None])
+    if storage.copies:
+        count_writes(storage.copies)
 
 
 def type_of(dtype: torch.dtype | None) -> object:
