@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .policy import Policy, policy
     from .rules import OpRules
     from .scaling import DynamicScale, GradScaler, HysteresisScale, NoScale, StaticScale, WindowScale
-    from .session import Session, StepReport, prepare
+    from .session import Session, SessionScaler, StepReport, prepare
 
 __all__ = [
     "DynamicScale",
@@ -40,6 +40,7 @@ __all__ = [
     "PreampError",
     "PreampWarning",
     "Session",
+    "SessionScaler",
     "StaticScale",
     "StepReport",
     "WindowScale",
@@ -85,6 +86,7 @@ _MODULE_OF = {
     "StaticScale": "scaling",
     "WindowScale": "scaling",
     "Session": "session",
+    "SessionScaler": "session",
     "StepReport": "session",
     "prepare": "session",
 }

@@ -2,6 +2,7 @@
 
 from ._prepare import prepare
 from ._report import StepReport
+from ._scaler import SessionScaler
 from ._session import Session
 
-__all__ = ["Session", "StepReport", "prepare"]
+__all__ = ["Session", "SessionScaler", "StepReport", "prepare"]

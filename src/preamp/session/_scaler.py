@@ -1,0 +1,101 @@
+"""`SessionScaler`: a session behind the interface of `torch.amp.GradScaler`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..errors import SessionError, kind_of
+from ._session import Session
+
+
+class SessionScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler`'s interface to a session, for loops and frameworks that take a scaler.
+
+    `scale`, `unscale_`, `step` and `state_dict` are the session's, so that such a loop trains with its masters, its
+    scale and its skips. The session updates its scale in `step`, and chooses it: `update` does nothing, and setting the
+    scale or its factors is a `SessionError`. The loop's forward pass belongs inside `session.autocast()`.
+
+    >>> session = preamp.prepare(model, optimizer, level="O2")
+    >>> scaler = preamp.SessionScaler(session)
+    >>> scaler.scale(loss).backward()
+    >>> scaler.step(optimizer)
+    >>> scaler.update()
+    """
+
+    def __init__(self, session: Session) -> None:
+        if not isinstance(session, Session):
+            raise SessionError(f"SessionScaler takes what preamp.prepare returned; this is {kind_of(session)}")
+        super().__init__(session.device_type, enabled=True)
+        self._enabled = True  # torch switches scalers off where it sees no such device
+        self.session = session
+        """The session that scales and steps."""
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last `step` was skipped because a gradient was not finite; a host sync."""
+        return self.session.last_step is not None and self.session.last_step.skipped
+
+    def scale(self, outputs: Any) -> Any:
+        """A loss times the loss scale; or several, in a list, a tuple, or any other iterable."""
+        if isinstance(outputs, Tensor):
+            return self.session.scale(outputs)
+        if not isinstance(outputs, Iterable):
+            raise ValueError(f"scale() takes a loss or an iterable of losses; this is {kind_of(outputs)}")
+        scaled = map(self.scale, outputs)
+        return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Make an optimizer's gradients true: unscaled, and float32 for parameters with masters. Idempotent."""
+        self.session.unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        """Step an optimizer of the session, unless a gradient is not finite; then update the scale."""
+        if any(argument is not None for argument in (*args, *kwargs.values())):
+            raise RuntimeError(
+                "step() of a scaler takes only the optimizer: a closure would run backward several times a step, and "
+                "each run could overflow on its own"
+            )
+        self.session.step(optimizer)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Nothing: `step` has updated the scale. `SessionError` for a `new_scale`."""
+        if new_scale is not None:
+            self._refuse("update(new_scale)")
+
+    def get_scale(self) -> float:
+        """The present loss scale; a host sync."""
+        return self.session.loss_scale()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The session's state, masters included: with it a resumed run goes on bit for bit."""
+        return self.session.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave; `StateError`, with nothing changed, for the state of another scaler."""
+        self.session.load_state_dict(state_dict)
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """`SessionError`: the session's schedule has its factors."""
+        self._refuse("set_growth_factor()")
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """`SessionError`: the session's schedule has its factors."""
+        self._refuse("set_backoff_factor()")
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """`SessionError`: the session's schedule has its interval."""
+        self._refuse("set_growth_interval()")
+
+    def _refuse(self, call: str) -> NoReturn:
+        raise SessionError(
+            f"{call} on a SessionScaler, whose session chooses the scale: write prepare(..., scale="
+            "preamp.DynamicScale(init_scale, growth_factor, backoff_factor, growth_interval)), or another schedule"
+        )
+
+    def __getstate__(self) -> NoReturn:
+        raise SessionError("a SessionScaler belongs to its session: save state_dict(), and make a new one")

@@ -1,0 +1,191 @@
+"""A session behind GradScaler's interface trains as the session itself."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import preamp
+from preamp.errors import SessionError, StateError
+
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "preamp": lambda params: preamp.optim.AdamW(params, 1e-2, eps=1e-4),
+    "fused": lambda params: torch.optim.AdamW(params, 1e-2, eps=1e-4, fused=True),
+    "foreach": lambda params: torch.optim.SGD(params, 1e-2, momentum=0.9),
+}
+
+
+def made(level: str, kind: str = "preamp") -> tuple[nn.Module, torch.optim.Optimizer, preamp.Session]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3))
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    return model, optimizer, preamp.prepare(model, optimizer, level=level)
+
+
+def batch(i: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(i)
+    x = torch.randn(5, 6, generator=generator)
+    return (x * float("inf") if i == 3 else x), torch.randn(5, 3, generator=generator)
+
+
+def loss_of(session: preamp.Session, model: nn.Module, i: int) -> Tensor:
+    x, y = batch(i)
+    with session.autocast():
+        return (model(x).float() - y).square().mean()
+
+
+def through_scaler(level: str, kind: str, steps: range, clip: str | None, state: Any = None) -> Any:
+    """A loop that knows GradScaler alone, two micro-batches a step."""
+    model, optimizer, session = made(level, kind)
+    scaler = preamp.SessionScaler(session)
+    if state is not None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        scaler.load_state_dict(state["scaler"])
+    skips = []
+    for i in steps:
+        for half in (2 * i, 2 * i + 1):
+            scaler.scale(loss_of(session, model, half) / 2).backward()
+        if clip is not None:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        skips.append((scaler.skipped, scaler.get_scale()))
+    return skips, saved(model, optimizer, session)
+
+
+def by_session(level: str, kind: str, steps: range, clip: str | None) -> Any:
+    model, optimizer, session = made(level, kind)
+    skips = []
+    for i in steps:
+        for half in (2 * i, 2 * i + 1):
+            session.backward(loss_of(session, model, half) / 2)
+        if clip is not None:
+            session.unscale_()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        report = session.step()
+        session.zero_grad()
+        skips.append((report.skipped, session.loss_scale()))
+    return skips, saved(model, optimizer, session)
+
+
+def saved(model: nn.Module, optimizer: torch.optim.Optimizer, session: preamp.Session) -> dict[str, Any]:
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": session.state_dict()}
+    copied: dict[str, Any] = copy.deepcopy(states)
+    session.close()
+    return copied
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return one.dtype is other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("clip", [None, "unscaled"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_it_trains_as_the_session(level: str, kind: str, clip: str | None) -> None:
+    skips, trained = through_scaler(level, kind, range(12), clip)
+    wanted_skips, wanted = by_session(level, kind, range(12), clip)
+    assert skips == wanted_skips and [skip for skip, _ in skips].count(True) >= 1
+    assert same(trained, wanted)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_resumed_run_goes_on_bit_for_bit(level: str) -> None:
+    _, wanted = through_scaler(level, "preamp", range(12), None)
+    _, half = through_scaler(level, "preamp", range(6), None)
+    skips, resumed = through_scaler(level, "preamp", range(6, 12), None, half)
+    assert len(skips) == 6 and same(resumed, wanted)
+
+
+def test_it_is_a_grad_scaler() -> None:
+    _, _, session = made("O2")
+    scaler = preamp.SessionScaler(session)
+    assert isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() and not scaler.skipped
+    assert scaler.get_scale() == 2.0**16 == session.loss_scale()
+
+
+def test_losses_in_a_list_a_tuple_and_an_iterator() -> None:
+    model, _, session = made("O2")
+    scaler = preamp.SessionScaler(session)
+    losses = [loss_of(session, model, 0), loss_of(session, model, 1)]
+    listed, paired, rest = scaler.scale(losses), scaler.scale(tuple(losses)), scaler.scale(iter(losses))
+    assert type(listed) is list and type(paired) is tuple
+    assert same(listed, list(paired)) and same(listed, list(rest))
+    assert torch.equal(listed[0], losses[0] * 2.0**16)
+    with pytest.raises(ValueError, match="takes a loss or an iterable of losses; this is"):
+        scaler.scale(3.0)
+
+
+def test_two_optimizers_stepped_one_by_one() -> None:
+    def trained(scaled: bool) -> tuple[list[Tensor], float]:
+        torch.manual_seed(0)
+        models = {"a": nn.Linear(6, 4), "b": nn.Linear(4, 3)}
+        optimizers = {name: preamp.optim.SGD(model.parameters(), 0.1) for name, model in models.items()}
+        session = preamp.prepare(models, optimizers, level="O2")
+        scaler = preamp.SessionScaler(session)
+        for i in range(8):
+            x, y = batch(i)
+            with session.autocast():
+                loss = (models["b"](models["a"](x)).float() - y).square().mean()
+            scaler.scale(loss).backward() if scaled else session.backward(loss)
+            for optimizer in optimizers.values():
+                scaler.step(optimizer) if scaled else session.step(optimizer)
+            scaler.update()
+            for optimizer in optimizers.values():
+                optimizer.zero_grad()
+        scale = session.loss_scale()
+        session.close()
+        return [p.detach().clone() for model in models.values() for p in model.parameters()], scale
+
+    assert same(trained(True), trained(False))
+
+
+def test_what_it_refuses() -> None:
+    model, optimizer, session = made("O2")
+    scaler = preamp.SessionScaler(session)
+    with pytest.raises(SessionError, match=r"takes what preamp\.prepare returned; this is"):
+        preamp.SessionScaler(model)  # type: ignore[arg-type]
+    scaler.scale(loss_of(session, model, 0)).backward()
+    with pytest.raises(RuntimeError, match="takes only the optimizer"):
+        scaler.step(optimizer, closure=lambda: 0.0)
+    scaler.step(optimizer, None)
+    for refused in (
+        lambda: scaler.update(2.0), lambda: scaler.set_growth_factor(3.0), lambda: scaler.set_backoff_factor(0.3),
+        lambda: scaler.set_growth_interval(3),
+    ):  # fmt: skip
+        with pytest.raises(SessionError, match=r"prepare\(..., scale=preamp.DynamicScale"):
+            refused()
+    for copied in (lambda: copy.deepcopy(scaler), lambda: pickle.dumps(scaler)):
+        with pytest.raises(SessionError, match="save state_dict"):
+            copied()
+    with pytest.raises(StateError):
+        scaler.load_state_dict(torch.amp.GradScaler("cpu").state_dict())
+    with pytest.raises(SessionError, match=r"without session\.backward"):
+        scaler.step(optimizer)
+    session.close()
+    with pytest.raises(SessionError, match="closed"):
+        scaler.scale(torch.ones(()))
+
+
+def test_losses_with_scales_of_their_own_are_refused() -> None:
+    model = nn.Linear(6, 3)
+    optimizer = preamp.optim.SGD(model.parameters(), 0.1)
+    session = preamp.prepare(model, optimizer, level="O2", losses=("a", "b"))
+    with pytest.raises(SessionError, match="several losses"):
+        preamp.SessionScaler(session).scale(torch.ones((), requires_grad=True))
