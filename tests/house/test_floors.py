@@ -23,7 +23,7 @@ FLOOR = {
     "": 4.5,  # preamp/__init__.py shows the floors up to here; the rest is loaded when asked for
     "checkpoint": 5, "lr_finder": 5, "plan": 5, "zoo": 5,
     "bench": 6, "doctor": 6,
-    "compat": 7, "migrate": 7,
+    "compat": 7, "migrate": 7, "integrations": 7,
     "demo": 8,
     "cli": 8.5,  # the demo is one of its verbs
     "__main__": 9,

@@ -1,0 +1,1 @@
+"""preamp in other frameworks: a module for each, imported only when asked for."""

@@ -1,0 +1,138 @@
+"""preamp in HF Accelerate: `attach` before `accelerator.prepare`, and its loops train under a session."""
+
+from __future__ import annotations
+
+import functools
+from types import MethodType
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
+from torch import nn
+
+from ..errors import SessionError, kind_of
+from ..session import Session, SessionScaler, StepReport, prepare
+from ..tree import cast_floating
+
+_REFUSED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+
+
+class Attachment:
+    """What `attach` returns; `session` is there once the accelerator has prepared a model and an optimizer."""
+
+    def __init__(self, accelerator: Accelerator, session: Session | None, options: dict[str, Any]) -> None:
+        self._accelerator, self._session, self._options = accelerator, session, options
+        self._prepare = accelerator.prepare
+        accelerator.prepare = self._prepared
+        accelerator.autocast = lambda *_, **__: self.session.autocast()
+        accelerator.unscale_gradients = self._unscale
+        if session is not None:
+            accelerator.scaler = SessionScaler(session)
+
+    @property
+    def session(self) -> Session:
+        """The session that trains; `SessionError` before the accelerator has prepared a model and an optimizer."""
+        if self._session is None:
+            raise SessionError("no session yet: call accelerator.prepare(model, optimizer, ...) first")
+        return self._session
+
+    def _prepared(self, *args: Any, **kwargs: Any) -> Any:
+        """`accelerator.prepare`, then the session, and both as the accelerator's loop uses them."""
+        accelerator = self._accelerator
+        results = self._prepare(*args, **kwargs)
+        optimizers = list(accelerator._optimizers)
+        models = [model for model in accelerator._models if any(p.requires_grad for p in model.parameters())]
+        if self._session is None and models and optimizers:
+            self._session = prepare(models, optimizers, **self._options)
+            accelerator.scaler = SessionScaler(self._session)
+        if self._session is None:
+            return results
+        for optimizer in optimizers:
+            if not isinstance(optimizer, _SessionOptimizer):
+                optimizer.__class__, optimizer.scaler = _SessionOptimizer, accelerator.scaler
+        for model in models:
+            _enter_region(model, self._session)
+        return results
+
+    def _unscale(self, optimizer: Any = None) -> None:
+        """True gradients, which the accelerator's clipping reads and changes: of all optimizers, or of some."""
+        given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        for each in given:
+            self.session.unscale_(each)
+
+
+def attach(accelerator: Accelerator, session: Session | str = "auto", **options: Any) -> Attachment:
+    """Have an accelerator's loop train under a session. Call it before `accelerator.prepare`.
+
+    `session`: a level ("O0" to "O5", "auto"), for a session that `accelerator.prepare` makes of its models and
+    optimizers, with `options` for `preamp.prepare`; or a session of yours, made of the same model and optimizer.
+
+    The loop stays as it is: `accelerator.accumulate`, `backward`, `clip_grad_norm_`, the optimizer's `step` and
+    `step_was_skipped`, by which schedulers stand still, `save_state` and `load_state`, which carry the session. The
+    accelerator itself must not cast: `SessionError` if it has a `mixed_precision`, and for DeepSpeed, Megatron and XLA.
+
+    >>> accelerator = Accelerator()
+    >>> attach(accelerator, "O5")
+    >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    """
+    if not isinstance(accelerator, Accelerator):
+        raise SessionError(f"attach() takes an Accelerator; this is {kind_of(accelerator)}")
+    if accelerator.mixed_precision != "no":
+        raise SessionError(
+            f"Accelerator(mixed_precision={accelerator.mixed_precision!r}) casts by itself, and the level says what is "
+            "16-bit: leave mixed_precision out (also in `accelerate config` and ACCELERATE_MIXED_PRECISION)"
+        )
+    if accelerator.distributed_type in _REFUSED:
+        raise SessionError(
+            f"{accelerator.distributed_type.value} has its own optimizer step and precision, which a session cannot "
+            "take part in: use DistributedDataParallel or FSDP2"
+        )
+    if isinstance(accelerator.scaler, SessionScaler):
+        raise SessionError("this accelerator has a session already: attach once, before accelerator.prepare")
+    if accelerator._models or accelerator._optimizers:
+        raise SessionError("attach() came after accelerator.prepare(), which has wrapped the model: call it before")
+    if isinstance(session, Session):
+        if options:
+            raise SessionError(f"attach() got a session, and options for a new one: {', '.join(options)}")
+        if accelerator.is_fsdp2:
+            raise SessionError(
+                "accelerator.prepare() shards the model, so that a session made before has none of its parameters: "
+                "give attach() a level"
+            )
+        return Attachment(accelerator, session, {})
+    return Attachment(accelerator, None, {"level": session, **options})
+
+
+class _SessionOptimizer(AcceleratedOptimizer):
+    """Accelerate's optimizer, which a session steps."""
+
+    _last: StepReport | None = None
+
+    def step(self, closure: Any = None) -> None:
+        """Step when the accumulation of gradients is complete."""
+        if self.gradient_state.sync_gradients:
+            self.scaler.step(self.optimizer, closure)
+            self._last = self.scaler.session.last_step
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped, also of an optimizer that is fused; a host sync."""
+        return self._last is not None and self._last.skipped
+
+
+def _enter_region(model: nn.Module, session: Session) -> None:
+    """Run a model's forward in the session's region, with float32 outputs: as Accelerate does for its own."""
+    forward: Any = model.forward
+    if not session.policy.has_regions or hasattr(model, "_original_forward"):
+        return
+    function = getattr(forward, "__func__", forward)
+
+    @functools.wraps(function)
+    def in_region(*args: Any, **kwargs: Any) -> Any:
+        with session.autocast():
+            return cast_floating(function(*args, **kwargs), torch.float32)
+
+    model._original_forward = forward  # by which Accelerate's unwrap_model finds it, wrapped as it wraps
+    model.forward = in_region if function is forward else MethodType(in_region, model)

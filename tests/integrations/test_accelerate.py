@@ -1,0 +1,244 @@
+"""Accelerate's own loop under `attach` trains as a plain loop with a session, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import preamp
+from preamp.errors import SessionError
+
+accelerate: Any = pytest.importorskip("accelerate")
+from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
+
+from preamp.integrations.accelerate import attach  # noqa: E402
+
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+MAKERS: dict[str, Any] = {
+    "preamp": lambda params: preamp.optim.AdamW(params, 1e-2, eps=1e-4),
+    "fused": lambda params: torch.optim.AdamW(params, 1e-2, eps=1e-4, fused=True),
+    "foreach": lambda params: torch.optim.SGD(params, 1e-2, momentum=0.9),
+}
+STEPS, MICRO = 50, 2
+BAD = 7
+"""The step whose first micro-batch overflows."""
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Any:
+    """Accelerate keeps one state for the process."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3))
+
+
+def data() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    rows = [
+        (torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator)) for _ in range(STEPS * MICRO)
+    ]
+    rows[BAD * MICRO] = (rows[BAD * MICRO][0] * float("inf"), rows[BAD * MICRO][1])
+    return rows
+
+
+def loader(start: int = 0) -> DataLoader[Any]:
+    return DataLoader(data()[start * MICRO :], batch_size=None)  # type: ignore[arg-type]
+
+
+Trained = dict[str, Any]
+
+
+def trained(model: nn.Module, session: preamp.Session, losses: list[float], rates: list[float]) -> Trained:
+    """What a training leaves behind, in numbers and tensors."""
+    state = copy.deepcopy(session.state_dict())
+    return {
+        "parameters": [p.detach().clone() for p in model.parameters()],
+        "masters": list(state["masters"].values()), "scale": session.loss_scale(),
+        "counts": [state["steps"], state["skipped"]], "losses": losses, "rates": rates,
+    }  # fmt: skip
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Bit for bit, NaN included."""
+    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def plain(level: str, kind: str, steps: int = STEPS) -> Trained:
+    """A loop that knows sessions."""
+    model = network()
+    optimizer = MAKERS[kind](model.parameters())
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)
+    losses, rates, rows = [], [], data()
+    with preamp.prepare(model, optimizer, level=level) as session:
+        for i in range(steps):
+            for x, y in rows[i * MICRO : (i + 1) * MICRO]:
+                with session.autocast():
+                    out = model(x).float()
+                loss = nn.functional.mse_loss(out, y)
+                session.backward(loss / MICRO)
+                losses.append(loss.item())
+            session.unscale_()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            report = session.step()
+            if not report.skipped:
+                schedule.step()
+            session.zero_grad()
+            rates.append(optimizer.param_groups[0]["lr"])
+        return trained(model, session, losses, rates)
+
+
+def by_accelerate(
+    level: str, kind: str, steps: int = STEPS, *, own: bool = False, start: int = 0, folder: Path | None = None,
+    load: Path | None = None,
+) -> Trained:  # fmt: skip
+    """Accelerate's loop, from its documentation."""
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=MICRO, cpu=True)
+    model = network()
+    optimizer = MAKERS[kind](model.parameters())
+    if own:
+        attached = attach(accelerator, preamp.prepare(model, optimizer, level=level))
+    else:
+        attached = attach(accelerator, level)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)
+    model, optimizer, rows, schedule = accelerator.prepare(model, optimizer, loader(start), schedule)
+    if load is not None:
+        accelerator.load_state(str(load))
+    losses, rates = [], []
+    for x, y in rows:
+        with accelerator.accumulate(model):
+            loss = nn.functional.mse_loss(model(x), y)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        if accelerator.sync_gradients:
+            rates.append(optimizer.param_groups[0]["lr"])
+            assert optimizer.step_was_skipped == attached.session.last_step.skipped == (len(rates) - 1 + start == BAD)
+            if len(rates) + start == steps:
+                break
+    if folder is not None:
+        accelerator.save_state(str(folder))
+    result = trained(model, attached.session, losses, rates)
+    attached.session.close()
+    return result
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["level", "session"])
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_its_loop_is_a_session_loop(level: str, kind: str, own: bool) -> None:
+    result = by_accelerate(level, kind, own=own)
+    assert_same(result, plain(level, kind))
+    assert result["counts"] == [STEPS, 1]
+
+
+@pytest.mark.parametrize("kind", ["preamp", "fused"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_resumed_run_goes_on_bit_for_bit(level: str, kind: str, tmp_path: Path) -> None:
+    by_accelerate(level, kind, 20, folder=tmp_path / "state")
+    fresh_state = (AcceleratorState, GradientState, PartialState)
+    for state in fresh_state:
+        state._reset_state()
+    resumed, whole = by_accelerate(level, kind, start=20, load=tmp_path / "state"), plain(level, kind)
+    assert_same(resumed, {**whole, "rates": whole["rates"][20:], "losses": whole["losses"][20 * MICRO :]})
+
+
+def test_autocast_and_outputs_are_the_sessions() -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    attached = attach(accelerator, "O4")
+    with pytest.raises(SessionError, match=r"call accelerator\.prepare"):
+        attached.session
+    given = network()
+    model, _ = accelerator.prepare(given, torch.optim.SGD(given.parameters(), 0.1))
+    with attached.session:
+        assert model(torch.randn(2, 6)).dtype is torch.float32
+        with accelerator.autocast():
+            assert torch.randn(2, 2).mm(torch.randn(2, 2)).dtype is torch.bfloat16
+        bare = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        assert bare is given and bare(torch.randn(2, 6)).dtype is torch.float32
+        assert "_original_forward" not in vars(bare)
+
+
+def test_what_it_refuses() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(SessionError, match="takes an Accelerator; this is"):
+        attach(model, "O5")
+    low = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    with pytest.raises(SessionError, match="leave mixed_precision out"):
+        attach(low, "O5")
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    accelerator = accelerate.Accelerator(cpu=True)
+    session = preamp.prepare(model, optimizer, level="O2")
+    with session:
+        with pytest.raises(SessionError, match="options for a new one: scale"):
+            attach(accelerator, session, scale=128.0)
+        attach(accelerator, session)
+        with pytest.raises(SessionError, match="has a session already"):
+            attach(accelerator, session)
+        later = accelerate.Accelerator(cpu=True)
+        later.prepare(network())
+        with pytest.raises(SessionError, match="call it before"):
+            attach(later, session)
+
+
+TWO = """
+import sys, torch, accelerate
+from torch import nn
+from preamp.integrations.accelerate import attach
+import preamp
+
+accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3))
+optimizer = preamp.optim.AdamW(model.parameters(), 1e-2)
+attached = attach(accelerator, sys.argv[1])
+model, optimizer = accelerator.prepare(model, optimizer)
+generator = torch.Generator().manual_seed(5 + accelerator.process_index)
+for i in range(20):
+    x, y = torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator)
+    if i == 6 and accelerator.process_index == 1:
+        x = x * float("inf")
+    with accelerator.accumulate(model):
+        accelerator.backward(nn.functional.mse_loss(model(x), y))
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            assert optimizer.step_was_skipped == (i == 7), i
+mine = torch.cat([p.detach().float().flatten() for p in model.parameters()])
+both = accelerator.gather(mine.unsqueeze(0))
+assert accelerator.num_processes == 2 and torch.equal(both[0], both[1])
+assert attached.session.skipped == 1 and attached.session.steps == 10
+print("equal", type(model).__name__)
+"""
+
+
+@pytest.mark.parametrize("level", ["O2", "O4"])
+def test_two_ranks(level: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TWO)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run([*launcher, str(script), level], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("equal DistributedDataParallel") == 2
