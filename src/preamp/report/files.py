@@ -11,14 +11,10 @@ from pathlib import Path
 def write_text(path: str | Path, text: str) -> Path:
     """Write `text` as UTF-8 to `path`; what UTF-8 cannot hold (a lone surrogate) becomes "?"."""
     content = text.encode("utf-8", errors="replace")
-
-    def write(temporary: Path) -> None:
-        temporary.write_bytes(content)
-
-    return write_with(path, write)
+    return write_with(path, lambda temporary: temporary.write_bytes(content))
 
 
-def write_with(path: str | Path, write: Callable[[Path], None]) -> Path:
+def write_with(path: str | Path, write: Callable[[Path], object]) -> Path:
     """Let `write` fill a file beside `path`, then move it there in one step; an error leaves no trace."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
