@@ -6,6 +6,7 @@ import ctypes
 import os
 import platform
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,13 @@ def check_device(device: torch.device, after: str) -> None:
         ) from error
 
 
+def seconds_now(device: torch.device | None) -> float:
+    """The host's clock when a device has done everything asked of it so far."""
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 def keep_heap() -> bool:
     """Have the C library keep freed memory for this process, if it is glibc; returns whether it will.
 
@@ -85,8 +93,8 @@ def commit() -> str | None:
 
     PREAMP_COMMIT says it where the tree was copied without its history.
     """
-    if told := os.environ.get("PREAMP_COMMIT"):
-        return told
+    if given := os.environ.get("PREAMP_COMMIT"):
+        return given
     here = Path(__file__).resolve().parent
     try:
         head = _git(here, "rev-parse", "--short=10", "HEAD")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from ..report import Cell, Column, Table
+from ._machine import seconds_now
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +111,10 @@ def race(
         for index in range(rounds):
             for name in next(turns):
                 call = contenders[name]
-                started = _now(device)
+                started = seconds_now(device)
                 for _ in range(number):
                     call()
-                times[name].append((_now(device) - started) / number)
+                times[name].append((seconds_now(device) - started) / number)
             on_round(index)
     finally:
         if collecting:
@@ -143,12 +143,6 @@ def orders(number: int) -> list[list[int]]:
     while left:  # from one round to the next, too
         chosen.append(left.pop(next(i for i, order in enumerate(left) if order[0] != chosen[-1][-1])))
     return chosen
-
-
-def _now(device: torch.device | None) -> float:
-    if device is not None and device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 INTERVAL = "low, high: hold the true median with 95 % or more; of fewer than 6 rounds they are smallest and largest"

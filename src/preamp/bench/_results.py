@@ -73,8 +73,7 @@ def described(error: BaseException) -> str:
 
 def failure(who: str, error: BaseException, tell: Callable[[str], None]) -> str:
     """`described(error)`; its traceback is reported at once, as a device may be lent for minutes only."""
-    told = "".join(traceback.format_exception(error, limit=-FRAMES)).rstrip()
-    tell(f"{who} failed\n{told}")
+    tell(f"{who} failed\n{''.join(traceback.format_exception(error, limit=-FRAMES)).rstrip()}")
     return described(error)
 
 
@@ -95,7 +94,7 @@ class Results:
         Only those that were measured on a device of the same name, with the same torch, can stand beside ours. Of two
         rows of a name the complete one stays, and of two complete ones that of the newer file.
         """
-        told: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for path in sorted(folder.rglob("*.json"), key=lambda path: (path.stat().st_mtime, str(path))):
             found = _suites_of(path)
             for suite in suites:
@@ -103,13 +102,13 @@ class Results:
                     there = row.get(MEASURED_ON, {})
                     if any(there.get(what) != self._here[what] for what in ("device", "torch")):
                         device, version = there.get("device", "an unknown device"), there.get("torch", "unknown")
-                        told[f"of {device}, torch {version} are left aside"] += 1
+                        counts[f"of {device}, torch {version} are left aside"] += 1
                     elif (held := self._find(suite, row["name"])) is None or complete(row) or not complete(held):
                         self._put(suite, row)
         for row in (row for suite in suites for row in self.suites.get(suite, ())):
             if complete(row) and row[MEASURED_ON]["commit"] != self._here["commit"]:
-                told[f"were measured at commit {row[MEASURED_ON]['commit']} and are kept"] += 1
-        return [f"{count} rows {what}" for what, count in told.items()]
+                counts[f"were measured at commit {row[MEASURED_ON]['commit']} and are kept"] += 1
+        return [f"{count} rows {what}" for what, count in counts.items()]
 
     def missing(self, suite: str) -> Missing:
         """What a suite still has to measure; rows that it begins are noted in the file until they are added."""

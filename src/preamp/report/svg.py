@@ -1,4 +1,4 @@
-"""Charts to inline SVG: lines, bands, markers, exponent histograms. Bars and heat maps are in `bars.py`."""
+"""Charts to inline SVG: lines, bands, exponent histograms. Bars and heat maps are in `bars.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import pairwise
 from .axis import Axis, fit
 from .bars import draw_bars, draw_heat
 from .charts import BarChart, Chart, ExponentHistogram, HeatMap, LineChart, Series
-from .frame import NARROW, Entry, Frame, build_frame, series_style
+from .frame import NARROW, Frame, build_frame, series_style
 from .markers import draw_markers
 from .markup import Element, element, path
 
@@ -84,12 +84,12 @@ def _frame(chart: LineChart | ExponentHistogram, width: float, x: Axis, y: Axis)
     return build_frame(width, x, y, **labels, entries=_entries(chart), spans=chart.spans)
 
 
-def _entries(chart: LineChart | ExponentHistogram) -> list[Entry]:
+def _entries(chart: LineChart | ExponentHistogram) -> list[tuple[str, str]]:
     """The legend; a single series whose name the title or the y label says already needs none."""
     said = f"{chart.title} {chart.y_label}".lower()
     if len(chart.series) == 1 and chart.series[0].name.lower() in said:
         return []
-    return [Entry(s.name, series_style(i, s.dashed)) for i, s in enumerate(chart.series)]
+    return [(s.name, series_style(i, s.dashed)) for i, s in enumerate(chart.series)]
 
 
 def _points(xs: Sequence[float | None], ys: Sequence[float | None], x: Axis, y: Axis) -> list[Point]:

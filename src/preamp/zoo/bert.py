@@ -162,10 +162,13 @@ class Attention(nn.Module):
         """(N, T, hidden) to the same."""
         count, length, hidden = x.shape
         split = self.query_key_value(x).view(count, length, 3, self.heads, hidden // self.heads)
-        query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        mixed = self.mix(*split.permute(2, 0, 3, 1, 4).unbind(0))
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(count, length, hidden))
         return out
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Three times (N, heads, T, hidden / heads) to the same, once."""
+        return F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
 
 
 class Layer(nn.Module):

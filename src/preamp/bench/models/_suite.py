@@ -146,7 +146,7 @@ def _parts(run: Run, fits: Fits | None) -> list[Part]:
 
     def compiled(network: Network) -> Part:
         group = next(group for group, keys in COMPILED_GROUPS.items() if network.key in keys)
-        return run.compiled(group, network.key, network.compiled, of(COMPILED, network))
+        return run.steps(group, network.key, network.compiled, of(COMPILED, network), compiled=True)
 
     return [
         *(run.steps(EAGER_GROUP, network.key, network.eager, of(EAGER, network)) for network in NETWORKS),

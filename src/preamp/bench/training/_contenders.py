@@ -45,6 +45,10 @@ class Contender:
     """Split masters, where the optimizer has them."""
     eight_bit: bool = False
     """States in 8 bits, where the optimizer has them."""
+    shadow: bool = False
+    """`prepare(shadow=True)`."""
+    torchs_optimizer: bool = False
+    """The fused optimizer of torch in a session."""
     channels_last: bool = True
     """Layout of images and convolutions."""
 
@@ -183,7 +187,7 @@ class Trainer:
             arguments["momentum"] = 0.9
         elif contender.level == "O3":
             arguments["eps"] = 1e-4  # float16 states turn the default into zero
-        if not contender.ours:
+        if not contender.ours or contender.torchs_optimizer:
             maker = getattr(torch.optim, kind)
             how = {"fused": True} if contender.fused else {"foreach": True}
             how |= {"capturable": True} if contender.captured else {}
@@ -204,7 +208,9 @@ class Trainer:
             return None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PreampWarning)
-            return prepare(self._model, self._optimizer, level=contender.level, scale=contender.scale)
+            return prepare(
+                self._model, self._optimizer, level=contender.level, scale=contender.scale, shadow=contender.shadow
+            )
 
     # -- training
 

@@ -117,7 +117,7 @@ def heat(
             _end(entry)
         free()
     reference = entries[0]
-    results = [_told(entry, reference, work, speeds) for entry in entries]
+    results = [_result(entry, reference, work, speeds) for entry in entries]
     return TrainingRow(part=part, name=name or work.name, what=work.what, contenders=results, about=about)
 
 
@@ -256,7 +256,7 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
-def _told(entry: _Entry, reference: _Entry, work: Work, speeds: Speeds | None) -> dict[str, Any]:
+def _result(entry: _Entry, reference: _Entry, work: Work, speeds: Speeds | None) -> dict[str, Any]:
     name = entry.contender.name
     if entry.error or not entry.rounds:
         return {"name": name, "error": entry.error or "no round was run", **entry.found}

@@ -32,7 +32,7 @@ def parity_row(
     runs.insert(3, ("fp32, another seed", FP32, 1))  # behind what matters most, should the time run out
     results: list[dict[str, Any]] = []
     about: dict[str, Any] = {"steps": steps, "settled after": SETTLED}
-    yardstick: float | None = None
+    reference: float | None = None
     for name, contender, seed in runs:
         if clock.left <= reserve:
             about["cut short"] = f"left out: {clock.spent}"
@@ -45,8 +45,8 @@ def parity_row(
             free()
             continue
         if name == "fp32":
-            yardstick = found["loss"]
-        found["against fp32"] = found["loss"] / yardstick - 1 if yardstick else None
+            reference = found["loss"]
+        found["against fp32"] = found["loss"] / reference - 1 if reference else None
         results.append({"name": name, **found})
         free()
     what = f"{steps} steps, mean loss of the last {min(TAIL, steps)}"

@@ -48,7 +48,7 @@ class Size:
     """The same for one that has to be compiled first."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Run:
     """One call of a suite, and the parts that suites share. `needs` of a part is an estimate for the full size."""
 
@@ -61,6 +61,8 @@ class Run:
     clock: Clock
     tell: Tell
     works: Mapping[str, Work]
+    speeds: Speeds | None = None
+    """Of the machine, once they are measured."""
 
     @classmethod
     def begun(
@@ -84,34 +86,22 @@ class Run:
         return cls.begun("", sizes, torch.device("cpu"), sizes["full"].pace.rounds, quiet, "full")
 
     def steps(
-        self, group: str, key: str, needs: float, contenders: Sequence[Contender],
-        speeds: Callable[[], Speeds | None] = lambda: None,
-    ) -> Part:  # fmt: skip
-        """Whole steps of a work, as they are written."""
-        work, reserve = self.works[key], self.size.reserve
+        self, group: str, key: str, needs: float, contenders: Sequence[Contender], *, compiled: bool = False
+    ) -> Part:
+        """Whole steps of a work, as they are written or compiled."""
+        work, size = self.works[key], self.size
+        kind, name, reserve = "steps", work.name, size.reserve
+        if compiled:
+            kind, name, reserve = "compiled", f"{work.name}, compiled", size.reserve_compiled
 
         def make() -> TrainingRow:
+            if compiled:
+                torch.compiler.reset()  # entries of other works would be looked through at every call
             return heat(
-                "steps", work, contenders, self.device, self.pace, self.clock, speeds(), reserve, tell=self.tell
+                kind, work, contenders, self.device, self.pace, self.clock, self.speeds, reserve, name, self.tell
             )
 
-        return Part(kind="steps", group=group, name=work.name, needs=needs, make=make)
-
-    def compiled(
-        self, group: str, key: str, needs: float, contenders: Sequence[Contender],
-        speeds: Callable[[], Speeds | None] = lambda: None,
-    ) -> Part:  # fmt: skip
-        """Whole steps of a work, compiled."""
-        work, reserve = self.works[key], self.size.reserve_compiled
-        name = f"{work.name}, compiled"
-
-        def make() -> TrainingRow:
-            torch.compiler.reset()  # entries of other works would be looked through at every call
-            return heat(
-                "compiled", work, contenders, self.device, self.pace, self.clock, speeds(), reserve, name, self.tell
-            )
-
-        return Part(kind="compiled", group=group, name=name, needs=needs, make=make)
+        return Part(kind=kind, group=group, name=name, needs=needs, make=make)
 
     def parity(
         self, group: str, key: str, needs: float, contenders: Sequence[Contender] = PARITY, part: str = "parity"

@@ -46,10 +46,10 @@ def lines(row: TrainingRow) -> list[str]:
         return [f"{row.name}: {row.about['error']}"]
     if not row.contenders:
         return [f"{row.name}: " + ", ".join(f"{key} {_short(value)}" for key, value in row.about.items())]
-    return [f"{row.name}: {each['name']}: {_told(each)}" for each in row.contenders]
+    return [f"{row.name}: {each['name']}: {_in_words(each)}" for each in row.contenders]
 
 
-def _told(each: dict[str, Any]) -> str:
+def _in_words(each: dict[str, Any]) -> str:
     if each.get("error"):
         return f"failed: {each['error']}"
     said = []
@@ -68,8 +68,8 @@ def _told(each: dict[str, Any]) -> str:
 
 def why_not(about: Mapping[str, Any]) -> str | None:
     """Why a row, or a contender, has no figures: left out, failed, or what no such device has."""
-    told = {"dropped": "dropped", "error": "failed", "not measured": "not measured"}
-    return next((f"{said}: {about[key]}" for key, said in told.items() if about.get(key)), None)
+    reasons = {"dropped": "dropped", "error": "failed", "not measured": "not measured"}
+    return next((f"{words}: {about[key]}" for key, words in reasons.items() if about.get(key)), None)
 
 
 def _short(value: Any) -> str:

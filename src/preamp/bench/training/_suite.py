@@ -9,7 +9,7 @@ import torch
 
 from .._results import EVERYTHING, Missing
 from ._contenders import Contender, fitting, fitting_compiled
-from ._measure import Pace, Speeds
+from ._measure import Pace
 from ._optimizer import LISTS_BY_SIZE, optimizer_row, speeds
 from ._parts import Part, Run, Size, needs_by_group, run_suite
 from ._rows import TrainingRow
@@ -63,29 +63,25 @@ def estimates() -> dict[str, float]:
 
 def _parts(run: Run, contenders: Sequence[Contender] | None) -> list[Part]:
     """The machine first. `needs` are estimates for an H100, with what has to be compiled."""
-    measured: list[Speeds] = []
-
-    def found() -> Speeds | None:
-        return measured[0] if measured else None
 
     def machine() -> TrainingRow:
+        run.speeds = speeds(run.device, run.name)
         about: dict[str, object] = {"size": run.name, "device": run.device.type}
-        measured.append(speeds(run.device, run.name))
-        about |= {"copy bytes a second": measured[0].copy, "bfloat16 operations a second": measured[0].product}
+        about |= {"copy bytes a second": run.speeds.copy, "bfloat16 operations a second": run.speeds.product}
         return TrainingRow(part="machine", name="machine", what="best copy and product", about=about)
 
     def optimizer(name: str, needs: float, clip: float | None = None) -> Part:
         def make() -> TrainingRow:
-            return optimizer_row(name, run.device, 5 * run.pace.rounds, found(), clip=clip, tell=run.tell)
+            return optimizer_row(name, run.device, 5 * run.pace.rounds, run.speeds, clip=clip, tell=run.tell)
 
         title = f"Adam, {name}" + ("" if clip is None else ", clipping")
         return Part(kind="optimizer", group="lists", name=title, needs=needs, make=make)
 
     def steps(key: str, needs: float) -> Part:
-        return run.steps("eager", key, needs, contenders or fitting(run.works[key]), found)
+        return run.steps("eager", key, needs, contenders or fitting(run.works[key]))
 
     def compiled(key: str, needs: float) -> Part:
-        return run.compiled("compiled", key, needs, contenders or fitting_compiled(run.works[key]), found)
+        return run.steps("compiled", key, needs, contenders or fitting_compiled(run.works[key]), compiled=True)
 
     batches = range(8, 64, 8) if run.name == "full" else range(1, 4)
     first, *others = LISTS_BY_SIZE[run.name]
