@@ -152,7 +152,7 @@ def _log10_ticks(axis: Axis, count: int) -> list[Tick]:
     shown = [decade for decade in decades if low <= decade <= high]
     plain = all(-3 <= decade <= 4 for decade in shown)
     labelled = [
-        Tick(float(n), _plain(Decimal(1).scaleb(n)) if plain else power("10", n)) for n in shown if n % step_of == 0
+        Tick(float(n), _plain(Decimal(1).scaleb(n)) if plain else _power("10", n)) for n in shown if n % step_of == 0
     ]
     if step_of > 1 or span > 7:
         return labelled
@@ -169,7 +169,7 @@ def _log2_ticks(axis: Axis, count: int) -> list[Tick]:
     first, last = math.ceil(axis.low / step), math.floor(axis.high / step)
     shown = [index * step for index in range(first, last + 1)]
     plain = axis.kind == "log2" and all(0 <= n <= 10 for n in shown)
-    return [Tick(float(n), str(2**n) if plain else power("2", n)) for n in shown]
+    return [Tick(float(n), str(2**n) if plain else _power("2", n)) for n in shown]
 
 
 _TICKS = {"linear": _linear_ticks, "log10": _log10_ticks, "log2": _log2_ticks, "exponent": _log2_ticks}
@@ -183,7 +183,7 @@ def _plain(value: Decimal) -> str:
     return f"{value.scaleb(-power)}e{power}"
 
 
-def power(base: str, exponent: int | str) -> str:
+def _power(base: str, exponent: int) -> str:
     """`base` with a superscript exponent."""
     return base + str(exponent).translate(_SUPERSCRIPT)
 

@@ -10,7 +10,6 @@ from textwrap import fill
 from typing import Any
 
 from ..errors import MissingExtra
-from .axis import power
 from .charts import BarChart, Chart, ExponentHistogram, HeatMap, LineChart
 from .files import write_with
 
@@ -24,7 +23,6 @@ def write_png(chart: Chart, path: str | Path, *, dpi: int = 160) -> Path:
     Raises `MissingExtra` when matplotlib is not installed.
     """
     try:
-        from matplotlib import rc_context
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -32,13 +30,12 @@ def write_png(chart: Chart, path: str | Path, *, dpi: int = 160) -> Path:
     rows = len(chart.labels) * (len(chart.series) + 0.8) if isinstance(chart, BarChart) else 0
     if isinstance(chart, HeatMap):
         rows = 1.5 * len(chart.rows)
-    # names are shown literally: a dollar in one is no mathematics
-    with warnings.catch_warnings(), rc_context({"text.parse_math": False}):
-        warnings.simplefilter("ignore")  # a glyph that no font has is no reason to stop
+    with warnings.catch_warnings():  # a glyph that no font has is no reason to stop
+        warnings.simplefilter("ignore")
         figure = Figure(figsize=(7.6, max(3.6, 1.4 + 0.2 * rows)), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
-        axes.set_title(_wrapped(chart.title), loc="left", fontsize=11, fontweight="bold")
+        _text(axes.set_title, chart.title, loc="left", fontsize=11, fontweight="bold")
         if isinstance(chart, BarChart):
             _bars(axes, chart)
         elif isinstance(chart, HeatMap):
@@ -52,14 +49,15 @@ def write_png(chart: Chart, path: str | Path, *, dpi: int = 160) -> Path:
         return write_with(path, lambda temporary: figure.savefig(temporary, format="png", dpi=dpi))
 
 
-def _wrapped(text: str) -> str:
-    return fill(" ".join(text.split()), 84)
+def _text(setter: Any, text: str, **style: Any) -> None:
+    """Set a title or a label literally: a dollar in a name is no mathematics."""
+    setter(fill(" ".join(text.split()), 84), **style).set_parse_math(False)
 
 
 def _lines(axes: Any, chart: LineChart | ExponentHistogram) -> None:
     """Lines with bands and markers, or the outlines of a histogram."""
-    axes.set_xlabel(_wrapped(chart.x_label))
-    axes.set_ylabel(_wrapped(chart.y_label))
+    _text(axes.set_xlabel, chart.x_label)
+    _text(axes.set_ylabel, chart.y_label)
     histogram = isinstance(chart, ExponentHistogram)
     handles = []
     for index, series in enumerate(chart.series):
@@ -80,7 +78,7 @@ def _lines(axes: Any, chart: LineChart | ExponentHistogram) -> None:
             axes.set_yscale("log", base=2, nonpositive="mask")
         _markers(axes, chart)
     else:
-        axes.xaxis.set_major_formatter(lambda exponent, _: power("2", f"{exponent:g}"))
+        axes.xaxis.set_major_formatter(lambda exponent, _: f"$2^{{{exponent:g}}}$")
     if any(span.axis == "x" for span in chart.spans):
         axes.margins(y=0.14)  # room for the labels of the spans
     _spans(axes, chart)
@@ -99,7 +97,9 @@ def _markers(axes: Any, chart: LineChart) -> None:
         else:
             axes.plot([marker.x], [marker.y], "o", mfc="white", mec="#1d1f23", zorder=5)
             place, offset, transform = (marker.x, marker.y), (6, 6), axes.transData
-        axes.annotate(marker.label, place, xycoords=transform, xytext=offset, textcoords="offset points")
+        axes.annotate(
+            marker.label, place, xycoords=transform, xytext=offset, textcoords="offset points", parse_math=False
+        )
 
 
 def _spans(axes: Any, chart: LineChart | ExponentHistogram) -> None:
@@ -115,7 +115,7 @@ def _spans(axes: Any, chart: LineChart | ExponentHistogram) -> None:
         shade(start, end, color="#1d1f23", alpha=0.05, linewidth=0)
         across, along = (axes.get_xaxis_transform(), (start, 0.98)), (axes.get_yaxis_transform(), (0.02, end))
         transform, place = across if span.axis == "x" else along
-        style = {"fontsize": 8, "color": "#5d626b", "va": "top", "clip_on": True}
+        style = {"fontsize": 8, "color": "#5d626b", "va": "top", "clip_on": True, "parse_math": False}
         axes.text(*place, f" {span.label}", transform=transform, **style)
     axes.set_xlim(*limits["x"])
     axes.set_ylim(*limits["y"])
@@ -123,7 +123,7 @@ def _spans(axes: Any, chart: LineChart | ExponentHistogram) -> None:
 
 def _bars(axes: Any, chart: BarChart) -> None:
     """Groups of horizontal bars, the first at the top."""
-    axes.set_xlabel(_wrapped(chart.value_label))
+    _text(axes.set_xlabel, chart.value_label)
     tall = 0.8 / max(len(chart.series), 1)
     handles = []
     for index, bars in enumerate(chart.series):
@@ -135,21 +135,21 @@ def _bars(axes: Any, chart: BarChart) -> None:
             ends = zip(_floats(bars.low), _floats(bars.high), places, strict=True)
             for low, high, place in ends:
                 axes.plot([low, high], [place, place], color="#1d1f23", linewidth=1.1)
-    axes.set_yticks(range(len(chart.labels)), chart.labels)
+    axes.set_yticks(range(len(chart.labels)), chart.labels, parse_math=False)
     axes.invert_yaxis()
     _legend(axes, handles, chart.series)
 
 
 def _heat(axes: Any, chart: HeatMap) -> None:
     """Shaded cells with their values, the first row at the top."""
-    axes.set_xlabel(_wrapped(chart.value_label))
+    _text(axes.set_xlabel, chart.value_label)
     for number, row in enumerate(chart.values):
         for column, value in enumerate(row):
             shade = 0.0 if value is None else 0.05 + 0.5 * chart.shade(value)
             axes.barh(number, 0.98, 0.94, column - 0.49, color=COLOURS[1], alpha=shade)
-            axes.text(column, number, chart.cell(value), ha="center", va="center", fontsize=8)
-    axes.set_xticks(range(len(chart.columns)), chart.columns)
-    axes.set_yticks(range(len(chart.rows)), chart.rows)
+            axes.text(column, number, chart.cell(value), ha="center", va="center", fontsize=8, parse_math=False)
+    axes.set_xticks(range(len(chart.columns)), chart.columns, parse_math=False)
+    axes.set_yticks(range(len(chart.rows)), chart.rows, parse_math=False)
     axes.invert_yaxis()
 
 
@@ -160,6 +160,7 @@ def _legend(axes: Any, handles: list[Any], series: Sequence[Any]) -> None:
         return
     legend = axes.legend([handle for handle, _ in pairs], ["name"] * len(pairs), frameon=False, fontsize=9)
     for text, (_, name) in zip(legend.get_texts(), pairs, strict=True):
+        text.set_parse_math(False)
         text.set_text(" ".join(name.split()))
 
 
