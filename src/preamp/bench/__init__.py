@@ -1,7 +1,7 @@
 """Measuring: training runs of the zoo, and races between contenders."""
 
 from ._counting import Counts, count
-from ._machine import environment, keep_heap
+from ._machine import device_named, environment, keep_heap
 from ._race import Outcome, Row, race
 from ._range_test import RangeTest, range_test
 from ._results import Results
@@ -22,6 +22,7 @@ __all__ = [
     "Row",
     "Trial",
     "count",
+    "device_named",
     "environment",
     "join_ranks",
     "keep_heap",

@@ -37,6 +37,18 @@ def environment(device: torch.device) -> dict[str, Any]:
     return found
 
 
+def device_named(name: str | None) -> torch.device:
+    """The device asked for, by default the GPU if there is one; `PreampError` if it cannot be used."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise PreampError(f"--device {name}: {str(error).splitlines()[0] if str(error) else 'not usable'}") from None
+    return device
+
+
 class DeviceLost(PreampError):
     """The device answers no more in this process, as after an illegal access to its memory."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from ..report.files import write_text
+from ..report.files import write_json
 
 SCHEMA = "preamp-bench/1"
 BEGUN = "begun, and the process ended before it was measured"
@@ -125,7 +125,7 @@ class Results:
 
     def write(self) -> Path:
         """Write the file whole."""
-        return write_text(self.path, json.dumps(self._content, indent=1, allow_nan=False) + "\n")
+        return write_json(self.path, self._content)
 
     def _write_with(self, suite: str, row: Mapping[str, Any]) -> None:
         self._put(suite, {**row, MEASURED_ON: self._here})

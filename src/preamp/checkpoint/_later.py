@@ -1,4 +1,4 @@
-"""Writing in the background: one thread, in the order of the calls, and no failure goes unreported."""
+"""Writing in the background, in the order of the calls; no failure goes unreported."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import atexit
 import os
 import threading
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from ..errors import PreampWarning
@@ -36,17 +36,10 @@ class PendingSave:
         """Wait until the file is on the disk, and raise what went wrong; after `timeout` seconds, `TimeoutError`."""
         if not self._ended.wait(timeout):
             raise TimeoutError(f"{self.path} is still being written after {timeout} s")
-        _writer.heard(self)
+        if self in _writer.failed:
+            _writer.failed.remove(self)  # the caller has seen it
         if self._error is not None:
             raise self._error
-
-    def _run(self) -> None:
-        assert self._write is not None
-        try:
-            self._write()
-        except BaseException as error:
-            self._error = error
-        self._write = None  # lets go of the copied states
 
     def __repr__(self) -> str:
         state = "under way" if not self.done else ("written" if self._error is None else f"failed: {self._error}")
@@ -54,82 +47,66 @@ class PendingSave:
 
 
 class _Writer:
-    """Runs saves one after another in a thread that lives while there are any.
+    """Runs saves one after another, each in a thread that waits for the save before it.
 
-    It is no daemon: the interpreter waits for it before it exits, so a save that was begun is completed.
+    No thread is a daemon: the interpreter waits for them before it exits, so a save that was begun is completed.
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._queue: deque[PendingSave] = deque()
-        self._failed: list[PendingSave] = []
-        self._running = False
+        self._submitting = threading.Lock()
+        self._queue: list[PendingSave] = []
+        """Saves that have not ended, the oldest first. A save leaves it before its event is set."""
+        self.failed: list[PendingSave] = []
+        """Saves whose failure the caller has not seen."""
 
     def submit(self, pending: PendingSave) -> None:
-        """Queue a save."""
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._queue) < _WAITING)
+        """Start a save, when there is room for it."""
+        with self._submitting:
+            while len(earlier := list(self._queue)) >= _WAITING:
+                earlier[0]._ended.wait()
             self._queue.append(pending)
-            if self._running:
-                return
-            self._running = True
+            work = partial(self.run, pending, earlier[-1] if earlier else None)
+            try:
+                threading.Thread(target=work, name="preamp-checkpoint", daemon=False).start()
+            except RuntimeError:  # the interpreter is exiting and starts no more threads
+                work()
+
+    def run(self, pending: PendingSave, earlier: PendingSave | None = None) -> None:
+        """Run a save in this thread, after the earlier one has ended."""
+        if earlier is not None:
+            earlier._ended.wait()
+        assert pending._write is not None
         try:
-            threading.Thread(target=self._run, name="preamp-checkpoint", daemon=False).start()
-        except RuntimeError:  # the interpreter is exiting and starts no more threads
-            self._run()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if not self._queue:
-                    self._running = False
-                    return
-                pending = self._queue[0]
-            self.run(pending)
-            with self._changed:
-                self._queue.popleft()
-                self._changed.notify_all()
-
-    def run(self, pending: PendingSave) -> None:
-        """Run a save in this thread."""
-        pending._run()
-        with self._changed:
-            if pending._error is not None:
-                self._failed.append(pending)
-            pending._ended.set()
+            pending._write()
+        except BaseException as error:
+            pending._error = error
+            self.failed.append(pending)
+        pending._write = None  # lets go of the copied states
+        if pending in self._queue:
+            self._queue.remove(pending)
+        pending._ended.set()
 
     def finish(self, path: str | os.PathLike[str]) -> None:
         """Wait until nothing is being written to `path`."""
-        wanted = os.path.realpath(path)
-        with self._changed:
-            self._changed.wait_for(lambda: all(os.path.realpath(p.path) != wanted for p in self._queue))
-
-    def heard(self, pending: PendingSave) -> None:
-        """Record that the caller has seen how a save ended."""
-        with self._changed:
-            if pending in self._failed:
-                self._failed.remove(pending)
+        for pending in list(self._queue):
+            if os.path.realpath(pending.path) == os.path.realpath(path):
+                pending._ended.wait()
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
+    def reporting(self) -> Iterator[None]:
         """After the block, warn of saves that had failed before it and whose failure was not seen by the caller."""
-        with self._changed:
-            failed, self._failed = self._failed, []
+        failed, self.failed = self.failed, []
         try:
             yield
         finally:
-            _warn(failed)
-
-
-def _warn(failed: list[PendingSave]) -> None:
-    for pending in failed:
-        error = pending._error
-        warnings.warn(
-            f"a checkpoint was not saved: {pending.path} ({type(error).__name__}: {error}). The file there, if "
-            "any, is an older one. Keep what save_async() returns and call its wait()",
-            PreampWarning,
-            stacklevel=5,  # who called save, behind this, `telling`, its context and save
-        )
+            for pending in failed:
+                error = pending._error
+                warnings.warn(
+                    f"a checkpoint was not saved: {pending.path} ({type(error).__name__}: {error}). The file there, if "
+                    "any, is an older one. Keep what save_async() returns and call its wait()",
+                    PreampWarning,
+                    stacklevel=4,  # the caller of save, behind this, its context and save
+                )
 
 
 _writer = _Writer()
@@ -142,11 +119,11 @@ def writer() -> _Writer:
 
 def _after_fork(*_: Any) -> None:
     global _writer
-    _writer = _Writer()  # the thread stayed with the parent, and so do its saves
+    _writer = _Writer()  # the threads stayed with the parent, and so do its saves
 
 
 def _at_exit() -> None:
-    with _writer.telling():
+    with _writer.reporting():
         pass
 
 

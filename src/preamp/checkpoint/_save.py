@@ -35,7 +35,7 @@ def save(
     """
     content = _content(model, optimizer, session, extra)
     writer().finish(path)
-    with writer().telling():
+    with writer().reporting():
         write(path, content)
 
 
@@ -59,7 +59,7 @@ def save_async(
     """
     content = kept_on_host(_content(model, optimizer, session, extra))
     pending = PendingSave(path, lambda: write(path, content))
-    with writer().telling():
+    with writer().reporting():
         writer().submit(pending)
     return pending
 

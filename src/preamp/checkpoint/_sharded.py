@@ -26,8 +26,7 @@ from ..tree import map_tensors
 from ._content import kept_on_host
 from ._file import read, sha256_of, write
 from ._later import PendingSave, writer
-from ._named import named_states, states_for
-from ._ranks import on_all_ranks, own_group
+from ._ranks import named_states, on_all_ranks, own_group, states_for
 
 LATEST = "latest"
 
@@ -51,7 +50,7 @@ def save_sharded(
     it is gone. Where it fails on one rank it fails on all, and the one before it stays. `CheckpointError` for a folder
     that the ranks do not share, and for pipeline stages; `SessionError` between unscale_() or clipping and step().
     """
-    with writer().telling():
+    with writer().reporting():
         writer().finish(folder)
         _saving(Path(folder), model, optimizer, session, lambda state: state, None)()
 
@@ -65,7 +64,7 @@ def save_sharded_async(
     before the process group is destroyed, and before relying on the checkpoint; a failure that nobody waits for is
     warned of at the next save. Without a process group it writes before it returns.
     """
-    with writer().telling():
+    with writer().reporting():
         writer().finish(folder)
 
         group = None if ranks() == 1 else own_group()
@@ -152,11 +151,7 @@ def load_sharded(
     All ranks call it, after `fully_shard`, the optimizer and `prepare`. All or nothing, for which the shards are held
     twice meanwhile. `CheckpointError` when there is none, or it does not fit; `StateError` when of another policy.
     """
-    from torch.distributed.checkpoint.state_dict import (
-        get_state_dict,
-        set_model_state_dict,
-        set_optimizer_state_dict,
-    )
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict, set_optimizer_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 
     from ._parts import Planner, Reader

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from ..bench import (
     PARTS,
     SUITES,
     Results,
+    device_named,
     environment,
     keep_heap,
     models_report,
@@ -37,7 +37,7 @@ def run_suites(
     `models` leaves a `report.html`, also of a run that breaks off.
     """
     heap_kept = keep_heap()
-    device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = device_named(device_name)
     chosen = {name: suite_named(name) for name in names or SUITES}
     about = environment(device)
     hardware = about.get("gpu") or about["cpu"]
