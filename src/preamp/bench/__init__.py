@@ -2,9 +2,9 @@
 
 from ._counting import Counts, count
 from ._machine import device_named, environment, keep_heap
-from ._race import Outcome, Row, race
+from ._race import Outcome, race
 from ._range_test import RangeTest, range_test
-from ._results import Results
+from ._results import Results, Row
 from ._schedules import schedules
 from ._suites import PARTS, SUITES, suite_named, suite_table
 from ._traces import record

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from ..report import to_json
 from ..report.files import write_json
 
 SCHEMA = "preamp-bench/1"
@@ -31,6 +32,31 @@ class AnyRow(Protocol):
     def to_dict(self) -> dict[str, Any]:
         """It in types that JSON takes; `name` is its own within the suite."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What was done, and what was found of each contender, the first being the reference.
+
+    `part`, of a training suite: machine, optimizer, steps, compiled, parity, losses, largest batch or larger net.
+    `contenders`: one mapping each, with `name` and either `error` or what was measured; times in seconds, memory in
+    bytes. `about`: what all of them share; `dropped` in it says why the part was left out, `cut short` why contenders
+    or rounds were, `error` why it failed, `not measured` why such a device has no such figure.
+    """
+
+    name: str
+    what: str = ""
+    contenders: Sequence[dict[str, Any]] = ()
+    about: dict[str, Any] = field(default_factory=dict)
+    part: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything; numbers that are not finite become null."""
+        part = {"part": self.part} if self.part else {}
+        plain: dict[str, Any] = to_json(
+            {**part, "name": self.name, "what": self.what, **self.about, "contenders": self.contenders}
+        )
+        return plain
 
 
 @dataclass(frozen=True)

@@ -16,17 +16,12 @@ from ..errors import PolicyError
 from ..ledger import shadows_work
 from ..report import Table
 from ..zoo.bert import Attention, Layer
-from ._race import Outcome, Row, race, race_table
-from ._results import EVERYTHING, AnyRow, Missing
+from ._race import Outcome, race, race_row, race_table
+from ._results import EVERYTHING, AnyRow, Missing, Row
 from ._schedules import ScheduleRow, schedule_table, schedules
 from ._step_suite import step
-from .models import GROUPS as MODELS_GROUPS
 from .models import models
-from .training import BF16, Batch, Contender, Trainer, TrainingRow, Work, training, training_table
-from .training import GROUPS as TRAINING_GROUPS
-
-Suite = Callable[..., Iterable[AnyRow]]
-"""Called with a device, rounds, whom to tell, and `missing=`: gives each row as soon as it is measured."""
+from .training import BF16, Batch, Contender, Trainer, Work, training, training_table
 
 Region = Callable[..., Any]
 """`torch.autocast`, or ours."""
@@ -118,7 +113,7 @@ def regions(
         tell(name)
         what, number, run = work[name]
         contenders = {"torch.autocast": partial(run, torch.autocast), "preamp.autocast": partial(run, autocast)}
-        yield Row(name, what, _isolated(contenders, rounds, number, device))
+        yield race_row(name, what, _isolated(contenders, rounds, number, device))
     autocast.uninstall()
 
 
@@ -173,10 +168,10 @@ def sessions(
         with ExitStack() as stack:
             trainers = [stack.enter_context(closing(Trainer(each, work, device))) for each in contenders]
             steps = {trainer.contender.name: trainer.step for trainer in trainers}
-            yield Row(name, work.what, race(steps, rounds=rounds, device=device))
+            yield race_row(name, work.what, race(steps, rounds=rounds, device=device))
 
 
-SUITES: dict[str, Suite] = {
+SUITES: dict[str, Callable[..., Iterable[AnyRow]]] = {
     "regions": regions,
     "sessions": sessions,
     "step": step,
@@ -184,12 +179,13 @@ SUITES: dict[str, Suite] = {
     "training": training,
     "models": models,
 }
+"""Called with a device, rounds, whom to tell, and `missing=`: each gives a row as soon as it is measured."""
 
-PARTS: dict[str, tuple[str, ...]] = {"training": TRAINING_GROUPS, "models": MODELS_GROUPS}
+PARTS = {suite.name: suite.groups for suite in (training, models)}
 """The suites of which parts can be asked for, that have a size and go by a budget of seconds; no two share a part."""
 
 
-def suite_named(name: str) -> Suite:
+def suite_named(name: str) -> Callable[..., Iterable[AnyRow]]:
     """A suite by name, or an error that lists them."""
     if name not in SUITES:
         raise PolicyError(f"there is no suite {name!r}; the suites are {', '.join(SUITES)}")
@@ -198,8 +194,7 @@ def suite_named(name: str) -> Suite:
 
 def suite_table(name: str, rows: Sequence[AnyRow], hardware: str) -> Table:
     """What a suite's rows are printed as; `hardware` is what they were measured on."""
-    replays = [row for row in rows if isinstance(row, ScheduleRow)]
-    trained = [row for row in rows if isinstance(row, TrainingRow)]
-    if trained:
-        return training_table(trained, hardware, name)
-    return schedule_table(replays) if replays else race_table(name, [r for r in rows if isinstance(r, Row)], hardware)
+    if name == "schedules":
+        return schedule_table([row for row in rows if isinstance(row, ScheduleRow)])
+    made = training_table if name in PARTS else race_table
+    return made(name, [row for row in rows if isinstance(row, Row)], hardware)

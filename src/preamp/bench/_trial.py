@@ -186,7 +186,7 @@ def run_trial(
 
 
 def make_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
-    """The recipe's optimizer, fused, so that a step waits for nothing."""
+    """The recipe's optimizer, fused, so that a step needs no host sync."""
     if recipe.optimizer == "SGD":
         return torch.optim.SGD(
             model.parameters(), recipe.max_lr, momentum=0.9, weight_decay=recipe.weight_decay, fused=True

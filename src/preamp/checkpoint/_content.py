@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.serialization import get_safe_globals
 
 from ..errors import CheckpointError
 from ..tree import PLAIN, map_tensors, tensors
@@ -140,7 +141,7 @@ def _walk(value: Any, take: Take, where: str, *, values: bool) -> None:
             _walk(vars(value), take, f"attributes of {where}", values=values)
     elif kind is set:
         take(f"set {sorted(map(repr, value))};".encode())
-    elif kind in _allowed():
+    elif any(kind is (each[0] if isinstance(each, tuple) else each) for each in get_safe_globals()):
         take(f"{kind.__module__}.{kind.__qualname__};".encode())
     else:
         raise CheckpointError(
@@ -148,11 +149,6 @@ def _walk(value: Any, take: Take, where: str, *, values: bool) -> None:
             "the file, and refuses to: save tensors, numbers, strings, lists and dicts (float(...) of a NumPy number), "
             "or allow the class before saving and loading with torch.serialization.add_safe_globals"
         )
-
-
-def _allowed() -> Iterator[Any]:
-    """The classes that the user has declared safe to torch."""
-    return (entry[0] if isinstance(entry, tuple) else entry for entry in torch.serialization.get_safe_globals())
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:

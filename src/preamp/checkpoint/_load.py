@@ -124,8 +124,10 @@ def check_states(what: str, optimizer: Any, state: Any, path: Any) -> None:
             if isinstance(value, Tensor) and is_sharded(value) == is_sharded(param):
                 named[name].append((param, tuple(value.shape)))
     for name, found in named.items():
-        pairs = found if known else _exchanged(found)
-        for param, shape in pairs:
+        if not known:  # only the shapes of the parameters, in another order, are refused
+            shapes = Counter(shape for _, shape in found)
+            found = found if shapes == Counter(tuple(param.shape) for param, _ in found) else []
+        for param, shape in found:
             wanted = _wanted(name, tuple(param.shape)) if known else tuple(param.shape)
             if wanted is not None and shape != wanted:
                 raise CheckpointError(
@@ -156,9 +158,3 @@ def _wanted(name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         place = len(shape) + _WITHOUT[name]
         return (*shape[:place], 1, *shape[place + 1 :])
     return None
-
-
-def _exchanged(found: list[tuple[Parameter, tuple[int, ...]]]) -> list[tuple[Parameter, tuple[int, ...]]]:
-    """All, if the shapes are those of the parameters in another order; else none."""
-    own = Counter(tuple(param.shape) for param, _ in found)
-    return found if own == Counter(shape for _, shape in found) else []

@@ -32,7 +32,13 @@ app = typer.Typer(
 _Json = Annotated[Path | None, typer.Option("--json", help="Also write the table as JSON to this file.")]
 _Out = Annotated[Path, typer.Option("--out", help="Folder for the report and the data.")]
 _Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1 ...; the GPU if there is one.")]
+_Target = Annotated[str, typer.Argument(help="A script, or with -m a module.")]
+_Arguments = Annotated[list[str] | None, typer.Argument(help="Its own arguments, options included.")]
+_AsModule = Annotated[bool, typer.Option("-m", help="Run a module, as `python -m` does.")]
 _Size = Annotated[str, typer.Option("--size", help="ci: minutes on a CPU; full: the published sizes, for a GPU.")]
+
+_OTHERS_OPTIONS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+"""Of a verb that runs a script: what stands behind the script belongs to it."""
 
 
 def main() -> None:
@@ -165,13 +171,11 @@ def bench(
     console.print(f"data: {path}", highlight=False, soft_wrap=True)
 
 
-@app.command(
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}, options_metavar="[-m]"
-)
+@app.command(context_settings=_OTHERS_OPTIONS, options_metavar="[-m]")
 def run(
-    target: Annotated[str, typer.Argument(help="A script, or with -m a module.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Its own arguments, options included.")] = None,
-    as_module: Annotated[bool, typer.Option("-m", help="Run a module, as `python -m` does.")] = False,
+    target: _Target,
+    arguments: _Arguments = None,
+    as_module: _AsModule = False,
 ) -> None:
     """Run an unchanged script that imports apex (amp, fp16_utils, parallel, ...), and every process that it starts."""
     from ..compat.run import run as run_unchanged
@@ -179,11 +183,11 @@ def run(
     raise typer.Exit(run_unchanged(target, arguments or [], as_module))
 
 
-@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@app.command(context_settings=_OTHERS_OPTIONS)
 def doctor(
-    target: Annotated[str, typer.Argument(help="A script, or with -m a module.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Its own arguments, options included.")] = None,
-    as_module: Annotated[bool, typer.Option("-m", help="Run a module, as `python -m` does.")] = False,
+    target: _Target,
+    arguments: _Arguments = None,
+    as_module: _AsModule = False,
     every: Annotated[int, typer.Option("--every", min=1, help="Observe every N-th step closely.")] = 50,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="End the script after so many steps.")] = None,
     replay: Annotated[bool, typer.Option(help="Replay a bad step to find its origin.")] = True,
@@ -205,13 +209,13 @@ def doctor(
     raise typer.Exit(status)
 
 
-@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@app.command(context_settings=_OTHERS_OPTIONS)
 def compare(
-    target: Annotated[str, typer.Argument(help="A script, or with -m a module.")],
+    target: _Target,
     arguments: Annotated[
         list[str] | None, typer.Argument(help="Its own; {run} in one stands for the run's name, as in full-0.")
     ] = None,
-    as_module: Annotated[bool, typer.Option("-m", help="Run a module, as `python -m` does.")] = False,
+    as_module: _AsModule = False,
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs of each precision, each with other seeds.")] = 3,
     margin: Annotated[
         float | None,

@@ -44,8 +44,8 @@ def run_suites(
     about["heap kept"] = heap_kept
     results = Results(out / "results.json", about, rounds)
     for folder in earlier:
-        for aside in results.take(folder, chosen):
-            console.print(aside, markup=False, highlight=False, soft_wrap=True)
+        for line in results.take(folder, chosen):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
     tables: list[Table] = []
     for name, suite in chosen.items():
 

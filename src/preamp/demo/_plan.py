@@ -11,11 +11,9 @@ from ..errors import PolicyError, PreampError
 from ..policy import LEVELS, parse_policy
 from ..zoo import TASKS, Recipe, Task, task_named
 
-SLICE_STEPS, SLICE_BATCH, SLICE_SECONDS = 40, 4, 6.0
-"""A float16 level on a CPU gets so many steps of so many samples, for at most so many seconds."""
-
-QUICK_SLICE_STEPS, QUICK_SLICE_SECONDS = 12, 1.5
-"""The same under --quick."""
+SLICE_BATCH = 4
+SLICE_STEPS, SLICE_SECONDS = {False: 40, True: 12}, {False: 6.0, True: 1.5}
+"""Without and with --quick: a float16 level on a CPU gets so many steps of so many samples, for so many seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +36,7 @@ class Plan:
 
     def slice(self, task: Task) -> Recipe:
         """How a sliced level is trained: too short to learn, long enough to see the same losses as float32."""
-        steps = QUICK_SLICE_STEPS if self.quick else SLICE_STEPS
-        return replace(self.recipe(task), steps=steps, batch_size=SLICE_BATCH)
+        return replace(self.recipe(task), steps=SLICE_STEPS[self.quick], batch_size=SLICE_BATCH)
 
     def check_shared(self, processes: int) -> None:
         """`PreampError` unless so many processes can share every batch equally."""
@@ -47,11 +44,6 @@ class Plan:
         odd = next((recipe.batch_size for recipe in recipes if recipe.batch_size % processes), None)
         if odd is not None:
             raise PreampError(f"--nproc {processes}: a batch of {odd} samples cannot be shared equally; take 2 or 4")
-
-    @property
-    def slice_seconds(self) -> float:
-        """Time after which a slice stops."""
-        return QUICK_SLICE_SECONDS if self.quick else SLICE_SECONDS
 
 
 def make_plan(

@@ -134,8 +134,8 @@ def _is_coded(weight: Weight, asked: Asked) -> bool:
 
 
 def _moment(weight: Weight, asked: Asked) -> torch.dtype:
-    by_chance = asked.rounding == "stochastic" and weight.dtype is torch.bfloat16
-    return torch.float32 if by_chance or _mastered(weight, asked) else weight.dtype
+    stochastic = asked.rounding == "stochastic" and weight.dtype is torch.bfloat16
+    return torch.float32 if stochastic or _mastered(weight, asked) else weight.dtype
 
 
 def _over(asked: Asked, *, optimizers: bool) -> tuple[int, str]:

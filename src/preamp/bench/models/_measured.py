@@ -35,7 +35,8 @@ class Measured:
     def networks(self) -> list[str]:
         """Names of networks that there is a row of, in the order of the suite."""
         names = [work.name for work in (works("full")[network.key] for network in NETWORKS)]
-        return [name for name in names if any(self._rows_of(name))]
+        measured = [row.removesuffix(COMPILED) for row in self._by_name]
+        return [name for name in names if any(row.endswith(name) for row in measured)]
 
     @property
     def tiny(self) -> bool:
@@ -89,6 +90,3 @@ class Measured:
             yield from ((name, str(each["name"]), str(each["error"])) for each in failed)
             if why or (short and not failed):
                 yield name, "-", str(why or short)
-
-    def _rows_of(self, network: str) -> Iterator[Mapping[str, Any]]:
-        return (row for name, row in self._by_name.items() if name.removesuffix(COMPILED).endswith(network))

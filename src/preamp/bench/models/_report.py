@@ -28,7 +28,10 @@ def report(rows: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) ->
     if absent:
         table = Table("Without a figure", ("row", "contender", "why"), absent)
         sections.append(Section("What is not there", "", (table,)))
-    data = [{**row, "contenders": [*map(_without_samples, row.get("contenders", ()))]} for row in rows]
+    data = []
+    for row in rows:  # without samples, which are in results.json
+        kept = [{k: v for k, v in each.items() if k != "samples"} for each in row.get("contenders", ())]
+        data.append({**row, "contenders": kept})
     return Report(
         "preamp bench: models", verdict(measured, environment), [each for each in sections if each.items],
         environment=environment, data={"models": data}, status="neutral",
@@ -48,10 +51,6 @@ def verdict(measured: Measured, environment: Mapping[str, Any]) -> str:
         f"On {hardware} an eager training step of {O2.name} is {found[least]:.2f} ({least}) to {found[most]:.2f} "
         f"({most}) times as fast as {REFERENCE.name}, over {len(found)} networks."
     )
-
-
-def _without_samples(contender: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in contender.items() if key != "samples"}  # they are in results.json
 
 
 # -- over all networks
@@ -166,17 +165,21 @@ def _losses(measured: Measured, name: str) -> list[Item]:
     """Where training goes: the curves, how far they are from that of float32, and where they end."""
     row = f"losses, {name}"
     ran = [each for each in (*(c.name for c in ORDER), SEED) if each in measured.contenders(row)]
-    curves = {each: _smooth(measured.of(row, each, "losses")) for each in ran}
+    losses = {each: measured.of(row, each, "losses") for each in ran}
+    curves = {who: smoothed([math.nan if loss is None else loss for loss in own]) for who, own in losses.items()}
     if not ran:
         return []
     items: list[Item] = []
-    lines = [Series(each, range(len(losses)), losses, dashed=each == SEED) for each, losses in curves.items()]
+    lines = [Series(each, range(len(curve)), curve, dashed=each == SEED) for each, curve in curves.items()]
     note = "Exponential average over ten steps."
     items.append(LineChart(f"{name}: training loss", "step", "loss", lines, note=note))
     others = [each for each in ran if each not in (FP32.name, SEED)]
     if FP32.name in curves and others:
-        gaps = {each: _gaps(curves[each], curves[FP32.name]) for each in others}
-        lines = [Series(each, range(len(gap)), gap) for each, gap in gaps.items()]
+        lines = []
+        for each in others:
+            pairs = zip(curves[each], curves[FP32.name], strict=True)
+            gaps = [100 * (loss / full - 1) if full else math.nan for loss, full in pairs]
+            lines.append(Series(each, range(len(gaps)), gaps))
         items.append(LineChart(f"{name}: training loss against fp32", "step", "difference, %", lines, note=note))
     found = [[measured.of(row, each, key) for key in ("loss", "against fp32", "skips")] for each in ran]
     cells = [
@@ -186,15 +189,6 @@ def _losses(measured: Measured, name: str) -> list[Item]:
     columns = ("contender", Column("final loss", digits=4), Column("against fp32", "%", 3), Column("skips", digits=0))
     notes = (f"{measured.row(row).get('what')}; the same seed and data for all but the other seed",)
     return [*items, Table(f"{name}: where training ends", columns, cells, notes)]
-
-
-def _gaps(own: Sequence[float], full: Sequence[float]) -> list[float]:
-    """By how many percent losses differ from those of float32."""
-    return [100 * (loss / theirs - 1) if theirs else math.nan for loss, theirs in zip(own, full, strict=True)]
-
-
-def _smooth(losses: Sequence[float | None]) -> list[float]:
-    return smoothed([math.nan if loss is None else loss for loss in losses])
 
 
 # -- pictures

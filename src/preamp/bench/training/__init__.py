@@ -2,22 +2,8 @@
 
 from ._contenders import BF16, Contender, Trainer
 from ._measure import Clock
-from ._rows import TrainingRow, training_table
-from ._suite import GROUPS, SIZES, estimates, training
+from ._rows import training_table
+from ._suite import training
 from ._works import Batch, Work, works
 
-__all__ = [
-    "BF16",
-    "GROUPS",
-    "SIZES",
-    "Batch",
-    "Clock",
-    "Contender",
-    "Trainer",
-    "TrainingRow",
-    "Work",
-    "estimates",
-    "training",
-    "training_table",
-    "works",
-]
+__all__ = ["BF16", "Batch", "Clock", "Contender", "Trainer", "Work", "training", "training_table", "works"]

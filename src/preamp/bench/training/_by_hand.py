@@ -64,7 +64,7 @@ class Graphed:
             return self._function(*inputs)
         if self._left > 0:
             self._left -= 1
-            return self._aside(*inputs)
+            return self._on_side_stream(*inputs)
         if self._graph is None:
             self._capture(*inputs)
         for held, given in zip(self._inputs, inputs, strict=True):
@@ -72,7 +72,7 @@ class Graphed:
         self._graph.replay()
         return self._result
 
-    def _aside(self, *inputs: Tensor) -> Any:
+    def _on_side_stream(self, *inputs: Tensor) -> Any:
         # not on the default stream, which cannot be captured; on one for all calls, since streams share no free memory
         self._stream = self._stream or torch.cuda.Stream(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))

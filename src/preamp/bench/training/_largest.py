@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 
-from .._results import failure
+from .._results import Row
 from ._contenders import O2, O5_EIGHT, O5_SPLIT, REFERENCE, Contender, Trainer
-from ._measure import Clock, Tell, free, quiet
-from ._rows import TrainingRow
+from ._measure import Clock, Tell, each_in_time, free, quiet
 from ._works import Work
 
 SHARE = 0.25
@@ -41,20 +41,19 @@ def largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
 def batch_row(
     work: Work, device: torch.device, clock: Clock, sizes: Sequence[int], contenders: Sequence[Contender] = SEARCHED,
     tell: Tell = quiet, fits: Fits | None = None,
-) -> TrainingRow:  # fmt: skip
+) -> Row:  # fmt: skip
     """The largest batch of each contender."""
 
     def make(contender: Contender, count: int) -> Trainer:
         return Trainer(contender, work, device, count=count)
 
-    name = f"largest batch, {work.name}"
-    return _row("largest batch", name, "batch", contenders, sizes, fits or _on(device, make), device, clock, tell)
+    return _row("largest batch", work, "batch", contenders, sizes, fits, make, device, clock, tell)
 
 
 def net_row(
     work: Work, count: int, device: torch.device, clock: Clock, sizes: Sequence[int], contenders: Sequence[Contender],
     tell: Tell = quiet, fits: Fits | None = None,
-) -> TrainingRow:  # fmt: skip
+) -> Row:  # fmt: skip
     """The most layers of each contender in a work that has a `deeper`, and how many parameters they make.
 
     `count`: samples a batch, few, so that it is what belongs to parameters that fills the memory.
@@ -65,8 +64,7 @@ def net_row(
     def make(contender: Contender, layers: int) -> Trainer:
         return Trainer(contender, deeper(layers), device, count=count)
 
-    name = f"larger net, {work.name}"
-    row = _row("larger net", name, "layers", contenders, sizes, fits or _on(device, make), device, clock, tell)
+    row = _row("larger net", work, "layers", contenders, sizes, fits, make, device, clock, tell)
     row.about["batch"] = count
     for each in row.contenders:
         if each.get("layers"):
@@ -75,33 +73,26 @@ def net_row(
 
 
 def _row(
-    part: str, name: str, what: str, contenders: Sequence[Contender], sizes: Sequence[int], fits: Fits | None,
-    device: torch.device, clock: Clock, tell: Tell,
-) -> TrainingRow:  # fmt: skip
+    part: str, work: Work, what: str, contenders: Sequence[Contender], sizes: Sequence[int], fits: Fits | None,
+    make: Callable[[Contender, int], Trainer], device: torch.device, clock: Clock, tell: Tell,
+) -> Row:  # fmt: skip
     """`what`: the key under which each contender has its largest size."""
-    if fits is None:
+    name = f"{part}, {work.name}"
+    if fits is None and device.type != "cuda":
         why = f"{device.type} memory has no limit that an allocator keeps; this takes a CUDA device"
-        return TrainingRow(part=part, name=name, about={"not measured": why})
-    results: list[dict[str, object]] = []
-    about: dict[str, object] = {"sizes": list(sizes), "share": SHARE}
-    for contender in contenders:
-        if clock.left <= 5:
-            about["cut short"] = f"left out: {clock.spent}"
-            results.append({"name": contender.name, "error": about["cut short"]})
-            continue
-        try:
-            results.append({"name": contender.name, what: largest(sizes, partial(fits, contender))})
-        except Exception as error:
-            results.append({"name": contender.name, "error": failure(contender.name, error, tell)})
+        return Row(part=part, name=name, about={"not measured": why})
+    by_name = {contender.name: contender for contender in contenders}
+
+    def measure(who: str) -> dict[str, Any]:
+        contender = by_name[who]
+        if fits is not None:
+            return {what: largest(sizes, partial(fits, contender))}
+        return {what: largest(sizes, lambda size: trains(partial(make, contender, size), device))}
+
+    about: dict[str, Any] = {"sizes": list(sizes), "share": SHARE}
+    results = each_in_time([*by_name], measure, clock, 5.0, about, tell)
     said = f"the largest of {', '.join(map(str, sizes))} that trains in {SHARE:.0%} of the memory"
-    return TrainingRow(part=part, name=name, what=said, contenders=results, about=about)
-
-
-def _on(device: torch.device, make: Callable[[Contender, int], Trainer]) -> Fits | None:
-    """By trying; None where memory has no limit."""
-    if device.type != "cuda":
-        return None
-    return lambda contender, size: trains(partial(make, contender, size), device)
+    return Row(part=part, name=name, what=said, contenders=results, about=about)
 
 
 def trains(make: Callable[[], Trainer], device: torch.device) -> bool:

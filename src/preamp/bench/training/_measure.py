@@ -17,9 +17,8 @@ import torch
 from ...autocast import REGISTRY
 from .._counting import counted_launches
 from .._race import spread
-from .._results import failure
+from .._results import Row, failure
 from ._contenders import Contender, Trainer
-from ._rows import TrainingRow
 from ._works import Work
 
 Tell = Callable[[str], None]
@@ -76,6 +75,25 @@ class Speeds:
         return max(work.flop() / self.product, 30 * work.parameters / self.copy) / seconds
 
 
+def each_in_time(
+    names: Sequence[str], measure: Callable[[str], dict[str, Any]], clock: Clock, reserve: float,
+    about: dict[str, Any], tell: Tell,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """What `measure` finds of each name, or why not: it failed, or no more than `reserve` seconds are left."""
+    results = []
+    for name in names:
+        if clock.left <= reserve:
+            about["cut short"] = f"left out: {clock.spent}"
+            results.append({"name": name, "error": about["cut short"]})
+            continue
+        try:
+            results.append({"name": name, **measure(name)})
+        except Exception as error:
+            results.append({"name": name, "error": failure(name, error, tell)})
+        free()
+    return results
+
+
 @dataclass
 class _Entry:
     contender: Contender
@@ -89,7 +107,7 @@ class _Entry:
 def heat(
     part: str, work: Work, contenders: Sequence[Contender], device: torch.device, pace: Pace, clock: Clock,
     speeds: Speeds | None, reserve: float = 0.0, name: str | None = None, tell: Tell = quiet,
-) -> TrainingRow:  # fmt: skip
+) -> Row:  # fmt: skip
     """Train a work by every contender, by turns; the first one is the reference.
 
     One that fails is reported as failed, and one that would start when no more than `reserve` seconds are left as left
@@ -118,7 +136,7 @@ def heat(
         free()
     reference = entries[0]
     results = [_result(entry, reference, work, speeds) for entry in entries]
-    return TrainingRow(part=part, name=name or work.name, what=work.what, contenders=results, about=about)
+    return Row(part=part, name=name or work.name, what=work.what, contenders=results, about=about)
 
 
 @contextlib.contextmanager
@@ -160,7 +178,7 @@ def _begin(entry: _Entry, work: Work, device: torch.device, pace: Pace, tell: Te
             trainer.step()
     torch.cuda.synchronize(device)
     entry.found["peak bytes"] = torch.cuda.max_memory_allocated(device) - before
-    entry.found |= waits(trainer, tell)
+    entry.found |= host_syncs(trainer, tell)
     entry.found |= counted_launches(trainer.step)
 
 
@@ -184,7 +202,7 @@ def warm_up(trainer: Trainer, device: torch.device, fewest: int) -> float:
     return min(times)
 
 
-def waits(trainer: Trainer, tell: Tell = quiet, steps: int = 3) -> dict[str, Any]:
+def host_syncs(trainer: Trainer, tell: Tell = quiet, steps: int = 3) -> dict[str, Any]:
     """The host syncs of a step. preamp's steps first run with host syncs forbidden, so that an error shows where."""
     found: dict[str, Any] = {}
     try:

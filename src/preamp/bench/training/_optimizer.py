@@ -21,11 +21,10 @@ from ...scaling import DynamicScale
 from ...session import Session, prepare
 from .._counting import counted_launches
 from .._race import race
-from .._results import failure
+from .._results import Row, failure
 from .._step_suite import LISTS, TINY
 from ._by_hand import Graphed
 from ._measure import Speeds, Tell, free, quiet
-from ._rows import TrainingRow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +131,7 @@ def _median(work: Step, device: torch.device) -> float:
 def optimizer_row(
     name: str, device: torch.device, rounds: int, found: Speeds | None, *, clip: float | None = None,
     tell: Tell = quiet,
-) -> TrainingRow:  # fmt: skip
+) -> Row:  # fmt: skip
     """One step of Adam on a list of tensors by each contender, with the casts of weights and gradients around it.
 
     Every loss scale is dynamic. torch's casts are made by one foreach copy each, which is quicker than autocast's own,
@@ -168,7 +167,7 @@ def optimizer_row(
     title = f"Adam, {name}" + ("" if clip is None else ", clipping")
     what = "scaling, casts of weights and gradients, check, unscaling, step; dynamic scales"
     about = {"parameters": entries, "list": name, "clip": clip}
-    return TrainingRow(part="optimizer", name=title, what=what, contenders=results, about=about)
+    return Row(part="optimizer", name=title, what=what, contenders=results, about=about)
 
 
 def _makers(problem: _Problem) -> dict[str, Callable[[], Step]]:

@@ -184,16 +184,8 @@ def _text_loss(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten(), ignore_index=IGNORED)
 
 
-def _mask_loss(logits: Tensor, target: Tensor) -> Tensor:
-    return F.binary_cross_entropy_with_logits(logits.float(), target)
-
-
 def _class_loss(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), target)
-
-
-def _square_loss(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output.float(), target)
 
 
 # -- the works
@@ -232,7 +224,8 @@ def works(size: str) -> dict[str, Work]:
     return {
         "feed-forward": Work(
             name="feed-forward", what=f"5 layers of width {width}, batch {rows}, Adam",
-            build=lambda: feed_forward(width), batch=_rows(width), loss=_square_loss, count=rows,
+            build=lambda: feed_forward(width), batch=_rows(width), count=rows,
+            loss=lambda output, target: F.mse_loss(output.float(), target),
         ),
         "bert-base b4": _transformer("BERT-base b4", base, 4 if full else 1),
         "bert-base b32": _transformer("BERT-base b32", base, 32 if full else 2),
@@ -240,7 +233,8 @@ def works(size: str) -> dict[str, Work]:
         "gpt": _transformer("GPT-2048 b4", decoder, 4 if full else 2, causal=True),
         "unet": Work(
             name="UNet", what=f"base {channels}, {levels} levels, {images} x 3 x {side} x {side}, Adam",
-            build=lambda: UNet(channels=3, base=channels, levels=levels), batch=_scenes(side), loss=_mask_loss,
+            build=lambda: UNet(channels=3, base=channels, levels=levels), batch=_scenes(side),
+            loss=lambda logits, target: F.binary_cross_entropy_with_logits(logits.float(), target),
             count=images, images=True,
         ),
         "resnet": Work(
