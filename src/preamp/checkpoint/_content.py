@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.serialization import get_safe_globals
 
 from ..errors import CheckpointError
@@ -19,6 +21,11 @@ from ..tree import PLAIN, map_tensors, tensors
 _VALUES = {*PLAIN, bytes, bytearray, complex}
 _LISTS = (list, tuple, torch.Size)
 _DICTS = (dict, OrderedDict, Counter)
+
+AnyPath = str | os.PathLike[str]
+Models = nn.Module | Mapping[str, nn.Module]
+Optimizers = Optimizer | Mapping[str, Optimizer]
+"""One, or several by name."""
 
 Take = Callable[[Any], None]
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import PreampWarning
+from ._content import AnyPath
 
 _WAITING = 2
 """Saves that may be in progress at once, each with a copy of its states in memory; the next call waits."""
@@ -20,7 +21,7 @@ _WAITING = 2
 class PendingSave:
     """A save in progress. Call `wait()` before relying on the file; `done` does not wait."""
 
-    def __init__(self, path: str | os.PathLike[str], write: Callable[[], None]) -> None:
+    def __init__(self, path: AnyPath, write: Callable[[], None]) -> None:
         self.path = os.fspath(path)
         """The path of the file."""
         self._write: Callable[[], None] | None = write
@@ -86,7 +87,7 @@ class _Writer:
             self._queue.remove(pending)
         pending._ended.set()
 
-    def finish(self, path: str | os.PathLike[str]) -> None:
+    def finish(self, path: AnyPath) -> None:
         """Wait until nothing is being written to `path`."""
         for pending in list(self._queue):
             if os.path.realpath(pending.path) == os.path.realpath(path):

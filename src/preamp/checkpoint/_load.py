@@ -7,12 +7,11 @@ moments of other parameters, or fail at a step after everything was loaded. So s
 from __future__ import annotations
 
 import inspect
-import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -20,19 +19,15 @@ from ..errors import CheckpointError, OptimizerError, PreampError
 from ..optim import FusedOptimizer
 from ..session import Session
 from ..sharding import is_sharded
-from ._content import kept_on_host
+from ._content import AnyPath, Models, Optimizers, kept_on_host
 from ._file import read
 from ._later import writer
 
 
 def load(
-    path: str | os.PathLike[str],
-    *,
-    model: nn.Module | Mapping[str, nn.Module] | None = None,
-    optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
-    session: Session | None = None,
+    path: AnyPath, *, model: Models | None = None, optimizer: Optimizers | None = None, session: Session | None = None,
     map_location: Any = "cpu",
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Read a checkpoint, load what is named into the objects given, and return the whole content.
 
     All or nothing: if one object does not accept its state, those before it get back what they had; for that, copies

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
-
 from ..errors import CheckpointError
 from ..session import Session
-from ._content import check_loadable, kept_on_host, states_of
+from ._content import AnyPath, Models, Optimizers, check_loadable, kept_on_host, states_of
 from ._file import write
 from ._later import PendingSave, writer
 
 
 def save(
-    path: str | os.PathLike[str],
-    *,
-    model: nn.Module | Mapping[str, nn.Module],
-    optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
-    session: Session | None = None,
-    **extra: Any,
+    path: AnyPath, *, model: Models, optimizer: Optimizers | None = None, session: Session | None = None, **extra: Any
 ) -> None:
     """Write a checkpoint, atomically: the file is complete, or it is the one that was there before.
 
@@ -40,12 +31,7 @@ def save(
 
 
 def save_async(
-    path: str | os.PathLike[str],
-    *,
-    model: nn.Module | Mapping[str, nn.Module],
-    optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
-    session: Session | None = None,
-    **extra: Any,
+    path: AnyPath, *, model: Models, optimizer: Optimizers | None = None, session: Session | None = None, **extra: Any
 ) -> PendingSave:
     """As `save`, but only copies the states before it returns; a thread writes them while training goes on.
 

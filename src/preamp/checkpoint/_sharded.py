@@ -7,7 +7,6 @@ move: a rank killed at any moment leaves the previous generation.
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 import warnings
@@ -23,7 +22,7 @@ from ..errors import CheckpointError
 from ..session import Session
 from ..sharding import rank, ranks
 from ..tree import map_tensors
-from ._content import kept_on_host
+from ._content import AnyPath, kept_on_host
 from ._file import read, sha256_of, write
 from ._later import PendingSave, writer
 from ._ranks import named_states, on_all_ranks, own_group, states_for
@@ -40,9 +39,7 @@ _SEEN_WITHIN = 10.0
 _UNWRITTEN = "the checkpoint was not written, and the one before it is as it was"
 
 
-def save_sharded(
-    folder: str | os.PathLike[str], *, model: nn.Module, optimizer: Optimizer, session: Session | None = None
-) -> None:
+def save_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, session: Session | None = None) -> None:
     """Write model, optimizer and session, each rank its own part. All ranks call it, with a folder they share.
 
     For FSDP2 and tensor parallelism; also where every rank has everything, and on one process. 16-bit parameters are
@@ -56,7 +53,7 @@ def save_sharded(
 
 
 def save_sharded_async(
-    folder: str | os.PathLike[str], *, model: nn.Module, optimizer: Optimizer, session: Session | None = None
+    folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, session: Session | None = None
 ) -> PendingSave:
     """As `save_sharded`, written by a thread of each rank while training goes on; returns when the shards are copied.
 
@@ -143,9 +140,7 @@ def _saving(
     return save
 
 
-def load_sharded(
-    folder: str | os.PathLike[str], *, model: nn.Module, optimizer: Optimizer, session: Session | None = None
-) -> None:
+def load_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, session: Session | None = None) -> None:
     """Read what `save_sharded` wrote, on any number of ranks: every one gets the shards that it has now, bit for bit.
 
     All ranks call it, after `fully_shard`, the optimizer and `prepare`. All or nothing, for which the shards are held
