@@ -26,7 +26,7 @@ from preamp.bench._machine import DeviceLost
 from preamp.bench._results import Missing, complete
 from preamp.bench.models import GROUPS, NETWORKS, models
 from preamp.bench.models._suite import BATCHES, COMPILED, EAGER, LOSSES, NETS
-from preamp.bench.training import Clock, Contender, Trainer, Work, works
+from preamp.bench.training import Contender, Trainer, Work, works
 from preamp.bench.training._contenders import O2, O5_EIGHT, REFERENCE
 from preamp.bench.training._largest import net_row, trains
 from preamp.bench.training._parity import FP32
@@ -195,7 +195,8 @@ def test_out_of_memory_is_too_large_and_other_errors_are_errors() -> None:
             raise RuntimeError("an unspecified launch failure")
         return False
 
-    row = net_row(works("tiny")["gpt"], 1, CPU, Clock(60), [1, 2], [O2, REFERENCE], fits=broken)
+    run = models.run(CPU, "tiny")
+    row = net_row(run, works("tiny")["gpt"], 1, [1, 2], [O2, REFERENCE], fits=broken)
     first, second = row.contenders
     assert first["error"] == "RuntimeError: an unspecified launch failure"
     assert second == {"name": REFERENCE.name, "layers": 0}

@@ -30,7 +30,7 @@ from preamp.bench.training import (
 )
 from preamp.bench.training._contenders import O2, REFERENCE
 from preamp.bench.training._largest import largest
-from preamp.bench.training._measure import Pace, Speeds, heat, ratio
+from preamp.bench.training._measure import Pace, Run, Speeds, heat, quiet, ratio
 from preamp.bench.training._parts import Part, run_part
 from preamp.errors import PolicyError
 
@@ -163,8 +163,12 @@ def toy(loss: Callable[[Tensor, Tensor], Tensor] = F.mse_loss) -> Work:
     return Work(name="toy", what="", build=lambda: nn.Linear(8, 1), batch=batch, loss=loss, count=4)
 
 
-def run(work: Work, contenders: Sequence[Contender], clock: Clock | None = None, **options: Any) -> Row:
-    return heat("steps", work, contenders, CPU, ONCE, clock or Clock(60), Speeds(copy=1e9, product=1e9), **options)
+def run(
+    work: Work, contenders: Sequence[Contender], clock: Clock | None = None, tell: Any = quiet, **options: Any
+) -> Row:
+    speeds = Speeds(copy=1e9, product=1e9)
+    made = Run(device=CPU, pace=ONCE, clock=clock or Clock(60), tell=tell, speeds=speeds)
+    return heat(made, "steps", work, contenders, **options)
 
 
 def test_a_contender_that_cannot_begin_is_an_error_of_its_own() -> None:

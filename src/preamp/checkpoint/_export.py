@@ -17,8 +17,8 @@ from ..session import Session
 from ..sharding import full_tensor, is_sharded, rank
 from ._content import AnyPath, place
 from ._file import replacing
-from ._later import writer
 from ._ranks import on_all_ranks
+from ._save import writer
 
 
 def export(path: AnyPath, model: nn.Module | Session, *, metadata: Mapping[str, str] | None = None) -> None:

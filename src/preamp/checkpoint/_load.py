@@ -21,7 +21,7 @@ from ..session import Session
 from ..sharding import is_sharded
 from ._content import AnyPath, Models, Optimizers, kept_on_host
 from ._file import read
-from ._later import writer
+from ._save import writer
 
 
 def load(

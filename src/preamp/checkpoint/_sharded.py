@@ -24,8 +24,8 @@ from ..sharding import rank, ranks
 from ..tree import map_tensors
 from ._content import AnyPath, kept_on_host
 from ._file import read, sha256_of, write
-from ._later import PendingSave, writer
 from ._ranks import named_states, on_all_ranks, own_group, states_for
+from ._save import PendingSave, writer
 
 LATEST = "latest"
 

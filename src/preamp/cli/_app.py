@@ -108,10 +108,10 @@ def lr_find(
     out: _Out = Path("preamp-lr-find"),
 ) -> None:
     """Find a learning rate by a range test in mixed precision, and write the curve as report, PNG and JSON."""
-    from ._lr_find import find
+    from ._bench import find_lr
 
     console = Console()
-    table, files = find(model, level, size, steps, start, end, batch_size, device, out, console)
+    table, files = find_lr(model, level, size, steps, start, end, batch_size, device, out, console)
     show(table, console)
     console.print("\n".join(f"{kind}: {path}" for kind, path in files.items()), highlight=False, soft_wrap=True)
 
@@ -172,11 +172,7 @@ def bench(
 
 
 @app.command(context_settings=_OTHERS_OPTIONS, options_metavar="[-m]")
-def run(
-    target: _Target,
-    arguments: _Arguments = None,
-    as_module: _AsModule = False,
-) -> None:
+def run(target: _Target, arguments: _Arguments = None, as_module: _AsModule = False) -> None:
     """Run an unchanged script that imports apex (amp, fp16_utils, parallel, ...), and every process that it starts."""
     from ..compat.run import run as run_unchanged
 

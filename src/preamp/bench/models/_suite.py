@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
-from .._results import Row
 from ..training._contenders import BF16, O2, O5_EIGHT, O5_SPLIT, REFERENCE, Contender
 from ..training._largest import Fits, net_row
 from ..training._parity import FP32
-from ..training._parts import Part, Run, Size, Suite
+from ..training._parts import Part, Size, Suite, SuiteRun
 from ..training._suite import SIZES as TRAINING_SIZES
 from ..training._works import Work
 
@@ -86,7 +86,7 @@ PROBED = 15
 """Sizes, so that four tries decide."""
 
 
-def parts_of(run: Run, fits: Fits | None = None) -> list[Part]:
+def parts_of(run: SuiteRun, fits: Fits | None = None) -> list[Part]:
     """Network by network in each group; `fits` stands for trying whether something fits."""
 
     def of(contenders: tuple[Contender, ...], network: Network) -> list[Contender]:
@@ -97,12 +97,9 @@ def parts_of(run: Run, fits: Fits | None = None) -> list[Part]:
         return range(step, (PROBED + 1) * step, step)
 
     def deeper(network: Network) -> Part:
-        work, tried = run.works[network.key], sizes(network.layers)
-
-        def make() -> Row:
-            count = max(work.count // 4, 1)
-            return net_row(work, count, run.device, run.clock, tried, of(NETS, network), tell=run.tell, fits=fits)
-
+        work = run.works[network.key]
+        count, contenders = max(work.count // 4, 1), of(NETS, network)
+        make = partial(net_row, run, work, count, sizes(network.layers), contenders, fits)
         name = f"larger net, {work.name}"
         return Part(kind="larger net", group=MEMORY_GROUP, name=name, needs=network.deeper, make=make)
 

@@ -11,7 +11,7 @@ import torch
 
 from .._results import Row
 from ._contenders import O2, O5_EIGHT, O5_SPLIT, REFERENCE, Contender, Trainer
-from ._measure import Clock, Tell, each_in_time, free, quiet
+from ._measure import Run, free
 from ._works import Work
 
 SHARE = 0.25
@@ -39,21 +39,19 @@ def largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
 
 
 def batch_row(
-    work: Work, device: torch.device, clock: Clock, sizes: Sequence[int], contenders: Sequence[Contender] = SEARCHED,
-    tell: Tell = quiet, fits: Fits | None = None,
-) -> Row:  # fmt: skip
+    run: Run, work: Work, sizes: Sequence[int], contenders: Sequence[Contender] = SEARCHED, fits: Fits | None = None
+) -> Row:
     """The largest batch of each contender."""
 
     def make(contender: Contender, count: int) -> Trainer:
-        return Trainer(contender, work, device, count=count)
+        return Trainer(contender, work, run.device, count=count)
 
-    return _row("largest batch", work, "batch", contenders, sizes, fits, make, device, clock, tell)
+    return _row(run, "largest batch", work, "batch", sizes, contenders, fits, make)
 
 
 def net_row(
-    work: Work, count: int, device: torch.device, clock: Clock, sizes: Sequence[int], contenders: Sequence[Contender],
-    tell: Tell = quiet, fits: Fits | None = None,
-) -> Row:  # fmt: skip
+    run: Run, work: Work, count: int, sizes: Sequence[int], contenders: Sequence[Contender], fits: Fits | None = None
+) -> Row:
     """The most layers of each contender in a work that has a `deeper`, and how many parameters they make.
 
     `count`: samples a batch, few, so that it is what belongs to parameters that fills the memory.
@@ -62,9 +60,9 @@ def net_row(
     assert deeper is not None
 
     def make(contender: Contender, layers: int) -> Trainer:
-        return Trainer(contender, deeper(layers), device, count=count)
+        return Trainer(contender, deeper(layers), run.device, count=count)
 
-    row = _row("larger net", work, "layers", contenders, sizes, fits, make, device, clock, tell)
+    row = _row(run, "larger net", work, "layers", sizes, contenders, fits, make)
     row.about["batch"] = count
     for each in row.contenders:
         if each.get("layers"):
@@ -73,24 +71,24 @@ def net_row(
 
 
 def _row(
-    part: str, work: Work, what: str, contenders: Sequence[Contender], sizes: Sequence[int], fits: Fits | None,
-    make: Callable[[Contender, int], Trainer], device: torch.device, clock: Clock, tell: Tell,
+    run: Run, part: str, work: Work, what: str, sizes: Sequence[int], contenders: Sequence[Contender],
+    fits: Fits | None, make: Callable[[Contender, int], Trainer],
 ) -> Row:  # fmt: skip
-    """`what`: the key under which each contender has its largest size."""
+    """`what`: the key under which each contender has its largest size; `fits`: in place of trying."""
     name = f"{part}, {work.name}"
-    if fits is None and device.type != "cuda":
-        why = f"{device.type} memory has no limit that an allocator keeps; this takes a CUDA device"
+    if fits is None and run.device.type != "cuda":
+        why = f"{run.device.type} memory has no limit that an allocator keeps; this takes a CUDA device"
         return Row(part=part, name=name, about={"not measured": why})
     by_name = {contender.name: contender for contender in contenders}
 
+    def tried(contender: Contender, size: int) -> bool:
+        return trains(partial(make, contender, size), run.device)
+
     def measure(who: str) -> dict[str, Any]:
-        contender = by_name[who]
-        if fits is not None:
-            return {what: largest(sizes, partial(fits, contender))}
-        return {what: largest(sizes, lambda size: trains(partial(make, contender, size), device))}
+        return {what: largest(sizes, partial(fits or tried, by_name[who]))}
 
     about: dict[str, Any] = {"sizes": list(sizes), "share": SHARE}
-    results = each_in_time([*by_name], measure, clock, 5.0, about, tell)
+    results = run.each(by_name, measure, 5.0, about)
     said = f"the largest of {', '.join(map(str, sizes))} that trains in {SHARE:.0%} of the memory"
     return Row(part=part, name=name, what=said, contenders=results, about=about)
 

@@ -7,6 +7,7 @@ import importlib.metadata
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -39,15 +40,6 @@ class Rival:
     arguments: dict[str, Any] = field(default_factory=dict)
     masters: bool = False
 
-    @property
-    def installed(self) -> bool:
-        """Whether its distribution is there."""
-        try:
-            importlib.metadata.version(self.package)
-        except importlib.metadata.PackageNotFoundError:
-            return False
-        return True
-
     def make(self, params: Sequence[Parameter], lr: float) -> torch.optim.Optimizer:
         """The optimizer over `params`."""
         kind = getattr(importlib.import_module(self.module), self.kind)
@@ -67,15 +59,17 @@ RIVALS = (
 
 def installed() -> list[Rival]:
     """Those that this machine has."""
-    return [rival for rival in RIVALS if rival.installed]
+    found = []
+    for rival in RIVALS:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.version(rival.package)
+            found.append(rival)
+    return found
 
 
 Step = Callable[[], Any]
 
-LISTS_BY_SIZE: dict[str, tuple[str, ...]] = {
-    "full": ("BERT-large", "1500 x 100k", "1500 x 1k"),
-    "tiny": tuple(TINY),
-}
+LISTS_BY_SIZE: dict[str, tuple[str, ...]] = {"full": ("BERT-large", "1500 x 100k", "1500 x 1k"), "tiny": tuple(TINY)}
 SHAPES: dict[str, list[tuple[int, ...]]] = {name: shapes for name, (shapes, _) in (LISTS | TINY).items()}
 
 REFERENCE, FOREACH, BF16 = "torch.amp fp16", "torch.amp fp16, foreach", "torch.amp bf16"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._results import Row
 from ._contenders import EAGER, PARITY, Contender, Trainer
-from ._measure import Clock, Tell, each_in_time, quiet
+from ._measure import Run
 from ._works import Work
 
 FP32 = next(contender for contender in EAGER if contender.name == "fp32")
@@ -22,9 +22,8 @@ SETTLED = 50
 
 
 def parity_row(
-    work: Work, device: torch.device, steps: int, clock: Clock, reserve: float = 0.0, tell: Tell = quiet,
-    contenders: Sequence[Contender] = PARITY, part: str = "parity",
-) -> Row:  # fmt: skip
+    run: Run, part: str, work: Work, steps: int, contenders: Sequence[Contender] = PARITY, reserve: float = 0.0
+) -> Row:
     """Final losses by contender, same seed and data, and of float32 under a second seed: what seeds make out."""
     names = ["fp32", *(contender.name for contender in contenders)]
     names.insert(3, "fp32, another seed")  # behind what matters most, should the time run out
@@ -34,12 +33,12 @@ def parity_row(
 
     def measure(name: str) -> dict[str, Any]:
         seed = int(name == "fp32, another seed")
-        found = _train(by_name.get(name, FP32), work, device, steps, seed)
+        found = _train(by_name.get(name, FP32), work, run.device, steps, seed)
         if name == "fp32":
             reference.append(found["loss"])
         return {**found, "against fp32": found["loss"] / reference[0] - 1 if any(reference) else None}
 
-    results = each_in_time(names, measure, clock, reserve, about, tell)
+    results = run.each(names, measure, reserve, about)
     what = f"{steps} steps, mean loss of the last {min(TAIL, steps)}"
     return Row(part=part, name=f"{part}, {work.name}", what=what, contenders=results, about=about)
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -16,7 +17,7 @@ from .._machine import DeviceLost, check_device
 from .._results import EVERYTHING, Missing, Row, described, failure
 from ._contenders import PARITY, Contender
 from ._largest import SEARCHED, Fits, batch_row
-from ._measure import Clock, Pace, Speeds, Tell, free, heat, quiet
+from ._measure import Clock, Pace, Run, Tell, free, heat, quiet
 from ._parity import parity_row
 from ._rows import lines
 from ._works import Work, works
@@ -49,36 +50,23 @@ class Size:
 
 
 @dataclass(kw_only=True)
-class Run:
-    """One call of a suite, and the parts that suites share. `needs` of a part is an estimate for the full size."""
+class SuiteRun(Run):
+    """A run of a size, and the parts that suites share. `needs` of a part is an estimate for the full size."""
 
     name: str
     """The size's: "full" or "tiny"."""
     size: Size
-    device: torch.device
-    pace: Pace
-    clock: Clock
-    tell: Tell
     works: Mapping[str, Work]
-    speeds: Speeds | None = None
-    """Of the machine, once they are measured."""
 
     def steps(
         self, group: str, key: str, needs: float, contenders: Sequence[Contender], *, compiled: bool = False
     ) -> Part:
         """Whole steps of a work, as they are written or compiled."""
-        work, size = self.works[key], self.size
-        kind, name, reserve = "steps", work.name, size.reserve
+        work, kind, reserve = self.works[key], "steps", self.size.reserve
+        name = work.name
         if compiled:
-            kind, name, reserve = "compiled", f"{work.name}, compiled", size.reserve_compiled
-
-        def make() -> Row:
-            if compiled:
-                torch.compiler.reset()  # entries of other works would be looked through at every call
-            return heat(
-                kind, work, contenders, self.device, self.pace, self.clock, self.speeds, reserve, name, self.tell
-            )
-
+            kind, name, reserve = "compiled", f"{name}, compiled", self.size.reserve_compiled
+        make = partial(heat, self, kind, work, contenders, reserve, name)
         return Part(kind=kind, group=group, name=name, needs=needs, make=make)
 
     def parity(
@@ -86,12 +74,7 @@ class Run:
     ) -> Part:
         """Losses of a work at equal steps."""
         work, size = self.works[key], self.size
-
-        def make() -> Row:
-            return parity_row(
-                work, self.device, size.parity_steps, self.clock, size.reserve, self.tell, contenders, part
-            )
-
+        make = partial(parity_row, self, part, work, size.parity_steps, contenders, size.reserve)
         return Part(kind=part, group=group, name=f"{part}, {work.name}", needs=needs, make=make)
 
     def largest_batch(
@@ -100,10 +83,7 @@ class Run:
     ) -> Part:  # fmt: skip
         """The largest batch of a work that trains."""
         work = self.works[key]
-
-        def make() -> Row:
-            return batch_row(work, self.device, self.clock, sizes, contenders, tell=self.tell, fits=fits)
-
+        make = partial(batch_row, self, work, sizes, contenders, fits)
         return Part(kind="largest batch", group=group, name=f"largest batch, {work.name}", needs=needs, make=make)
 
 
@@ -114,7 +94,7 @@ class Suite:
     name: str
     sizes: Mapping[str, Size]
     groups: Collection[str]
-    parts: Callable[[Run], list[Part]]
+    parts: Callable[[SuiteRun], list[Part]]
 
     def __call__(
         self,
@@ -154,7 +134,7 @@ class Suite:
     def run(
         self, device: torch.device, size: str | None = "full", rounds: int = 99, tell: Tell = quiet,
         budget: float | None = None, now: Callable[[], float] = time.monotonic,
-    ) -> Run:  # fmt: skip
+    ) -> SuiteRun:  # fmt: skip
         """A run whose clock begins now: of the size "full" on CUDA and "tiny" elsewhere if none is asked for."""
         name = size or ("full" if device.type == "cuda" else "tiny")
         if name not in self.sizes:
@@ -162,7 +142,9 @@ class Suite:
         chosen = self.sizes[name]
         pace = replace(chosen.pace, rounds=min(rounds, chosen.pace.rounds))
         clock = Clock(chosen.budget if budget is None else budget, now)
-        return Run(name=name, size=chosen, device=_ready(device), works=works(name), tell=tell, pace=pace, clock=clock)
+        return SuiteRun(
+            name=name, size=chosen, device=_ready(device), works=works(name), tell=tell, pace=pace, clock=clock
+        )
 
     def estimates(self) -> dict[str, float]:
         """Seconds that each group takes in the full size on an H100, with the parts that belong to none."""

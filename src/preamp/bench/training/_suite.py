@@ -8,7 +8,7 @@ from .._results import Row
 from ._contenders import Contender, fitting, fitting_compiled
 from ._measure import Pace
 from ._optimizer import LISTS_BY_SIZE, optimizer_row, speeds
-from ._parts import Part, Run, Size, Suite
+from ._parts import Part, Size, Suite, SuiteRun
 
 BUDGET = 1500.0
 """Seconds that the full size may take: all that its parts need, by their estimates, and a quarter more."""
@@ -25,7 +25,7 @@ SIZES = {
 }  # fmt: skip
 
 
-def parts_of(run: Run, contenders: Sequence[Contender] | None = None) -> list[Part]:
+def parts_of(run: SuiteRun, contenders: Sequence[Contender] | None = None) -> list[Part]:
     """The machine first. `needs` are estimates for an H100, with what has to be compiled.
 
     `contenders`: in place of those of the protocol, the first being the reference.
