@@ -52,6 +52,17 @@ def regions(
     device: torch.device, rounds: int, tell: Callable[[str], None], *, missing: Missing = EVERYTHING
 ) -> Iterator[Row]:
     """What preamp's regions cost over torch's own, in bfloat16."""
+    works = _in_regions(device)
+    for name in missing.of(works, str):
+        tell(name)
+        what, number, run = works[name]
+        contenders = {"torch.autocast": partial(run, torch.autocast), "preamp.autocast": partial(run, autocast)}
+        yield race_row(name, what, _isolated(contenders, rounds, number, device))
+    autocast.uninstall()
+
+
+def _in_regions(device: torch.device) -> Mapping[str, tuple[str, int, Callable[[Region], None]]]:
+    """By name: what is done in a region, how many times at once, and the work."""
     dtype = torch.bfloat16
     x = torch.randn(4, 64, 256, device=device)
     low = torch.randn(8, 8, device=device, dtype=dtype)
@@ -88,7 +99,7 @@ def regions(
         finally:
             AttentionByHand.softmax_dtype = None
 
-    work: Mapping[str, tuple[str, int, Callable[[Region], None]]] = {
+    return {
         "transformer step": (
             "12 layers, width 256, batch 4 x 64, forward and backward",
             3,
@@ -109,12 +120,6 @@ def regions(
         "low operator": ("200 x mm of 8x8", 20, operator(lambda: square.mm(square))),
         "full operator": ("200 x softmax of 8x8", 20, operator(lambda: low.softmax(-1))),
     }
-    for name in missing.of(work, str):
-        tell(name)
-        what, number, run = work[name]
-        contenders = {"torch.autocast": partial(run, torch.autocast), "preamp.autocast": partial(run, autocast)}
-        yield race_row(name, what, _isolated(contenders, rounds, number, device))
-    autocast.uninstall()
 
 
 def _isolated(

@@ -84,15 +84,7 @@ def _saving(
     """The rest of a save, to be done by this thread or another one; the states are taken now, by way of `held`."""
     from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 
-    def first() -> tuple[str, str | None, dict[str, Any] | None]:
-        amp = _added(session)
-        before = _latest(target)
-        number = 1 if before is None else int(before["generation"]) + 1
-        while (target / _name(number)).exists() and not _is_ours(target / _name(number)):
-            number += 1
-        return _name(number), None if before is None else before["generation"], amp
-
-    name, old, amp = on_all_ranks(first, _UNWRITTEN)[0]
+    amp, name, old = on_all_ranks(lambda: (_added(session), *_generations(target)), _UNWRITTEN)[0]
     with _in_float32(session):
         states, steps = named_states(model, optimizer)
         parts = held({"model": states, "optimizer": steps})
@@ -138,6 +130,15 @@ def _saving(
         on_all_ranks(commit, _UNWRITTEN, group)
 
     return save
+
+
+def _generations(folder: Path) -> tuple[str, str | None]:
+    """The names of the generation to be written and of the one that is complete."""
+    before = _latest(folder)
+    number = 1 if before is None else int(before["generation"]) + 1
+    while (folder / _name(number)).exists() and not _is_ours(folder / _name(number)):
+        number += 1
+    return _name(number), None if before is None else before["generation"]
 
 
 def load_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, session: Session | None = None) -> None:
