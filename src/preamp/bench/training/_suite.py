@@ -33,7 +33,7 @@ def parts_of(run: SuiteRun, contenders: Sequence[Contender] | None = None) -> li
 
     def machine() -> Row:
         run.speeds = speeds(run.device, run.name)
-        about: dict[str, object] = {"device": run.device.type}
+        about: dict[str, object] = {"size": run.name, "device": run.device.type}
         about |= {"copy bytes a second": run.speeds.copy, "bfloat16 operations a second": run.speeds.product}
         return Row(part="machine", name="machine", what="best copy and product", about=about)
 
