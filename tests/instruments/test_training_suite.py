@@ -30,7 +30,7 @@ from preamp.bench.training import (
 )
 from preamp.bench.training._contenders import O2, REFERENCE
 from preamp.bench.training._largest import largest
-from preamp.bench.training._measure import Pace, Run, Speeds, heat, quiet, ratio
+from preamp.bench.training._measure import Pace, Run, Speeds, quiet, ratio, steps_row
 from preamp.bench.training._parts import Part, run_part
 from preamp.errors import PolicyError
 
@@ -168,7 +168,7 @@ def run(
 ) -> Row:
     speeds = Speeds(copy=1e9, product=1e9)
     made = Run(device=CPU, pace=ONCE, clock=clock or Clock(60), tell=tell, speeds=speeds)
-    return heat(made, "steps", work, contenders, **options)
+    return steps_row(made, "steps", work, contenders, **options)
 
 
 def test_a_contender_that_cannot_begin_is_an_error_of_its_own() -> None:

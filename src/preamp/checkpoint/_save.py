@@ -7,7 +7,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -94,7 +94,7 @@ class PendingSave:
         """Wait until the file is on the disk, and raise what went wrong; after `timeout` seconds, `TimeoutError`."""
         if not self._ended.wait(timeout):
             raise TimeoutError(f"{self.path} is still being written after {timeout} s")
-        if self in _writer.failed:
+        with suppress(ValueError):
             _writer.failed.remove(self)  # the caller has seen it
         if self._error is not None:
             raise self._error
@@ -140,15 +140,15 @@ class _Writer:
             pending._error = error
             self.failed.append(pending)
         pending._write = None  # lets go of the copied states
-        if pending in self._queue:
+        with suppress(ValueError):  # one that was not submitted is not in it
             self._queue.remove(pending)
         pending._ended.set()
 
     def finish(self, path: AnyPath) -> None:
         """Wait until nothing is being written to `path`."""
-        for pending in list(self._queue):
-            if os.path.realpath(pending.path) == os.path.realpath(path):
-                pending._ended.wait()
+        wanted = os.path.realpath(path)
+        while found := [pending for pending in list(self._queue) if os.path.realpath(pending.path) == wanted]:
+            found[-1]._ended.wait()
 
     @contextmanager
     def reporting(self) -> Iterator[None]:

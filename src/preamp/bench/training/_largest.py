@@ -11,7 +11,7 @@ import torch
 
 from .._results import Row
 from ._contenders import O2, O5_EIGHT, O5_SPLIT, REFERENCE, Contender, Trainer
-from ._measure import Run, free
+from ._measure import Run, free_memory
 from ._works import Work
 
 SHARE = 0.25
@@ -111,7 +111,7 @@ def trains(make: Callable[[], Trainer], device: torch.device) -> bool:
         if trainer is not None:
             trainer.close()
         del trainer
-        free()
+        free_memory()
     return fits
 
 
@@ -121,7 +121,7 @@ def _limited(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    free()
+    free_memory()
     # cuDNN's search for the quickest convolutions would take seconds at each size, and memory of its own
     searching, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
     torch.cuda.set_per_process_memory_fraction(SHARE, device)

@@ -101,7 +101,7 @@ class Run:
                 results.append({"name": name, **measure(name)})
             except Exception as error:
                 results.append({"name": name, "error": failure(name, error, self.tell)})
-            free()
+            free_memory()
         return results
 
 
@@ -115,7 +115,7 @@ class _Entry:
     error: str | None = None
 
 
-def heat(
+def steps_row(
     run: Run, part: str, work: Work, contenders: Sequence[Contender], reserve: float = 0.0, name: str | None = None
 ) -> Row:
     """Train a work by every contender, by turns; the first one is the reference.
@@ -145,7 +145,7 @@ def heat(
     finally:
         for entry in entries:
             _end(entry)
-        free()
+        free_memory()
     reference = entries[0]
     results = [_result(entry, reference, work, run.speeds) for entry in entries]
     return Row(part=part, name=name or work.name, what=work.what, contenders=results, about=about)
@@ -162,12 +162,12 @@ def _turn(entry: _Entry, work: Work, tell: Tell) -> Iterator[None]:
         entry.error = failure(f"{work.name}: {entry.contender.name}", error, tell)
     if entry.error:
         _end(entry)
-        free()
+        free_memory()
         if entry.contender.captured:
-            _mend_generator()
+            _reset_generator()
 
 
-def _mend_generator() -> None:
+def _reset_generator() -> None:
     """Random numbers work again on the device after a capture that broke off, which leaves its generator at it."""
     if torch.cuda.is_available():
         fresh = torch.Generator("cuda")
@@ -277,7 +277,7 @@ def _end(entry: _Entry) -> None:
         entry.trainer = None
 
 
-def free() -> None:
+def free_memory() -> None:
     """Return freed memory to the device, for the next contender."""
     if torch.cuda.is_available():
         gc.collect()

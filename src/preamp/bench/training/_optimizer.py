@@ -25,7 +25,7 @@ from .._race import race
 from .._results import Row, failure
 from .._step_suite import LISTS, TINY
 from ._by_hand import Graphed
-from ._measure import Speeds, Tell, free, quiet
+from ._measure import Speeds, Tell, free_memory, quiet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ def optimizer_row(
             steps[contender] = step
         except Exception as error:
             failed[contender] = failure(contender, error, tell)
-            free()
+            free_memory()
     results: list[dict[str, Any]] = []
     try:
         outcomes = race(steps, rounds=rounds, number=4 if entries > 1e7 else 10, device=device) if steps else []

@@ -17,7 +17,7 @@ from .._machine import DeviceLost, check_device
 from .._results import EVERYTHING, Missing, Row, described, failure
 from ._contenders import PARITY, Contender
 from ._largest import SEARCHED, Fits, batch_row
-from ._measure import Clock, Pace, Run, Tell, free, heat, quiet
+from ._measure import Clock, Pace, Run, Tell, free_memory, quiet, steps_row
 from ._parity import parity_row
 from ._rows import lines
 from ._works import Work, works
@@ -66,7 +66,7 @@ class SuiteRun(Run):
         name = work.name
         if compiled:
             kind, name, reserve = "compiled", f"{name}, compiled", self.size.reserve_compiled
-        make = partial(heat, self, kind, work, contenders, reserve, name)
+        make = partial(steps_row, self, kind, work, contenders, reserve, name)
         return Part(kind=kind, group=group, name=name, needs=needs, make=make)
 
     def parity(
@@ -189,7 +189,7 @@ def _lost(row: Row, device: torch.device) -> DeviceLost | None:
     try:
         if any(errors):
             check_device(device, f"{row.name}: {next(filter(None, errors))}")
-        free()
+        free_memory()
     except DeviceLost as lost:
         row.about["error"] = described(lost)
         return lost
