@@ -34,7 +34,7 @@ from preamp.bench.training._contenders import (
 )
 from preamp.bench.training._optimizer import EIGHT, FOREACH
 from preamp.report import Column, Table
-from preamp.report.files import write_text
+from preamp.report.files import write_json
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -324,7 +324,7 @@ def main(path: Path) -> None:
     """Judge the results of a bench, print the goals, and write them into the file."""
     content = json.loads(path.read_text(encoding="utf-8"))
     content["goals"] = goals(content["suites"])
-    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    write_json(path, content)
     print(goals_table(content["goals"]).to_text())
 
 

@@ -6,7 +6,6 @@ Run as `python -m tools.traces` it files the results, and with `--record` it rec
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from preamp.bench import environment, record, schedules
 from preamp.bench._machine import cpu_name
 from preamp.bench._results import SCHEMA
-from preamp.report.files import write_text
+from preamp.report.files import write_json
 from preamp.zoo import TASKS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,7 +50,7 @@ def write_schedules(root: Path, *, tell: Callable[[str], None] = print) -> Path:
     hardware = cpu_name().removeprefix("AMD ").replace(",", "").replace(" ", "-").lower()
     commit = str(about["commit"] or "unknown").rstrip("+")
     name = f"schedules_{hardware}_{time.strftime('%Y-%m-%d')}_{commit}.json"
-    return write_text(root / "benchmarks" / "results" / name, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    return write_json(root / "benchmarks" / "results" / name, content)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -30,8 +29,8 @@ driver.install(NATIVE, computes=False)
 NATIVE.skip_lists()
 
 import preamp  # noqa: E402
-from preamp.bench import environment, race  # noqa: E402
-from preamp.bench._race import INTERVAL, Row, spread  # noqa: E402
+from preamp.bench import Row, environment, race  # noqa: E402
+from preamp.bench._race import INTERVAL, race_row, spread  # noqa: E402
 from preamp.bench._results import SCHEMA  # noqa: E402
 from preamp.report import Cell, Column, Table  # noqa: E402
 
@@ -110,7 +109,7 @@ def measure(count: int, rounds: int) -> Row:
             step()
     counts = {name: {"launches": launches(step)} for name, step in made.items()}
     what = "backward of one number, unscaling, check, AdamW, update of the scale: the host's part"
-    return Row(f"{count} tensors", what, race(made, rounds=rounds, number=2), counts)
+    return race_row(f"{count} tensors", what, race(made, rounds=rounds, number=2), counts)
 
 
 def table(rows: list[Row]) -> Table:
@@ -119,10 +118,11 @@ def table(rows: list[Row]) -> Table:
                Column("high", "x", 2), "launches")  # fmt: skip
     cells: list[tuple[Cell, ...]] = []
     for row in rows:
-        for one in row.outcomes:
-            share = spread([1 / ratio for ratio in one.ratios])
-            cells.append((row.name, one.name, 1e6 * statistics.median(one.seconds), share["median"], share["low"],
-                          share["high"], row.counts[one.name]["launches"]))  # fmt: skip
+        torchs = row.contenders[0]["seconds"]
+        for one in row.contenders:
+            share = spread([own / theirs for own, theirs in zip(one["seconds"], torchs, strict=True)])
+            cells.append((row.name, one["name"], 1e6 * one["stats"]["median"], share["median"], share["low"],
+                          share["high"], one["counts"]["launches"]))  # fmt: skip
     return Table("Host time of a step", columns, cells, ("of torch's: below 1 is less, median over rounds", INTERVAL))
 
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from preamp.bench import SUITES, Results, environment
+from preamp.bench import SUITES, Results, Row, environment
 from preamp.bench._machine import DeviceLost, check_device
 from preamp.bench._results import BEGUN, Missing, complete
 from preamp.bench._step_suite import step
-from preamp.bench.training import TrainingRow, training
 from preamp.bench.training import _suite as training_suite
+from preamp.bench.training import training
 from preamp.cli._bench import run_suites
 from tests.forks import run
 
@@ -109,8 +109,8 @@ def test_a_row_of_the_step_suite_that_breaks_off_is_a_row(monkeypatch: pytest.Mo
 
 
 def test_the_training_suite_measures_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def optimizer(name: str, device: torch.device, rounds: int, found: Any, *, clip: Any = None) -> TrainingRow:
-        return TrainingRow(part="optimizer", name=f"Adam, {name}" + ("" if clip is None else ", clipping"))
+    def optimizer(name: str, device: torch.device, rounds: int, found: Any, *, clip: Any = None) -> Row:
+        return Row(part="optimizer", name=f"Adam, {name}" + ("" if clip is None else ", clipping"))
 
     monkeypatch.setattr(training_suite, "optimizer_row", optimizer)
 
@@ -125,7 +125,7 @@ def test_the_training_suite_measures_what_is_missing(monkeypatch: pytest.MonkeyP
 
 
 def test_a_lost_device_ends_the_suite_after_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any, **__: Any) -> TrainingRow:
+    def broken(*_: Any, **__: Any) -> Row:
         raise RuntimeError("an illegal memory access was encountered")
 
     def lost(device: torch.device, after: str) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import preamp
-from preamp.cli._app import app
+from preamp.cli._app import app, show
+from preamp.report import Column, Table
 from preamp.rules import TABLE
 
 from .. import forks
@@ -78,6 +82,29 @@ def test_lr_find_writes_report_picture_and_data(tmp_path: Path) -> None:
     data = json.loads((tmp_path / "lr.json").read_text())
     assert data["level"] == "O4" and len(data["curve"]["lrs"]) + data["curve"]["skipped"] <= 12
     assert "report:" in out
+
+
+def test_a_table_on_a_terminal() -> None:
+    file = io.StringIO()
+    table = Table("T", (Column("ms", digits=1), "what"), [(2.5, "[bold]"), (None, "b")], notes=("note",))
+    show(table, Console(file=file, force_terminal=True, width=60))
+    text = re.sub("\x1b\\[[0-9;]*m", "", file.getvalue())
+    assert "[bold]" in text and "2.5" in text and text.rstrip().endswith("note")
+
+
+@pytest.mark.slow
+def test_the_suite_sessions(tmp_path: Path) -> None:
+    invoke("bench", "-s", "sessions", "--rounds", "3", "--device", "cpu", "--out", str(tmp_path))
+    (row,) = json.loads((tmp_path / "results.json").read_text())["suites"]["sessions"]
+    names = [each["name"] for each in row["contenders"]]
+    assert names[:3] == ["torch.amp", "preamp O4", "preamp O4, preamp.optim"]
+    assert row["name"] == "training step" and all(len(each["seconds"]) == 3 for each in row["contenders"])
+
+
+def test_an_unusable_device_is_named() -> None:
+    for verb in (("bench", "-s", "regions"), ("lr-find",), ("demo",)):
+        done = runner.invoke(app, [*verb, "--device", "tpu9"])
+        assert "--device tpu9" in str(done.exception)
 
 
 def test_bench_writes_every_sample(tmp_path: Path) -> None:

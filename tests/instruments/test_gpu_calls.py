@@ -17,11 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from preamp.bench import models
 from preamp.bench._results import complete
-from preamp.bench.training import _suite as training_suite
-from preamp.bench.training import estimates
-from preamp.bench.training._parts import Run
+from preamp.bench.models import models
+from preamp.bench.training import training
 from tests.forks import run
 from tests.pretend.device import missing
 
@@ -150,7 +148,7 @@ STEP = 80.0
 
 def test_every_part_fits_and_says_no_less_than_its_suites(dev: ModuleType) -> None:
     assert all(seconds <= 540 for seconds in dev.GPU_PARTS.values())
-    for name, seconds in {**estimates(), **models.estimates()}.items():
+    for name, seconds in {**training.estimates(), **models.estimates()}.items():
         starts = sum(name in parts for parts in dev.GPU_SUITES.values())
         needed = seconds + dev.GPU_START * starts + (STEP if name in dev.GPU_SUITES["step"] else 0)
         assert dev.GPU_PARTS[name] >= needed, f"{name}: {dev.GPU_PARTS[name]} s, and its suites say {needed} s"
@@ -163,7 +161,7 @@ def test_three_calls_do_everything_by_the_estimates(
     clock, done = [0.0], set()
     monkeypatch.setattr(dev, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setenv("OUT", str(tmp_path))
-    machine, *rows = training_suite._parts(Run.imagined(training_suite.SIZES), None)
+    machine, *rows = training.parts(training.run(torch.device("cpu")))
 
     def process(self: Any, *command: Any, limit: float) -> int:
         words = [str(word) for word in command]

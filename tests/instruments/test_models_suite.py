@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +21,22 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from typer.testing import CliRunner
 
-from preamp.bench import models_report
+from preamp.bench import Row, models_report
 from preamp.bench._machine import DeviceLost
 from preamp.bench._results import Missing, complete
-from preamp.bench.models import GROUPS, NETWORKS, estimates, models
-from preamp.bench.models import _suite as models_suite
+from preamp.bench.models import GROUPS, NETWORKS, models
 from preamp.bench.models._suite import BATCHES, COMPILED, EAGER, LOSSES, NETS
-from preamp.bench.training import Clock, Contender, Trainer, TrainingRow, Work, works
+from preamp.bench.training import Contender, Trainer, Work, works
 from preamp.bench.training._contenders import O2, O5_EIGHT, REFERENCE
 from preamp.bench.training._largest import net_row, trains
 from preamp.bench.training._parity import FP32
-from preamp.bench.training._parts import Run
 from preamp.cli import _bench
 from preamp.cli._app import app, main
 from preamp.cli._bench import run_suites
 from preamp.errors import PolicyError
 
 CPU = torch.device("cpu")
-EVERY = [
-    part.name for part in models_suite._parts(Run.begun("models", models_suite.SIZES, CPU, 1, print, "tiny"), None)
-]
+EVERY = [part.name for part in models.parts(models.run(CPU, "tiny"))]
 
 
 def fits(contender: Contender, size: int) -> bool:
@@ -51,7 +48,8 @@ def run(names: Sequence[str], **options: Any) -> list[dict[str, Any]]:
     """The rows of these names, in a tiny size, as JSON has them."""
     torch.set_num_threads(1)
     missing = Missing(done=frozenset(EVERY) - frozenset(names))
-    rows = [row.to_dict() for row in models(CPU, 2, lambda what: None, size="tiny", missing=missing, **options)]
+    suite = replace(models, parts=partial(models.parts, **options))
+    rows = [row.to_dict() for row in suite(CPU, 2, lambda what: None, size="tiny", missing=missing)]
     return json.loads(json.dumps(rows, allow_nan=False))
 
 
@@ -106,8 +104,8 @@ def test_a_decoder_sees_nothing_of_what_comes() -> None:
 
 
 def test_parts_fit_in_a_call_and_are_all_asked_for() -> None:
-    assert set(estimates()) == set(GROUPS) and max(estimates().values()) <= 530
-    kinds = Counter(part.kind for part in models_suite._parts(Run.imagined(models_suite.SIZES), None))
+    assert set(models.estimates()) == set(GROUPS) and max(models.estimates().values()) <= 530
+    kinds = Counter(part.kind for part in models.parts(models.run(CPU)))
     assert kinds == {"steps": 7, "compiled": 7, "losses": 7, "largest batch": 7, "larger net": 2}
     assert len(set(EVERY)) == len(EVERY) == 30
     with pytest.raises(PolicyError, match="its parts are models, models-losses, models-memory"):
@@ -197,7 +195,8 @@ def test_out_of_memory_is_too_large_and_other_errors_are_errors() -> None:
             raise RuntimeError("an unspecified launch failure")
         return False
 
-    row = net_row(works("tiny")["gpt"], 1, CPU, Clock(60), [1, 2], [O2, REFERENCE], fits=broken)
+    run = models.run(CPU, "tiny")
+    row = net_row(run, works("tiny")["gpt"], 1, [1, 2], [O2, REFERENCE], fits=broken)
     first, second = row.contenders
     assert first["error"] == "RuntimeError: an unspecified launch failure"
     assert second == {"name": REFERENCE.name, "layers": 0}
@@ -295,7 +294,7 @@ def test_a_run_that_breaks_off_leaves_its_report_and_is_taken_up_again(
             if name == "ResNet-50" and lost:
                 raise DeviceLost("gone")
             row = full(name, O2.name, 1.5)
-            yield TrainingRow(part="steps", name=name, contenders=row["contenders"])
+            yield Row(part="steps", name=name, contenders=row["contenders"])
 
     command(monkeypatch, suite)
     console = Console(file=io.StringIO())

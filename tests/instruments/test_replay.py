@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from tools import docs_results
 
-from preamp.bench._replay import below, overflows, replay
-from preamp.bench._schedules import ScheduleRow, schedule_table, schedules
+from preamp.bench._schedules import ScheduleRow, below, overflows, replay, schedule_table, schedules
 from preamp.bench._traces import Trace, load_trace, record, trace_of
 from preamp.report import to_svg
 from preamp.scaling import DynamicScale, HysteresisScale, StaticScale, WindowScale

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,10 @@ from tools.goals import goals, goals_table, main
 from torch import Tensor, nn
 
 from preamp.autocast import REGISTRY
-from preamp.bench._results import complete
+from preamp.bench._results import Row, complete
 from preamp.bench.training import (
     Clock,
     Contender,
-    TrainingRow,
     Work,
     training,
     training_table,
@@ -30,7 +30,7 @@ from preamp.bench.training import (
 )
 from preamp.bench.training._contenders import O2, REFERENCE
 from preamp.bench.training._largest import largest
-from preamp.bench.training._measure import Pace, Speeds, heat, ratio
+from preamp.bench.training._measure import Pace, Run, Speeds, quiet, ratio, steps_row
 from preamp.bench.training._parts import Part, run_part
 from preamp.errors import PolicyError
 
@@ -141,7 +141,7 @@ def test_parity_trains_on_the_same_data(whole: Whole) -> None:
 
 
 def test_everything_is_printed(whole: Whole) -> None:
-    text = training_table(whole.rows, "a small machine").to_text()
+    text = training_table("training", whole.rows, "a small machine").to_text()
     assert "on a small machine" in text
     assert "preamp O2, captured" in text and "failed" not in text and "dropped" not in text
     judged = goals({"training": [{**row, **on("NVIDIA H100 80GB HBM3")} for row in whole.plain]})
@@ -163,8 +163,12 @@ def toy(loss: Callable[[Tensor, Tensor], Tensor] = F.mse_loss) -> Work:
     return Work(name="toy", what="", build=lambda: nn.Linear(8, 1), batch=batch, loss=loss, count=4)
 
 
-def run(work: Work, contenders: Sequence[Contender], clock: Clock | None = None, **options: Any) -> TrainingRow:
-    return heat("steps", work, contenders, CPU, ONCE, clock or Clock(60), Speeds(copy=1e9, product=1e9), **options)
+def run(
+    work: Work, contenders: Sequence[Contender], clock: Clock | None = None, tell: Any = quiet, **options: Any
+) -> Row:
+    speeds = Speeds(copy=1e9, product=1e9)
+    made = Run(device=CPU, pace=ONCE, clock=clock or Clock(60), tell=tell, speeds=speeds)
+    return steps_row(made, "steps", work, contenders, **options)
 
 
 def test_a_contender_that_cannot_begin_is_an_error_of_its_own() -> None:
@@ -172,7 +176,7 @@ def test_a_contender_that_cannot_begin_is_an_error_of_its_own() -> None:
     reference, broken, ours = row.contenders
     assert broken["error"].startswith("PolicyError: ") and "stats" not in broken
     assert reference["ratio"]["median"] == 1 and ours["ratio"]["median"] > 0
-    assert "failed: PolicyError" in training_table([row], "").to_text()
+    assert "failed: PolicyError" in training_table("training", [row], "").to_text()
 
 
 def test_a_contender_that_breaks_off_leaves_the_others_and_no_session_open() -> None:
@@ -199,7 +203,7 @@ def test_without_a_reference_there_are_times_and_no_ratios() -> None:
 
 
 def test_a_part_that_breaks_off_is_a_row() -> None:
-    def make() -> TrainingRow:
+    def make() -> Row:
         raise ValueError("nothing to see")
 
     row = run_part(Part(kind="steps", name="a", needs=0, make=make), Clock(10), lambda what: None)
@@ -231,22 +235,21 @@ def test_a_size_that_is_none_is_refused() -> None:
 
 def test_the_clock_drops_parts() -> None:
     seconds = itertools.count(step=2.0)
-    rows = list(training(
-        CPU, 1, lambda what: None, size="tiny", budget=40.0, now=lambda: next(seconds), contenders=[REFERENCE, O2]
-    ))  # fmt: skip
+    suite = replace(training, parts=partial(training.parts, contenders=[REFERENCE, O2]))
+    rows = list(suite(CPU, 1, lambda what: None, size="tiny", budget=40.0, now=lambda: next(seconds)))
     dropped = [row.name for row in rows if "dropped" in row.about]
     made = [row.name for row in rows if "dropped" not in row.about]
     assert made[:2] == ["machine", "Adam, 8 x 60"]
     assert dropped[-1] == "parity, UNet" and len(made) + len(dropped) == 18 == len(rows)
     assert made == [row.name for row in rows][: len(made)]
-    assert re.search(r"dropped: \d+ s of 40 s were used", training_table(rows, "").to_text())
+    assert re.search(r"dropped: \d+ s of 40 s were used", training_table("training", rows, "").to_text())
 
 
 @pytest.mark.parametrize(("used", "left_out"), [(440.0, False), (460.0, True)])
 def test_a_part_is_dropped_when_less_is_left_than_it_needs(used: float, left_out: bool) -> None:
     moments = iter([0.0, *itertools.repeat(used, 10)])
     clock = Clock(540.0, lambda: next(moments))
-    part = Part(kind="steps", name="a", needs=90, make=lambda: TrainingRow(part="steps", name="a"))
+    part = Part(kind="steps", name="a", needs=90, make=lambda: Row(part="steps", name="a"))
     assert ("dropped" in run_part(part, clock, lambda what: None).about) is left_out
 
 

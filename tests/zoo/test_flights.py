@@ -6,7 +6,7 @@ import pandas
 import pytest
 import torch
 
-from preamp.zoo import _data_flights as data
+from preamp.zoo import flights as data
 from preamp.zoo.flights import auc
 
 AFTER_DEPARTURE = {"dep_time", "dep_delay", "arr_time", "arr_delay", "air_time", "tailnum"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from preamp.zoo import _data_plays as plays
+from preamp.zoo import bert as plays
 from preamp.zoo.bert import SHAPES, Bert
 
 PIECES = SHAPES["ci"].pieces
@@ -18,7 +18,7 @@ def test_four_whole_plays_are_held_out():
 
 
 def test_the_splits_share_no_passage():
-    train, held = (plays.load(PIECES, held_out=split).ids for split in (False, True))
+    train, held = (plays.load_plays(PIECES, held_out=split).ids for split in (False, True))
     assert len(train) > 5 * len(held) > 500_000
 
     factors = torch.randint(2**62, (24,), generator=torch.Generator().manual_seed(0))
@@ -31,10 +31,10 @@ def test_the_splits_share_no_passage():
 
 def test_every_piece_is_known():
     for split in (False, True):
-        ids = plays.load(PIECES, held_out=split).ids
+        ids = plays.load_plays(PIECES, held_out=split).ids
         assert ids.min() >= len(plays.SPECIAL)
         assert ids.max() < PIECES
-    assert plays.load(PIECES, held_out=False).vocabulary == PIECES <= SHAPES["ci"].vocabulary
+    assert plays.load_plays(PIECES, held_out=False).vocabulary == PIECES <= SHAPES["ci"].vocabulary
     assert SHAPES["full"].pieces <= SHAPES["full"].vocabulary
 
 

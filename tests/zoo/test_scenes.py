@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from preamp.zoo import _data_digits as digits
-from preamp.zoo import _data_scenes as scenes
+from preamp.zoo import unet as scenes
 from preamp.zoo.unet import UNet, overlap
 
 
 def make(size="ci", count=8, *, held_out=False, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return scenes.make(scenes.CANVASES[size], count, held_out=held_out, generator=generator)
+    return scenes.make_scenes(scenes.CANVASES[size], count, held_out=held_out, generator=generator)
 
 
 @pytest.mark.parametrize("size, side, channels", [("ci", 64, 1), ("full", 256, 3)])
@@ -34,7 +34,7 @@ def test_the_ink_is_that_of_the_digits(monkeypatch):
     one = digits.Digits(images=square, labels=torch.zeros(1).long(), rows=torch.zeros(1).long())
     monkeypatch.setattr(digits, "load", lambda *, held_out: one)
     canvas = scenes.Canvas(channels=1, cut=64, enlarge=1, digits=1, patch=56, smallest=2.0, largest=2.0)
-    made = scenes.make(canvas, 16, held_out=False, generator=torch.Generator().manual_seed(0))
+    made = scenes.make_scenes(canvas, 16, held_out=False, generator=torch.Generator().manual_seed(0))
     whole = made.masks.sum((1, 2, 3))
     assert ((whole - 400).abs() < 20).all(), whole  # 10 x 10 pixels, twice as large; turning moves only the rim
 

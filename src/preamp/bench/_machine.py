@@ -6,6 +6,7 @@ import ctypes
 import os
 import platform
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,18 @@ def environment(device: torch.device) -> dict[str, Any]:
     return found
 
 
+def device_named(name: str | None) -> torch.device:
+    """The device asked for, by default the GPU if there is one; `PreampError` if it cannot be used."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise PreampError(f"--device {name}: {str(error).splitlines()[0] if str(error) else 'not usable'}") from None
+    return device
+
+
 class DeviceLost(PreampError):
     """The device answers no more in this process, as after an illegal access to its memory."""
 
@@ -53,6 +66,13 @@ def check_device(device: torch.device, after: str) -> None:
             f"{after}; since then the device fails at whatever it is asked ({error}), so nothing further can be "
             "measured in this process: begin another one for what is missing"
         ) from error
+
+
+def seconds_now(device: torch.device | None) -> float:
+    """The host's clock when a device has done everything asked of it so far."""
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def keep_heap() -> bool:
@@ -85,8 +105,8 @@ def commit() -> str | None:
 
     PREAMP_COMMIT says it where the tree was copied without its history.
     """
-    if told := os.environ.get("PREAMP_COMMIT"):
-        return told
+    if given := os.environ.get("PREAMP_COMMIT"):
+        return given
     here = Path(__file__).resolve().parent
     try:
         head = _git(here, "rev-parse", "--short=10", "HEAD")

@@ -5,15 +5,16 @@ from __future__ import annotations
 import gc
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
 import torch
 
 from ..report import Cell, Column, Table
+from ._machine import seconds_now
+from ._results import Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,35 +67,12 @@ def spread_text(found: Mapping[str, float]) -> str:
     return f"x{found['median']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
 
 
-@dataclass(frozen=True)
-class Row:
-    """One comparison: contenders on one piece of work, the first being the reference."""
-
-    name: str
-    what: str
-    outcomes: list[Outcome]
-    counts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """By contender, what one call of it does, where that was counted."""
-    error: str | None = None
-    """Why there are no outcomes."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Every outcome."""
-        rows = [{**outcome.to_dict(), **self._counted(outcome.name)} for outcome in self.outcomes]
-        failed = {"error": self.error} if self.error else {}
-        return {"name": self.name, "what": self.what, **failed, "contenders": rows}
-
-    def _counted(self, name: str) -> dict[str, Any]:
-        return {"counts": dict(self.counts[name])} if name in self.counts else {}
-
-
 def race(
     contenders: Mapping[str, Callable[[], Any]],
     *,
     rounds: int = 15,
     number: int = 1,
     device: torch.device | None = None,
-    on_round: Callable[[int], None] = lambda index: None,
 ) -> list[Outcome]:
     """Time contenders interleaved, `number` calls each a round; the first one is the reference.
 
@@ -108,14 +86,13 @@ def race(
     collecting = gc.isenabled()
     gc.disable()
     try:
-        for index in range(rounds):
+        for _ in range(rounds):
             for name in next(turns):
                 call = contenders[name]
-                started = _now(device)
+                started = seconds_now(device)
                 for _ in range(number):
                     call()
-                times[name].append((_now(device) - started) / number)
-            on_round(index)
+                times[name].append((seconds_now(device) - started) / number)
     finally:
         if collecting:
             gc.enable()
@@ -145,37 +122,36 @@ def orders(number: int) -> list[list[int]]:
     return chosen
 
 
-def _now(device: torch.device | None) -> float:
-    if device is not None and device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
+RATIO = "ratio: time of the first contender / time of this one, median over rounds; above 1 is faster"
 INTERVAL = "low, high: hold the true median with 95 % or more; of fewer than 6 rounds they are smallest and largest"
+
+
+def race_row(
+    name: str, what: str, outcomes: Sequence[Outcome], counts: Mapping[str, Mapping[str, Any]] | None = None
+) -> Row:
+    """A race; `counts`: by contender, what one call of it does, where that was counted."""
+    counted = {who: {"counts": dict(found)} for who, found in (counts or {}).items()}
+    return Row(name=name, what=what, contenders=[{**each.to_dict(), **counted.get(each.name, {})} for each in outcomes])
 
 
 def race_table(name: str, rows: Sequence[Row], hardware: str) -> Table:
     """Medians and ratios of races, and what was counted of each contender."""
-    counted = any(row.counts for row in rows)
-    columns = [Column("work"), Column("contender"), Column("median", "us", 1), Column("ratio", "x", 3),
-               Column("low", "x", 3), Column("high", "x", 3)]  # fmt: skip
-    if counted:
-        columns += [Column("moved", "MB", 2), *(Column(what, digits=0) for what in ("casts", "calls", "waits"))]
-    cells: list[tuple[Cell, ...]] = []
+    columns: list[Column | str] = ["work", "contender", Column("median", "us", 1)]
+    columns += [Column(what, "x", 3) for what in ("ratio", "low", "high")]
+    figures: tuple[str, ...] = ()
+    if any("counts" in each for row in rows for each in row.contenders):
+        figures = ("casts", "calls", "waits")
+        columns += [Column("moved", "MB", 2), *(Column(what, digits=0) for what in figures)]
+    cells: list[Sequence[Cell]] = []
     for row in rows:
-        if row.error:
-            cells.append((row.name, f"failed: {row.error}", *[None] * (len(columns) - 2)))
-        for outcome in row.outcomes:
-            ratio, found = spread(outcome.ratios), row.counts.get(outcome.name, {})
-            cell: list[Cell] = [row.name, outcome.name, 1e6 * statistics.median(outcome.seconds)]
+        if why := row.about.get("error"):
+            cells.append((row.name, f"failed: {why}", *[None] * (len(columns) - 2)))
+        for each in row.contenders:
+            ratio, found = each["ratio"], each.get("counts", {})
+            cell: list[Cell] = [row.name, each["name"], 1e6 * each["stats"]["median"]]
             cell += [ratio["median"], ratio["low"], ratio["high"]]
-            if counted:
+            if figures:
                 moved = found.get("bytes")
-                cell.append(None if moved is None else moved / 1e6)
-                cell += [found.get(what) for what in ("casts", "calls", "waits")]
-            cells.append(tuple(cell))
-    notes = (
-        "ratio: time of the first contender / time of this one, median over rounds; above 1 is faster",
-        INTERVAL,
-    )
-    return Table(f"Suite {name} on {hardware}", tuple(columns), cells, notes)
+                cell += [None if moved is None else moved / 1e6, *(found.get(what) for what in figures)]
+            cells.append(cell)
+    return Table(f"Suite {name} on {hardware}", columns, cells, (RATIO, INTERVAL))

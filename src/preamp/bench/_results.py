@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from ..report.files import write_text
+from ..report import to_json
+from ..report.files import write_json
 
 SCHEMA = "preamp-bench/1"
 BEGUN = "begun, and the process ended before it was measured"
@@ -31,6 +32,31 @@ class AnyRow(Protocol):
     def to_dict(self) -> dict[str, Any]:
         """It in types that JSON takes; `name` is its own within the suite."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What was done, and what was found of each contender, the first being the reference.
+
+    `part`, of a training suite: machine, optimizer, steps, compiled, parity, losses, largest batch or larger net.
+    `contenders`: one mapping each, with `name` and either `error` or what was measured; times in seconds, memory in
+    bytes. `about`: what all of them share; `dropped` in it says why the part was left out, `cut short` why contenders
+    or rounds were, `error` why it failed, `not measured` why such a device has no such figure.
+    """
+
+    name: str
+    what: str = ""
+    contenders: Sequence[dict[str, Any]] = ()
+    about: dict[str, Any] = field(default_factory=dict)
+    part: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything; numbers that are not finite become null."""
+        part = {"part": self.part} if self.part else {}
+        plain: dict[str, Any] = to_json(
+            {**part, "name": self.name, "what": self.what, **self.about, "contenders": self.contenders}
+        )
+        return plain
 
 
 @dataclass(frozen=True)
@@ -73,8 +99,7 @@ def described(error: BaseException) -> str:
 
 def failure(who: str, error: BaseException, tell: Callable[[str], None]) -> str:
     """`described(error)`; its traceback is reported at once, as a device may be lent for minutes only."""
-    told = "".join(traceback.format_exception(error, limit=-FRAMES)).rstrip()
-    tell(f"{who} failed\n{told}")
+    tell(f"{who} failed\n{''.join(traceback.format_exception(error, limit=-FRAMES)).rstrip()}")
     return described(error)
 
 
@@ -95,7 +120,7 @@ class Results:
         Only those that were measured on a device of the same name, with the same torch, can stand beside ours. Of two
         rows of a name the complete one stays, and of two complete ones that of the newer file.
         """
-        told: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for path in sorted(folder.rglob("*.json"), key=lambda path: (path.stat().st_mtime, str(path))):
             found = _suites_of(path)
             for suite in suites:
@@ -103,13 +128,13 @@ class Results:
                     there = row.get(MEASURED_ON, {})
                     if any(there.get(what) != self._here[what] for what in ("device", "torch")):
                         device, version = there.get("device", "an unknown device"), there.get("torch", "unknown")
-                        told[f"of {device}, torch {version} are left aside"] += 1
+                        counts[f"of {device}, torch {version} are left aside"] += 1
                     elif (held := self._find(suite, row["name"])) is None or complete(row) or not complete(held):
                         self._put(suite, row)
         for row in (row for suite in suites for row in self.suites.get(suite, ())):
             if complete(row) and row[MEASURED_ON]["commit"] != self._here["commit"]:
-                told[f"were measured at commit {row[MEASURED_ON]['commit']} and are kept"] += 1
-        return [f"{count} rows {what}" for what, count in told.items()]
+                counts[f"were measured at commit {row[MEASURED_ON]['commit']} and are kept"] += 1
+        return [f"{count} rows {what}" for what, count in counts.items()]
 
     def missing(self, suite: str) -> Missing:
         """What a suite still has to measure; rows that it begins are noted in the file until they are added."""
@@ -126,7 +151,7 @@ class Results:
 
     def write(self) -> Path:
         """Write the file whole."""
-        return write_text(self.path, json.dumps(self._content, indent=1, allow_nan=False) + "\n")
+        return write_json(self.path, self._content)
 
     def _write_with(self, suite: str, row: Mapping[str, Any]) -> None:
         self._put(suite, {**row, MEASURED_ON: self._here})

@@ -15,8 +15,8 @@ from .. import optim
 from ..scaling import DynamicScale, GradScaler
 from ..session import prepare
 from ._counting import count, counted_launches
-from ._race import Row, race
-from ._results import EVERYTHING, Missing, failure
+from ._race import race, race_row
+from ._results import EVERYTHING, Missing, Row, failure
 
 Step = Callable[[], None]
 
@@ -63,7 +63,7 @@ def step(
         try:
             yield _row(name, make(), few, number, device)
         except Exception as error:  # the rows that follow are as good as without it
-            yield Row(name, WHAT, [], error=failure(name, error, tell))
+            yield Row(name=name, what=WHAT, about={"error": failure(name, error, tell)})
         gc.collect()
 
 
@@ -90,7 +90,7 @@ def _row(name: str, contenders: Mapping[str, Step], rounds: int, number: int, de
         contender()
         contender()
     counts = {who: {**count(work).to_dict(), **counted_launches(work)} for who, work in contenders.items()}
-    return Row(name, WHAT, race(contenders, rounds=rounds, number=number, device=device), counts)
+    return race_row(name, WHAT, race(contenders, rounds=rounds, number=number, device=device), counts)
 
 
 def _leaves(shapes: list[tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> list[Parameter]:
@@ -108,15 +108,15 @@ def _float32(
     kind: str, arguments: dict[str, Any], shapes: list[tuple[int, ...]], device: torch.device
 ) -> dict[str, Step]:
     leaves = _leaves(shapes, device, torch.float32)
-    # moved together on a CPU, which the others must not profit from
-    lone, own = _leaves(shapes, device, torch.float32), _leaves(shapes, device, torch.float32)
+    # preamp keeps records of parameters, which two optimizers must not share
+    stepped, prepared = _leaves(shapes, device, torch.float32), _leaves(shapes, device, torch.float32)
     of_torch, ours = getattr(torch.optim, kind), getattr(optim, kind)
     return {
         "GradScaler + fused": _scaled(torch.amp.GradScaler, of_torch(leaves, fused=True, **arguments), device),
         "GradScaler + foreach": _scaled(torch.amp.GradScaler, of_torch(leaves, foreach=True, **arguments), device),
         "preamp.GradScaler + fused": _scaled(GradScaler, of_torch(leaves, fused=True, **arguments), device),
-        "preamp.GradScaler + preamp.optim": _scaled(GradScaler, ours(lone, **arguments), device),
-        "Session + preamp.optim": _in_session(ours(own, **arguments), own, device),
+        "preamp.GradScaler + preamp.optim": _scaled(GradScaler, ours(stepped, **arguments), device),
+        "Session + preamp.optim": _in_session(ours(prepared, **arguments), prepared, device),
     }
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,66 +14,62 @@ from torch import Tensor, nn
 from ..autocast import autocast
 from ..errors import PolicyError
 from ..ledger import shadows_work
-from ..optim import AdamW
 from ..report import Table
-from ..session import prepare
-from ._race import Outcome, Row, race, race_table
-from ._results import EVERYTHING, AnyRow, Missing
+from ..zoo.bert import Attention, Layer
+from ._race import Outcome, race, race_row, race_table
+from ._results import EVERYTHING, AnyRow, Missing, Row
 from ._schedules import ScheduleRow, schedule_table, schedules
 from ._step_suite import step
-from .models import GROUPS as MODELS_GROUPS
 from .models import models
-from .training import GROUPS as TRAINING_GROUPS
-from .training import TrainingRow, training, training_table
+from .training import BF16, Batch, Contender, Trainer, Work, training, training_table
 
-Suite = Callable[..., Iterable[AnyRow]]
-"""Called with a device, rounds, whom to tell, and `missing=`: gives each row as soon as it is measured."""
+Region = Callable[..., Any]
+"""`torch.autocast`, or ours."""
 
 
-class Block(nn.Module):
-    """A transformer layer; with `by_hand` its attention is written out, so that the rule for softmax is at work too."""
+class AttentionByHand(Attention):
+    """Attention with its softmax written out, so that the rule for softmax is at work too."""
 
     softmax_dtype: torch.dtype | None = None
 
-    def __init__(self, width: int, heads: int, by_hand: bool) -> None:
-        super().__init__()
-        self.heads, self.by_hand = heads, by_hand
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, T, width) to the same shape."""
-        n, t, width = x.shape
-        q, k, v = self.qkv(self.first(x)).view(n, t, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        if self.by_hand:
-            scores = q @ k.transpose(-1, -2) * (width // self.heads) ** -0.5
-            attended = scores.softmax(-1, dtype=self.softmax_dtype) @ v
-        else:
-            attended = F.scaled_dot_product_attention(q, k, v)
-        x = x + self.out(attended.transpose(1, 2).reshape(n, t, width))
-        hidden: Tensor = x + self.down(F.gelu(self.up(self.second(x))))
-        return hidden
+    def mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Three times (N, heads, T, hidden / heads) to the same, once."""
+        scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+        mixed: Tensor = scores.softmax(-1, dtype=self.softmax_dtype) @ value
+        return mixed
 
 
 def transformer(layers: int = 12, width: int = 256, heads: int = 4, *, by_hand: bool = False) -> nn.Sequential:
-    """A pre-norm encoder of `layers` blocks."""
+    """A pre-norm encoder of `layers` layers; `by_hand`: with `AttentionByHand`."""
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(width, heads, by_hand) for _ in range(layers)))
+    encoder = [Layer(width, heads) for _ in range(layers)]
+    for layer in encoder if by_hand else ():
+        layer.attention = AttentionByHand(width, heads)
+    return nn.Sequential(*encoder)
 
 
 def regions(
     device: torch.device, rounds: int, tell: Callable[[str], None], *, missing: Missing = EVERYTHING
 ) -> Iterator[Row]:
     """What preamp's regions cost over torch's own, in bfloat16."""
+    works = _in_regions(device)
+    for name in missing.of(works, str):
+        tell(name)
+        what, number, run = works[name]
+        contenders = {"torch.autocast": partial(run, torch.autocast), "preamp.autocast": partial(run, autocast)}
+        yield race_row(name, what, _isolated(contenders, rounds, number, device))
+    autocast.uninstall()
+
+
+def _in_regions(device: torch.device) -> Mapping[str, tuple[str, int, Callable[[Region], None]]]:
+    """By name: what is done in a region, how many times at once, and the work."""
     dtype = torch.bfloat16
     x = torch.randn(4, 64, 256, device=device)
-    models = {by_hand: transformer(by_hand=by_hand).to(device) for by_hand in (False, True)}
+    low = torch.randn(8, 8, device=device, dtype=dtype)
+    square = torch.randn(8, 8, device=device)
 
-    def train_step(region: Callable[..., Any], by_hand: bool = False) -> Callable[[], None]:
-        model = models[by_hand]
-
-        def step() -> None:
+    def train_step(model: nn.Module) -> Callable[[Region], None]:
+        def step(region: Region) -> None:
             with region(device.type, dtype=dtype):
                 loss = model(x).float().pow(2).mean()
             loss.backward()
@@ -80,60 +77,49 @@ def regions(
 
         return step
 
-    def train_step_full_softmax(region: Callable[..., Any]) -> Callable[[], None]:
-        """torch.autocast doing by request of the model what preamp's rule does: for the cost without the meaning."""
-        step = train_step(region, by_hand=True)
-
-        def asked() -> None:
-            Block.softmax_dtype = torch.float32
-            try:
-                step()
-            finally:
-                Block.softmax_dtype = None
-
-        return asked
-
-    def enter(region: Callable[..., Any]) -> Callable[[], None]:
-        def go() -> None:
-            with region(device.type, dtype=dtype):
-                pass
-
-        return go
-
-    low = torch.randn(8, 8, device=device, dtype=dtype)
-    square = torch.randn(8, 8, device=device)
-
-    def operator(region: Callable[..., Any], run: Callable[[], Any]) -> Callable[[], None]:
-        def go() -> None:
+    def operator(run: Callable[[], Any]) -> Callable[[Region], None]:
+        def repeat(region: Region) -> None:
             with region(device.type, dtype=dtype):
                 for _ in range(200):
                     run()
 
-        return go
+        return repeat
 
-    work: Mapping[str, tuple[str, int, Callable[[Callable[..., Any]], Callable[[], None]]]] = {
-        "transformer step": ("12 layers, width 256, batch 4 x 64, forward and backward", 3, train_step),
+    def enter(region: Region) -> None:
+        with region(device.type, dtype=dtype):
+            pass
+
+    by_hand = train_step(transformer(by_hand=True).to(device))
+
+    def same_casts(region: Region) -> None:
+        """The model itself asks torch.autocast for what preamp's rule does: the cost without the meaning."""
+        AttentionByHand.softmax_dtype = torch.float32 if region is torch.autocast else None
+        try:
+            by_hand(region)
+        finally:
+            AttentionByHand.softmax_dtype = None
+
+    return {
+        "transformer step": (
+            "12 layers, width 256, batch 4 x 64, forward and backward",
+            3,
+            train_step(transformer().to(device)),
+        ),
         "transformer step, attention by hand": (
             "the same with its softmax written out, which torch leaves in bfloat16 on a CPU",
             3,
-            lambda region: train_step(region, by_hand=True),
+            by_hand,
         ),
         "transformer step, the same casts": (
             "attention by hand again; for torch the model itself asks for softmax in float32",
             3,
-            lambda region: train_step_full_softmax(region) if region is torch.autocast else train_step(region, True),
+            same_casts,
         ),
         "empty region": ("enter and leave", 500, enter),
-        "unruled operator": ("200 x gelu of 8x8", 20, lambda region: operator(region, lambda: F.gelu(low))),
-        "low operator": ("200 x mm of 8x8", 20, lambda region: operator(region, lambda: square.mm(square))),
-        "full operator": ("200 x softmax of 8x8", 20, lambda region: operator(region, lambda: low.softmax(-1))),
+        "unruled operator": ("200 x gelu of 8x8", 20, operator(lambda: F.gelu(low))),
+        "low operator": ("200 x mm of 8x8", 20, operator(lambda: square.mm(square))),
+        "full operator": ("200 x softmax of 8x8", 20, operator(lambda: low.softmax(-1))),
     }
-    for name in missing.of(work, str):
-        tell(name)
-        what, number, make = work[name]
-        contenders = {"torch.autocast": make(torch.autocast), "preamp.autocast": make(autocast)}
-        yield Row(name, what, _isolated(contenders, rounds, number, device))
-    autocast.uninstall()
 
 
 def _isolated(
@@ -161,50 +147,36 @@ def sessions(
     device: torch.device, rounds: int, tell: Callable[[str], None], *, missing: Missing = EVERYTHING
 ) -> Iterator[Row]:
     """Whole training steps through a session against the same loop written for torch.amp, in bfloat16."""
-    x = torch.randn(4, 64, 256, device=device)
 
-    def with_torch() -> Callable[[], None]:
-        model = transformer(4).to(device)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    def batch(generator: torch.Generator, count: int) -> Batch:
+        x = torch.randn(count, 64, 256, generator=generator, device=generator.device)
+        return x, x
 
-        def step() -> None:
-            with torch.autocast(device.type, dtype=torch.bfloat16):
-                loss = model(x).float().pow(2).mean()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
-
-    def with_session(level: str, kind: Callable[..., torch.optim.Optimizer], **choices: Any) -> Callable[[], None]:
-        model = transformer(4).to(device)
-        optimizer = kind(model.parameters())
-        session = prepare(model, optimizer, level=level, **choices)
-
-        def step() -> None:
-            with session.autocast():
-                loss = model(x).float().pow(2).mean()
-            session.backward(loss)
-            session.clip_grad_norm_(1.0)
-            session.step()
-            session.zero_grad()
-
-        return step
-
-    for name in missing.of(["training step"], str):
+    work = Work(
+        name="training step",
+        what="4 layers, width 256, batch 4 x 64, AdamW(fused), clipping",
+        build=lambda: transformer(4),
+        batch=batch,
+        loss=lambda output, _: output.float().pow(2).mean(),
+        count=4,
+        optimizer="AdamW",
+        clip=1.0,
+    )
+    contenders = [Contender(name="torch.amp", dtype=BF16)]
+    for level in ("O4", "O5"):
+        contenders.append(Contender(name=f"preamp {level}", level=level, torchs_optimizer=True))
+        contenders.append(Contender(name=f"preamp {level}, preamp.optim", level=level))
+    if shadows_work(device.type, BF16):
+        contenders.append(Contender(name="preamp O4, preamp.optim, shadow", level="O4", shadow=True))
+    for name in missing.of([work.name], str):
         tell("transformer, 4 layers")
-        contenders = {"torch.amp": with_torch()}
-        for level in ("O4", "O5"):
-            contenders[f"preamp {level}"] = with_session(level, functools.partial(torch.optim.AdamW, fused=True))
-            contenders[f"preamp {level}, preamp.optim"] = with_session(level, AdamW)
-        if shadows_work(device.type, torch.bfloat16):
-            contenders["preamp O4, preamp.optim, shadow"] = with_session("O4", AdamW, shadow=True)
-        outcomes = race(contenders, rounds=rounds, device=device)
-        yield Row(name, "4 layers, width 256, batch 4 x 64, AdamW(fused), clipping", outcomes)
+        with ExitStack() as stack:
+            trainers = [stack.enter_context(closing(Trainer(each, work, device))) for each in contenders]
+            steps = {trainer.contender.name: trainer.step for trainer in trainers}
+            yield race_row(name, work.what, race(steps, rounds=rounds, device=device))
 
 
-SUITES: dict[str, Suite] = {
+SUITES: dict[str, Callable[..., Iterable[AnyRow]]] = {
     "regions": regions,
     "sessions": sessions,
     "step": step,
@@ -212,12 +184,13 @@ SUITES: dict[str, Suite] = {
     "training": training,
     "models": models,
 }
+"""Called with a device, rounds, whom to tell, and `missing=`: each gives a row as soon as it is measured."""
 
-PARTS: dict[str, tuple[str, ...]] = {"training": TRAINING_GROUPS, "models": MODELS_GROUPS}
+PARTS = {suite.name: suite.groups for suite in (training, models)}
 """The suites of which parts can be asked for, that have a size and go by a budget of seconds; no two share a part."""
 
 
-def suite_named(name: str) -> Suite:
+def suite_named(name: str) -> Callable[..., Iterable[AnyRow]]:
     """A suite by name, or an error that lists them."""
     if name not in SUITES:
         raise PolicyError(f"there is no suite {name!r}; the suites are {', '.join(SUITES)}")
@@ -226,8 +199,7 @@ def suite_named(name: str) -> Suite:
 
 def suite_table(name: str, rows: Sequence[AnyRow], hardware: str) -> Table:
     """What a suite's rows are printed as; `hardware` is what they were measured on."""
-    replays = [row for row in rows if isinstance(row, ScheduleRow)]
-    trained = [row for row in rows if isinstance(row, TrainingRow)]
-    if trained:
-        return training_table(trained, hardware, name)
-    return schedule_table(replays) if replays else race_table(name, [r for r in rows if isinstance(r, Row)], hardware)
+    if name == "schedules":
+        return schedule_table([row for row in rows if isinstance(row, ScheduleRow)])
+    made = training_table if name in PARTS else race_table
+    return made(name, [row for row in rows if isinstance(row, Row)], hardware)

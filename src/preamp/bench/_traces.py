@@ -97,30 +97,37 @@ def load_trace(path: str | Path) -> Trace:
         )
 
 
-def trace_of(
-    gradients: Sequence[NDArray[np.float32]], activations: Sequence[float] | None = None, *, task: str = "made up"
-) -> Trace:
+def trace_of(gradients: Sequence[NDArray[np.float32]], activations: Sequence[float] | None = None) -> Trace:
     """A trace of given gradients, an array a step, with the largest gradient of an activation a step (0: none)."""
-    counts = np.stack([_counts(values) for values in gradients])
-    used = np.flatnonzero(counts.any(axis=0))
+    return _trace("made up", list(map(_row, gradients, activations or [0.0] * len(gradients))), {})
+
+
+_Row = tuple[NDArray[np.int64], int, float, float]
+"""Of a step: entries by binade, zeros, largest gradient of a weight and of an activation."""
+
+
+def _row(values: NDArray[np.float32], activations: float) -> _Row:
+    present = np.abs(values[np.isfinite(values) & (values != 0)])
+    mantissa, exponent = np.frexp(present)  # value = mantissa * 2**exponent with mantissa in [0.5, 1)
+    ends = exponent - (mantissa == 0.5)  # a power of two is the end of its binade (2**(e-1), 2**e]
+    counts = np.bincount(ends - LOWEST, minlength=HIGHEST - LOWEST + 1).astype(np.int64)
+    return counts, int((values == 0).sum()), np.abs(values).max(initial=0.0), activations
+
+
+def _trace(task: str, rows: Sequence[_Row], about: dict[str, Any]) -> Trace:
+    counts, zeros, weights, activations = zip(*rows, strict=True)
+    by_binade = np.stack(counts)
+    used = np.flatnonzero(by_binade.any(axis=0))
     start, end = (used[0], used[-1] + 1) if len(used) else (0, 1)
     return Trace(
         task=task,
         first=LOWEST + int(start),
-        counts=counts[:, start:end],
-        zeros=np.array([(values == 0).sum() for values in gradients], np.int64),
-        weights=np.array([np.abs(values).max(initial=0.0) for values in gradients], np.float32),
-        activations=np.zeros(len(counts), np.float32) if activations is None else np.array(activations, np.float32),
-        about={},
+        counts=by_binade[:, start:end],
+        zeros=np.array(zeros, np.int64),
+        weights=np.array(weights, np.float32),
+        activations=np.array(activations, np.float32),
+        about=about,
     )
-
-
-def _counts(values: NDArray[np.float32]) -> NDArray[np.int64]:
-    """(HIGHEST - LOWEST + 1,): how many finite non-zero values lie in each binade (2**(e-1), 2**e]."""
-    present = np.abs(values[np.isfinite(values) & (values != 0)])
-    mantissa, exponent = np.frexp(present)  # value = mantissa * 2**exponent with mantissa in [0.5, 1)
-    ends = exponent - (mantissa == 0.5)  # a power of two is the end of its binade
-    return np.bincount(ends - LOWEST, minlength=HIGHEST - LOWEST + 1).astype(np.int64)
 
 
 def record(
@@ -136,40 +143,20 @@ def record(
     model = task.build(size, seed=seed)
     optimizer = make_optimizer(recipe, model)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.max_lr, total_steps=recipe.steps + 1)
-    gradients: list[NDArray[np.float32]] = []
-    rows: list[Trace] = []
+    rows: list[_Row] = []
     batches = task.batches(size, seed=seed, steps=steps or recipe.steps, batch_size=recipe.batch_size)
     with _largest_activation_gradients(model) as largest:
         for index, (inputs, target) in enumerate(batches):
             largest.clear()
             task.loss(model(*inputs), target).backward()
             parts = [dense_values(p.grad).flatten() for p in model.parameters() if p.grad is not None]
-            gradients = [torch.cat(parts).numpy()]
-            rows.append(trace_of(gradients, [float(torch.stack(largest).amax())]))
+            rows.append(_row(torch.cat(parts).numpy(), float(torch.stack(largest).amax())))
             torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
             on_step(index)
-    about = {"size": size, "seed": seed, "recorded on": environment(torch.device("cpu"))}
-    return _joined(task.name, rows, about)
-
-
-def _joined(task: str, rows: Sequence[Trace], about: dict[str, Any]) -> Trace:
-    first = min(row.first for row in rows)
-    width = max(row.first + row.counts.shape[1] for row in rows) - first
-    counts = np.zeros((len(rows), width), np.int64)
-    for step, row in enumerate(rows):
-        counts[step, row.first - first :][: row.counts.shape[1]] = row.counts[0]
-    return Trace(
-        task=task,
-        first=first,
-        counts=counts,
-        zeros=np.concatenate([row.zeros for row in rows]),
-        weights=np.concatenate([row.weights for row in rows]),
-        activations=np.concatenate([row.activations for row in rows]),
-        about=about,
-    )
+    return _trace(task.name, rows, {"size": size, "seed": seed, "recorded on": environment(torch.device("cpu"))})
 
 
 @contextmanager

@@ -1,52 +1,47 @@
-"""One training run of one task under one level: trained for real, and measured while it trains."""
+"""One training run of one task under one level, on one process or several: trained for real, and measured."""
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..errors import PreampError
 from ..formats import name_of
 from ..kernels import dense_values
 from ..session import Session, prepare
+from ..sharding import rank, ranks
 from ..tree import tensors
 from ..zoo import Recipe, Task
-from ._ranks import any_rank, mean_over_ranks, over_ranks, own_part
+from ._machine import seconds_now
 
 
-class SavedBytes:
-    """Bytes that autograd keeps for backward, each storage once, parameters and what lives anyway not counted."""
+@contextmanager
+def saved_bytes(model: nn.Module) -> Iterator[dict[int, int]]:
+    """By address, the bytes of storages that autograd keeps for backward, but for parameters and buffers."""
+    resident = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+    saved: dict[int, int] = {}
 
-    def __init__(self, model: nn.Module) -> None:
-        self._living = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
-        self._seen: dict[int, int] = {}
-
-    @property
-    def total(self) -> int:
-        """Bytes so far."""
-        return sum(self._seen.values())
-
-    def _pack(self, tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> Tensor:
         if tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._living:
-                self._seen[storage.data_ptr()] = storage.nbytes()
+            if storage.data_ptr() not in resident:
+                saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    @contextmanager
-    def counting(self) -> Iterator[SavedBytes]:
-        """Count what the forward pass inside saves."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
-            yield self
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
 
 
 def resident_bytes(model: nn.Module, optimizer: Optimizer, session: Session) -> int:
@@ -54,12 +49,7 @@ def resident_bytes(model: nn.Module, optimizer: Optimizer, session: Session) -> 
     held: list[Tensor] = [*model.parameters(), *model.buffers(), *session.state_dict()["masters"].values()]
     held += tensors(list(optimizer.state.values()))
     held += [torch.empty_like(p, device="meta") for p in model.parameters() if p.requires_grad]
-    return sum_bytes(held)
-
-
-def sum_bytes(held: Iterable[Tensor]) -> int:
-    """Bytes of tensors, each object once."""
-    return sum({id(t): t.numel() * t.element_size() for t in held}.values())
+    return sum({id(t): t.nbytes for t in held}.values())  # each object once
 
 
 WARM_UP = 3
@@ -103,9 +93,7 @@ class Trial:
 
     def to_dict(self) -> dict[str, Any]:
         """Every field and figure, in types that JSON takes."""
-        plain = {k: v for k, v in self.__dict__.items() if k != "gradients"}
-        histogram = self.gradients.to_dict() if self.gradients else None
-        return {**plain, "ms_per_step": self.ms_per_step, "final_loss": self.final_loss, "gradients": histogram}
+        return {**asdict(self), "ms_per_step": self.ms_per_step, "final_loss": self.final_loss}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +112,6 @@ class GradientHistogram:
     subnormal: float
     overflow_scaled: float
     scale: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Every field."""
-        return dict(self.__dict__)
 
 
 def run_trial(
@@ -171,7 +155,7 @@ def run_trial(
         for index, (inputs, target) in enumerate(batches):
             inputs = tuple(own_part(x, recipe.batch_size).to(device) for x in inputs)
             target = own_part(target, recipe.batch_size).to(device)
-            started = _now(device)
+            started = seconds_now(device)
             if index == 1:
                 loss = _watched_forward(task, model, outer, session, inputs, target, trial, optimizer, device)
             else:
@@ -189,7 +173,7 @@ def run_trial(
                 trial.skipped.append(index)
             else:
                 schedule.step()
-            trial.step_ms.append((_now(device) - started) * 1e3)
+            trial.step_ms.append((seconds_now(device) - started) * 1e3)
             on_step(trial)
             if budget_s is not None and any_rank(time.perf_counter() - began > budget_s):
                 break
@@ -202,7 +186,7 @@ def run_trial(
 
 
 def make_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
-    """The recipe's optimizer, fused, so that a step waits for nothing."""
+    """The recipe's optimizer, fused, so that a step needs no host sync."""
     if recipe.optimizer == "SGD":
         return torch.optim.SGD(
             model.parameters(), recipe.max_lr, momentum=0.9, weight_decay=recipe.weight_decay, fused=True
@@ -244,16 +228,15 @@ def _watched_forward(
 
     leaves = [m for m in model.modules() if next(m.children(), None) is None and next(m.parameters(), None) is not None]
     handles = [leaf.register_forward_hook(note) for leaf in leaves]
-    saved = SavedBytes(model)
     try:
-        with saved.counting(), session.autocast():
+        with saved_bytes(model) as saved, session.autocast():
             loss = task.loss(outer(*inputs), target)
     finally:
         for handle in handles:
             handle.remove()
     trial.dtypes = dict(seen.most_common())
     if device.type != "cuda":
-        trial.peak_bytes = saved.total + resident_bytes(model, optimizer, session)
+        trial.peak_bytes = sum(saved.values()) + resident_bytes(model, optimizer, session)
     return loss
 
 
@@ -267,7 +250,49 @@ def _evaluate(task: Task, model: nn.Module, session: Session, size: str, device:
         model.train()
 
 
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+# -- several processes
+
+
+def join_ranks() -> int:
+    """Begin a process group where torchrun has started this process; its rank, 0 elsewhere."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        cuda = torch.cuda.is_available()
+        if cuda:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if cuda else "gloo")
+    return rank()
+
+
+def over_ranks(model: nn.Module) -> nn.Module:
+    """The model as it is called in training: wrapped, where several processes train it."""
+    if ranks() == 1:
+        return model
+    devices = [torch.cuda.current_device()] if next(model.parameters()).is_cuda else None
+    return nn.parallel.DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+
+
+def own_part(batch: Any, batch_size: int) -> Any:
+    """Every N-th sample of a batch, of which all ranks have equally many."""
+    if batch_size % ranks():
+        raise PreampError(f"a batch of {batch_size} samples cannot be shared by {ranks()} processes: take 2 or 4")
+    return batch if ranks() == 1 else batch[rank() :: ranks()]
+
+
+def mean_over_ranks(loss: Tensor) -> Tensor:
+    """The loss of the whole batch."""
+    loss = loss.detach()
+    if ranks() > 1:
+        loss = loss.clone()
+        dist.all_reduce(loss)
+        loss /= ranks()
+    return loss
+
+
+def any_rank(here: bool) -> bool:
+    """Whether it is so on one of them: all have to stop together."""
+    if ranks() == 1:
+        return here
+    flag = torch.tensor(float(here))
+    flag = flag.cuda() if dist.get_backend() == "nccl" else flag
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag)

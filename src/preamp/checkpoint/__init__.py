@@ -8,9 +8,8 @@ slightly different training run. Loading is all or nothing. What preamp guarante
 from ._adopt import adopt_scale
 from ._export import export
 from ._file import FORMAT
-from ._later import PendingSave
 from ._load import load
-from ._save import save, save_async
+from ._save import PendingSave, save, save_async
 from ._sharded import load_sharded, save_sharded, save_sharded_async
 
 __all__ = [

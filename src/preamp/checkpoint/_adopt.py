@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
 from ..session import Session
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
+class _Found(NamedTuple):
     """A scale, the good steps since it last changed, and the parameters of its schedule as far as they were saved."""
 
     scale: Any
-    good_steps: Any = 0
-    schedule: Mapping[str, Any] = field(default_factory=dict)
+    good_steps: Any
+    schedule: Mapping[str, Any] = {}
 
 
 def adopt_scale(session: Session, state: Mapping[str, Any], *, name: str | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.serialization import get_safe_globals
 
 from ..errors import CheckpointError
 from ..tree import PLAIN, map_tensors, tensors
@@ -18,6 +21,11 @@ from ..tree import PLAIN, map_tensors, tensors
 _VALUES = {*PLAIN, bytes, bytearray, complex}
 _LISTS = (list, tuple, torch.Size)
 _DICTS = (dict, OrderedDict, Counter)
+
+AnyPath = str | os.PathLike[str]
+Models = nn.Module | Mapping[str, nn.Module]
+Optimizers = Optimizer | Mapping[str, Optimizer]
+"""One, or several by name."""
 
 Take = Callable[[Any], None]
 
@@ -140,7 +148,7 @@ def _walk(value: Any, take: Take, where: str, *, values: bool) -> None:
             _walk(vars(value), take, f"attributes of {where}", values=values)
     elif kind is set:
         take(f"set {sorted(map(repr, value))};".encode())
-    elif kind in _allowed():
+    elif any(kind is (each[0] if isinstance(each, tuple) else each) for each in get_safe_globals()):
         take(f"{kind.__module__}.{kind.__qualname__};".encode())
     else:
         raise CheckpointError(
@@ -148,11 +156,6 @@ def _walk(value: Any, take: Take, where: str, *, values: bool) -> None:
             "the file, and refuses to: save tensors, numbers, strings, lists and dicts (float(...) of a NumPy number), "
             "or allow the class before saving and loading with torch.serialization.add_safe_globals"
         )
-
-
-def _allowed() -> Iterator[Any]:
-    """The classes that the user has declared safe to torch."""
-    return (entry[0] if isinstance(entry, tuple) else entry for entry in torch.serialization.get_safe_globals())
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -15,15 +15,13 @@ from ..formats import LOW_DTYPES
 from ..modules import unwrapped
 from ..session import Session
 from ..sharding import full_tensor, is_sharded, rank
-from ._content import place
+from ._content import AnyPath, place
 from ._file import replacing
-from ._later import writer
 from ._ranks import on_all_ranks
+from ._save import writer
 
 
-def export(
-    path: str | os.PathLike[str], model: nn.Module | Session, *, metadata: Mapping[str, str] | None = None
-) -> None:
+def export(path: AnyPath, model: nn.Module | Session, *, metadata: Mapping[str, str] | None = None) -> None:
     """Write parameters and buffers as a safetensors file, atomically, in float32 where they were lowered.
 
     `model`: a session, whose masters are written where there are masters; or a model, whose 16-bit entries are

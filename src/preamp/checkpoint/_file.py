@@ -23,7 +23,7 @@ from typing import IO, Any, cast
 import torch
 
 from ..errors import CheckpointError
-from ._content import check_extents, digest, digest_1
+from ._content import AnyPath, check_extents, digest, digest_1
 
 FORMAT = "preamp-checkpoint/2"
 """The names of the formats. Files of the first one, whose digest covers tensors only, can still be read."""
@@ -42,7 +42,7 @@ _under_way: set[str] = set()
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+def replacing(path: AnyPath) -> Iterator[Path]:
     """Give a temporary file, to be written to and renamed over `path` when the block ends well.
 
     Through symbolic links: the target is replaced, and the links stay. A file keeps its permissions and, as far as the
@@ -71,7 +71,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
-def _replaceable(path: str | os.PathLike[str]) -> os.stat_result | None:
+def _replaceable(path: AnyPath) -> os.stat_result | None:
     """The present file, which may be replaced, or None; `CheckpointError` if it is something else."""
     try:
         found = os.stat(path)
@@ -93,7 +93,7 @@ def _let_be_as(before: os.stat_result, path: Path) -> None:
     os.chmod(path, stat.S_IMODE(before.st_mode))
 
 
-def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
+def write(path: AnyPath, content: Mapping[str, Any]) -> None:
     """Write `content` with its digest and a seal, atomically; `OSError` when the system cannot."""
     content = {**content, "format": FORMAT}
     content["digest"] = digest(content)
@@ -105,7 +105,7 @@ def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def read(path: str | os.PathLike[str], map_location: Any) -> dict[str, Any]:
+def read(path: AnyPath, map_location: Any) -> dict[str, Any]:
     """The content of a file, proven to be what was written; `CheckpointError`, or `FileNotFoundError`."""
     try:
         with open(path, "rb") as file:
@@ -136,13 +136,10 @@ def _has_digest(content: Mapping[str, Any], digest_of: Callable[[Mapping[str, An
         return False
 
 
-def sha256_of(path: str | os.PathLike[str]) -> str:
+def sha256_of(path: AnyPath) -> str:
     """Of a whole file, in hexadecimal digits."""
-    hashed = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            hashed.update(block)
-    return hashed.hexdigest()
+        return str(_hash_of_first(file, os.path.getsize(path)).hexdigest())
 
 
 class _Sealing:
@@ -183,7 +180,9 @@ def _check_seal(file: IO[bytes], path: Any) -> bool:
     tail = file.read()
     end, length, comment = tail[:4], tail[_END_SIZE - 2 : _END_SIZE], tail[_END_SIZE:]
     if end == _END and length == _SEALED.to_bytes(2, "little") and comment.startswith(_SEAL):
-        if comment[len(_SEAL) :] != _hash_of_first(file, size - _SEALED - 2).encode():
+        hashed = _hash_of_first(file, size - _SEALED - 2)
+        hashed.update(b"\0\0")  # the length of no comment, as it was when the seal was made
+        if comment[len(_SEAL) :] != hashed.hexdigest().encode():
             raise CheckpointError(f"{path} is damaged: its bytes do not match the seal they were saved with")
         return True
     if tail[-_END_SIZE:].startswith(_END) and tail.endswith(b"\0\0"):
@@ -213,15 +212,14 @@ def _check_archive(file: IO[bytes], path: Any) -> int:
     )
 
 
-def _hash_of_first(file: IO[bytes], count: int) -> str:
-    """SHA-256 of the first `count` bytes and of the two zeros that the length of no comment has."""
+def _hash_of_first(file: IO[bytes], count: int) -> Any:
+    """SHA-256 of the first `count` bytes."""
     hashed = hashlib.sha256()
     file.seek(0)
     while count > 0 and (block := file.read(min(count, 1 << 20))):
         hashed.update(block)
         count -= len(block)
-    hashed.update(b"\0\0")
-    return hashed.hexdigest()
+    return hashed
 
 
 def _clear_leftovers(target: Path) -> None:

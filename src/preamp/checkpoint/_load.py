@@ -7,12 +7,11 @@ moments of other parameters, or fail at a step after everything was loaded. So s
 from __future__ import annotations
 
 import inspect
-import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -20,19 +19,15 @@ from ..errors import CheckpointError, OptimizerError, PreampError
 from ..optim import FusedOptimizer
 from ..session import Session
 from ..sharding import is_sharded
-from ._content import kept_on_host
+from ._content import AnyPath, Models, Optimizers, kept_on_host
 from ._file import read
-from ._later import writer
+from ._save import writer
 
 
 def load(
-    path: str | os.PathLike[str],
-    *,
-    model: nn.Module | Mapping[str, nn.Module] | None = None,
-    optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
-    session: Session | None = None,
+    path: AnyPath, *, model: Models | None = None, optimizer: Optimizers | None = None, session: Session | None = None,
     map_location: Any = "cpu",
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Read a checkpoint, load what is named into the objects given, and return the whole content.
 
     All or nothing: if one object does not accept its state, those before it get back what they had; for that, copies
@@ -124,8 +119,10 @@ def check_states(what: str, optimizer: Any, state: Any, path: Any) -> None:
             if isinstance(value, Tensor) and is_sharded(value) == is_sharded(param):
                 named[name].append((param, tuple(value.shape)))
     for name, found in named.items():
-        pairs = found if known else _exchanged(found)
-        for param, shape in pairs:
+        if not known:  # only the shapes of the parameters, in another order, are refused
+            shapes = Counter(shape for _, shape in found)
+            found = found if shapes == Counter(tuple(param.shape) for param, _ in found) else []
+        for param, shape in found:
             wanted = _wanted(name, tuple(param.shape)) if known else tuple(param.shape)
             if wanted is not None and shape != wanted:
                 raise CheckpointError(
@@ -156,9 +153,3 @@ def _wanted(name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         place = len(shape) + _WITHOUT[name]
         return (*shape[:place], 1, *shape[place + 1 :])
     return None
-
-
-def _exchanged(found: list[tuple[Parameter, tuple[int, ...]]]) -> list[tuple[Parameter, tuple[int, ...]]]:
-    """All, if the shapes are those of the parameters in another order; else none."""
-    own = Counter(tuple(param.shape) for param, _ in found)
-    return found if own == Counter(shape for _, shape in found) else []

@@ -7,7 +7,6 @@ move: a rank killed at any moment leaves the previous generation.
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 import warnings
@@ -23,11 +22,10 @@ from ..errors import CheckpointError
 from ..session import Session
 from ..sharding import rank, ranks
 from ..tree import map_tensors
-from ._content import kept_on_host
+from ._content import AnyPath, kept_on_host
 from ._file import read, sha256_of, write
-from ._later import PendingSave, writer
-from ._named import named_states, states_for
-from ._ranks import on_all_ranks, own_group
+from ._ranks import named_states, on_all_ranks, own_group, states_for
+from ._save import PendingSave, writer
 
 LATEST = "latest"
 
@@ -41,9 +39,7 @@ _SEEN_WITHIN = 10.0
 _UNWRITTEN = "the checkpoint was not written, and the one before it is as it was"
 
 
-def save_sharded(
-    folder: str | os.PathLike[str], *, model: nn.Module, optimizer: Optimizer, session: Session | None = None
-) -> None:
+def save_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, session: Session | None = None) -> None:
     """Write model, optimizer and session, each rank its own part. All ranks call it, with a folder they share.
 
     For FSDP2 and tensor parallelism; also where every rank has everything, and on one process. 16-bit parameters are
@@ -51,13 +47,13 @@ def save_sharded(
     it is gone. Where it fails on one rank it fails on all, and the one before it stays. `CheckpointError` for a folder
     that the ranks do not share, and for pipeline stages; `SessionError` between unscale_() or clipping and step().
     """
-    with writer().telling():
+    with writer().reporting():
         writer().finish(folder)
         _saving(Path(folder), model, optimizer, session, lambda state: state, None)()
 
 
 def save_sharded_async(
-    folder: str | os.PathLike[str], *, model: nn.Module, optimizer: Optimizer, session: Session | None = None
+    folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, session: Session | None = None
 ) -> PendingSave:
     """As `save_sharded`, written by a thread of each rank while training goes on; returns when the shards are copied.
 
@@ -65,7 +61,7 @@ def save_sharded_async(
     before the process group is destroyed, and before relying on the checkpoint; a failure that nobody waits for is
     warned of at the next save. Without a process group it writes before it returns.
     """
-    with writer().telling():
+    with writer().reporting():
         writer().finish(folder)
 
         group = None if ranks() == 1 else own_group()
@@ -88,15 +84,7 @@ def _saving(
     """The rest of a save, to be done by this thread or another one; the states are taken now, by way of `held`."""
     from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 
-    def first() -> tuple[str, str | None, dict[str, Any] | None]:
-        amp = _added(session)
-        before = _latest(target)
-        number = 1 if before is None else int(before["generation"]) + 1
-        while (target / _name(number)).exists() and not _is_ours(target / _name(number)):
-            number += 1
-        return _name(number), None if before is None else before["generation"], amp
-
-    name, old, amp = on_all_ranks(first, _UNWRITTEN)[0]
+    amp, name, old = on_all_ranks(lambda: (_added(session), *_generations(target)), _UNWRITTEN)[0]
     with _in_float32(session):
         states, steps = named_states(model, optimizer)
         parts = held({"model": states, "optimizer": steps})
@@ -144,19 +132,22 @@ def _saving(
     return save
 
 
-def load_sharded(
-    folder: str | os.PathLike[str], *, model: nn.Module, optimizer: Optimizer, session: Session | None = None
-) -> None:
+def _generations(folder: Path) -> tuple[str, str | None]:
+    """The names of the generation to be written and of the one that is complete."""
+    before = _latest(folder)
+    number = 1 if before is None else int(before["generation"]) + 1
+    while (folder / _name(number)).exists() and not _is_ours(folder / _name(number)):
+        number += 1
+    return _name(number), None if before is None else before["generation"]
+
+
+def load_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, session: Session | None = None) -> None:
     """Read what `save_sharded` wrote, on any number of ranks: every one gets the shards that it has now, bit for bit.
 
     All ranks call it, after `fully_shard`, the optimizer and `prepare`. All or nothing, for which the shards are held
     twice meanwhile. `CheckpointError` when there is none, or it does not fit; `StateError` when of another policy.
     """
-    from torch.distributed.checkpoint.state_dict import (
-        get_state_dict,
-        set_model_state_dict,
-        set_optimizer_state_dict,
-    )
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict, set_optimizer_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 
     from ._parts import Planner, Reader

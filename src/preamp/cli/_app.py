@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -16,8 +15,8 @@ from rich.text import Text
 
 from .._version import __version__
 from ..errors import PreampError
-from ..report import Column, Table
-from ..report.values import format_cell
+from ..report import Table
+from ..report.files import write_json
 
 # what needs torch is imported by the verb that uses it, so that --version and --help do not wait for it
 
@@ -33,7 +32,13 @@ app = typer.Typer(
 _Json = Annotated[Path | None, typer.Option("--json", help="Also write the table as JSON to this file.")]
 _Out = Annotated[Path, typer.Option("--out", help="Folder for the report and the data.")]
 _Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1 ...; the GPU if there is one.")]
+_Target = Annotated[str, typer.Argument(help="A script, or with -m a module.")]
+_Arguments = Annotated[list[str] | None, typer.Argument(help="Its own arguments, options included.")]
+_AsModule = Annotated[bool, typer.Option("-m", help="Run a module, as `python -m` does.")]
 _Size = Annotated[str, typer.Option("--size", help="ci: minutes on a CPU; full: the published sizes, for a GPU.")]
+
+_OTHERS_OPTIONS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+"""Of a verb that runs a script: what stands behind the script belongs to it."""
 
 
 def main() -> None:
@@ -103,12 +108,12 @@ def lr_find(
     out: _Out = Path("preamp-lr-find"),
 ) -> None:
     """Find a learning rate by a range test in mixed precision, and write the curve as report, PNG and JSON."""
-    from ._lr_find import find
+    from ._bench import find_lr
 
     console = Console()
-    found = find(model, level, size, steps, start, end, batch_size, device, out, console)
-    show(found.table, console)
-    console.print("\n".join(f"{kind}: {path}" for kind, path in found.files.items()), highlight=False, soft_wrap=True)
+    table, files = find_lr(model, level, size, steps, start, end, batch_size, device, out, console)
+    show(table, console)
+    console.print("\n".join(f"{kind}: {path}" for kind, path in files.items()), highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -166,28 +171,19 @@ def bench(
     console.print(f"data: {path}", highlight=False, soft_wrap=True)
 
 
-@app.command(
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    options_metavar="[-m]",
-)
-def run(
-    target: Annotated[str, typer.Argument(help="A script, or with -m a module.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Its own arguments, options included.")] = None,
-    as_module: Annotated[bool, typer.Option("-m", help="Run a module, as `python -m` does.")] = False,
-) -> None:
+@app.command(context_settings=_OTHERS_OPTIONS, options_metavar="[-m]")
+def run(target: _Target, arguments: _Arguments = None, as_module: _AsModule = False) -> None:
     """Run an unchanged script that imports apex (amp, fp16_utils, parallel, ...), and every process that it starts."""
     from ..compat.run import run as run_unchanged
 
     raise typer.Exit(run_unchanged(target, arguments or [], as_module))
 
 
-@app.command(
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-)
+@app.command(context_settings=_OTHERS_OPTIONS)
 def doctor(
-    target: Annotated[str, typer.Argument(help="A script, or with -m a module.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Its own arguments, options included.")] = None,
-    as_module: Annotated[bool, typer.Option("-m", help="Run a module, as `python -m` does.")] = False,
+    target: _Target,
+    arguments: _Arguments = None,
+    as_module: _AsModule = False,
     every: Annotated[int, typer.Option("--every", min=1, help="Observe every N-th step closely.")] = 50,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="End the script after so many steps.")] = None,
     replay: Annotated[bool, typer.Option(help="Replay a bad step to find its origin.")] = True,
@@ -209,15 +205,13 @@ def doctor(
     raise typer.Exit(status)
 
 
-@app.command(
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-)
+@app.command(context_settings=_OTHERS_OPTIONS)
 def compare(
-    target: Annotated[str, typer.Argument(help="A script, or with -m a module.")],
+    target: _Target,
     arguments: Annotated[
         list[str] | None, typer.Argument(help="Its own; {run} in one stands for the run's name, as in full-0.")
     ] = None,
-    as_module: Annotated[bool, typer.Option("-m", help="Run a module, as `python -m` does.")] = False,
+    as_module: _AsModule = False,
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs of each precision, each with other seeds.")] = 3,
     margin: Annotated[
         float | None,
@@ -312,7 +306,7 @@ def levels(as_json: _Json = None) -> None:
     """The levels, what each keeps in which dtype, and which of them suits this machine."""
     from ._tables import levels_table
 
-    _print_table(levels_table(), as_json)
+    show(levels_table(), Console(), as_json)
 
 
 @app.command()
@@ -323,7 +317,7 @@ def rules(
     """The operator rules of a 16-bit region, each with its reason: low, full, promote, banned, as-is."""
     from ._tables import rules_table
 
-    _print_table(rules_table(policy), as_json)
+    show(rules_table(policy), Console(), as_json)
 
 
 @app.command()
@@ -331,27 +325,21 @@ def env(as_json: _Json = None) -> None:
     """The machine, the versions, and what they can do in 16 bits."""
     from ._tables import environment_table
 
-    _print_table(environment_table(), as_json)
+    show(environment_table(), Console(), as_json)
 
 
-def _print_table(table: Table, as_json: Path | None) -> None:
-    show(table, Console())
+def show(table: Table, console: Console, as_json: Path | None = None) -> None:
+    """Print a table as rich sees it; in a pipe, as plain text of whatever width it needs. Write it to a file too."""
     if as_json is not None:
-        as_json.write_text(json.dumps(table.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def show(table: Table, console: Console) -> None:
-    """Print a table as rich sees it; in a pipe, as plain text of whatever width it needs."""
+        write_json(as_json, table.to_dict())
     if not console.is_terminal:
         console.print(table.to_text(), markup=False, highlight=False, soft_wrap=True)
         return
     drawn = RichTable(title=table.title, box=SIMPLE_HEAD, title_justify="left", title_style="bold")
-    columns = [column if isinstance(column, Column) else Column(column) for column in table.columns]
-    for index, column in enumerate(columns):
-        numbers = all(isinstance(row[index], (int, float, type(None))) for row in table.rows)
-        drawn.add_column(Text(column.heading), justify="right" if numbers else "left", overflow="fold")
-    for row in table.rows:
-        drawn.add_row(*[Text(format_cell(cell, column.digits)) for cell, column in zip(row, columns, strict=True)])
+    for column in table.layout:
+        drawn.add_column(Text(column.heading), justify="right" if column.align == "right" else "left", overflow="fold")
+    for row in table.cells:
+        drawn.add_row(*map(Text, row))
     console.print(drawn)
     for note in table.notes:
         console.print(Text(note, style="dim"))

@@ -1,4 +1,4 @@
-"""`preamp bench`: runs suites, prints ratios, writes every sample."""
+"""`preamp bench`: runs suites, prints ratios, writes every sample. `preamp lr-find`: the range test on a network."""
 
 from __future__ import annotations
 
@@ -8,21 +8,27 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
+from rich.progress import Progress
 
 from ..bench import (
     PARTS,
     SUITES,
     Results,
+    device_named,
     environment,
     keep_heap,
     models_report,
+    range_test,
     suite_named,
     suite_table,
-)
-from ..errors import PreampError
-from ..report import Table
+)  # fmt: skip
+from ..errors import MissingExtra, PreampError
+from ..report import Report, Section, Table, to_json, write_png
+from ..report.files import write_json
+from ..zoo import task_named
+
+LR_SCHEMA = "preamp-lr-find/1"
 
 
 def run_suites(
@@ -37,15 +43,15 @@ def run_suites(
     `models` leaves a `report.html`, also of a run that breaks off.
     """
     heap_kept = keep_heap()
-    device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = device_named(device_name)
     chosen = {name: suite_named(name) for name in names or SUITES}
     about = environment(device)
     hardware = about.get("gpu") or about["cpu"]
     about["heap kept"] = heap_kept
     results = Results(out / "results.json", about, rounds)
     for folder in earlier:
-        for aside in results.take(folder, chosen):
-            console.print(aside, markup=False, highlight=False, soft_wrap=True)
+        for line in results.take(folder, chosen):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
     tables: list[Table] = []
     for name, suite in chosen.items():
 
@@ -86,3 +92,38 @@ def _own(suite: str, parts: Sequence[str] | None) -> list[str] | None:
         return None
     others = {part for name, groups in PARTS.items() if name != suite for part in groups}
     return [part for part in parts if part not in others]
+
+
+def find_lr(
+    name: str, level: str, size: str, steps: int, start: float, end: float, batch_size: int | None,
+    device_name: str | None, out: Path, console: Console,
+) -> tuple[Table, dict[str, Path]]:  # fmt: skip
+    """Sweep one network and write `lr.html`, `lr.json` and, with matplotlib, `lr.png`: the table and these files."""
+    task, device = task_named(name, size), device_named(device_name)
+    with Progress(console=console, transient=True) as progress:
+        bar = progress.add_task(f"{name} {level}", total=steps)
+        test = range_test(
+            task, level, size=size, device=device, steps=steps, start_lr=start, end_lr=end, batch_size=batch_size,
+            on_step=lambda step: progress.update(bar, completed=step + 1),
+        )  # fmt: skip
+    curve, chart, shown_level = test.curve, test.chart, test.level
+    ending = "stopped where the loss diverged" if curve.diverged else "went to the last rate"
+    notes = (f"{len(curve.lrs)} steps, {curve.skipped} skipped by the loss scale; {ending}",)
+    table = Table(
+        f"Learning rates for {name} at {shown_level}", ("suggestion", "rate"), [*curve.suggestions.items()], notes
+    )
+    data = to_json({
+        "schema": LR_SCHEMA, "model": name, "level": shown_level, "size": size, "environment": environment(device),
+        "curve": curve.to_dict(),
+    })  # fmt: skip
+    verdict = f"Try {curve.valley:.2g} (valley)." if curve.valley else "No valley found: look at the curve."
+    report = Report(
+        "preamp lr-find", verdict, (Section(task.title, task.data, (chart, table)),),
+        environment=environment(device), data=data, status="neutral",
+    )  # fmt: skip
+    files = {"report": report.write_html(out / "lr.html"), "data": write_json(out / "lr.json", data)}
+    try:
+        files["picture"] = write_png(chart, out / "lr.png")
+    except MissingExtra as error:
+        console.print(f"no picture: {error}", highlight=False)
+    return table, files

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import nn
 
 from ..errors import PreampError, kind_of
 from ..plan import MemoryPlan, plan
-from ..report.files import write_text
+from ..report.files import write_json
 
 
 def make_plan(params: str | None, model: str | None, json_file: Path | None, **asked: Any) -> MemoryPlan:
@@ -23,7 +22,7 @@ def make_plan(params: str | None, model: str | None, json_file: Path | None, **a
     given: Any = params if model is None else model_from(model)
     made = plan(given, **asked)
     if json_file is not None:
-        write_text(json_file, json.dumps(made.to_json(), indent=1, allow_nan=False) + "\n")
+        write_json(json_file, made.to_json())
     return made
 
 

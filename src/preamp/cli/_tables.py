@@ -16,12 +16,12 @@ _ORDER = {"low": 0, "full": 1, "promote": 2, "banned": 3, "as-is": 4}
 def levels_table() -> Table:
     """The levels, and which of them suits this machine."""
     auto, why = auto_level()
-    told = ("params", "compute", "norms", "output", "masters", "scale")
+    shown = ("params", "compute", "norms", "output", "masters", "scale")
     rows = []
     for level in LEVELS:
         fields = dict(part.split("=") for part in str(level.policy).split(",") if "=" in part)
-        rows.append((level.name, level.alias, *(fields[name] for name in told), level.summary))
-    return Table("Levels", ("level", "alias", *told, "what it is"), rows, notes=(f"auto is {auto} here: {why}",))
+        rows.append((level.name, level.alias, *(fields[name] for name in shown), level.summary))
+    return Table("Levels", ("level", "alias", *shown, "what it is"), rows, notes=(f"auto is {auto} here: {why}",))
 
 
 def rules_table(policy: str) -> Table:

@@ -1,4 +1,4 @@
-"""`preamp demo`: four real networks, trained at several levels, side by side."""
+"""`preamp demo`: four real networks, trained at several levels and compared."""
 
 from ._plan import Plan, make_plan
 from ._report import build, results_dict, schema, write

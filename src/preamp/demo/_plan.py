@@ -6,15 +6,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..bench import device_named
 from ..errors import PolicyError, PreampError
 from ..policy import LEVELS, parse_policy
-from ..zoo import TASKS, Recipe, Task
+from ..zoo import TASKS, Recipe, Task, task_named
 
-SLICE_STEPS, SLICE_BATCH, SLICE_SECONDS = 40, 4, 6.0
-"""A float16 level on a CPU gets so many steps of so many samples, for at most so many seconds."""
-
-QUICK_SLICE_STEPS, QUICK_SLICE_SECONDS = 12, 1.5
-"""The same under --quick."""
+SLICE_BATCH = 4
+SLICE_STEPS, SLICE_SECONDS = {False: 40, True: 12}, {False: 6.0, True: 1.5}
+"""Without and with --quick: a float16 level on a CPU gets so many steps of so many samples, for so many seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +25,6 @@ class Plan:
     """Levels trained to the end, for every seed."""
     sliced: tuple[str, ...]
     """Levels that get a few steps only."""
-    why_sliced: str
     size: str
     quick: bool
     seeds: tuple[int, ...]
@@ -38,8 +36,7 @@ class Plan:
 
     def slice(self, task: Task) -> Recipe:
         """How a sliced level is trained: too short to learn, long enough to see the same losses as float32."""
-        steps = QUICK_SLICE_STEPS if self.quick else SLICE_STEPS
-        return replace(self.recipe(task), steps=steps, batch_size=SLICE_BATCH)
+        return replace(self.recipe(task), steps=SLICE_STEPS[self.quick], batch_size=SLICE_BATCH)
 
     def check_shared(self, processes: int) -> None:
         """`PreampError` unless so many processes can share every batch equally."""
@@ -48,24 +45,13 @@ class Plan:
         if odd is not None:
             raise PreampError(f"--nproc {processes}: a batch of {odd} samples cannot be shared equally; take 2 or 4")
 
-    @property
-    def slice_seconds(self) -> float:
-        """Time after which a slice stops."""
-        return QUICK_SLICE_SECONDS if self.quick else SLICE_SECONDS
-
 
 def make_plan(
     models: list[str] | None, levels: str | None, size: str, quick: bool, seeds: int | None, device: str | None
 ) -> Plan:
     """Resolve what was asked for; `PreampError` names what is not there."""
-    names = models or list(TASKS)
-    unknown = [name for name in names if name not in TASKS]
-    if unknown:
-        raise PreampError(f"there is no model {unknown[0]!r}; the models are {', '.join(TASKS)}")
-    where = _device(device)
-    sizes = TASKS[names[0]].sizes
-    if size not in sizes:
-        raise PreampError(f"there is no size {size!r}; the sizes are {', '.join(sizes)}")
+    tasks = tuple(dict.fromkeys(task_named(name, size) for name in models or TASKS))
+    where = device_named(device)
     count = (1 if quick else 3) if seeds is None else seeds
     if count < 1:
         raise PreampError(f"--seeds {count}: at least one seed is needed")
@@ -73,30 +59,14 @@ def make_plan(
     slow = where.type == "cpu"
     sliced = tuple(level for level in asked if slow and parse_policy(level).compute is torch.float16)
     return Plan(
-        tasks=tuple(TASKS[name] for name in dict.fromkeys(names)),
+        tasks=tasks,
         whole=tuple(level for level in asked if level not in sliced),
         sliced=sliced,
-        why_sliced=(
-            "This CPU has no float16 arithmetic: torch emulates it, up to a hundred times slower than float32. "
-            "The float16 levels therefore train a few steps of a few samples, beside O0 on the same samples: "
-            "enough to see that the numbers agree, not enough to learn or to time anything."
-        ),
         size=size,
         quick=quick,
         seeds=tuple(range(count)),
         device=where,
     )
-
-
-def _device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise PreampError(f"--device {name}: {str(error).splitlines()[0] if str(error) else 'not usable'}") from None
-    return device
 
 
 def _levels(text: str | None, device: torch.device) -> tuple[str, ...]:

@@ -11,24 +11,19 @@ from typing import Any
 
 from ..bench import EXPONENTS, Trial
 from ..formats import FP16
-from ..report import (
-    ExponentHistogram,
-    Item,
-    LineChart,
-    Marker,
-    Report,
-    Section,
-    Series,
-    Table,
-    exponent_spans,
-    smoothed,
-    to_json,
-)
+from ..report import ExponentHistogram, LineChart, Marker, Report, Section, Series, exponent_spans, smoothed, to_json
+from ..report.files import write_json
 from ..zoo import Task
 from ._run import Results
 from ._tables import Judgement, gradient_table, judge, judgement_table, slice_table, task_table
 
 SCHEMA = "preamp-demo/1"
+
+WHY_SLICED = (
+    "This CPU has no float16 arithmetic: torch emulates it, up to a hundred times slower than float32. The float16 "
+    "levels therefore train a few steps of a few samples, beside O0 on the same samples: enough to see that the "
+    "numbers agree, not enough to learn or to time anything."
+)
 
 
 def schema() -> dict[str, Any]:
@@ -77,14 +72,8 @@ def build(results: Results) -> Report:
     data = results_dict(results)
     for run in [*data["runs"], *data["slices"]]:
         run.pop("step_ms", None)  # kept in results.json; the page shows medians
-    return Report(
-        "preamp demo",
-        verdict(results, judgements),
-        sections,
-        environment=results.environment,
-        data=data,
-        status=_status(results, judgements),
-    )
+    line, status = verdict(results, judgements), _status(results, judgements)
+    return Report("preamp demo", line, sections, environment=results.environment, data=data, status=status)
 
 
 def verdict(results: Results, judgements: Sequence[Judgement]) -> str:
@@ -112,11 +101,7 @@ def verdict(results: Results, judgements: Sequence[Judgement]) -> str:
 
 def write(results: Results, folder: Path, report: Report) -> tuple[Path, Path]:
     """Write `report.html` and `results.json`, whole or not at all; returns their paths."""
-    from ..report.files import write_text
-
-    folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(results_dict(results), indent=1, allow_nan=False)
-    return report.write_html(folder / "report.html"), write_text(folder / "results.json", text + "\n")
+    return report.write_html(folder / "report.html"), write_json(folder / "results.json", results_dict(results))
 
 
 def _status(results: Results, judgements: Sequence[Judgement]) -> Any:
@@ -152,18 +137,13 @@ def _overview(results: Results, judgements: Sequence[Judgement]) -> Section:
             "that autograd keeps for backward, once. The count is the same on every machine."
         )
         if plan.sliced:
-            text += "\n\n" + plan.why_sliced
+            text += "\n\n" + WHY_SLICED
     return Section("Overview", text, (judgement_table(judgements),) if judgements else ())
 
 
 def _task_section(results: Results, task: Task) -> Section:
-    items: list[Item] = [task_table(results, task), loss_chart(results, task)]
-    scale = scale_chart(results, task)
-    if scale is not None:
-        items.append(scale)
-    sliced: Table | None = slice_table(results, task)
-    if sliced is not None:
-        items.append(sliced)
+    made = (task_table, loss_chart, scale_chart, slice_table)
+    items = [item for make in made if (item := make(results, task)) is not None]
     return Section(task.title, task.data, items, anchor=task.name)
 
 
@@ -198,7 +178,6 @@ def _gradient_section(results: Results) -> Section | None:
         return None
     worst = max(trials, key=lambda t: t.gradients.flushed if t.gradients else 0.0)
     assert worst.gradients is not None
-    charts = [_histogram(worst)]
     text = (
         "Float16 has no numbers below 2^-24, and rounds what is at most half of that to zero. The figure shows the "
         f"magnitudes of the weight gradients of {worst.task}, the network that would lose most; the table has all. "
@@ -206,7 +185,7 @@ def _gradient_section(results: Results) -> Section | None:
         f"multiplied by {worst.gradients.scale:g} beforehand, {100 * worst.gradients.flushed_scaled:.2f} %. "
         "It is the measurement of Micikevicius et al. 2018 (arXiv 1710.03740), where about 5 % vanished."
     )
-    return Section("What loss scaling saves", text, (*charts, table))
+    return Section("What loss scaling saves", text, (_histogram(worst), table))
 
 
 def _histogram(trial: Trial) -> ExponentHistogram:
@@ -234,12 +213,11 @@ def _histogram(trial: Trial) -> ExponentHistogram:
 
 
 def _band(name: str, curves: Sequence[Sequence[float]]) -> Series:
-    steps = min(len(curve) for curve in curves) if len(curves) > 1 else len(curves[0])
-    columns = [[curve[i] for curve in curves] for i in range(steps)]
-    mean = [statistics.fmean(column) for column in columns]
-    if len(curves) == 1:
-        return Series(name, range(steps), mean)
-    return Series(name, range(steps), mean, [min(c) for c in columns], [max(c) for c in columns])
+    """The mean of curves as far as the shortest goes, with a band over several."""
+    columns = list(zip(*curves, strict=False))
+    band = [(min(column), max(column)) for column in columns]
+    lows, highs = ([low for low, _ in band], [high for _, high in band]) if len(curves) > 1 else (None, None)
+    return Series(name, range(len(columns)), [statistics.fmean(column) for column in columns], lows, highs)
 
 
 _LR_TEXT = (

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..bench import RangeTest, Trial, environment, range_test, run_trial
 from ..sharding import rank, ranks
 from ..zoo import Recipe, Task
-from ._plan import Plan
+from ._plan import SLICE_SECONDS, Plan
 
 HISTOGRAM_SCALE = 2.0**16
 """The scale at which the figure of gradients shows what scaling saves: where dynamic scaling starts."""
@@ -51,7 +51,10 @@ def run(plan: Plan, console: Console) -> Results:
         with Progress(*columns, console=console, transient=True) as progress:
             for task in plan.tasks:
                 console.print(f"[bold]{task.title}[/bold]  [dim]{task.data}[/dim]")
-                _prepare_data(task, plan, progress)
+                shown = progress.add_task(f"{task.name}: preparing data", total=None, loss="")
+                # the first batch loads and prepares the data, which is kept out of the first run's time
+                next(iter(task.batches(plan.size, seed=0, steps=1, batch_size=plan.recipe(task).batch_size)))
+                progress.remove_task(shown)
                 for level in plan.whole:
                     for seed in plan.seeds:
                         _train(results, progress, task, level, seed)
@@ -65,13 +68,6 @@ def run(plan: Plan, console: Console) -> Results:
         console.print("[yellow]interrupted: reporting what there is[/yellow]")
     results.seconds = time.perf_counter() - began
     return results
-
-
-def _prepare_data(task: Task, plan: Plan, progress: Progress) -> None:
-    """The first batch loads and prepares the data; show that, and keep it out of the first run's time."""
-    shown = progress.add_task(f"{task.name}: preparing data", total=None, loss="")
-    next(iter(task.batches(plan.size, seed=0, steps=1, batch_size=plan.recipe(task).batch_size)))
-    progress.remove_task(shown)
 
 
 def _sweep(results: Results, progress: Progress) -> None:
@@ -101,7 +97,7 @@ def _train(results: Results, progress: Progress, task: Task, level: str, seed: i
     with_histogram = level == "O0" and seed == 0 and not sliced
     trial = run_trial(
         task, level, size=plan.size, seed=seed, device=plan.device, recipe=recipe, on_step=on_step,
-        evaluate=not sliced, budget_s=plan.slice_seconds if sliced else None,
+        evaluate=not sliced, budget_s=SLICE_SECONDS[plan.quick] if sliced else None,
         histogram_scale=HISTOGRAM_SCALE if with_histogram else None, into=results.sliced if sliced else results.whole,
     )  # fmt: skip
     progress.remove_task(shown)
@@ -118,10 +114,7 @@ def torchrun(processes: int, arguments: Sequence[str]) -> int:
     # each process would take all cores else, and torchrun would give it one
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     environment = {**os.environ, "OMP_NUM_THREADS": threads}
-    kept = [one for index, one in enumerate(arguments) if not _asks_for_this(arguments, index)]
+    # without --nproc and its number, which torchrun would take for an option of its own
+    pairs = zip(["", *arguments], arguments, strict=False)
+    kept = [own for before, own in pairs if not own.startswith("--nproc") and before != "--nproc"]
     return subprocess.run([*line, "-m", "preamp", *kept], env=environment, check=False).returncode
-
-
-def _asks_for_this(arguments: Sequence[str], index: int) -> bool:
-    """Whether an argument is --nproc or its number, which torchrun would take for an option of its own."""
-    return arguments[index].startswith("--nproc") or (index > 0 and arguments[index - 1] == "--nproc")

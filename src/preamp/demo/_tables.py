@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..bench import Trial
@@ -43,7 +43,7 @@ class Judgement:
 
     def to_dict(self) -> dict[str, Any]:
         """Every field and the verdict."""
-        return {**self.__dict__, "within": self.within, "verdict": self.verdict}
+        return {**asdict(self), "within": self.within, "verdict": self.verdict}
 
 
 def judge(results: Results, task: Task) -> list[Judgement]:
@@ -87,9 +87,9 @@ def task_table(results: Results, task: Task) -> Table:
     return Table(
         f"{task.title}, {results.plan.size}",
         (
-            Column("level"), Column("time", "ms/step", 1), Column("against O0", "x", 2), Column("memory", "MiB", 1),
-            Column("final loss", digits=4), Column(task.metric, digits=4), Column("skips", digits=0), Column("scale"),
-            Column("dtypes seen"),
+            "level", Column("time", "ms/step", 1), Column("against O0", "x", 2), Column("memory", "MiB", 1),
+            Column("final loss", digits=4), Column(task.metric, digits=4), Column("skips", digits=0), "scale",
+            "dtypes seen",
         ),
         rows,
         notes=(_recipe_note(results, task),),
@@ -111,8 +111,8 @@ def slice_table(results: Results, task: Task) -> Table | None:
     if not rows:
         return None
     columns = (
-        Column("level"), Column("steps", digits=0), Column("first loss", digits=5), Column("of O0", digits=5),
-        Column("largest gap", digits=5), Column("skips", digits=0), Column("scale"), Column("dtypes seen"),
+        "level", Column("steps", digits=0), Column("first loss", digits=5), Column("of O0", digits=5),
+        Column("largest gap", digits=5), Column("skips", digits=0), "scale", "dtypes seen",
     )  # fmt: skip
     note = f"batch {trials[0].batch_size}; a skipped step leaves its level one update behind O0"
     return Table(f"{task.title}: float16 on a slice", columns, rows, notes=(note,))
@@ -123,8 +123,8 @@ def judgement_table(judgements: Sequence[Judgement]) -> Table:
     seeds = judgements[0].seeds if judgements else 0
     return Table(
         f"Quality against float32 ({seeds} seed{'s' if seeds != 1 else ''})",
-        (Column("network"), Column("metric"), Column("level"), Column("mean quality", digits=4),
-         Column("fp32, worst", digits=4), Column("fp32, best", digits=4), Column("verdict")),
+        ("network", "metric", "level", Column("mean quality", digits=4),
+         Column("fp32, worst", digits=4), Column("fp32, best", digits=4), "verdict"),
         [(j.task, j.metric, j.level, j.quality, j.low, j.high, j.verdict) for j in judgements],
     )  # fmt: skip
 
@@ -141,7 +141,7 @@ def gradient_table(results: Results) -> Table | None:
         return None
     scale = next(t.gradients.scale for t in results.whole if t.gradients is not None)
     columns = (
-        Column("network"), Column("non-zero values", digits=0), Column("flushed to zero", "%", 3),
+        "network", Column("non-zero values", digits=0), Column("flushed to zero", "%", 3),
         Column(f"flushed at {scale:g}", "%", 3), Column("subnormal", "%", 3),
         Column(f"overflow at {scale:g}", "%", 3),
     )  # fmt: skip

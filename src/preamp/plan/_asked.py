@@ -20,11 +20,6 @@ from ..optim import FusedOptimizer
 from ..policy import Policy
 from ..session import prepare
 
-SHARDS = ("none", "ddp", "fsdp2", "zero1")
-STATES = ("float32", "8bit")
-MASTERS = ("float32", "split", "none")
-ROUNDINGS = ("nearest", "stochastic")
-
 
 @dataclass(frozen=True, slots=True)
 class Kind:
@@ -57,6 +52,14 @@ KINDS: dict[str, Kind] = {
     "torch.adagrad": Kind(torch.optim.Adagrad, 1),
 }
 """Optimizers by the name that a plan takes; those of torch begin with "torch."."""
+
+_LEGAL: dict[str, tuple[str, ...]] = {
+    "shard": ("none", "ddp", "fsdp2", "zero1"),
+    "states": ("float32", "8bit"),
+    "rounding": ("nearest", "stochastic"),
+    "master": ("float32", "split", "none"),
+    "optimizer": tuple(KINDS),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,40 +96,31 @@ class Asked:
         return self.shard in ("ddp", "zero1")
 
 
-def ask(
-    policy: Policy, *, world: int, shard: str, optimizer: str | None, states: str, master: str | None, rounding: str,
-    shadow: bool, reshard: bool, bucket_view: bool, reduce: str | torch.dtype, units: int,
-) -> Asked:  # fmt: skip
+def ask(policy: Policy, *, optimizer: str | None, master: str | None, reduce: str | torch.dtype, **given: Any) -> Asked:
     """Check the arguments. Raises the `PreampError` that preamp itself raises for them, if any."""
-    if isinstance(world, bool) or not isinstance(world, int) or world < 1:
-        raise PreampError(f"world={world!r}: a run has one rank or more")
-    if isinstance(units, bool) or not isinstance(units, int) or units < 1:
-        raise PreampError(f"units={units!r}: FSDP2 gathers a model in one unit or more")
-    named = {"shard": (shard, SHARDS), "states": (states, STATES), "rounding": (rounding, ROUNDINGS)}
-    named |= {} if master is None else {"master": (master, MASTERS)}
-    name = optimizer or "adamw"
-    named["optimizer"] = (name, tuple(KINDS))
-    for what, (value, legal) in named.items():
-        if value not in legal:
-            raise PreampError(f"{what}={value!r}: write {', '.join(legal)}")
+    for what, why in (("world", "a run has one rank or more"), ("units", "FSDP2 gathers a model in one unit or more")):
+        if isinstance(given[what], bool) or not isinstance(given[what], int) or given[what] < 1:
+            raise PreampError(f"{what}={given[what]!r}: {why}")
+    named = {**given, "master": "float32" if master is None else master, "optimizer": optimizer or "adamw"}
+    for what, legal in _LEGAL.items():
+        if named[what] not in legal:
+            raise PreampError(f"{what}={named[what]!r}: write {', '.join(legal)}")
+    shard, world = given["shard"], given["world"]
     if shard == "none" and world > 1:
         raise PreampError(
             f"world={world} with shard='none': ranks that exchange nothing train apart; write shard='ddp', 'fsdp2' or "
             "'zero1', or world=1"
         )
-    alien = {
-        "reshard=False": not reshard and shard != "fsdp2",
-        f"reduce={reduce!r}": _reduce(reduce) is not torch.float32 and shard != "fsdp2",
-        "bucket_view=True": bucket_view and shard not in ("ddp", "zero1"),
+    reduced = _reduce(reduce)
+    misplaced = {
+        "reshard=False": not given["reshard"] and shard != "fsdp2",
+        f"reduce={reduce!r}": reduced is not torch.float32 and shard != "fsdp2",
+        "bucket_view=True": given["bucket_view"] and shard not in ("ddp", "zero1"),
     }
-    for what, is_so in alien.items():
+    for what, is_so in misplaced.items():
         if is_so:
             raise PreampError(f"{what} with shard={shard!r}, which has no such choice: leave it out")
-    asked = Asked(
-        policy=policy, world=world, shard=shard, optimizer=name, states=states,
-        master=_master(policy, master), rounding=rounding, shadow=shadow, reshard=reshard,
-        bucket_view=bucket_view, reduce=_reduce(reduce), units=units,
-    )  # fmt: skip
+    asked = Asked(policy=policy, optimizer=named["optimizer"], master=_master(policy, master), reduce=reduced, **given)
     _check_sharded(asked)
     _check_optimizer(asked)
     _check_replicated(asked)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -150,12 +150,10 @@ def plan(
 
 
 def _plain(asked: Asked, norm_share: float) -> dict[str, Any]:
-    return {
-        "policy": str(asked.policy), "level": asked.policy.level, "world": asked.world, "shard": asked.shard,
-        "optimizer": asked.optimizer, "states": asked.states, "master": asked.master, "rounding": asked.rounding,
-        "shadow": asked.shadow, "reshard": asked.reshard, "bucket view": asked.bucket_view,
-        "reduce": name_of(asked.reduce), "units": asked.units, "norm share": norm_share,
-    }  # fmt: skip
+    """The arguments in types that JSON takes."""
+    plain: dict[str, Any] = {"policy": None, "level": asked.policy.level}
+    plain |= {each.name.replace("_", " "): getattr(asked, each.name) for each in fields(asked)}
+    return {**plain, "policy": str(asked.policy), "reduce": name_of(asked.reduce), "norm share": norm_share}
 
 
 def _notes(sizes: Sizes, asked: Asked, norm_share: float) -> list[str]:

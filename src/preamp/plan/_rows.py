@@ -9,7 +9,7 @@ in an all-reduce, which is one of each.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
@@ -23,7 +23,7 @@ When = Literal["held", "passes", "step", "sent"]
 """All the time; during forward and backward only; while the optimizer steps only; over the network, in each step."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """One kind of bytes on one rank."""
 
@@ -36,10 +36,7 @@ class Row:
 
     def to_json(self) -> dict[str, Any]:
         """Every field; the dtype by its name."""
-        return {
-            "when": self.when, "kind": self.kind, "dtype": name_of(self.dtype), "bytes": self.bytes,
-            "formula": self.formula,
-        }  # fmt: skip
+        return {**asdict(self), "dtype": name_of(self.dtype)}
 
 
 def rows_of(sizes: Sizes, asked: Asked) -> Iterator[Row]:
@@ -64,17 +61,13 @@ def _held(sizes: Sizes, asked: Asked) -> Iterator[Row]:
         blocks = sum(blocks_of(w.entries) for w in coded)
         share, over = _over(asked, optimizers=True)
         own = sum(blocks_of(w.shard(share)) for w in coded) if asked.sharded else -(-blocks // share)
-        yield Row(
-            when="held", kind="states", dtype=torch.float32, bytes=2 * own * 4,
-            formula=f"2 x {blocks:,} scales of 256 x 4{over}",
-        )  # fmt: skip
+        yield Row("held", "states", torch.float32, 2 * own * 4, f"2 x {blocks:,} scales of 256 x 4{over}")
     shadows = [w for w in weights if w.shadowed]
     yield from _entries("shadows", asked, shadows, lambda w: asked.policy.compute)
     if asked.replicated and not asked.bucket_view:
         yield from _entries("gradient buckets", asked, trained, lambda w: _gradient(w, asked))
     if sizes.buffers:
-        formula = "the model's; cast ones in float32 too"
-        yield Row(when="held", kind="buffers", dtype=torch.float32, bytes=sizes.buffers, formula=formula)
+        yield Row("held", "buffers", torch.float32, sizes.buffers, "the model's; cast ones in float32 too")
 
 
 def _in_passes(sizes: Sizes, asked: Asked) -> Iterator[Row]:
@@ -85,16 +78,12 @@ def _in_passes(sizes: Sizes, asked: Asked) -> Iterator[Row]:
         return
     unit = unit_of(sizes, asked.units)
     size, trained = compute.itemsize, any(w.trained for w in sizes.weights)
-    if asked.reshard:
-        gathered, formula = min(2 * unit, sizes.count), f"2 units x {unit:,} x {size}"
-        formula = formula if 2 * unit <= sizes.count else f"{sizes.count:,} x {size}"
-    else:
-        gathered, formula = sizes.count, f"{sizes.count:,} x {size}"
-    yield Row(when="passes", kind="gathered weights", dtype=compute, bytes=gathered * size, formula=formula)
+    gathered, formula = sizes.count, f"{sizes.count:,} x {size}"
+    if asked.reshard and 2 * unit <= sizes.count:
+        gathered, formula = 2 * unit, f"2 units x {unit:,} x {size}"
+    yield Row("passes", "gathered weights", compute, gathered * size, formula)
     for kind, dtype in (("unsharded gradients", compute), ("reduce-scatter input", asked.reduce)) if trained else ():
-        yield Row(
-            when="passes", kind=kind, dtype=dtype, bytes=unit * dtype.itemsize, formula=f"{unit:,} x {dtype.itemsize}"
-        )
+        yield Row("passes", kind, dtype, unit * dtype.itemsize, f"{unit:,} x {dtype.itemsize}")
 
 
 def _in_step(sizes: Sizes, asked: Asked) -> Iterator[Row]:
@@ -134,8 +123,8 @@ def _is_coded(weight: Weight, asked: Asked) -> bool:
 
 
 def _moment(weight: Weight, asked: Asked) -> torch.dtype:
-    by_chance = asked.rounding == "stochastic" and weight.dtype is torch.bfloat16
-    return torch.float32 if by_chance or _mastered(weight, asked) else weight.dtype
+    stochastic = asked.rounding == "stochastic" and weight.dtype is torch.bfloat16
+    return torch.float32 if stochastic or _mastered(weight, asked) else weight.dtype
 
 
 def _over(asked: Asked, *, optimizers: bool) -> tuple[int, str]:
@@ -158,10 +147,8 @@ def _entries(
     for dtype, alike in _by_dtype(weights, dtype_of).items():
         own = sum(w.shard(share) if asked.sharded else w.entries for w in alike) * times * dtype.itemsize
         count = sum(w.entries for w in alike)
-        yield Row(
-            when=when, kind=kind, dtype=dtype, bytes=own if asked.sharded else -(-own // share),
-            formula=f"{f'{times} x ' if times > 1 else ''}{count:,} x {dtype.itemsize}{over}",
-        )  # fmt: skip
+        formula = f"{f'{times} x ' if times > 1 else ''}{count:,} x {dtype.itemsize}{over}"
+        yield Row(when, kind, dtype, own if asked.sharded else -(-own // share), formula)
 
 
 def _ring(
@@ -170,19 +157,14 @@ def _ring(
     world = asked.world
     for dtype, alike in _by_dtype(weights, dtype_of).items():
         count = sum(w.entries for w in alike)
-        yield Row(
-            when="sent", kind=kind, dtype=dtype, bytes=-(-passes * (world - 1) * count * dtype.itemsize // world),
-            formula=f"{f'{passes} x ' if passes > 1 else ''}{world - 1}/{world} x {count:,} x {dtype.itemsize}",
-        )  # fmt: skip
+        formula = f"{f'{passes} x ' if passes > 1 else ''}{world - 1}/{world} x {count:,} x {dtype.itemsize}"
+        yield Row("sent", kind, dtype, -(-passes * (world - 1) * count * dtype.itemsize // world), formula)
 
 
 def _shards(kind: str, weights: Iterable[Weight], asked: Asked, dtype: torch.dtype) -> Row:
     """A collective of FSDP2's: as many shards as there are other ranks."""
-    shard = sum(w.shard(asked.world) for w in weights)
-    return Row(
-        when="sent", kind=kind, dtype=dtype, bytes=(asked.world - 1) * shard * dtype.itemsize,
-        formula=f"{asked.world - 1} x {shard:,} x {dtype.itemsize}",
-    )  # fmt: skip
+    shard, others = sum(w.shard(asked.world) for w in weights), asked.world - 1
+    return Row("sent", kind, dtype, others * shard * dtype.itemsize, f"{others} x {shard:,} x {dtype.itemsize}")
 
 
 def _by_dtype(weights: Iterable[Weight], dtype_of: Callable[[Weight], torch.dtype]) -> dict[torch.dtype, list[Weight]]:

@@ -262,7 +262,7 @@ class Level:
 _FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 
 LEVELS: tuple[Level, ...] = (
-    Level("O0", "fp32", Policy(), "float32 throughout: the yardstick"),
+    Level("O0", "fp32", Policy(), "float32 throughout: what the others are compared with"),
     Level(
         "O1", "fp16-mixed", Policy(compute=_FP16, scale="dynamic"),
         "float32 parameters, float16 where it is safe, by operator rules; loss scaling",
@@ -274,7 +274,7 @@ LEVELS: tuple[Level, ...] = (
     ),
     Level(
         "O3", "fp16", Policy(params=_FP16, compute=_FP16, norms=_FP16, output=_FP32, ops=None),
-        "float16 throughout, no masters, no scaling: the speed of light, rarely a way to train",
+        "float16 throughout, no masters, no scaling: how fast it can be at most, rarely a way to train",
     ),
     Level("O4", "bf16-mixed", Policy(compute=_BF16), "as O1 in bfloat16, whose range needs no loss scaling"),
     Level(

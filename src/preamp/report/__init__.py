@@ -2,18 +2,7 @@
 
 from __future__ import annotations
 
-from .charts import (
-    BarChart,
-    Bars,
-    Chart,
-    ExponentHistogram,
-    HeatMap,
-    LineChart,
-    Marker,
-    Series,
-    Span,
-    exponent_spans,
-)
+from .charts import BarChart, Bars, Chart, ExponentHistogram, HeatMap, LineChart, Marker, Series, Span, exponent_spans
 from .document import Item, Report, Section, Snippet, Status
 from .finding import SEVERITIES, Direction, Finding, Severity, count_severities
 from .png import write_png

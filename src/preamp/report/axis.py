@@ -75,12 +75,7 @@ def transform(value: float | None, kind: Kind, exponent: int = 0) -> float | Non
 
 
 def fit(
-    values: Iterable[float | None],
-    kind: Kind = "linear",
-    *,
-    ticks: int = 6,
-    zero: bool = False,
-    pad: float = 0.04,
+    values: Iterable[float | None], kind: Kind = "linear", *, ticks: int = 6, zero: bool = False, pad: float = 0.04
 ) -> Axis:
     """An axis that holds all finite `values`, with about `ticks` labels; `zero` keeps 0 on a linear one.
 
@@ -177,12 +172,7 @@ def _log2_ticks(axis: Axis, count: int) -> list[Tick]:
     return [Tick(float(n), str(2**n) if plain else _power("2", n)) for n in shown]
 
 
-_TICKS = {
-    "linear": _linear_ticks,
-    "log10": _log10_ticks,
-    "log2": _log2_ticks,
-    "exponent": _log2_ticks,
-}
+_TICKS = {"linear": _linear_ticks, "log10": _log10_ticks, "log2": _log2_ticks, "exponent": _log2_ticks}
 
 
 def _plain(value: Decimal) -> str:

@@ -5,11 +5,11 @@ Every value is written beside its bar or in its cell, so that no colour is neede
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 from .axis import Axis, fit
 from .charts import BarChart, HeatMap
-from .frame import COLOURS, NARROW, apart
+from .frame import COLOURS, NARROW, axis_title, legend, rule, tick_labels
 from .markup import FONT, Element, element, label, text_width
 from .values import format_number
 
@@ -34,7 +34,12 @@ def draw_bars(chart: BarChart, width: float) -> tuple[list[Element], float]:
     left = 6.0 if narrow else min(names, 0.34 * width) + 14
     right = width - min(max([24.0, *map(text_width, texts)]), 0.25 * width) - 12
     axis = axis.place(left, right)
-    parts, top = _legend(chart, width)
+    parts: list[Element] = []
+    top = 8.0
+    if len(chart.series) > 1:  # of a single one the value label says enough
+        entries = [(bars.name, partial(_block, _style(index))) for index, bars in enumerate(chart.series)]
+        parts, top = legend(entries, 14, width, 4)
+        top += 8
     first = top
     bars: list[Element] = []
     for index, name in enumerate(chart.labels):
@@ -50,26 +55,19 @@ def draw_bars(chart: BarChart, width: float) -> tuple[list[Element], float]:
             top += BAR + BETWEEN
         top += GROUP - BETWEEN
     bottom = top - GROUP / 2
-    parts += _grid(axis, first, bottom)
+    parts += [rule(axis.at(t.at), first - 2, axis.at(t.at), bottom, "grid") for t in axis.ticks if t.label]
+    parts += tick_labels(axis, bottom, width)
+    base = _base(chart, axis)
+    parts += [rule(base, first - 2, base, bottom, "axis"), *bars]
+    title, height = axis_title(chart.value_label, left, right, bottom + 22)
+    return parts + title, height
+
+
+def _base(chart: BarChart, axis: Axis) -> float:
+    """Where bars begin: at zero, or on a log axis at its low end."""
     base = axis.at(axis.low) if chart.log else axis.project(0.0)
     assert base is not None
-    parts.append(element("line", x1=base, y1=first - 2, x2=base, y2=bottom, class_="axis"))
-    parts += bars
-    height = bottom + 22
-    if chart.value_label:
-        middle = (left + right) / 2
-        parts.append(
-            label(
-                chart.value_label,
-                right - left,
-                x=middle,
-                y=height + FONT,
-                text_anchor="middle",
-                class_="name",
-            )
-        )
-        height += 20
-    return parts, height
+    return base
 
 
 def _text(value: float | None, digits: int | None) -> str:
@@ -77,20 +75,8 @@ def _text(value: float | None, digits: int | None) -> str:
     return "-" if value is None else format_number(value, digits)
 
 
-def _legend(chart: BarChart, width: float) -> tuple[list[Element], float]:
-    """A block of colour and a name for each series, in as many rows as needed; nothing for a single one."""
-    if len(chart.series) < 2:
-        return [], 8.0
-    pieces: list[Element] = []
-    x, y = 4.0, 4.0
-    for index, bars in enumerate(chart.series):
-        used = 22 + min(text_width(" ".join(bars.name.split())), width - 40) + 16
-        if x > 4 and x + used - 16 > width:
-            x, y = 4.0, y + 19
-        pieces.append(element("rect", x=x, y=y + 2, width=14, height=11, rx=2, class_=_style(index)))
-        pieces.append(label(bars.name, width - 40, x=x + 20, y=y + 12))
-        x += used
-    return pieces, y + 30
+def _block(style: str, x: float, y: float) -> Element:
+    return element("rect", x=x, y=y + 2, width=14, height=11, rx=2, class_=style)
 
 
 def _style(index: int) -> str:
@@ -98,26 +84,11 @@ def _style(index: int) -> str:
     return f"bar s{index % COLOURS}"
 
 
-def _grid(axis: Axis, top: float, bottom: float) -> list[Element]:
-    """Vertical grid lines and the labels under them."""
-    pieces = [
-        element("line", x1=axis.at(t.at), y1=top - 2, x2=axis.at(t.at), y2=bottom, class_="grid")
-        for t in axis.ticks
-        if t.label
-    ]
-    for tick in apart(axis):
-        at = max(axis.at(tick.at), text_width(tick.label) / 2)
-        pieces.append(element("text", tick.label, x=at, y=bottom + 17, text_anchor="middle", class_="tick"))
-    return pieces
-
-
 def _bar(chart: BarChart, number: int, index: int, axis: Axis, top: float, width: float) -> list[Element]:
     """One bar with its whisker and its value."""
     bars = chart.series[number]
     value = bars.values[index]
-    base = axis.at(axis.low) if chart.log else axis.project(0.0)
-    end = axis.project(value)
-    assert base is not None
+    base, end = _base(chart, axis), axis.project(value)
     pieces: list[Element] = []
     reach = base
     if end is not None:
@@ -137,13 +108,10 @@ def _bar(chart: BarChart, number: int, index: int, axis: Axis, top: float, width
     return pieces
 
 
-def _whisker(start: float, end: float, y: float) -> Sequence[Element]:
+def _whisker(start: float, end: float, y: float) -> list[Element]:
     """A line from `start` to `end` with short end strokes."""
-    return [
-        element("line", x1=start, y1=y, x2=end, y2=y, class_="whisker"),
-        element("line", x1=start, y1=y - 3, x2=start, y2=y + 3, class_="whisker"),
-        element("line", x1=end, y1=y - 3, x2=end, y2=y + 3, class_="whisker"),
-    ]
+    strokes = [rule(x, y - 3, x, y + 3, "whisker") for x in (start, end)]
+    return [rule(start, y, end, y, "whisker"), *strokes]
 
 
 def draw_heat(chart: HeatMap, width: float) -> tuple[list[Element], float]:

@@ -11,8 +11,8 @@ from .values import Fields, as_float, format_number
 
 Points = Sequence[float | None]
 
-MARKERS_TOLD = 12
-"""So many markers are told in the text form of a chart."""
+MARKERS_LISTED = 12
+"""So many markers are listed in the text form of a chart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +126,9 @@ class LineChart(Fields):
     def to_text(self) -> str:
         """Title and one line a series."""
         head = f"{self.title} ({self.y_label} over {self.x_label})"
-        marks = [f"  {m.label}: at {format_number(m.x)}" for m in self.markers[:MARKERS_TOLD]]
-        if len(self.markers) > MARKERS_TOLD:
-            marks.append(f"  and {len(self.markers) - MARKERS_TOLD} more markers")
+        marks = [f"  {m.label}: at {format_number(m.x)}" for m in self.markers[:MARKERS_LISTED]]
+        if len(self.markers) > MARKERS_LISTED:
+            marks.append(f"  and {len(self.markers) - MARKERS_LISTED} more markers")
         return "\n".join([head, *(f"  {series.to_text()}" for series in self.series), *marks])
 
 
@@ -280,8 +280,8 @@ class HeatMap(Fields):
         """Title and one line a row."""
         lines = [f"{self.title} ({self.value_label})"]
         for name, row in zip(self.rows, self.values, strict=True):
-            told = ", ".join(f"{column} {self.cell(v)}" for column, v in zip(self.columns, row, strict=True))
-            lines.append(f"  {name}: {told}")
+            cells = ", ".join(f"{column} {self.cell(v)}" for column, v in zip(self.columns, row, strict=True))
+            lines.append(f"  {name}: {cells}")
         return "\n".join(lines)
 
 

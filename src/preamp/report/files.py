@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 def write_text(path: str | Path, text: str) -> Path:
     """Write `text` as UTF-8 to `path`; what UTF-8 cannot hold (a lone surrogate) becomes "?"."""
     content = text.encode("utf-8", errors="replace")
-
-    def write(temporary: Path) -> None:
-        temporary.write_bytes(content)
-
-    return write_with(path, write)
+    return write_with(path, lambda temporary: temporary.write_bytes(content))
 
 
-def write_with(path: str | Path, write: Callable[[Path], None]) -> Path:
+def write_json(path: str | Path, content: Any) -> Path:
+    """Write `content` as strict JSON; what JSON has no types for is an error."""
+    return write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def write_with(path: str | Path, write: Callable[[Path], object]) -> Path:
     """Let `write` fill a file beside `path`, then move it there in one step; an error leaves no trace."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)

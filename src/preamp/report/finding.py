@@ -68,13 +68,7 @@ class Finding(Fields):
             source = f"line {self.line}"
         module = "(root)" if self.module == "" else self.module
         step = None if self.step is None else str(self.step)
-        pairs = (
-            ("source", source),
-            ("module", module),
-            ("op", self.op),
-            ("direction", self.direction),
-            ("step", step),
-        )
+        pairs = (("source", source), ("module", module), ("op", self.op), ("direction", self.direction), ("step", step))
         return tuple((name, text) for name, text in pairs if text is not None)
 
     @property

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 from .axis import Axis, Tick
 from .charts import Span
-from .markup import FONT, Element, element, label, text_width
+from .markup import FONT, Element, element, label, path, text_width
 
 COLOURS = 8
 DASHES = 6
@@ -24,12 +25,11 @@ Box = tuple[float, float, float, float]
 """Left, top, right, bottom."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One line of a legend: the name and how its series is drawn."""
+_Lane = tuple[float, float, float, Element]
+"""An x span: start and end, the height of its bar, and its label."""
 
-    name: str
-    style: str
+Swatch = Callable[[float, float], Element]
+"""What shows in a legend how a series is drawn, at a left and a top."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +48,6 @@ class Frame:
     taken: tuple[Box, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Lane:
-    """An x span with the place of its bar and of its label."""
-
-    start: float
-    end: float
-    top: float
-    middle: float
-    room: float
-    text: str
-
-
 def series_style(index: int, dashed: bool = False) -> str:
     """The classes that give series `index` its colour and its dash pattern."""
     return f"s{index % COLOURS} {'dashed' if dashed else f'd{index % DASHES}'}"
@@ -72,10 +60,13 @@ def build_frame(
     *,
     x_label: str,
     y_label: str,
-    entries: Sequence[Entry] = (),
+    entries: Sequence[tuple[str, str]] = (),
     spans: Sequence[Span] = (),
 ) -> Frame:
-    """Lay out a chart of this width: y title, legend, span labels, plot, ticks, x title, from the top."""
+    """Lay out a chart of this width: y title, legend, span labels, plot, ticks, x title, from the top.
+
+    `entries`: names and styles of the legend.
+    """
     narrow = width < NARROW
     labels = [text_width(tick.label) for tick in y.ticks]
     left = min(max([24.0, *labels]), 0.3 * width) + 12
@@ -87,8 +78,10 @@ def build_frame(
     if y_label:
         behind.append(label(y_label, width - 8, x=4, y=top + FONT, class_="name"))
         top += 20
-    pieces, top = _legend(entries, 4.0, width - 4, top)
-    behind += pieces
+    lines = [(name, partial(_line, style)) for name, style in entries if name]
+    if lines:
+        pieces, top = legend(lines, 24, width, top)
+        behind += pieces
     lanes, plot_top = _lanes(spans, x, top)
     plot_top += 4 if lanes else 8
     bottom = plot_top + (200 if narrow else 230)
@@ -97,37 +90,24 @@ def build_frame(
     pieces, taken = _y_spans(spans, y, left, right)
     behind += pieces
     behind += _grid(x, y, left, plot_top, right, bottom)
-    height = bottom + 22
-    if x_label:
-        behind.append(
-            label(
-                x_label,
-                right - left,
-                x=(left + right) / 2,
-                y=height + FONT,
-                text_anchor="middle",
-                class_="name",
-            )
-        )
-        height += 20
+    title, height = axis_title(x_label, left, right, bottom + 22)
+    behind += title
     return Frame(width, height, left, plot_top, right, bottom, x, y, tuple(behind), tuple(taken))
 
 
-def _legend(entries: Sequence[Entry], left: float, right: float, top: float) -> tuple[list[Element], float]:
-    """The legend in as many rows as it needs, and where it ends."""
-    named = [entry for entry in entries if entry.name]
-    if not named:
-        return [], top
+def _line(style: str, x: float, y: float) -> Element:
+    return element("path", d=path([(x, y + 8), (x + 24, y + 8)]), class_=f"line {style}")
+
+
+def legend(entries: Sequence[tuple[str, Swatch]], wide: float, width: float, y: float) -> tuple[list[Element], float]:
+    """Swatches, each so wide, with names, in as many rows as needed; and where they end."""
     pieces: list[Element] = []
-    x, y = left, top
-    for entry in named:
-        room = right - left - 40
-        used = 30 + min(text_width(" ".join(entry.name.split())), room) + 16
-        if x > left and x + used - 16 > right:
-            x, y = left, y + 19
-        line = f"M{x:.1f} {y + 8:.1f}L{x + 24:.1f} {y + 8:.1f}"
-        pieces.append(element("path", d=line, class_=f"line {entry.style}"))
-        pieces.append(label(entry.name, room, x=x + 30, y=y + 12))
+    x, room = 4.0, width - wide - 24
+    for name, swatch in entries:
+        used = wide + 6 + min(text_width(" ".join(name.split())), room) + 16
+        if x > 4 and x + used - 16 > width - 4:
+            x, y = 4.0, y + 19
+        pieces += [swatch(x, y), label(name, room, x=x + wide + 6, y=y + 12)]
         x += used
     return pieces, y + 22
 
@@ -143,40 +123,27 @@ def _lanes(spans: Sequence[Span], x: Axis, top: float) -> tuple[list[_Lane], flo
         start, end = ends
         half = min(text_width(span.label, SMALL), x.end - x.start - 12) / 2 + 5
         middle = min(max((start + end) / 2, x.start + half), x.end - half)
-        reach = (min(start, middle - half), max(end, middle + half))
-        free = (
-            index
-            for index, lane in enumerate(taken)
-            if all(reach[1] <= a + 0.5 or b - 0.5 <= reach[0] for a, b in lane)
-        )
+        first, last = min(start, middle - half), max(end, middle + half)
+        free = (i for i, lane in enumerate(taken) if all(last <= a + 0.5 or b - 0.5 <= first for a, b in lane))
         index = next(free, len(taken))
         if index == len(taken):
             taken.append([])
-        taken[index].append(reach)
-        placed.append(_Lane(start, end, top + index * LANE, middle, 2 * half - 8, span.label))
+        taken[index].append((first, last))
+        base = top + (index + 1) * LANE - 4
+        text = label(span.label, 2 * half - 8, x=middle, y=base - 4, size=SMALL, class_="small", text_anchor="middle")
+        placed.append((start, end, base, text))
     return placed, top + len(taken) * LANE
 
 
 def _shades(lanes: Sequence[_Lane], bottom: float) -> list[Element]:
     """Each x span as a shaded range, under a bar with its label."""
-    pieces: list[Element] = []
-    for lane in lanes:
-        base, wide = lane.top + LANE - 4, lane.end - lane.start
-        pieces.append(element("rect", x=lane.start, y=base, width=wide, height=bottom - base, class_="span"))
-    for lane in lanes:
-        base, wide = lane.top + LANE - 4, max(lane.end - lane.start - 1, 1.0)
-        pieces.append(element("rect", x=lane.start + 0.5, y=base, width=wide, height=2, class_="lane"))
-        pieces.append(
-            label(
-                lane.text,
-                lane.room,
-                x=lane.middle,
-                y=base - 4,
-                size=SMALL,
-                class_="small",
-                text_anchor="middle",
-            )
-        )
+    pieces = [
+        element("rect", x=start, y=base, width=end - start, height=bottom - base, class_="span")
+        for start, end, base, _ in lanes
+    ]
+    for start, end, base, text in lanes:
+        wide = max(end - start - 1, 1.0)
+        pieces += [element("rect", x=start + 0.5, y=base, width=wide, height=2, class_="lane"), text]
     return pieces
 
 
@@ -193,15 +160,7 @@ def _y_spans(spans: Sequence[Span], y: Axis, left: float, right: float) -> tuple
         room = right - left - 12
         text_y = min(max(high + SMALL + 2, y.end + SMALL), y.start - 3)
         pieces.append(
-            label(
-                span.label,
-                room,
-                x=right - 6,
-                y=text_y,
-                size=SMALL,
-                class_="small halo",
-                text_anchor="end",
-            )
+            label(span.label, room, x=right - 6, y=text_y, size=SMALL, class_="small halo", text_anchor="end")
         )
         wide = min(text_width(span.label, SMALL), room)
         taken.append((right - 6 - wide, text_y - SMALL, right - 6, text_y + 3))
@@ -232,19 +191,31 @@ def _grid(x: Axis, y: Axis, left: float, top: float, right: float, bottom: float
     pieces: list[Element] = []
     for tick in y.ticks:
         at = y.at(tick.at)
-        pieces.append(_rule(left, at, right, at, "grid" if tick.label else "grid minor"))
+        pieces.append(rule(left, at, right, at, "grid" if tick.label else "grid minor"))
         if tick.label:
             pieces.append(label(tick.label, left - 8, x=left - 8, y=at + 4, text_anchor="end", class_="tick"))
     for tick in x.ticks:
         at = x.at(tick.at)
-        pieces.append(_rule(at, top, at, bottom, "grid" if tick.label else "grid minor"))
+        pieces.append(rule(at, top, at, bottom, "grid" if tick.label else "grid minor"))
+    return [*pieces, *tick_labels(x, bottom, right + 24), rule(left, bottom, right, bottom, "axis")]
+
+
+def tick_labels(x: Axis, bottom: float, end: float) -> list[Element]:
+    """The labels under a horizontal axis, none beyond the drawing's edges."""
+    pieces = []
     for tick in apart(x):
-        at = x.at(tick.at)
         half = text_width(tick.label) / 2
-        centre = min(max(at, half), right + 24 - half)
-        pieces.append(element("text", tick.label, x=centre, y=bottom + 17, text_anchor="middle", class_="tick"))
-    pieces.append(_rule(left, bottom, right, bottom, "axis"))
+        at = min(max(x.at(tick.at), half), end - half)
+        pieces.append(element("text", tick.label, x=at, y=bottom + 17, text_anchor="middle", class_="tick"))
     return pieces
+
+
+def axis_title(text: str, left: float, right: float, height: float) -> tuple[list[Element], float]:
+    """The title below a horizontal axis, if there is one, and the height with it."""
+    if not text:
+        return [], height
+    middle, y = (left + right) / 2, height + FONT
+    return [label(text, right - left, x=middle, y=y, text_anchor="middle", class_="name")], height + 20
 
 
 def apart(axis: Axis) -> list[Tick]:
@@ -257,6 +228,6 @@ def apart(axis: Axis) -> list[Tick]:
     return ticks
 
 
-def _rule(x1: float, y1: float, x2: float, y2: float, style: str) -> Element:
+def rule(x1: float, y1: float, x2: float, y2: float, style: str) -> Element:
     """A thin straight line."""
     return element("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=style)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 from functools import lru_cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .charts import BarChart, ExponentHistogram, HeatMap, LineChart
 from .finding import Finding, count_severities
 from .markup import clean
 from .svg import NARROW_WIDTH, WIDE_WIDTH, chart_css, to_svg
-from .table import Column, Table
+from .table import Table
 from .values import paragraphs, to_json
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 CONTENTS_FROM = 4
 """A table of contents appears from this many sections on."""
@@ -81,29 +78,20 @@ def _view(item: Any, report: Any) -> dict[str, Any]:
 
 
 def _rows(table: Table) -> list[list[tuple[str, str]]]:
-    """The cells of a table as (text, class) pairs."""
-    layout = table.layout
-    return [
-        [
-            (text.replace("-", "\u2212", 1) if _negative(value) else text, _style(text, column))
-            for text, value, column in zip(texts, row, layout, strict=True)
-        ]
-        for texts, row in zip(table.cells, table.rows, strict=True)
-    ]
-
-
-def _style(text: str, column: Column) -> str:
-    """The classes of a cell; short text is not broken into lines."""
-    return f"{column.align} brief" if len(text) <= BRIEF else column.align
-
-
-def _negative(value: object) -> bool:
-    """Whether a cell is a number below zero, which gets a true minus sign."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0
+    """The cells of a table as (text, classes) pairs; negative numbers have a true minus sign."""
+    rows = []
+    for texts, values in zip(table.cells, table.rows, strict=True):
+        cells = []
+        for text, value, column in zip(texts, values, table.layout, strict=True):
+            negative = isinstance(value, (int, float)) and value < 0
+            style = f"{column.align} brief" if len(text) <= BRIEF else column.align
+            cells.append((text.replace("-", "\u2212", 1) if negative else text, style))
+        rows.append(cells)
+    return rows
 
 
 @lru_cache(maxsize=1)
-def _template() -> Template:
+def _template() -> Any:
     """The page's template, compiled once."""
     from jinja2 import Environment, StrictUndefined
 

@@ -98,12 +98,7 @@ def _markers(axes: Any, chart: LineChart) -> None:
             axes.plot([marker.x], [marker.y], "o", mfc="white", mec="#1d1f23", zorder=5)
             place, offset, transform = (marker.x, marker.y), (6, 6), axes.transData
         axes.annotate(
-            marker.label,
-            place,
-            xycoords=transform,
-            xytext=offset,
-            textcoords="offset points",
-            parse_math=False,
+            marker.label, place, xycoords=transform, xytext=offset, textcoords="offset points", parse_math=False
         )
 
 

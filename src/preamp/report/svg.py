@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib.resources import files
@@ -9,10 +10,9 @@ from itertools import pairwise
 
 from .axis import Axis, fit
 from .bars import draw_bars, draw_heat
-from .charts import BarChart, Chart, ExponentHistogram, HeatMap, LineChart, Series
-from .frame import NARROW, Entry, Frame, build_frame, series_style
-from .markers import draw_markers
-from .markup import Element, element, path
+from .charts import BarChart, Chart, ExponentHistogram, HeatMap, LineChart, Marker, Series
+from .frame import NARROW, Box, Frame, build_frame, series_style
+from .markup import FONT, Element, element, label, path, text_width
 
 Point = tuple[float, float] | None
 """A point in axis coordinates, or None for a gap."""
@@ -75,7 +75,7 @@ def _draw_lines(chart: LineChart, width: float) -> tuple[list[Element], float]:
         stretches = _placed(series, frame, limit)
         parts += _line(stretches, series_style(index, series.dashed))
         drawn += stretches
-    parts += draw_markers(chart.markers, frame, drawn)
+    parts += _draw_markers(chart.markers, frame, drawn)
     return parts, frame.height
 
 
@@ -84,12 +84,12 @@ def _frame(chart: LineChart | ExponentHistogram, width: float, x: Axis, y: Axis)
     return build_frame(width, x, y, **labels, entries=_entries(chart), spans=chart.spans)
 
 
-def _entries(chart: LineChart | ExponentHistogram) -> list[Entry]:
+def _entries(chart: LineChart | ExponentHistogram) -> list[tuple[str, str]]:
     """The legend; a single series whose name the title or the y label says already needs none."""
     said = f"{chart.title} {chart.y_label}".lower()
     if len(chart.series) == 1 and chart.series[0].name.lower() in said:
         return []
-    return [Entry(s.name, series_style(i, s.dashed)) for i, s in enumerate(chart.series)]
+    return [(s.name, series_style(i, s.dashed)) for i, s in enumerate(chart.series)]
 
 
 def _points(xs: Sequence[float | None], ys: Sequence[float | None], x: Axis, y: Axis) -> list[Point]:
@@ -226,3 +226,100 @@ def runs(points: Sequence[Point]) -> list[list[tuple[float, float]]]:
         else:
             found[-1].append(point)
     return [run for run in found if run]
+
+
+# -- markers, with labels that cover neither each other nor, if possible, a line
+
+MOST = 200
+"""So many markers are drawn at most, evenly chosen; a report stays small however many steps were skipped."""
+
+_CELL = 5.0
+_AWAY = 20.0
+_DROPS = (-9.0, 17.0, -24.0, 32.0, -39.0, 47.0, -54.0, 62.0)
+
+Cells = set[tuple[int, int]]
+
+
+def _draw_markers(markers: Sequence[Marker], frame: Frame, lines: Sequence[list[tuple[float, float]]]) -> list[Element]:
+    """A ring or a rule for each marker, and its label where there is room; all labels are shown on hover.
+
+    `lines` are the drawn lines in the drawing's coordinates, which labels keep off where they can.
+    """
+    if len(markers) > MOST:
+        markers = [markers[index * len(markers) // MOST] for index in range(MOST)]
+    inked = _ink(lines)
+    shapes: list[Element] = []
+    labels: list[Element] = []
+    taken = list(frame.taken)
+    anchors: list[tuple[str, float, float, bool]] = []
+    for marker in markers:
+        x, y = frame.x.project(marker.x), frame.y.project(marker.y)
+        if x is None or (y is None and marker.y is not None):
+            continue
+        hover = element("title", marker.label or "marker")
+        if y is None:
+            shapes.append(element("line", hover, x1=x, y1=frame.top, x2=x, y2=frame.bottom, class_="marker rule"))
+            taken.append((x - 1, frame.top, x + 1, frame.bottom))
+            anchors.append((marker.label, x, frame.top + 4, False))
+        else:
+            shapes.append(element("circle", hover, cx=x, cy=y, r=4, class_="marker"))
+            taken.append((x - 5, y - 5, x + 5, y + 5))
+            anchors.append((marker.label, x, y, True))
+    for text, x, y, ring in anchors:
+        placed = _place(text, (x, y), ring, frame, taken, inked) if text else None
+        if placed is not None:
+            labels.append(placed)
+    return labels + shapes
+
+
+def _ink(lines: Sequence[list[tuple[float, float]]]) -> Cells:
+    """The cells of a coarse grid that the lines pass through."""
+    cells: Cells = set()
+    for line in lines:
+        for index, (x, y) in enumerate(line):
+            x0, y0 = line[index - 1] if index else (x, y)
+            steps = math.ceil(max(abs(x - x0), abs(y - y0)) / _CELL) or 1
+            for step in range(steps + 1):
+                share = step / steps
+                cells.add((int((x0 + (x - x0) * share) // _CELL), int((y0 + (y - y0) * share) // _CELL)))
+    return cells
+
+
+def _place(
+    text: str, anchor: tuple[float, float], ring: bool, frame: Frame, taken: list[Box], inked: Cells
+) -> Element | None:
+    """The label beside its point, at the first free place inside the plot, one without ink if there is any.
+
+    A ring whose label had to go further away gets a thin line to it.
+    """
+    x, y = anchor
+    room = frame.right - frame.left - 16
+    wide = min(text_width(text), room)
+    free: list[tuple[float, float, Box]] = []
+    for drop in _DROPS:
+        for left in (x + 7, x - 7 - wide, x - wide / 2):
+            box = (left, y + drop - FONT, left + wide, y + drop + 3)
+            inside = box[0] >= frame.left and box[2] <= frame.right
+            inside = inside and box[1] >= frame.top and box[3] <= frame.bottom
+            if inside and not any(_touch(box, other) for other in taken):
+                free.append((left, y + drop, box))
+    if not free:
+        return None
+    left, baseline, box = next((place for place in free if not _covers(place[2], inked)), free[0])
+    taken.append(box)
+    shown = label(text, room + 1, x=left, y=baseline, class_="halo")
+    if not ring or abs(baseline - y) < _AWAY:
+        return shown
+    end = (min(max(x, box[0]), box[2]), box[3] if baseline < y else box[1] + 2)
+    return element("g", element("path", d=path([(x, y), end]), class_="leader"), shown)
+
+
+def _touch(a: Box, b: Box) -> bool:
+    """Whether two boxes overlap."""
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+
+
+def _covers(box: Box, inked: Cells) -> bool:
+    """Whether a line passes through the box."""
+    left, top, right, bottom = (int(edge // _CELL) for edge in box)
+    return any((x, y) in inked for x in range(left, right + 1) for y in range(top, bottom + 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from rich.cells import cell_len
@@ -77,10 +77,10 @@ class Table:
         settled = []
         for index, column in enumerate(self.columns):
             assert isinstance(column, Column)
-            align = column.align
-            if align == "auto":
-                align = "right" if _is_numeric([row[index] for row in self.rows]) else "left"
-            settled.append(Column(column.name, column.unit, column.digits, align))
+            known = [row[index] for row in self.rows if row[index] is not None]
+            numeric = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in known)
+            align: Align = "right" if known and numeric else "left"
+            settled.append(column if column.align != "auto" else replace(column, align=align))
         return tuple(settled)
 
     @property
@@ -118,20 +118,8 @@ class Table:
 
     def to_dict(self) -> dict[str, Any]:
         """Title, columns, raw rows and notes, in types that strict JSON takes (nan and inf are null)."""
-        columns = [{"name": c.name, "unit": c.unit, "digits": c.digits, "align": c.align} for c in self.layout]
-        return {
-            "kind": "table",
-            "title": self.title,
-            "columns": columns,
-            "rows": to_json(self.rows),
-            "notes": list(self.notes),
-        }
-
-
-def _is_numeric(values: Sequence[Cell]) -> bool:
-    """Whether there is a number and nothing but numbers and None."""
-    known = [value for value in values if value is not None]
-    return bool(known) and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in known)
+        parts = {"columns": [asdict(column) for column in self.layout], "rows": to_json(self.rows)}
+        return {"kind": "table", "title": self.title, **parts, "notes": list(self.notes)}
 
 
 def _pad(text: str, width: int, align: Align) -> str:

@@ -127,12 +127,12 @@ class Fields:
 
     __slots__ = ()
     kind: ClassVar[str] = ""
-    """What its dict is told apart by, under "kind"; "" where that is plain from its place."""
+    """What its dict has under "kind"; "" where its place says it."""
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, in types that strict JSON takes."""
-        told = {each.name: to_json(getattr(self, each.name)) for each in fields(self)}  # type: ignore[arg-type]
-        return {"kind": self.kind, **told} if self.kind else told
+        plain = {each.name: to_json(getattr(self, each.name)) for each in fields(self)}  # type: ignore[arg-type]
+        return {"kind": self.kind, **plain} if self.kind else plain
 
     def _freeze(self, *names: str) -> None:
         """Turn fields of a value under construction into tuples."""

@@ -10,6 +10,7 @@ The data packages are the extra `demo`; they are looked for when a task's data a
 
 from __future__ import annotations
 
+from preamp.errors import PreampError
 from preamp.zoo.bert import BertTask
 from preamp.zoo.flights import FlightsTask
 from preamp.zoo.seresnext import SEResNeXtTask
@@ -19,4 +20,15 @@ from preamp.zoo.unet import UNetTask
 TASKS: dict[str, Task] = {task.name: task for task in (FlightsTask(), UNetTask(), BertTask(), SEResNeXtTask())}
 """The tasks by name, in the order in which the demo shows them."""
 
-__all__ = ["TASKS", "Batch", "Recipe", "Task"]
+
+def task_named(name: str, size: str) -> Task:
+    """A task that has a size; `PreampError` lists what there is."""
+    if name not in TASKS:
+        raise PreampError(f"there is no model {name!r}; the models are {', '.join(TASKS)}")
+    task = TASKS[name]
+    if size not in task.sizes:
+        raise PreampError(f"there is no size {size!r}; the sizes are {', '.join(task.sizes)}")
+    return task
+
+
+__all__ = ["TASKS", "Batch", "Recipe", "Task", "task_named"]

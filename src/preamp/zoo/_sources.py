@@ -10,7 +10,6 @@ import importlib
 import importlib.util
 import io
 import os
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from preamp.errors import MissingExtra
+from preamp.report.files import write_with
 
 EXTRA = "demo"
 _DIGEST_SIZE = 16  # bytes
@@ -57,8 +57,8 @@ def cached(key: str, build: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What `build` returns, kept on disk under `key`: tensors, numbers and strings by name.
 
     A file begins with a digest of the rest, so one that is truncated or damaged is noticed and built again. It is
-    written beside its place and renamed into it, so two processes at once each leave a whole file. A folder that
-    cannot be written only costs the time of building again.
+    written whole or not at all, by two processes at once too. A folder that cannot be written only costs the time of
+    building again.
     """
     path = cache_folder() / f"{key}.pt"
     kept = _read(path)
@@ -83,18 +83,8 @@ def _read(path: Path) -> dict[str, Any] | None:
 def _write(path: Path, kept: dict[str, Any]) -> None:
     buffer = io.BytesIO()
     torch.save(kept, buffer)
-    payload = buffer.getvalue()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(_digest(memoryview(payload)))
-            file.write(payload)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
+    payload = buffer.getbuffer()
+    write_with(path, lambda temporary: temporary.write_bytes(_digest(payload) + payload))
 
 
 def _digest(payload: memoryview) -> bytes:

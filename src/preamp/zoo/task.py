@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -28,10 +29,10 @@ class Recipe:
     steps: int
     batch_size: int
     max_lr: float
-    weight_decay: float
-    clip: float
-    optimizer: str
     eval_batch_size: int
+    weight_decay: float = 1e-2
+    clip: float = 1.0
+    optimizer: str = "AdamW"
 
 
 class Task(ABC):
@@ -84,7 +85,7 @@ class Task(ABC):
         with torch.no_grad():
             rows = [
                 self._tally(predict(*(x.to(device) for x in inputs)).float(), target.to(device)).cpu()
-                for inputs, target in self._held_out(self._known(size))
+                for inputs, target in _held_out(self, self._known(size))
             ]
         return self._score(torch.cat(rows).double())
 
@@ -113,6 +114,11 @@ class Task(ABC):
         """The metric of all rows, float64 (N, 2); unless overridden, the ratio of the columns' sums."""
         hits, total = rows.sum(0).tolist()
         return float(hits / total)
+
+
+@lru_cache(maxsize=8)
+def _held_out(task: Task, size: str) -> Sequence[Batch]:
+    return task._held_out(size)
 
 
 def shuffled(count: int, batch_size: int, steps: int, generator: torch.Generator) -> Iterator[Tensor]:

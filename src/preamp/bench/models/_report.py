@@ -3,21 +3,104 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ...report import BarChart, Bars, Cell, Column, Item, LineChart, Report, Section, Series, Table, smoothed
+from .._race import spread
 from .._results import MEASURED_ON
 from ..training._contenders import O2, O5_EIGHT, REFERENCE, Contender
 from ..training._parity import FP32
-from ._measured import COMPILED, Figure, Measured
-from ._suite import AMP_BF16, BATCHES, NETS, O1, O4, O5, TF32
+from ..training._rows import why_not
+from ..training._works import works
+from ._suite import AMP_BF16, BATCHES, NETS, NETWORKS, O1, O4, O5, TF32
 
 LEVELS = (O1, O2, O4, O5, O5_EIGHT)
 """Of preamp, in the pictures over all networks."""
 
 ORDER = (FP32, TF32, REFERENCE, AMP_BF16, O1, O2, O4, O5, O5_EIGHT)
 """Of all that are timed, in the pictures of a network."""
+
+
+COMPILED = ", compiled"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A value with the interval that holds the true median, where it has one."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+class Measured:
+    """Rows, as a bench's JSON has them under the suite's name."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.rows = rows
+        self._by_name = {str(row["name"]): row for row in rows}
+
+    @property
+    def networks(self) -> list[str]:
+        """Names of networks that there is a row of, in the order of the suite."""
+        names = [work.name for work in (works("full")[network.key] for network in NETWORKS)]
+        measured = [row.removesuffix(COMPILED) for row in self._by_name]
+        return [name for name in names if any(row.endswith(name) for row in measured)]
+
+    @property
+    def tiny(self) -> bool:
+        """Whether one of the rows is of the size that shows only that the suite works."""
+        return any(row.get("size", "full") != "full" for row in self.rows)
+
+    def row(self, name: str) -> Mapping[str, Any]:
+        """A row by its name; empty if there is none."""
+        return self._by_name.get(name, {})
+
+    def contenders(self, name: str) -> list[str]:
+        """Who has figures in a row, without the word that they were compiled."""
+        every = self.row(name).get("contenders", ())
+        return [str(each["name"]).removesuffix(COMPILED) for each in every if not each.get("error")]
+
+    def of(self, name: str, contender: str, key: str) -> Any:
+        """What was found of a contender in a row, under a key; None if nothing was."""
+        for each in self.row(name).get("contenders", ()):
+            if each["name"] in (contender, contender + COMPILED) and not each.get("error"):
+                return each.get(key)
+        return None
+
+    def speed(self, name: str, contender: str) -> Figure | None:
+        """How many times as fast as torch.amp in float16 in the same row, by rounds."""
+        found = self.of(name, contender, "ratio")
+        return None if found is None else Figure(found["median"], found["low"], found["high"])
+
+    def milliseconds(self, name: str, contender: str) -> Figure | None:
+        """Time of a step: the median over rounds of each round's median."""
+        seconds = self.of(name, contender, "seconds")
+        if not seconds:
+            return None
+        found = spread(seconds)
+        return Figure(1e3 * found["median"], 1e3 * found["low"], 1e3 * found["high"])
+
+    def share(self, name: str, contender: str, key: str) -> Figure | None:
+        """A figure over that of torch.amp in float16."""
+        own, theirs = (self.of(name, each, key) for each in (contender, REFERENCE.name))
+        return Figure(own / theirs) if own and theirs else None
+
+    def scaled(self, name: str, contender: str, key: str, unit: float) -> Figure | None:
+        """A figure in a unit."""
+        found = self.of(name, contender, key)
+        return Figure(found / unit) if found else None
+
+    def absent(self) -> Iterator[tuple[str, str, str]]:
+        """Row, contender ("-": all of them), and why there is no figure."""
+        for row in self.rows:
+            name, why, short = str(row["name"]), why_not(row), row.get("cut short")
+            failed = [each for each in row.get("contenders", ()) if each.get("error")]
+            yield from ((name, str(each["name"]), str(each["error"])) for each in failed)
+            if why or (short and not failed):
+                yield name, "-", str(why or short)
 
 
 def report(rows: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> Report:
@@ -28,7 +111,10 @@ def report(rows: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) ->
     if absent:
         table = Table("Without a figure", ("row", "contender", "why"), absent)
         sections.append(Section("What is not there", "", (table,)))
-    data = [{**row, "contenders": [*map(_without_samples, row.get("contenders", ()))]} for row in rows]
+    data = []
+    for row in rows:  # without samples, which are in results.json
+        kept = [{k: v for k, v in each.items() if k != "samples"} for each in row.get("contenders", ())]
+        data.append({**row, "contenders": kept})
     return Report(
         "preamp bench: models", verdict(measured, environment), [each for each in sections if each.items],
         environment=environment, data={"models": data}, status="neutral",
@@ -48,10 +134,6 @@ def verdict(measured: Measured, environment: Mapping[str, Any]) -> str:
         f"On {hardware} an eager training step of {O2.name} is {found[least]:.2f} ({least}) to {found[most]:.2f} "
         f"({most}) times as fast as {REFERENCE.name}, over {len(found)} networks."
     )
-
-
-def _without_samples(contender: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in contender.items() if key != "samples"}  # they are in results.json
 
 
 # -- over all networks
@@ -166,17 +248,21 @@ def _losses(measured: Measured, name: str) -> list[Item]:
     """Where training goes: the curves, how far they are from that of float32, and where they end."""
     row = f"losses, {name}"
     ran = [each for each in (*(c.name for c in ORDER), SEED) if each in measured.contenders(row)]
-    curves = {each: _smooth(measured.of(row, each, "losses")) for each in ran}
+    losses = {each: measured.of(row, each, "losses") for each in ran}
+    curves = {who: smoothed([math.nan if loss is None else loss for loss in own]) for who, own in losses.items()}
     if not ran:
         return []
     items: list[Item] = []
-    lines = [Series(each, range(len(losses)), losses, dashed=each == SEED) for each, losses in curves.items()]
+    lines = [Series(each, range(len(curve)), curve, dashed=each == SEED) for each, curve in curves.items()]
     note = "Exponential average over ten steps."
     items.append(LineChart(f"{name}: training loss", "step", "loss", lines, note=note))
     others = [each for each in ran if each not in (FP32.name, SEED)]
     if FP32.name in curves and others:
-        gaps = {each: _gaps(curves[each], curves[FP32.name]) for each in others}
-        lines = [Series(each, range(len(gap)), gap) for each, gap in gaps.items()]
+        lines = []
+        for each in others:
+            pairs = zip(curves[each], curves[FP32.name], strict=True)
+            gaps = [100 * (loss / full - 1) if full else math.nan for loss, full in pairs]
+            lines.append(Series(each, range(len(gaps)), gaps))
         items.append(LineChart(f"{name}: training loss against fp32", "step", "difference, %", lines, note=note))
     found = [[measured.of(row, each, key) for key in ("loss", "against fp32", "skips")] for each in ran]
     cells = [
@@ -186,15 +272,6 @@ def _losses(measured: Measured, name: str) -> list[Item]:
     columns = ("contender", Column("final loss", digits=4), Column("against fp32", "%", 3), Column("skips", digits=0))
     notes = (f"{measured.row(row).get('what')}; the same seed and data for all but the other seed",)
     return [*items, Table(f"{name}: where training ends", columns, cells, notes)]
-
-
-def _gaps(own: Sequence[float], full: Sequence[float]) -> list[float]:
-    """By how many percent losses differ from those of float32."""
-    return [100 * (loss / theirs - 1) if theirs else math.nan for loss, theirs in zip(own, full, strict=True)]
-
-
-def _smooth(losses: Sequence[float | None]) -> list[float]:
-    return smoothed([math.nan if loss is None else loss for loss in losses])
 
 
 # -- pictures

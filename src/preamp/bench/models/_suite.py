@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
-import torch
-
-from .._results import EVERYTHING, Missing
 from ..training._contenders import BF16, O2, O5_EIGHT, O5_SPLIT, REFERENCE, Contender
 from ..training._largest import Fits, net_row
 from ..training._parity import FP32
-from ..training._parts import Part, Run, Size, needs_by_group, run_suite
-from ..training._rows import TrainingRow
+from ..training._parts import Part, Size, Suite, SuiteRun
 from ..training._suite import SIZES as TRAINING_SIZES
 from ..training._works import Work
 
@@ -91,37 +86,8 @@ PROBED = 15
 """Sizes, so that four tries decide."""
 
 
-def models(
-    device: torch.device,
-    rounds: int,
-    tell: Callable[[str], None],
-    *,
-    size: str | None = None,
-    budget: float | None = None,
-    parts: Collection[str] | None = None,
-    missing: Missing = EVERYTHING,
-    fits: Fits | None = None,
-    now: Callable[[], float] = time.monotonic,
-) -> Iterator[TrainingRow]:
-    """Train seven networks at their real sizes by every contender, and give a row for each network and question.
-
-    What it takes and how it ends is as for the suite `training`; the groups of parts are `GROUPS`. The first contender
-    of a row is torch.amp in float16, compiled where the others are; images lie channels last for all. `fits` stands for
-    trying whether something fits.
-    """
-    run = Run.begun("models", SIZES, device, rounds, tell, size, budget, now)
-    for row in run_suite(run, _parts(run, fits), GROUPS, parts, missing):
-        row.about["size"] = run.name
-        yield row
-
-
-def estimates() -> dict[str, float]:
-    """Seconds that each group of parts takes in the full size, by the estimate of its parts, on an H100."""
-    return needs_by_group(_parts(Run.imagined(SIZES), None))
-
-
-def _parts(run: Run, fits: Fits | None) -> list[Part]:
-    """Network by network in each group."""
+def parts_of(run: SuiteRun, fits: Fits | None = None) -> list[Part]:
+    """Network by network in each group; `fits` stands for trying whether something fits."""
 
     def of(contenders: tuple[Contender, ...], network: Network) -> list[Contender]:
         return fitting(contenders, run.works[network.key])
@@ -131,12 +97,9 @@ def _parts(run: Run, fits: Fits | None) -> list[Part]:
         return range(step, (PROBED + 1) * step, step)
 
     def deeper(network: Network) -> Part:
-        work, tried = run.works[network.key], sizes(network.layers)
-
-        def make() -> TrainingRow:
-            count = max(work.count // 4, 1)
-            return net_row(work, count, run.device, run.clock, tried, of(NETS, network), tell=run.tell, fits=fits)
-
+        work = run.works[network.key]
+        count, contenders = max(work.count // 4, 1), of(NETS, network)
+        make = partial(net_row, run, work, count, sizes(network.layers), contenders, fits)
         name = f"larger net, {work.name}"
         return Part(kind="larger net", group=MEMORY_GROUP, name=name, needs=network.deeper, make=make)
 
@@ -146,7 +109,7 @@ def _parts(run: Run, fits: Fits | None) -> list[Part]:
 
     def compiled(network: Network) -> Part:
         group = next(group for group, keys in COMPILED_GROUPS.items() if network.key in keys)
-        return run.compiled(group, network.key, network.compiled, of(COMPILED, network))
+        return run.steps(group, network.key, network.compiled, of(COMPILED, network), compiled=True)
 
     return [
         *(run.steps(EAGER_GROUP, network.key, network.eager, of(EAGER, network)) for network in NETWORKS),
@@ -155,3 +118,6 @@ def _parts(run: Run, fits: Fits | None) -> list[Part]:
         *(run.parity(LOSSES_GROUP, n.key, n.losses, of(LOSSES, n), "losses") for n in NETWORKS),
         *(compiled(network) for network in NETWORKS),
     ]
+
+
+models = Suite(name="models", sizes=SIZES, groups=GROUPS, parts=parts_of)

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 class ByHand:
     """A model in float16 with its batch norms in float32, and float32 masters that the optimizer steps.
 
-    `make` makes the optimizer of the masters. Gradients and weights travel by one foreach copy each.
+    `make` makes the optimizer of the masters. Gradients and weights are copied by one foreach call each.
     """
 
     def __init__(self, model: nn.Module, make: Callable[[Iterable[Parameter]], torch.optim.Optimizer]) -> None:
@@ -24,31 +24,23 @@ class ByHand:
                     if tensor.is_floating_point():
                         tensor.data = tensor.data.half()
         self._low = [p for p in model.parameters() if p.requires_grad]
-        self._masters = [Parameter(p.detach().float()) for p in self._low]
-        for master in self._masters:
+        self.masters = [Parameter(p.detach().float()) for p in self._low]
+        for master in self.masters:
             master.grad = torch.empty_like(master)
-        self.optimizer = make(self._masters)
+        self.optimizer = make(self.masters)
 
     def unpack(self) -> None:
         """Give the masters the gradients of the model, and the model none."""
-        torch._foreach_copy_([m.grad for m in self._masters if m.grad is not None], [_grad(p) for p in self._low])
+        pairs = zip(self.masters, self._low, strict=True)
+        grads = [(m.grad, p.grad) for m, p in pairs if m.grad is not None and p.grad is not None]
+        torch._foreach_copy_([master for master, _ in grads], [low for _, low in grads])
         for param in self._low:
             param.grad = None
 
     @torch.no_grad()
     def publish(self) -> None:
         """Give the model the masters' values, which after a skipped step are what it has."""
-        torch._foreach_copy_(list[Tensor](self._low), list[Tensor](self._masters))
-
-    @property
-    def masters(self) -> list[Parameter]:
-        """What the optimizer steps."""
-        return self._masters
-
-
-def _grad(param: Parameter) -> Tensor:
-    assert param.grad is not None, "every parameter of these networks has a gradient"
-    return param.grad
+        torch._foreach_copy_(list[Tensor](self._low), list[Tensor](self.masters))
 
 
 class Graphed:
@@ -72,7 +64,7 @@ class Graphed:
             return self._function(*inputs)
         if self._left > 0:
             self._left -= 1
-            return self._aside(*inputs)
+            return self._on_side_stream(*inputs)
         if self._graph is None:
             self._capture(*inputs)
         for held, given in zip(self._inputs, inputs, strict=True):
@@ -80,7 +72,7 @@ class Graphed:
         self._graph.replay()
         return self._result
 
-    def _aside(self, *inputs: Tensor) -> Any:
+    def _on_side_stream(self, *inputs: Tensor) -> Any:
         # not on the default stream, which cannot be captured; on one for all calls, since streams share no free memory
         self._stream = self._stream or torch.cuda.Stream(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))

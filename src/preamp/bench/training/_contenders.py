@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,6 +45,10 @@ class Contender:
     """Split masters, where the optimizer has them."""
     eight_bit: bool = False
     """States in 8 bits, where the optimizer has them."""
+    shadow: bool = False
+    """`prepare(shadow=True)`."""
+    torchs_optimizer: bool = False
+    """The fused optimizer of torch in a session."""
     channels_last: bool = True
     """Layout of images and convolutions."""
 
@@ -167,8 +171,6 @@ class Trainer:
         if self.session is None:
             self.scaler = torch.amp.GradScaler(device.type, enabled=contender.dtype is FP16)
         self.train: Callable[[Tensor, Tensor], Tensor] = self._with_session if contender.ours else self._with_torch
-        if contender.by_hand:
-            self.train = self._with_masters_by_hand
         if contender.captured and self.session is None:
             self.train = Graphed(self.train, device)
         elif contender.captured and self.session is not None:
@@ -183,7 +185,7 @@ class Trainer:
             arguments["momentum"] = 0.9
         elif contender.level == "O3":
             arguments["eps"] = 1e-4  # float16 states turn the default into zero
-        if not contender.ours:
+        if not contender.ours or contender.torchs_optimizer:
             maker = getattr(torch.optim, kind)
             how = {"fused": True} if contender.fused else {"foreach": True}
             how |= {"capturable": True} if contender.captured else {}
@@ -204,7 +206,9 @@ class Trainer:
             return None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PreampWarning)
-            return prepare(self._model, self._optimizer, level=contender.level, scale=contender.scale)
+            return prepare(
+                self._model, self._optimizer, level=contender.level, scale=contender.scale, shadow=contender.shadow
+            )
 
     # -- training
 
@@ -220,31 +224,28 @@ class Trainer:
         return self.train(*next(self._batches))
 
     def _with_torch(self, x: Tensor, y: Tensor) -> Tensor:
-        scaler, dtype = self.scaler, self.contender.dtype
+        scaler, by_hand, clip = self.scaler, self._by_hand, self.work.clip
         assert scaler is not None
-        with torch.autocast(self.device.type, dtype=dtype) if dtype else contextlib.nullcontext():
+        region: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if by_hand is not None:
+            x = x.half() if x.is_floating_point() else x
+        elif self.contender.dtype is not None:
+            region = torch.autocast(self.device.type, dtype=self.contender.dtype)
+        with region:
             loss = self.work.loss(self._run(x), y)
         scaler.scale(loss).backward()
-        self._step_scaled(scaler, self._model.parameters())
-        self._optimizer.zero_grad()
-        return loss.detach()
-
-    def _with_masters_by_hand(self, x: Tensor, y: Tensor) -> Tensor:
-        scaler, by_hand = self.scaler, self._by_hand
-        assert scaler is not None and by_hand is not None
-        loss = self.work.loss(self._run(x.half() if x.is_floating_point() else x), y)
-        scaler.scale(loss).backward()
-        by_hand.unpack()
-        self._step_scaled(scaler, by_hand.masters)
-        by_hand.publish()
-        return loss.detach()
-
-    def _step_scaled(self, scaler: torch.amp.GradScaler, params: Iterable[Tensor]) -> None:
-        if self.work.clip is not None:
+        if by_hand is not None:
+            by_hand.unpack()
+        if clip is not None:
             scaler.unscale_(self._optimizer)
-            nn.utils.clip_grad_norm_(params, self.work.clip)
+            nn.utils.clip_grad_norm_(self._model.parameters() if by_hand is None else by_hand.masters, clip)
         scaler.step(self._optimizer)
         scaler.update()
+        if by_hand is not None:
+            by_hand.publish()
+        else:
+            self._optimizer.zero_grad()
+        return loss.detach()
 
     def _with_session(self, x: Tensor, y: Tensor) -> Tensor:
         session = self.session

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 
-from .._results import failure
+from .._results import Row
 from ._contenders import O2, O5_EIGHT, O5_SPLIT, REFERENCE, Contender, Trainer
-from ._measure import Clock, Tell, free, quiet
-from ._rows import TrainingRow
+from ._measure import Run, free_memory
 from ._works import Work
 
 SHARE = 0.25
@@ -39,22 +39,19 @@ def largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
 
 
 def batch_row(
-    work: Work, device: torch.device, clock: Clock, sizes: Sequence[int], contenders: Sequence[Contender] = SEARCHED,
-    tell: Tell = quiet, fits: Fits | None = None,
-) -> TrainingRow:  # fmt: skip
+    run: Run, work: Work, sizes: Sequence[int], contenders: Sequence[Contender] = SEARCHED, fits: Fits | None = None
+) -> Row:
     """The largest batch of each contender."""
 
     def make(contender: Contender, count: int) -> Trainer:
-        return Trainer(contender, work, device, count=count)
+        return Trainer(contender, work, run.device, count=count)
 
-    name = f"largest batch, {work.name}"
-    return _row("largest batch", name, "batch", contenders, sizes, fits or _on(device, make), device, clock, tell)
+    return _row(run, "largest batch", work, "batch", sizes, contenders, fits, make)
 
 
 def net_row(
-    work: Work, count: int, device: torch.device, clock: Clock, sizes: Sequence[int], contenders: Sequence[Contender],
-    tell: Tell = quiet, fits: Fits | None = None,
-) -> TrainingRow:  # fmt: skip
+    run: Run, work: Work, count: int, sizes: Sequence[int], contenders: Sequence[Contender], fits: Fits | None = None
+) -> Row:
     """The most layers of each contender in a work that has a `deeper`, and how many parameters they make.
 
     `count`: samples a batch, few, so that it is what belongs to parameters that fills the memory.
@@ -63,10 +60,9 @@ def net_row(
     assert deeper is not None
 
     def make(contender: Contender, layers: int) -> Trainer:
-        return Trainer(contender, deeper(layers), device, count=count)
+        return Trainer(contender, deeper(layers), run.device, count=count)
 
-    name = f"larger net, {work.name}"
-    row = _row("larger net", name, "layers", contenders, sizes, fits or _on(device, make), device, clock, tell)
+    row = _row(run, "larger net", work, "layers", sizes, contenders, fits, make)
     row.about["batch"] = count
     for each in row.contenders:
         if each.get("layers"):
@@ -75,33 +71,26 @@ def net_row(
 
 
 def _row(
-    part: str, name: str, what: str, contenders: Sequence[Contender], sizes: Sequence[int], fits: Fits | None,
-    device: torch.device, clock: Clock, tell: Tell,
-) -> TrainingRow:  # fmt: skip
-    """`what`: the key under which each contender has its largest size."""
-    if fits is None:
-        why = f"{device.type} memory has no limit that an allocator keeps; this takes a CUDA device"
-        return TrainingRow(part=part, name=name, about={"not measured": why})
-    results: list[dict[str, object]] = []
-    about: dict[str, object] = {"sizes": list(sizes), "share": SHARE}
-    for contender in contenders:
-        if clock.left <= 5:
-            about["cut short"] = f"left out: {clock.spent}"
-            results.append({"name": contender.name, "error": about["cut short"]})
-            continue
-        try:
-            results.append({"name": contender.name, what: largest(sizes, partial(fits, contender))})
-        except Exception as error:
-            results.append({"name": contender.name, "error": failure(contender.name, error, tell)})
+    run: Run, part: str, work: Work, what: str, sizes: Sequence[int], contenders: Sequence[Contender],
+    fits: Fits | None, make: Callable[[Contender, int], Trainer],
+) -> Row:  # fmt: skip
+    """`what`: the key under which each contender has its largest size; `fits`: in place of trying."""
+    name = f"{part}, {work.name}"
+    if fits is None and run.device.type != "cuda":
+        why = f"{run.device.type} memory has no limit that an allocator keeps; this takes a CUDA device"
+        return Row(part=part, name=name, about={"not measured": why})
+    by_name = {contender.name: contender for contender in contenders}
+
+    def tried(contender: Contender, size: int) -> bool:
+        return trains(partial(make, contender, size), run.device)
+
+    def measure(who: str) -> dict[str, Any]:
+        return {what: largest(sizes, partial(fits or tried, by_name[who]))}
+
+    about: dict[str, Any] = {"sizes": list(sizes), "share": SHARE}
+    results = run.each(by_name, measure, 5.0, about)
     said = f"the largest of {', '.join(map(str, sizes))} that trains in {SHARE:.0%} of the memory"
-    return TrainingRow(part=part, name=name, what=said, contenders=results, about=about)
-
-
-def _on(device: torch.device, make: Callable[[Contender, int], Trainer]) -> Fits | None:
-    """By trying; None where memory has no limit."""
-    if device.type != "cuda":
-        return None
-    return lambda contender, size: trains(partial(make, contender, size), device)
+    return Row(part=part, name=name, what=said, contenders=results, about=about)
 
 
 def trains(make: Callable[[], Trainer], device: torch.device) -> bool:
@@ -122,7 +111,7 @@ def trains(make: Callable[[], Trainer], device: torch.device) -> bool:
         if trainer is not None:
             trainer.close()
         del trainer
-        free()
+        free_memory()
     return fits
 
 
@@ -132,7 +121,7 @@ def _limited(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    free()
+    free_memory()
     # cuDNN's search for the quickest convolutions would take seconds at each size, and memory of its own
     searching, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
     torch.cuda.set_per_process_memory_fraction(SHARE, device)

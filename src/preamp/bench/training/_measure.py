@@ -8,7 +8,7 @@ import itertools
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +16,10 @@ import torch
 
 from ...autocast import REGISTRY
 from .._counting import counted_launches
+from .._machine import seconds_now
 from .._race import spread
-from .._results import failure
+from .._results import Row, failure
 from ._contenders import Contender, Trainer
-from ._rows import TrainingRow
 from ._works import Work
 
 Tell = Callable[[str], None]
@@ -76,6 +76,35 @@ class Speeds:
         return max(work.flop() / self.product, 30 * work.parameters / self.copy) / seconds
 
 
+@dataclass(kw_only=True)
+class Run:
+    """One call of a suite: where, how long, and whom to report to."""
+
+    device: torch.device
+    pace: Pace
+    clock: Clock
+    tell: Tell = quiet
+    speeds: Speeds | None = None
+    """Of the machine, once they are measured."""
+
+    def each(
+        self, names: Iterable[str], measure: Callable[[str], dict[str, Any]], reserve: float, about: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        """What `measure` finds of each name, or why not: it failed, or no more than `reserve` seconds are left."""
+        results = []
+        for name in names:
+            if self.clock.left <= reserve:
+                about["cut short"] = f"left out: {self.clock.spent}"
+                results.append({"name": name, "error": about["cut short"]})
+                continue
+            try:
+                results.append({"name": name, **measure(name)})
+            except Exception as error:
+                results.append({"name": name, "error": failure(name, error, self.tell)})
+            free_memory()
+        return results
+
+
 @dataclass
 class _Entry:
     contender: Contender
@@ -86,39 +115,40 @@ class _Entry:
     error: str | None = None
 
 
-def heat(
-    part: str, work: Work, contenders: Sequence[Contender], device: torch.device, pace: Pace, clock: Clock,
-    speeds: Speeds | None, reserve: float = 0.0, name: str | None = None, tell: Tell = quiet,
-) -> TrainingRow:  # fmt: skip
+def steps_row(
+    run: Run, part: str, work: Work, contenders: Sequence[Contender], reserve: float = 0.0, name: str | None = None
+) -> Row:
     """Train a work by every contender, by turns; the first one is the reference.
 
     One that fails is reported as failed, and one that would start when no more than `reserve` seconds are left as left
     out. Those of torch run without preamp's operator rules in the dispatcher.
     """
+    if any(contender.compiled for contender in contenders):
+        torch.compiler.reset()  # entries of other works would be looked through at every call
     entries = [_Entry(contender) for contender in contenders]
     about: dict[str, Any] = {"parameters": work.parameters, "flop": work.flop()}
     try:
         for entry in entries:
-            if clock.left <= reserve:
-                entry.error = about["cut short"] = f"left out: {clock.spent}"
+            if run.clock.left <= reserve:
+                entry.error = about["cut short"] = f"left out: {run.clock.spent}"
             else:
-                with _turn(entry, work, tell):
-                    _begin(entry, work, device, pace, tell)
-        for index in range(pace.rounds):
-            if index and clock.left <= reserve / 2:
-                about["cut short"] = f"{index} of {pace.rounds} rounds: {clock.spent}"
+                with _turn(entry, work, run.tell):
+                    _begin(entry, work, run)
+        for index in range(run.pace.rounds):
+            if index and run.clock.left <= reserve / 2:
+                about["cut short"] = f"{index} of {run.pace.rounds} rounds: {run.clock.spent}"
                 break
             for entry in entries if index % 2 == 0 else entries[::-1]:
                 if entry.trainer is not None:
-                    with _turn(entry, work, tell):
-                        entry.rounds.append(_round(entry, device))
+                    with _turn(entry, work, run.tell):
+                        entry.rounds.append(_round(entry, run.device))
     finally:
         for entry in entries:
             _end(entry)
-        free()
+        free_memory()
     reference = entries[0]
-    results = [_told(entry, reference, work, speeds) for entry in entries]
-    return TrainingRow(part=part, name=name or work.name, what=work.what, contenders=results, about=about)
+    results = [_result(entry, reference, work, run.speeds) for entry in entries]
+    return Row(part=part, name=name or work.name, what=work.what, contenders=results, about=about)
 
 
 @contextlib.contextmanager
@@ -132,12 +162,12 @@ def _turn(entry: _Entry, work: Work, tell: Tell) -> Iterator[None]:
         entry.error = failure(f"{work.name}: {entry.contender.name}", error, tell)
     if entry.error:
         _end(entry)
-        free()
+        free_memory()
         if entry.contender.captured:
-            _mend_generator()
+            _reset_generator()
 
 
-def _mend_generator() -> None:
+def _reset_generator() -> None:
     """Random numbers work again on the device after a capture that broke off, which leaves its generator at it."""
     if torch.cuda.is_available():
         fresh = torch.Generator("cuda")
@@ -145,9 +175,9 @@ def _mend_generator() -> None:
         generator.graphsafe_set_state(fresh.graphsafe_get_state())
 
 
-def _begin(entry: _Entry, work: Work, device: torch.device, pace: Pace, tell: Tell) -> None:
+def _begin(entry: _Entry, work: Work, run: Run) -> None:
     """Make the trainer, warm it up, and measure what needs no race: memory, host syncs, kernels."""
-    before = _allocated(device)
+    device, pace, before = run.device, run.pace, _allocated(run.device)
     trainer = entry.trainer = Trainer(entry.contender, work, device, backend=pace.backend)
     trainer.take_turn()
     took = warm_up(trainer, device, pace.warm_up)
@@ -160,7 +190,7 @@ def _begin(entry: _Entry, work: Work, device: torch.device, pace: Pace, tell: Te
             trainer.step()
     torch.cuda.synchronize(device)
     entry.found["peak bytes"] = torch.cuda.max_memory_allocated(device) - before
-    entry.found |= waits(trainer, tell)
+    entry.found |= host_syncs(trainer, run.tell)
     entry.found |= counted_launches(trainer.step)
 
 
@@ -176,15 +206,13 @@ def warm_up(trainer: Trainer, device: torch.device, fewest: int) -> float:
     """Take steps until two in a row take about the same time (compiling and capturing take steps too); that time."""
     times: list[float] = []
     while len(times) < fewest or (len(times) < 4 * fewest and abs(times[-1] / times[-2] - 1) > 0.25):
-        started = time.perf_counter()
+        started = seconds_now(device)
         trainer.step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - started)
+        times.append(seconds_now(device) - started)
     return min(times)
 
 
-def waits(trainer: Trainer, tell: Tell = quiet, steps: int = 3) -> dict[str, Any]:
+def host_syncs(trainer: Trainer, tell: Tell = quiet, steps: int = 3) -> dict[str, Any]:
     """The host syncs of a step. preamp's steps first run with host syncs forbidden, so that an error shows where."""
     found: dict[str, Any] = {}
     try:
@@ -249,14 +277,14 @@ def _end(entry: _Entry) -> None:
         entry.trainer = None
 
 
-def free() -> None:
+def free_memory() -> None:
     """Return freed memory to the device, for the next contender."""
     if torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()
 
 
-def _told(entry: _Entry, reference: _Entry, work: Work, speeds: Speeds | None) -> dict[str, Any]:
+def _result(entry: _Entry, reference: _Entry, work: Work, speeds: Speeds | None) -> dict[str, Any]:
     name = entry.contender.name
     if entry.error or not entry.rounds:
         return {"name": name, "error": entry.error or "no round was run", **entry.found}

@@ -7,6 +7,7 @@ import importlib.metadata
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,11 +22,10 @@ from ...scaling import DynamicScale
 from ...session import Session, prepare
 from .._counting import counted_launches
 from .._race import race
-from .._results import failure
+from .._results import Row, failure
 from .._step_suite import LISTS, TINY
 from ._by_hand import Graphed
-from ._measure import Speeds, Tell, free, quiet
-from ._rows import TrainingRow
+from ._measure import Speeds, Tell, free_memory, quiet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +39,6 @@ class Rival:
     kind: str
     arguments: dict[str, Any] = field(default_factory=dict)
     masters: bool = False
-
-    @property
-    def installed(self) -> bool:
-        """Whether its distribution is there."""
-        try:
-            importlib.metadata.version(self.package)
-        except importlib.metadata.PackageNotFoundError:
-            return False
-        return True
 
     def make(self, params: Sequence[Parameter], lr: float) -> torch.optim.Optimizer:
         """The optimizer over `params`."""
@@ -68,15 +59,17 @@ RIVALS = (
 
 def installed() -> list[Rival]:
     """Those that this machine has."""
-    return [rival for rival in RIVALS if rival.installed]
+    found = []
+    for rival in RIVALS:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.version(rival.package)
+            found.append(rival)
+    return found
 
 
 Step = Callable[[], Any]
 
-LISTS_BY_SIZE: dict[str, tuple[str, ...]] = {
-    "full": ("BERT-large", "1500 x 100k", "1500 x 1k"),
-    "tiny": tuple(TINY),
-}
+LISTS_BY_SIZE: dict[str, tuple[str, ...]] = {"full": ("BERT-large", "1500 x 100k", "1500 x 1k"), "tiny": tuple(TINY)}
 SHAPES: dict[str, list[tuple[int, ...]]] = {name: shapes for name, (shapes, _) in (LISTS | TINY).items()}
 
 REFERENCE, FOREACH, BF16 = "torch.amp fp16", "torch.amp fp16, foreach", "torch.amp bf16"
@@ -132,7 +125,7 @@ def _median(work: Step, device: torch.device) -> float:
 def optimizer_row(
     name: str, device: torch.device, rounds: int, found: Speeds | None, *, clip: float | None = None,
     tell: Tell = quiet,
-) -> TrainingRow:  # fmt: skip
+) -> Row:  # fmt: skip
     """One step of Adam on a list of tensors by each contender, with the casts of weights and gradients around it.
 
     Every loss scale is dynamic. torch's casts are made by one foreach copy each, which is quicker than autocast's own,
@@ -150,7 +143,7 @@ def optimizer_row(
             steps[contender] = step
         except Exception as error:
             failed[contender] = failure(contender, error, tell)
-            free()
+            free_memory()
     results: list[dict[str, Any]] = []
     try:
         outcomes = race(steps, rounds=rounds, number=4 if entries > 1e7 else 10, device=device) if steps else []
@@ -168,7 +161,7 @@ def optimizer_row(
     title = f"Adam, {name}" + ("" if clip is None else ", clipping")
     what = "scaling, casts of weights and gradients, check, unscaling, step; dynamic scales"
     about = {"parameters": entries, "list": name, "clip": clip}
-    return TrainingRow(part="optimizer", name=title, what=what, contenders=results, about=about)
+    return Row(part="optimizer", name=title, what=what, contenders=results, about=about)
 
 
 def _makers(problem: _Problem) -> dict[str, Callable[[], Step]]:

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._results import failure
+from .._results import Row
 from ._contenders import EAGER, PARITY, Contender, Trainer
-from ._measure import Clock, Tell, free, quiet
-from ._rows import TrainingRow
+from ._measure import Run
 from ._works import Work
 
 FP32 = next(contender for contender in EAGER if contender.name == "fp32")
@@ -23,34 +22,25 @@ SETTLED = 50
 
 
 def parity_row(
-    work: Work, device: torch.device, steps: int, clock: Clock, reserve: float = 0.0, tell: Tell = quiet,
-    contenders: Sequence[Contender] = PARITY, part: str = "parity",
-) -> TrainingRow:  # fmt: skip
+    run: Run, part: str, work: Work, steps: int, contenders: Sequence[Contender] = PARITY, reserve: float = 0.0
+) -> Row:
     """Final losses by contender, same seed and data, and of float32 under a second seed: what seeds make out."""
-    runs: list[tuple[str, Contender, int]] = [("fp32", FP32, 0)]
-    runs += [(contender.name, contender, 0) for contender in contenders]
-    runs.insert(3, ("fp32, another seed", FP32, 1))  # behind what matters most, should the time run out
-    results: list[dict[str, Any]] = []
+    names = ["fp32", *(contender.name for contender in contenders)]
+    names.insert(3, "fp32, another seed")  # behind what matters most, should the time run out
+    by_name = {contender.name: contender for contender in contenders}
     about: dict[str, Any] = {"steps": steps, "settled after": SETTLED}
-    yardstick: float | None = None
-    for name, contender, seed in runs:
-        if clock.left <= reserve:
-            about["cut short"] = f"left out: {clock.spent}"
-            results.append({"name": name, "error": about["cut short"]})
-            continue
-        try:
-            found = _train(contender, work, device, steps, seed)
-        except Exception as error:
-            results.append({"name": name, "error": failure(name, error, tell)})
-            free()
-            continue
+    reference: list[float] = []
+
+    def measure(name: str) -> dict[str, Any]:
+        seed = int(name == "fp32, another seed")
+        found = _train(by_name.get(name, FP32), work, run.device, steps, seed)
         if name == "fp32":
-            yardstick = found["loss"]
-        found["against fp32"] = found["loss"] / yardstick - 1 if yardstick else None
-        results.append({"name": name, **found})
-        free()
+            reference.append(found["loss"])
+        return {**found, "against fp32": found["loss"] / reference[0] - 1 if any(reference) else None}
+
+    results = run.each(names, measure, reserve, about)
     what = f"{steps} steps, mean loss of the last {min(TAIL, steps)}"
-    return TrainingRow(part=part, name=f"{part}, {work.name}", what=what, contenders=results, about=about)
+    return Row(part=part, name=f"{part}, {work.name}", what=what, contenders=results, about=about)
 
 
 def _train(contender: Contender, work: Work, device: torch.device, steps: int, seed: int) -> dict[str, Any]:

@@ -1,44 +1,18 @@
-"""What the suite gives: a row for each part, with its contenders, in types that JSON takes."""
+"""What is said of the rows of training suites: a line for each contender, and the table at the end."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from ...report import Cell, Column, Table, to_json
-from .._race import INTERVAL, spread_text
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingRow:
-    """A part of the suite: what was done, and what was found of each contender.
-
-    `part`: machine, optimizer, steps, compiled, parity, losses, largest batch or larger net. `contenders`: one mapping
-    each, with `name` and either `error` or what was measured; times in seconds, memory in bytes. `about`: what all of
-    them share; `dropped` in it says why the part was left out, `cut short` why contenders or rounds were, `error` why
-    it failed, `not measured` why such a device has no such figure.
-    """
-
-    part: str
-    name: str
-    what: str = ""
-    contenders: Sequence[dict[str, Any]] = ()
-    about: dict[str, Any] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything; numbers that are not finite become null."""
-        plain: dict[str, Any] = to_json(
-            {"part": self.part, "name": self.name, "what": self.what, **self.about,
-             "contenders": [dict(each) for each in self.contenders]}
-        )  # fmt: skip
-        return plain
-
+from ...report import Cell, Column, Table
+from .._race import INTERVAL, RATIO, spread_text
+from .._results import Row
 
 _BESIDES = ("loss", "against fp32", "skips", "batch", "layers", "parameters")
 
 
-def lines(row: TrainingRow) -> list[str]:
+def lines(row: Row) -> list[str]:
     """The lines printed for a row, one for each contender."""
     if "dropped" in row.about:
         return [f"{row.name}: dropped, {row.about['dropped']}"]
@@ -46,10 +20,10 @@ def lines(row: TrainingRow) -> list[str]:
         return [f"{row.name}: {row.about['error']}"]
     if not row.contenders:
         return [f"{row.name}: " + ", ".join(f"{key} {_short(value)}" for key, value in row.about.items())]
-    return [f"{row.name}: {each['name']}: {_told(each)}" for each in row.contenders]
+    return [f"{row.name}: {each['name']}: {_in_words(each)}" for each in row.contenders]
 
 
-def _told(each: dict[str, Any]) -> str:
+def _in_words(each: dict[str, Any]) -> str:
     if each.get("error"):
         return f"failed: {each['error']}"
     said = []
@@ -68,8 +42,8 @@ def _told(each: dict[str, Any]) -> str:
 
 def why_not(about: Mapping[str, Any]) -> str | None:
     """Why a row, or a contender, has no figures: left out, failed, or what no such device has."""
-    told = {"dropped": "dropped", "error": "failed", "not measured": "not measured"}
-    return next((f"{said}: {about[key]}" for key, said in told.items() if about.get(key)), None)
+    reasons = {"dropped": "dropped", "error": "failed", "not measured": "not measured"}
+    return next((f"{words}: {about[key]}" for key, words in reasons.items() if about.get(key)), None)
 
 
 def _short(value: Any) -> str:
@@ -78,7 +52,7 @@ def _short(value: Any) -> str:
     return f"{len(value)}" if isinstance(value, list) else str(value)
 
 
-def training_table(rows: Sequence[TrainingRow], hardware: str, suite: str = "training") -> Table:
+def training_table(suite: str, rows: Sequence[Row], hardware: str) -> Table:
     """What is printed at the end: every contender of every part."""
     columns = ("work", "contender", Column("median", "ms", 3), Column("ratio", "x", 3), Column("low", "x", 3),
                Column("high", "x", 3), Column("peak", "MiB", 0), Column("waits", digits=1),
@@ -89,7 +63,7 @@ def training_table(rows: Sequence[TrainingRow], hardware: str, suite: str = "tra
             cells.append((row.name, "-", *[None] * 8, why))
         cells += [_cells(row.name, each) for each in row.contenders]
     notes = (
-        "ratio: time of the first contender / time of this one, median over rounds; above 1 is faster",
+        RATIO,
         INTERVAL,
         "waits: times a step that the host waits for the device; launches: kernels of a step",
         "roofline: share of what products and the optimizer's memory traffic would need at the speeds measured first",

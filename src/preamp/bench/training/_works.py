@@ -1,4 +1,7 @@
-"""What is trained: networks with synthetic data of a fixed seed, made on the device, and how each is optimized."""
+"""What is trained: networks with synthetic data of a fixed seed, made on the device, and how each is optimized.
+
+Most are those of the zoo; a decoder and a feed-forward network are added.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ...zoo.bert import Bert, Shape
+from ...zoo.bert import IGNORED, Bert, Layer, Shape, waves
 from ...zoo.seresnext import SHAPES, SEResNeXt
 from ...zoo.unet import UNet
-from ._models import Gpt, ResNet, feed_forward
-
-IGNORED = -100
-"""Target of a position that the loss leaves out."""
 
 Batch = tuple[Tensor, Tensor]
 
@@ -77,6 +76,38 @@ def _flop(work: Work) -> int:
     with counter:
         work.loss(model(x), y).backward()
     return counter.get_total_flops() * work.count
+
+
+# -- networks that the zoo does not have
+
+
+def feed_forward(width: int, layers: int = 5) -> nn.Sequential:
+    """`layers` times Linear and ReLU at one width, and one output: (N, width) to (N, 1)."""
+    hidden = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(*hidden, nn.Linear(width, 1))
+
+
+class Gpt(nn.Module):
+    """A decoder with norms before each block (Radford et al. 2019): int64 ids (N, T) to logits (N, T, vocabulary).
+
+    What stands at a position says what comes next. The output layer shares the embedding's weight; no dropout.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        hidden = shape.hidden
+        self.pieces = nn.Embedding(shape.vocabulary, hidden)
+        self.positions = nn.Parameter(waves(shape.positions, hidden))
+        self.layers = nn.Sequential(*(Layer(hidden, shape.heads, causal=True) for _ in range(shape.layers)))
+        self.norm = nn.LayerNorm(hidden)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=hidden**-0.5 / 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits (N, T, vocabulary)."""
+        x = self.norm(self.layers(self.pieces(ids) + self.positions[: ids.shape[1]]))
+        return F.linear(x, self.pieces.weight)
 
 
 # -- data: learnable, so that runs of two precisions can be compared by where they arrive
@@ -153,16 +184,8 @@ def _text_loss(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten(), ignore_index=IGNORED)
 
 
-def _mask_loss(logits: Tensor, target: Tensor) -> Tensor:
-    return F.binary_cross_entropy_with_logits(logits.float(), target)
-
-
 def _class_loss(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), target)
-
-
-def _square_loss(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output.float(), target)
 
 
 # -- the works
@@ -194,12 +217,15 @@ def works(size: str) -> dict[str, Work]:
     decoder = _shape(2048, 4, 16, 1024, 50304) if full else _shape(64, 1, 2, 16, 64)
     width, rows = (512, 1024) if full else (32, 16)
     channels, levels, side, images = (32, 5, 256, 16) if full else (4, 2, 16, 2)
-    blocks, first, classes, square, pictures = ((3, 4, 6, 3), 64, 1000, 224, 128) if full else ((1, 1), 4, 10, 32, 2)
-    grouped, gated = (64, SHAPES["full"]) if full else (2, replace(SHAPES["full"], blocks=(1, 1), width=16, groups=4))
+    square, classes, pictures, grouped = (224, 1000, 128, 64) if full else (32, 10, 2, 2)
+    gated = SHAPES["full"] if full else replace(SHAPES["full"], blocks=(1, 1), width=16, first=8, groups=4)
+    plain = replace(gated, width=64, first=64) if full else replace(gated, width=4, first=4, classes=classes)
+    resnet = replace(plain, expansion=4, groups=1, gated=False)
     return {
         "feed-forward": Work(
             name="feed-forward", what=f"5 layers of width {width}, batch {rows}, Adam",
-            build=lambda: feed_forward(width), batch=_rows(width), loss=_square_loss, count=rows,
+            build=lambda: feed_forward(width), batch=_rows(width), count=rows,
+            loss=lambda output, target: F.mse_loss(output.float(), target),
         ),
         "bert-base b4": _transformer("BERT-base b4", base, 4 if full else 1),
         "bert-base b32": _transformer("BERT-base b32", base, 32 if full else 2),
@@ -207,12 +233,13 @@ def works(size: str) -> dict[str, Work]:
         "gpt": _transformer("GPT-2048 b4", decoder, 4 if full else 2, causal=True),
         "unet": Work(
             name="UNet", what=f"base {channels}, {levels} levels, {images} x 3 x {side} x {side}, Adam",
-            build=lambda: UNet(channels=3, base=channels, levels=levels), batch=_scenes(side), loss=_mask_loss,
+            build=lambda: UNet(channels=3, base=channels, levels=levels), batch=_scenes(side),
+            loss=lambda logits, target: F.binary_cross_entropy_with_logits(logits.float(), target),
             count=images, images=True,
         ),
         "resnet": Work(
             name="ResNet-50", what=f"{pictures} x 3 x {square} x {square}, SGD with momentum",
-            build=lambda: ResNet(blocks, first, classes), batch=_pictures(square, classes), loss=_class_loss,
+            build=lambda: SEResNeXt(resnet), batch=_pictures(square, classes), loss=_class_loss,
             count=pictures, optimizer="SGD", lr=0.05, images=True,
         ),
         "se-resnext": Work(
