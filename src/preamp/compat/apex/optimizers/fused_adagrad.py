@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import _amp_c, _steps
-from ._base import ApexOptimizer, Closure, check_hypers, evaluated
+from ._base import ApexOptimizer
 
 
 class FusedAdagrad(ApexOptimizer):
@@ -21,7 +20,6 @@ class FusedAdagrad(ApexOptimizer):
 
     wide_states = ("sum",)
     multi_tensor_adagrad = staticmethod(_amp_c.multi_tensor_adagrad)
-    own_attributes = ("set_grad_none", "adagrad_w_mode")
 
     def __init__(
         self,
@@ -32,20 +30,12 @@ class FusedAdagrad(ApexOptimizer):
         set_grad_none: bool = True,
         adagrad_w_mode: bool = False,
     ) -> None:
-        check_hypers(lr=lr, eps=eps, weight_decay=weight_decay)
         self.adagrad_w_mode = 1 if adagrad_w_mode else 0
         self.set_grad_none = set_grad_none
         super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Closure = None) -> Any:
-        """One step of every parameter that has a gradient; returns the closure's loss."""
-        loss = evaluated(closure)
+    def _advance(self) -> None:
         for group in self.param_groups:
             params, grads = self.present(group)
-            if params:
-                options = {name: group[name] for name in ("lr", "eps", "weight_decay")}
-                _steps.adagrad(
-                    params, grads, self.states(params, "sum"), decoupled=bool(self.adagrad_w_mode), **options
-                )
-        return loss
+            options = {name: group[name] for name in ("lr", "eps", "weight_decay")}
+            _steps.adagrad(params, grads, self.states(params, "sum"), decoupled=bool(self.adagrad_w_mode), **options)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ....formats import LOW_DTYPES
-from ....kernels import global_norm
+from ....kernels import AdamOptions, adam, global_norm
 from .. import _amp_c, _steps
-from ._base import MASTER, ApexOptimizer, Closure, check_hypers, evaluated, refuse_amsgrad, scaling_of
+from ._base import MASTER, ApexOptimizer, Closure, evaluated, scaling_of
 
 OF_2018 = frozenset(("amp_scale_adjustment", "eps_inside_sqrt", "max_grad_norm", "use_mt"))
 
@@ -31,7 +31,6 @@ class FusedAdam(ApexOptimizer):
 
     wide_states = ("exp_avg", "exp_avg_sq", MASTER)
     multi_tensor_adam = staticmethod(_amp_c.multi_tensor_adam)
-    own_attributes = ("set_grad_none", "adam_w_mode", "capturable", "master_weights", "_step_supports_amp_scaling")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """With arguments of 2018, the optimizer of 2018, which was imported from this place then."""
@@ -53,8 +52,6 @@ class FusedAdam(ApexOptimizer):
         capturable: bool = False,
         master_weights: Any = False,
     ) -> None:
-        refuse_amsgrad(amsgrad, "FusedAdam")
-        check_hypers(betas, lr=lr, eps=eps, weight_decay=weight_decay)
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.set_grad_none = set_grad_none
         self.capturable = capturable
@@ -63,7 +60,7 @@ class FusedAdam(ApexOptimizer):
         defaults = {
             "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay,
         }  # fmt: skip
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, amsgrad)
 
     @property
     def param_groups_master(self) -> list[dict[str, list[Tensor | None]]] | None:
@@ -120,14 +117,14 @@ class FusedAdam(ApexOptimizer):
             params, grads = self.present(group)
             if self.capturable and "step" not in group:
                 group["step"] = self._as_count(0, group["params"][0].device)
-            _steps.adam(
-                params, grads, self.states(params, "exp_avg"), self.states(params, "exp_avg_sq"),
-                step=self.count(group, found), lr=group["lr"], betas=group["betas"],
-                eps=group["eps"], weight_decay=group["weight_decay"], decoupled=bool(self.adam_w_mode),
-                bias_correction=bool(group["bias_correction"]), factor=factor, found=found,
-                masters=self.masters(params) if self.master_weights else None,
+            options = AdamOptions(
+                lr=group["lr"], betas=group["betas"], eps=group["eps"], weight_decay=group["weight_decay"],
+                decoupled_weight_decay=bool(self.adam_w_mode), factor=factor, found=found,
             )  # fmt: skip
-            self.published(params)
+            number, masters = self.count(group, found), self.masters(params)
+            step = number if group["bias_correction"] else _steps.LATE
+            _steps.take(adam, options, params, grads, self.moments(params), step=step, masters=masters)
+            self._masters.published(params)
         return loss
 
 
@@ -205,12 +202,12 @@ class FusedAdam2018(FusedAdam):
             there = [i for i, gradient in enumerate(gradients) if gradient is not None]
             if given is None:
                 self.present(group)  # which complains of what cannot be stepped
-            self._advance(group, [group["params"][i] for i in there], [gradients[i] for i in there], scale, norm)
+            self._step(group, [group["params"][i] for i in there], [gradients[i] for i in there], scale, norm)
             if outs is not None:
                 torch._foreach_copy_(outs, [p.detach() for p in group["params"]])
         return loss
 
-    def _advance(
+    def _step(
         self, group: dict[str, Any], params: Sequence[Any], grads: Sequence[Any], scale: float, norm: Any
     ) -> None:
         if not params:
@@ -223,12 +220,12 @@ class FusedAdam2018(FusedAdam):
         if limit > 0:
             norm = global_norm(grads, device=factor.device) if norm is None else norm
             factor = factor / ((norm * factor + 1e-6) / limit).clamp(min=1.0)
-        _steps.adam(
-            params, [g if g.dtype is p.dtype else g.to(p.dtype) for g, p in zip(grads, params, strict=True)],
-            self.states(params, "exp_avg"), self.states(params, "exp_avg_sq"), step=1, lr=group["lr"] * rate,
-            betas=(beta1, beta2), eps=group["eps"], weight_decay=group["weight_decay"], decoupled=True,
-            bias_correction=False, factor=factor,
+        options = AdamOptions(
+            lr=group["lr"] * rate, betas=(beta1, beta2), eps=group["eps"], weight_decay=group["weight_decay"],
+            decoupled_weight_decay=True, factor=factor,
         )  # fmt: skip
+        cast = [g if g.dtype is p.dtype else g.to(p.dtype) for g, p in zip(grads, params, strict=True)]
+        _steps.take(adam, options, params, cast, self.moments(params), step=_steps.LATE)
 
 
 # the name and the place that it has for users, in messages and in pickles

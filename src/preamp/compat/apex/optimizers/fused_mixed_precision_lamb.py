@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ....formats import LOW_DTYPES
-from ._base import MASTER, Closure, check_hypers, evaluated, refuse_amsgrad, scaling_of
+from ._base import MASTER, ApexOptimizer, Closure, evaluated, scaling_of
 from .fused_lamb import FusedLAMB
 
 
@@ -22,7 +22,6 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     """
 
     wide_states = ("exp_avg", "exp_avg_sq", MASTER)
-    own_attributes = ("set_grad_none", "adam_w_mode", "use_nvlamb", "reduced_precision_dtype")
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -41,8 +40,6 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         use_nvlamb: bool = False,
         reduced_precision_dtype: torch.dtype | None = None,
     ) -> None:
-        refuse_amsgrad(amsgrad, "FusedMixedPrecisionLamb")
-        check_hypers(betas, lr=lr, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm or 0.0, step=step)
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.use_nvlamb = use_nvlamb
         self.reduced_precision_dtype = reduced_precision_dtype
@@ -50,7 +47,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             "lr": lr, "step": step, "bias_correction": bias_correction, "betas": betas, "eps": eps,
             "weight_decay": weight_decay, "grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm,
         }  # fmt: skip
-        super(FusedLAMB, self).__init__(params, defaults)  # that of FusedLAMB has other arguments
+        ApexOptimizer.__init__(self, params, defaults, amsgrad)  # that of FusedLAMB has other arguments
 
     @property
     def param_groups_full_precision(self) -> list[dict[str, list[Tensor | None]]]:
