@@ -9,9 +9,8 @@ import libcst as cst
 
 from ._calls import argument, laid_out
 from ._forward import Block, merged
+from ._names import Names, Statement
 from ._notes import Note
-
-Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
 
 
 @dataclass
@@ -58,9 +57,9 @@ class Edits:
 class Apply(cst.CSTTransformer):
     """Carries out edits, from the inside out."""
 
-    def __init__(self, module: cst.Module, edits: Edits) -> None:
+    def __init__(self, names: Names, edits: Edits) -> None:
         super().__init__()
-        self._module, self._edits = module, edits
+        self._names, self._edits = names, edits
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> cst.CSTNode:  # type: ignore[override]
         """What a node becomes."""
@@ -77,7 +76,7 @@ class Apply(cst.CSTTransformer):
             if original_node in edits.parameters:
                 node = node.with_changes(params=_with_parameter(node.params, edits.parameters[original_node]))
             if original_node in edits.first:
-                node = _with_first(node, self._parsed(edits.first[original_node]))
+                node = _with_first(node, self._names.statement(edits.first[original_node]))
         if isinstance(original_node, (cst.Module, cst.IndentedBlock)) and isinstance(
             node, (cst.Module, cst.IndentedBlock)
         ):
@@ -88,45 +87,45 @@ class Apply(cst.CSTTransformer):
         """The block's statements, each expanded into what it becomes, ranges put into regions."""
         edits = self._edits
         expanded = [self._expand(old, new) for old, new in zip(original.body, updated.body, strict=True)]  # type: ignore[arg-type]
-        ranges = edits.regions.get(original, [])
-        texts = {text for _, _, text in ranges}
-        body: list[Statement] = []
         for number, part in enumerate(expanded[:-1]):
             following = expanded[number + 1]
             if not part and following and not following[0].leading_lines:  # blank lines stay where one was taken out
                 removed: Statement = updated.body[number]  # type: ignore[assignment]
                 lines = [line for line in removed.leading_lines if line.comment is None]
                 expanded[number + 1] = [following[0].with_changes(leading_lines=lines), *following[1:]]
+        ranges = edits.regions.get(original, [])
+        regions = [
+            (start, end, text)
+            for text in dict.fromkeys(text for _, _, text in ranges)
+            for start, end in merged([(s, e) for s, e, t in ranges if t == text])
+        ]
+        body: list[Statement] = []
         index = 0
-        starts = {
-            start: (end, text) for text in texts for start, end in merged([(s, e) for s, e, t in ranges if t == text])
-        }
-        while index < len(expanded):
-            end, text = starts.get(index, (index, ""))
-            inside = [statement for part in expanded[index : end + 1] for statement in part]
-            body += [self._region(text, inside)] if text and inside else inside
-            index = max(end, index) + 1
+        for start, end, text in sorted(regions, key=lambda region: (region[0], -region[1])):
+            begin = max(start, index)  # of two sessions' regions, the first takes what both would
+            body += [statement for part in expanded[index:begin] for statement in part]
+            inside = [statement for part in expanded[begin : end + 1] for statement in part]
+            body += [self._region(text, inside)] if inside else []
+            index = max(index, end + 1)
+        body += [statement for part in expanded[index:] for statement in part]
         return updated.with_changes(body=body)
 
     def _expand(self, old: Statement, new: Statement) -> list[Statement]:
         edits = self._edits
         found = edits.statements[old](new) if old in edits.statements else [new]
         if old in edits.conditions:
-            found = [folded for each in found for folded in fold(self._module, each)]
-        extra = [self._parsed(text) for text in edits.before.get(old, [])]
+            found = [folded for each in found for folded in fold(self._names.module, each)]
+        extra = [self._names.statement(text) for text in edits.before.get(old, [])]
         return with_lead(new, [*extra, *found]) if extra else found
 
     def _region(self, session: str, inside: list[Statement]) -> cst.With:
         first = inside[0]
-        region = self._parsed(f"with {session}.autocast():\n    pass")
+        region = self._names.statement(f"with {session}.autocast():\n    pass")
         assert isinstance(region, cst.With)
         return region.with_changes(
             leading_lines=first.leading_lines,
             body=cst.IndentedBlock(body=[first.with_changes(leading_lines=()), *inside[1:]]),
         )
-
-    def _parsed(self, text: str) -> Statement:
-        return cst.parse_statement(text, config=self._module.config_for_parsing)
 
 
 def with_lead(old: Statement, found: list[Statement]) -> list[Statement]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import libcst as cst
 
+from ._calls import bound
 from ._scopes import Callees, Scope, Scopes
 
 State = frozenset[str]
@@ -131,16 +132,10 @@ class Flow:
         if found is None:
             return state
         target, skip = found
-        return self._enter(target, state, self._given(call, scope, target.parameters()[skip:], holding))
-
-    def _given(self, call: cst.Call, scope: Scope, names: list[str], holding: frozenset[str]) -> frozenset[str]:
-        """The parameters that weights are given to."""
-        found = set()
-        for index, arg in enumerate(call.args):
-            name = arg.keyword.value if arg.keyword is not None else names[index] if index < len(names) else None
-            if name is not None and self._holding(arg.value, scope, holding):
-                found.add(name)
-        return frozenset(found)
+        given = bound(call, target.parameters()[skip:])
+        return self._enter(
+            target, state, frozenset(name for name, arg in given if self._holding(arg.value, scope, holding))
+        )
 
 
 def _ordered(node: cst.CSTNode) -> Iterator[cst.Call]:

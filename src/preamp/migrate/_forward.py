@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection
 
 import libcst as cst
 
@@ -12,22 +12,17 @@ from ._scopes import Scope
 Block = cst.Module | cst.IndentedBlock
 
 
-def statements_of(block: Block) -> Sequence[cst.CSTNode]:
-    """The statements of a block."""
-    return block.body
-
-
 def block_around(names: Names, node: cst.CSTNode) -> tuple[Block, int] | None:
     """The block that a statement, or the statement around a node, stands in, and its place there."""
-    child, around = node, names.parent(node)
-    while around is not None:
+    child = node
+    for around in names.around(node):
         if isinstance(around, (cst.Module, cst.IndentedBlock)):
             for index, statement in enumerate(around.body):
                 if statement is child:
                     return around, index
         if isinstance(around, cst.FunctionDef) and not isinstance(child, cst.IndentedBlock):
             return None
-        child, around = around, names.parent(around)
+        child = around
     return None
 
 
@@ -77,7 +72,7 @@ class Forward:
         """Statements before `end` that make what is needed, in order; what they read is needed in turn."""
         found: list[tuple[int, cst.CSTNode]] = []
         for index in range(end - 1, -1, -1):
-            statement = statements_of(block)[index]
+            statement = block.body[index]
             if isinstance(statement, (cst.FunctionDef, cst.ClassDef)) or not (binds(statement) & needed):
                 continue
             if self._is_barrier(statement):
@@ -92,7 +87,7 @@ class Forward:
         """Whether something before makes, with the model, what is needed still."""
         wanted = set(needed)
         for index in range(end - 1, -1, -1):
-            statement = statements_of(block)[index]
+            statement = block.body[index]
             if binds(statement) & wanted and not self._is_barrier(statement):
                 if self._uses_model(statement):
                     return True
@@ -117,7 +112,8 @@ class Forward:
             return True
         if any(m.startswith("self.") for m in self._models):  # a method of the object may use the object's model
             own = self._scope.own_class()
-            methods = {n.name.value for n in _methods(own)} if own is not None else set()
+            inside = () if own is None else walk(own.node)
+            methods = {n.name.value for n in inside if isinstance(n, cst.FunctionDef)}
             return any((dotted(call.func) or "").removeprefix("self.") in methods for call in calls(statement))
         return False
 
@@ -136,7 +132,7 @@ class Forward:
         """Ranges that hold these statements and no backward pass, step or clipping."""
         runs: list[tuple[int, int]] = []
         for index in sorted(inside):
-            between = statements_of(block)[runs[-1][1] + 1 : index] if runs else ()
+            between = block.body[runs[-1][1] + 1 : index] if runs else ()
             if runs and not any(self._is_barrier(s) or _leaves(s) for s in between):
                 runs[-1] = (runs[-1][0], index)
             else:
@@ -145,12 +141,6 @@ class Forward:
 
     def _is_function_body(self, block: Block) -> bool:
         return isinstance(block, cst.Module) or isinstance(self._names.parent(block), cst.FunctionDef)
-
-
-def _methods(own: Scope) -> Iterator[cst.FunctionDef]:
-    for node in walk(own.node):
-        if isinstance(node, cst.FunctionDef):
-            yield node
 
 
 def _leaves(statement: cst.CSTNode) -> bool:

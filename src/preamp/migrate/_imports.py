@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import libcst as cst
 from libcst import metadata
 
-from ._edits import Statement
-from ._names import apex_name, dotted, walk
+from ._names import Statement, apex_name, dotted, imported, walk
 
 
 def tidied(source: str) -> str:
@@ -26,23 +24,18 @@ def tidied(source: str) -> str:
 
 def _unused(module: cst.Module, scopes: Any) -> set[cst.CSTNode]:
     """Import aliases of Apex that nothing refers to."""
-    found: set[cst.CSTNode] = set()
     used = {n.value for n in walk(module) if isinstance(n, cst.Name)}
+    found: set[cst.CSTNode] = set()
     for node in walk(module):
-        if isinstance(node, cst.ImportFrom) and node.module is not None and not node.relative:
-            base = dotted(node.module) or ""
-            if isinstance(node.names, cst.ImportStar):
-                if apex_name(base) is not None and not (used & STARS.get(apex_name(base) or "", set())):
-                    found.add(node)
+        for alias, qualified, local in imported(node):
+            name, scope = apex_name(qualified), scopes.get(node)
+            if name is None:
                 continue
-            for alias in node.names:
-                qualified = f"{base}.{dotted(alias.name)}"
-                if apex_name(qualified) is not None and not _references(scopes, node, alias):
-                    found.add(alias)
-        elif isinstance(node, cst.Import):
-            for alias in node.names:
-                if apex_name(dotted(alias.name) or "") is not None and not _references(scopes, node, alias):
-                    found.add(alias)
+            if local == "*":
+                needed = bool(used & STARS.get(name, set()))
+            else:
+                needed = scope is None or any(assignment.references for assignment in scope[local])
+            found |= set() if needed else {alias}
     return found
 
 
@@ -66,12 +59,6 @@ STARS = {
 """Names that `from apex.x import *` brings."""
 
 
-def _references(scopes: Any, node: cst.CSTNode, alias: cst.ImportAlias) -> bool:
-    local = alias.evaluated_alias or (dotted(alias.name) or "").partition(".")[0]
-    scope = scopes.get(node)
-    return scope is None or any(assignment.references for assignment in scope[local])
-
-
 class _Tidy(cst.CSTTransformer):
     """Takes unused aliases out, and what stands around them empty."""
 
@@ -83,24 +70,22 @@ class _Tidy(cst.CSTTransformer):
 
     def leave_ImportFrom(self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom) -> Any:
         """Without the aliases that nothing uses."""
-        if original_node in self._unused:
-            return cst.RemoveFromParent()
-        if isinstance(original_node.names, cst.ImportStar) or isinstance(updated_node.names, cst.ImportStar):
-            return updated_node
-        return self._shorter(original_node.names, updated_node, updated_node.names)
+        return self._shorter(original_node, updated_node)
 
     def leave_Import(self, original_node: cst.Import, updated_node: cst.Import) -> Any:
         """Without the aliases that nothing uses."""
-        return self._shorter(original_node.names, updated_node, updated_node.names)
+        return self._shorter(original_node, updated_node)
 
-    def _shorter(self, old: Sequence[cst.ImportAlias], node: Any, new: Sequence[cst.ImportAlias]) -> Any:
-        kept = [alias for before, alias in zip(old, new, strict=True) if before not in self._unused]
-        if not kept:
+    def _shorter(self, old: cst.Import | cst.ImportFrom, new: cst.Import | cst.ImportFrom) -> Any:
+        if self._gone(old):
             return cst.RemoveFromParent()
-        if len(kept) < len(new):
-            kept[-1] = kept[-1].with_changes(comma=new[-1].comma)
-            return node.with_changes(names=kept)
-        return node
+        if isinstance(old.names, cst.ImportStar) or isinstance(new.names, cst.ImportStar):
+            return new
+        kept = [alias for before, alias in zip(old.names, new.names, strict=True) if before not in self._unused]
+        if len(kept) < len(new.names):
+            kept[-1] = kept[-1].with_changes(comma=new.names[-1].comma)
+            return new.with_changes(names=kept)
+        return new
 
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
@@ -116,11 +101,8 @@ class _Tidy(cst.CSTTransformer):
         return line.with_changes(leading_lines=original.leading_lines)
 
     def _gone(self, small: cst.CSTNode) -> bool:
-        if isinstance(small, cst.ImportFrom) and small in self._unused:
-            return True
-        if isinstance(small, (cst.Import, cst.ImportFrom)) and not isinstance(small.names, cst.ImportStar):
-            return all(alias in self._unused for alias in small.names)
-        return False
+        aliases = [alias for alias, _, _ in imported(small)]
+        return bool(aliases) and all(alias in self._unused for alias in aliases)
 
     def _rest(self, node: cst.Try) -> list[Any]:
         rest = []
@@ -160,17 +142,12 @@ class _Tidy(cst.CSTTransformer):
         if not node.handlers:
             return False
         for each in walk(node.handlers[0].body):
-            names: list[str] = []
-            if isinstance(each, (cst.Import, cst.ImportFrom)) and not isinstance(each.names, cst.ImportStar):
-                names = [a.evaluated_alias or (dotted(a.name) or "").partition(".")[0] for a in each.names]
-            elif isinstance(each, (cst.FunctionDef, cst.ClassDef)):
+            names = [local for _, _, local in imported(each)]
+            if isinstance(each, (cst.FunctionDef, cst.ClassDef)):
                 names = [each.name.value]
-            if any(self._count(name) > 1 for name in names):
+            if any(sum(isinstance(n, cst.Name) and n.value == name for n in walk(self._module)) > 1 for name in names):
                 return True
         return False
-
-    def _count(self, name: str) -> int:
-        return sum(isinstance(n, cst.Name) and n.value == name for n in walk(self._module))
 
     def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock) -> Any:
         """A block whose head is gone begins without blank lines."""
@@ -262,12 +239,8 @@ def _cannot_fail(statement: Any) -> bool:
 
 def _is_bound(module: cst.Module, name: str) -> bool:
     """Whether the module itself imports a package under its own name."""
-    for node in _module_level(module):
-        if isinstance(node, cst.Import) and any(
-            (alias.evaluated_alias or (dotted(alias.name) or "").partition(".")[0]) == name for alias in node.names
-        ):
-            return True
-    return False
+    here = (node for node in _module_level(module) if isinstance(node, cst.Import))
+    return any(local == name for node in here for _, _, local in imported(node))
 
 
 def _module_level(node: cst.CSTNode) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
+from ._calls import bound
 from ._names import Names, dotted, root
 from ._scopes import Callees, Scope, Scopes
 from ._sessions import Plan, elements
@@ -78,14 +79,8 @@ def _arguments(callees: Callees, scope: Scope, call: cst.Call) -> None:
     if found is None:
         return
     target, skip = found
-    parameters = target.parameters()[skip:]
-    for index, arg in enumerate(call.args):
-        given = dotted(arg.value)
-        name = arg.keyword.value if arg.keyword is not None else None
-        if name is None and index < len(parameters):
-            name = parameters[index]
-        if name is None or given is None or arg.star:
-            continue
+    for name, arg in bound(call, target.parameters()[skip:]):
+        given = None if arg.star else dotted(arg.value)
         if given in scope.models:
             target.models.add(name)
         if given in scope.optimizers:

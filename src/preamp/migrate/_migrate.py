@@ -14,7 +14,7 @@ from ._gates import by_text, fallbacks, hidden, questions
 from ._imports import STARS, tidied
 from ._made import Made
 from ._meanings import spread_meanings
-from ._names import COMPILED, Names, apex_name, calls, dotted, shown
+from ._names import COMPILED, Names, apex_name, calls, dotted, imported, shown
 from ._notes import KEEP, CannotParse, Migration, Note, advice, runs
 from ._scopes import Scopes
 from ._sessions import Plan, Sessions, find_plans
@@ -34,11 +34,12 @@ def migrate_text(source: str, filename: str) -> Migration:
     if _MENTIONED.search(source) is None:
         return Migration(filename, source, source, uses_apex=False)
     names = Names(module)
-    by_import = any(_imports_apex(node) for node in names.nodes) or any(True for _ in names.apex_references())
+    brought = (apex_name(qualified) for node in names.nodes for _, qualified, _ in imported(node))
+    by_import = any(name is not None for name in brought) or any(True for _ in names.apex_references())
     if not by_import and not any(True for _ in (*by_text(names), *hidden(names))):
         return Migration(filename, source, source, uses_apex=False)
     edits, plans = _planned(names)
-    after = names.module.visit(Apply(names.module, edits)).code if _has_work(edits) else source
+    after = names.module.visit(Apply(names, edits)).code if _has_work(edits) else source
     after = tidied(after)
     if _compiles(source) is None and (error := _compiles(after)) is not None:
         raise AssertionError(f"{filename}: the translation does not parse, line {error.lineno}: {error.msg}")
@@ -248,23 +249,12 @@ def _leftovers(names: Names, edits: Edits) -> None:
             "a session needs none: take the question out",
         )
     for each in names.nodes:
-        if isinstance(each, cst.ImportFrom) and isinstance(each.names, cst.ImportStar) and each.module is not None:
-            base = apex_name(dotted(each.module) or "")
+        for _, qualified, local in imported(each):
+            base = apex_name(qualified) if local == "*" else None
             used = sorted(names.identifiers & STARS.get(base or "", set()))
-            if base is not None and used:
+            if used:
                 edits.say(
                     each,
                     f"from apex.{base} import *, for {', '.join(used)}",
                     f"import these by name and migrate again: then each is told; {advice(f'{base}.{used[0]}', keep)}",
                 )
-
-
-def _imports_apex(node: cst.CSTNode) -> bool:
-    if isinstance(node, cst.ImportFrom) and node.module is not None:
-        base = dotted(node.module) or ""
-        if isinstance(node.names, cst.ImportStar):
-            return apex_name(base) is not None
-        return any(apex_name(f"{base}.{dotted(alias.name)}") is not None for alias in node.names)
-    if isinstance(node, cst.Import):
-        return any(apex_name(dotted(alias.name) or "") is not None for alias in node.names)
-    return False

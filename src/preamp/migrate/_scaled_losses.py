@@ -6,9 +6,9 @@ import re
 
 import libcst as cst
 
-from ._edits import Edits, Statement, with_lead
+from ._edits import Edits, with_lead
 from ._forward import Block, Forward, block_around
-from ._names import Names, dotted, mentions
+from ._names import Names, Statement, dotted, mentions
 from ._scopes import Scope, Scopes
 from ._sessions import Access, Sessions
 
@@ -27,11 +27,11 @@ class Regions:
         if found is None and made:
             found = Forward(self._names, scope, scope.models | made).ranges(loss, block)
         self._add(found, access)
-        around = self._names.parent(block)
-        while isinstance(around, (cst.IndentedBlock, cst.If, cst.Else)):
-            if isinstance(around, cst.If):
-                self._edits.conditions.add(around)
-            around = self._names.parent(around)
+        for branch in self._names.around(block):
+            if not isinstance(branch, (cst.IndentedBlock, cst.If, cst.Else)):
+                break
+            if isinstance(branch, cst.If):
+                self._edits.conditions.add(branch)
         return found is not None or bool(made)
 
     def _add(self, found: dict[Block, list[tuple[int, int]]] | None, access: Access) -> None:

@@ -8,11 +8,11 @@ import libcst as cst
 
 from ..errors import PolicyError
 from ..rules import OpRules
-from ._calls import argument, broken, literal, parameter_of, recall, renamed
-from ._edits import Edits, Statement, with_lead
+from ._calls import argument, bound, broken, literal, recall, renamed
+from ._edits import Edits, with_lead
 from ._forward import block_around
 from ._made import is_bound_before, is_repeated
-from ._names import Names, root, walk
+from ._names import Names, Statement, root, walk
 from ._options import POSITIONS
 from ._scopes import Scopes
 from ._sessions import Plan, Sessions
@@ -58,8 +58,8 @@ class Starts:
         call, options = small.value, plan.options
         args: list[cst.Arg] = []
         given: list[str] = []
-        for index, arg in enumerate(call.args):
-            name = parameter_of(plan.call, index, POSITIONS)
+        pairs = list(bound(call, POSITIONS))
+        for name, arg in pairs:
             if name not in _KEPT:
                 continue
             if name != "opt_level":
@@ -72,7 +72,7 @@ class Starts:
             elif arg.keyword is not None:
                 arg = renamed(arg, _KEPT[name])
             args.append(arg)
-        names = {parameter_of(plan.call, index, POSITIONS) for index in range(len(call.args))}
+        names = {name for name, _ in pairs}
         if "optimizers" not in names:
             keyword = args[0].keyword
             args.insert(1, argument("None", None if keyword is None else "optimizer"))
@@ -84,7 +84,7 @@ class Starts:
         found: list[Statement] = [new.with_changes(body=[prepared])]
         if plan.first is not None:
             left = plan.first.partition(" = ")[0]
-            line = cst.parse_statement(f"{left} = {', '.join(given)}", config=self._names.module.config_for_parsing)
+            line = self._names.statement(f"{left} = {', '.join(given)}")
             found.insert(0, line)
         return with_lead(new, found)
 
@@ -152,10 +152,7 @@ class Starts:
         given = [self._names.code(plan.options.models)]
         given.append("None" if plan.options.optimizers is None else self._names.code(plan.options.optimizers))
         extra = "".join(f", {keyword}={text}" for keyword, text in self._losses(plan))
-        line = cst.parse_statement(
-            f'{plan.text} = preamp.prepare({", ".join(given)}, level="O0"{extra})\n',
-            config=self._names.module.config_for_parsing,
-        )
+        line = self._names.statement(f'{plan.text} = preamp.prepare({", ".join(given)}, level="O0"{extra})\n')
         return self._filled(new, plan.text, line)
 
     def _filled(self, node: cst.If, text: str, line: Statement) -> cst.If:

@@ -7,9 +7,9 @@ import re
 import libcst as cst
 
 from ._calls import literal, named_arguments
-from ._edits import Edits, Statement
+from ._edits import Edits
 from ._forward import block_around
-from ._names import Names, calls, chains, dotted, mentions, walk
+from ._names import Names, Statement, calls, chains, dotted, mentions, walk
 from ._scaled_losses import Regions, is_linear, is_plain, method, substituted, unindented
 from ._scopes import Scope, Scopes
 from ._sessions import POSITIONS_OF_SCALE_LOSS, Access, Sessions, elements, name_losses
@@ -306,11 +306,11 @@ class Uses:
         self._edits.acts[node] = "unscale"
 
     def _fold_around(self, node: cst.CSTNode) -> None:
-        around = self._names.parent(node)
-        while around is not None and not isinstance(around, (cst.FunctionDef, cst.For, cst.While)):
+        for around in self._names.around(node):
+            if isinstance(around, (cst.FunctionDef, cst.For, cst.While)):
+                return
             if isinstance(around, cst.If):
                 self._edits.conditions.add(around)
-            around = self._names.parent(around)
 
     def _replace(self, call: cst.Call, text: str) -> None:
         def new(updated: cst.CSTNode) -> cst.CSTNode:
