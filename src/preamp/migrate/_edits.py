@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ast
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import libcst as cst
@@ -114,7 +115,7 @@ class Apply(cst.CSTTransformer):
         edits = self._edits
         found = edits.statements[old](new) if old in edits.statements else [new]
         if old in edits.conditions:
-            found = [folded for each in found for folded in fold(self._names.module, each)]
+            found = [folded for each in found for folded in fold(each)]
         extra = [self._names.statement(text) for text in edits.before.get(old, [])]
         return with_lead(new, [*extra, *found]) if extra else found
 
@@ -162,46 +163,41 @@ def _with_first(function: cst.FunctionDef, statement: Statement) -> cst.Function
     return function.with_changes(body=body.with_changes(body=[*body.body[:at], statement, *body.body[at:]]))
 
 
-def fold(module: cst.Module, statement: Statement) -> list[Statement]:
+def fold(statement: Statement) -> list[Statement]:
     """An `if` whose branches all say the same, as what they say; anything else as it is."""
     if not isinstance(statement, cst.If) or not _is_pure(statement.test):
         return [statement]
-    branches: list[Sequence[cst.BaseStatement]] = []
+    branches: list[cst.IndentedBlock] = []
     current: cst.If | cst.Else | None = statement
-    while current is not None:
-        if not isinstance(current.body, cst.IndentedBlock):
-            return [statement]
-        branches.append(current.body.body)
-        if isinstance(current, cst.Else):
-            break
-        if not _is_pure(current.test):
-            return [statement]
+    while isinstance(current, cst.If) and _is_pure(current.test) and isinstance(current.body, cst.IndentedBlock):
+        branches.append(current.body)
         current = current.orelse
-    if current is None or len({_plain_text(module, branch) for branch in branches}) != 1:
+    if not isinstance(current, cst.Else) or not isinstance(current.body, cst.IndentedBlock):
         return [statement]
-    fullest = max(branches, key=lambda branch: _comments(module, branch))
-    return with_lead(statement, _joined(statement, list(fullest)))  # type: ignore[arg-type]
+    branches.append(current.body)
+    texts = [cst.Module([*branch.body]).code for branch in branches]  # type: ignore[list-item]
+    if len({ast.dump(ast.parse(text)) for text in texts}) != 1:
+        return [statement]
+    fullest = max(range(len(texts)), key=lambda place: texts[place].count("#"))
+    return unindented(statement.with_changes(body=branches[fullest].with_changes(header=branches[0].header)))
 
 
-def _joined(statement: cst.If, body: list[Statement]) -> list[Statement]:
-    lead = [*statement.leading_lines, *body[0].leading_lines]
-    comment = statement.body.header.comment if isinstance(statement.body, cst.IndentedBlock) else None
-    if comment is not None:
-        lead.append(cst.EmptyLine(comment=comment))
-    return [body[0].with_changes(leading_lines=lead), *body[1:]]
-
-
-def _plain_text(module: cst.Module, branch: Sequence[cst.BaseStatement]) -> str:
-    bare = [s.with_changes(leading_lines=()) for s in branch]
-    bare = [
-        s.with_changes(trailing_whitespace=cst.TrailingWhitespace()) if isinstance(s, cst.SimpleStatementLine) else s
-        for s in bare
-    ]
-    return "".join(module.code_for_node(s) for s in bare)
-
-
-def _comments(module: cst.Module, branch: Sequence[cst.BaseStatement]) -> int:
-    return sum(module.code_for_node(s).count("#") for s in branch)
+def unindented(block: cst.With | cst.If) -> list[Statement]:
+    """The body of a block in place of it, comments kept."""
+    suite = block.body
+    if isinstance(suite, cst.IndentedBlock):
+        body: list[Statement] = list(suite.body)  # type: ignore[arg-type]
+        comment = suite.header.comment
+        footer = [line for line in suite.footer if line.comment is not None]
+    else:
+        assert isinstance(suite, cst.SimpleStatementSuite)
+        small = [each.with_changes(semicolon=cst.MaybeSentinel.DEFAULT) for each in suite.body]
+        body = [cst.SimpleStatementLine([each]) for each in small]
+        comment, footer = suite.trailing_whitespace.comment, []
+    lead = [*block.leading_lines, *([] if comment is None else [cst.EmptyLine(comment=comment)])]
+    body[0] = body[0].with_changes(leading_lines=[*lead, *body[0].leading_lines])
+    body[-1] = body[-1].with_changes(leading_lines=[*body[-1].leading_lines, *footer])
+    return with_lead(body[0], body)
 
 
 def _is_pure(test: cst.BaseExpression) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import libcst as cst
+import libcst.matchers as m
 from libcst import metadata
 
-from ._names import Statement, apex_name, dotted, imported, walk
+from ._names import apex_name, imported, walk
 
 
 def tidied(source: str) -> str:
@@ -167,24 +169,22 @@ class _Tidy(cst.CSTTransformer):
         merged = self._merged(updated_node)
         return updated_node if merged is None else merged
 
-    def _merged(self, node: cst.If) -> Statement | None:
+    def _merged(self, node: cst.If) -> Any:
         other = node.orelse
         if not isinstance(other, cst.Else) or not isinstance(node.test, (cst.Name, cst.Attribute)):
             return None
-        here, there = _prepared(node.body), _prepared(other.body)
+        here: Any = m.extract(node.body, _MADE)
+        there: Any = m.extract(other.body, _MADE)
         if here is None or there is None:
             return None
-        (line, target, call), (_, target_there, call_there) = here, there
+        line: Any = node.body.body[0]
+        (target, call), (target_there, call_there) = ((each["target"], each["call"]) for each in (here, there))
         code = self._module.code_for_node
-        known = {"level", "losses", "scale"}
-        given = {arg.keyword.value: arg for arg in call.args if arg.keyword is not None}
-        given_there = {arg.keyword.value: arg for arg in call_there.args if arg.keyword is not None}
-        positional, positional_there = _positional(call), _positional(call_there)
+        (words, given), (words_there, given_there) = _arguments(code, call), _arguments(code, call_there)
         if (
-            set(given) - known or any(arg.star for arg in call.args) or set(given_there) - {"level", "losses"}
-            or code(target) != code(target_there)
-            or [code(a.value) for a in positional] != [code(a.value) for a in positional_there]
-            or code(given_there["level"].value) != '"O0"' or isinstance(given["level"].value, cst.IfExp)
+            words.keys() - {"level", "losses", "scale"} or words_there.keys() - {"level", "losses"}
+            or any(arg.star for arg in call.args) or code(target) != code(target_there) or given != given_there
+            or words_there["level"] != '"O0"' or " if " in words["level"]
         ):  # fmt: skip
             return None
         test = code(node.test)
@@ -200,25 +200,25 @@ class _Tidy(cst.CSTTransformer):
         return line.with_changes(body=[assign], leading_lines=[*node.leading_lines, *line.leading_lines])
 
 
-def _positional(call: cst.Call) -> list[cst.Arg]:
-    return [arg for arg in call.args if arg.keyword is None and not arg.star]
+def _arguments(code: Callable[[cst.CSTNode], str], call: Any) -> tuple[dict[str, str], list[str]]:
+    """The text of arguments by keyword, and of the others."""
+    words = {arg.keyword.value: code(arg.value) for arg in call.args if arg.keyword is not None}
+    return words, [code(arg.value) for arg in call.args if arg.keyword is None and not arg.star]
 
 
-def _prepared(body: cst.BaseSuite) -> tuple[cst.SimpleStatementLine, cst.BaseAssignTargetExpression, cst.Call] | None:
-    """(line, target, call) of a block that is nothing but `target = preamp.prepare(...)`."""
-    if not isinstance(body, cst.IndentedBlock) or len(body.body) != 1:
-        return None
-    line = body.body[0]
-    if not isinstance(line, cst.SimpleStatementLine) or len(line.body) != 1 or not isinstance(line.body[0], cst.Assign):
-        return None
-    assign = line.body[0]
-    if (
-        isinstance(assign.value, cst.Call)
-        and dotted(assign.value.func) == "preamp.prepare"
-        and len(assign.targets) == 1
-    ):
-        return line, assign.targets[0].target, assign.value
-    return None
+_MADE = m.IndentedBlock(
+    [
+        m.SimpleStatementLine(
+            [
+                m.Assign(
+                    [m.AssignTarget(m.SaveMatchedNode(m.DoNotCare(), "target"))],
+                    m.SaveMatchedNode(m.Call(m.Attribute(m.Name("preamp"), m.Name("prepare"))), "call"),
+                )
+            ]
+        )
+    ]
+)
+"""A block that is nothing but `target = preamp.prepare(...)`."""
 
 
 def _defines(statement: Any) -> bool:

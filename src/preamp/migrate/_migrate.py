@@ -14,7 +14,7 @@ from ._gates import by_text, fallbacks, hidden, questions
 from ._imports import STARS, tidied
 from ._made import Made
 from ._meanings import spread_meanings
-from ._names import COMPILED, Names, apex_name, calls, dotted, imported, shown
+from ._names import COMPILED, Names, apex_name, calls, imported, shown
 from ._notes import KEEP, CannotParse, Migration, Note, advice, runs
 from ._scopes import Scopes
 from ._sessions import Plan, Sessions, find_plans
@@ -162,36 +162,17 @@ def _planned(names: Names) -> tuple[Edits, list[Plan]]:
 
 def _hand_on(scopes: Scopes, sessions: Sessions, edits: Edits) -> None:
     """Sessions as parameters and arguments of the functions that need them."""
-    for function, access in sessions.parameters.items():
-        edits.parameters[function.node] = access.text
-        _tell(edits, function.node, f"{function.name}()", access.text)
-    for own, access in sessions.stored.items():
-        init = next(s for s in scopes.all if s.parent is own and s.name == "__init__")
-        edits.parameters[init.node] = access.text
-        edits.first[init.node] = f"{init.parameters()[0]}.{access.text} = {access.text}"
-        _tell(edits, own.node, f"{own.name}()", access.text)
-    for call, text in sessions.arguments.items():
-        target = _callee(sessions, call)
-        if target is not None:
-            edits.arguments[call] = (target, text or target)
-
-
-def _callee(sessions: Sessions, call: cst.CSTNode) -> str | None:
-    if not isinstance(call, cst.Call):
-        return None
-    for where, access in (*sessions.parameters.items(), *sessions.stored.items()):
-        if dotted(call.func) == where.name:
-            return access.text
-    return None
-
-
-def _tell(edits: Edits, node: cst.CSTNode, what: str, session: str) -> None:
-    edits.say(
-        node,
-        f"{what} takes the session now",
-        f"where other files call it, add {session}={session}",
-        False,
-    )
+    for receiver, access in sessions.given.items():
+        function, text = receiver, access.text
+        if not receiver.is_function:
+            function = next(s for s in scopes.all if s.parent is receiver and s.name == "__init__")
+            edits.first[function.node] = f"{function.parameters()[0]}.{text} = {text}"
+        edits.parameters[function.node] = text
+        edits.say(
+            receiver.node, f"{receiver.name}() takes the session now",
+            f"where other files call it, add {text}={text}", False,
+        )  # fmt: skip
+    edits.arguments.update(sessions.arguments)
 
 
 def _classes(names: Names, edits: Edits) -> None:

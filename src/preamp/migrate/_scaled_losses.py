@@ -6,9 +6,9 @@ import re
 
 import libcst as cst
 
-from ._edits import Edits, with_lead
+from ._edits import Edits
 from ._forward import Block, Forward, block_around
-from ._names import Names, Statement, dotted, mentions
+from ._names import Names, dotted, mentions
 from ._scopes import Scope, Scopes
 from ._sessions import Access, Sessions
 
@@ -67,27 +67,6 @@ class Regions:
 
 
 _LINEAR = (cst.Multiply, cst.Divide)
-
-
-def unindented(block: cst.With) -> list[Statement]:
-    """The body of a `with` in place of it, comments kept."""
-    if isinstance(block.body, cst.IndentedBlock):
-        body: list[Statement] = list(block.body.body)  # type: ignore[arg-type]
-        comment = block.body.header.comment
-        footer = [line for line in block.body.footer if line.comment is not None]
-    else:
-        suite = block.body
-        assert isinstance(suite, cst.SimpleStatementSuite)
-        body = [
-            cst.SimpleStatementLine([small.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)]) for small in suite.body
-        ]
-        comment, footer = suite.trailing_whitespace.comment, []
-    lead = [*block.leading_lines]
-    if comment is not None:
-        lead.append(cst.EmptyLine(comment=comment))
-    body[0] = body[0].with_changes(leading_lines=[*lead, *body[0].leading_lines])
-    body[-1] = body[-1].with_changes(leading_lines=[*body[-1].leading_lines, *footer])
-    return with_lead(body[0], body)
 
 
 def method(call: cst.Call) -> str | None:

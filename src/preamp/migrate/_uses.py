@@ -7,10 +7,10 @@ import re
 import libcst as cst
 
 from ._calls import literal, named_arguments
-from ._edits import Edits
+from ._edits import Edits, unindented
 from ._forward import block_around
 from ._names import Names, Statement, calls, chains, dotted, mentions, walk
-from ._scaled_losses import Regions, is_linear, is_plain, method, substituted, unindented
+from ._scaled_losses import Regions, is_linear, is_plain, method, substituted
 from ._scopes import Scope, Scopes
 from ._sessions import POSITIONS_OF_SCALE_LOSS, Access, Sessions, elements, name_losses
 
