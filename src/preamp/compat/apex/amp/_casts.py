@@ -31,6 +31,10 @@ class Casts:
         self.takes_cpu = takes_cpu
         self._casters = {dtype: self.only(caster_to(dtype)) for dtype in (half_type, torch.float32, torch.float64)}
 
+    def dtype_of(self, kind: str) -> torch.dtype:
+        """The dtype that a user calls "half", "bfloat16" or "float"."""
+        return {"half": self.half_type, "bfloat16": torch.bfloat16, "float": torch.float32}[kind]
+
     def is_active(self) -> bool:
         """Whether functions cast now."""
         return self._is_active
