@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from ._calls import argument, laid_out
-from ._forward import Block, merged
-from ._names import Names, Statement
+from ._names import Block, Names, Statement
 from ._notes import Note
 
 
@@ -98,7 +97,7 @@ class Apply(cst.CSTTransformer):
         regions = [
             (start, end, text)
             for text in dict.fromkeys(text for _, _, text in ranges)
-            for start, end in merged([(s, e) for s, e, t in ranges if t == text])
+            for start, end in _merged([(s, e) for s, e, t in ranges if t == text])
         ]
         body: list[Statement] = []
         index = 0
@@ -209,3 +208,14 @@ def _is_pure(test: cst.BaseExpression) -> bool:
         cst.LeftSquareBracket, cst.RightSquareBracket,
     )  # fmt: skip
     return isinstance(test, pure) and all(_is_pure(child) for child in test.children)  # type: ignore[arg-type]
+
+
+def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges without overlaps, neighbours joined."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if found and start <= found[-1][1] + 1:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found

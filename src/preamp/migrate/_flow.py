@@ -69,8 +69,6 @@ class Flow:
             return self._block(node.body, state)
         if isinstance(node, cst.FunctionDef):
             return state
-        if isinstance(node, cst.ClassDef):
-            return self._block([node.body], state)
         if isinstance(node, cst.If):
             state = self._expression(node.test, state)
             other = state if node.orelse is None else self._statement(node.orelse, state)
@@ -83,7 +81,7 @@ class Flow:
             for item in node.items:
                 state = self._expression(item.item, state)
             return self._block([node.body], state)
-        if isinstance(node, (cst.Else, cst.Finally)):
+        if isinstance(node, (cst.ClassDef, cst.Else, cst.Finally)):
             return self._block([node.body], state)
         if isinstance(node, cst.Match):
             state = self._expression(node.subject, state)

@@ -8,8 +8,8 @@ import libcst as cst
 
 from ._calls import bound
 from ._edits import Edits
-from ._forward import binds, block_around
 from ._names import Names, root, walk
+from ._regions import binds, block_around
 from ._scopes import Callees, Scope, Scopes
 from ._sessions import Plan, elements
 

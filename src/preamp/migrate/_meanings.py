@@ -43,15 +43,13 @@ def _inherit(scope: Scope) -> None:
     parent = scope.parent
     if parent is None:
         return
-    if isinstance(scope.node, cst.ClassDef):
-        scope.models |= {m for m in parent.models if "." not in m}
-        scope.optimizers |= {o for o in parent.optimizers if "." not in o}
-        return
-    scope.models |= {m for m in parent.models if root(m) not in scope.bound or m.startswith("self.")}
-    scope.optimizers |= {o for o in parent.optimizers if root(o) not in scope.bound or o.startswith("self.")}
-    if isinstance(parent.node, cst.ClassDef):
-        parent.models |= {m for m in scope.models if m.startswith("self.")}
-        parent.optimizers |= {o for o in scope.optimizers if o.startswith("self.")}
+    for own, around in ((scope.models, parent.models), (scope.optimizers, parent.optimizers)):
+        if isinstance(scope.node, cst.ClassDef):
+            own |= {text for text in around if "." not in text}
+            continue
+        own |= {text for text in around if root(text) not in scope.bound or text.startswith("self.")}
+        if isinstance(parent.node, cst.ClassDef):
+            around |= {text for text in own if text.startswith("self.")}
 
 
 def _aliases(names: Names, scope: Scope) -> None:

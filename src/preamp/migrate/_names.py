@@ -52,6 +52,7 @@ def dotted(node: cst.BaseExpression | None) -> str | None:
     return None
 
 
+Block = cst.Module | cst.IndentedBlock
 Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
 
 

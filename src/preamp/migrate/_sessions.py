@@ -154,26 +154,23 @@ class Sessions:
             if plan.owner or own is None or method is None or not method.parameters():
                 continue
             others = [scope for scope in needy if scope.own_class() is own and scope.method() is not method]
-            if any(self._plain(scope, None) is None for scope in others):
+            if any(self.visible(scope) is None for scope in others):
                 plan.owner = method.parameters()[0]
-
-    def visible(self, scope: Scope, optimizer: str | None = None) -> Access | None:
-        """The session of a place, without adding parameters."""
-        return self._plain(scope, optimizer)
 
     def reach(self, scope: Scope, optimizer: str | None = None) -> Access | None:
         """The session of a place; if need be, functions of this file hand it on as a parameter."""
-        found = self._plain(scope, optimizer)
+        found = self.visible(scope, optimizer)
         if found is not None:
             return found
         outer = scope.outermost()
         if outer is None or not self._hand_on(outer, set()):
             return None
-        return self._plain(scope, optimizer)
+        return self.visible(scope, optimizer)
 
     # -- looking
 
-    def _plain(self, scope: Scope, optimizer: str | None) -> Access | None:
+    def visible(self, scope: Scope, optimizer: str | None = None) -> Access | None:
+        """The session of a place, without adding parameters."""
         for each in scope.outward():
             if each.is_function or each is self.scopes.module:
                 here = [p for p in self.plans if p.home is each and not self._of_self(p)]
@@ -219,7 +216,7 @@ class Sessions:
         ((name, plan),) = plans.items()
         self.given[receiver] = Access(name, plan)
         for call, access in found.items():
-            again = None if access is None else self._plain(self.scopes.of[call], None)
+            again = None if access is None else self.visible(self.scopes.of[call])
             self.arguments[call] = (name, name if again is None else again.text)
         return True
 
@@ -239,9 +236,9 @@ class Sessions:
             if receiver in around.outward():
                 found[call] = None
                 continue
-            access, outer = self._plain(around, None), around.outermost()
+            access, outer = self.visible(around), around.outermost()
             if access is None and outer is not None and self._hand_on(outer, asked):
-                access = self._plain(around, None)
+                access = self.visible(around)
             elif access is not None and access.plan.home is around:
                 begin = self.names.line(access.plan.statement)
                 access = access if self.names.line(call) >= begin else None  # it is called before there is a session

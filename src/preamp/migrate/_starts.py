@@ -10,10 +10,10 @@ from ..errors import PolicyError
 from ..rules import OpRules
 from ._calls import argument, bound, broken, literal, recall, renamed
 from ._edits import Edits, with_lead
-from ._forward import block_around
 from ._made import is_bound_before, is_repeated
 from ._names import Names, Statement, root, walk
 from ._options import POSITIONS
+from ._regions import block_around
 from ._scopes import Scopes
 from ._sessions import Plan, Sessions
 
@@ -186,9 +186,9 @@ class Starts:
         owner, name = call.args[0].value, literal(call.args[1].value, None)
         if not isinstance(name, str) or not name.isidentifier():
             return
+        self._edits.handled.add(call.func)
         if not names.is_any(owner, _TORCH):
             text = f"{names.code(owner)}.{name}"
-            self._edits.handled.add(call.func)
             self._edits.expressions[call] = lambda _: cst.parse_expression(f"preamp.{decorator}({text})")
             self._edits.statements[statement] = lambda new: [_assigned(new, text)]
             return
@@ -196,7 +196,6 @@ class Starts:
         try:
             getattr(OpRules(), method)(name)
         except PolicyError:
-            self._edits.handled.add(call.func)
             self._edits.say(
                 call, f"{what}(..., {name!r})",
                 f"preamp's rules know no operator of this name: see `preamp rules`, or wrap the function of yours that "
@@ -204,12 +203,9 @@ class Starts:
             )  # fmt: skip
             return
         if not self._sessions.plans:
-            self._edits.handled.add(call.func)
-            self._edits.say(
-                call, f"{what}(..., {name!r})", f"write `ops=preamp.OpRules(){rule}` in the call of preamp.prepare"
-            )
+            write = f"write `ops=preamp.OpRules(){rule}` in the call of preamp.prepare"
+            self._edits.say(call, f"{what}(..., {name!r})", write)
             return
-        self._edits.handled.add(call.func)
         if rule not in self._rules:
             self._rules.append(rule)
         self._edits.statements[statement] = lambda _: []
