@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import chain
@@ -28,11 +29,31 @@ Closure = Callable[[], Any] | None
 _NOT_NEGATIVE = ("lr", "eps", "weight_decay", "momentum", "max_grad_norm", "step")
 
 
+def constructor(*attributes: str, **defaults: Any) -> Callable[..., None]:
+    """An `__init__` that takes `params` and these arguments: `attributes` stay with the optimizer, the others become
+    options of its groups.
+    """
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    taken = [inspect.Parameter(name, kind) for name in ("self", "params")]
+    taken += [inspect.Parameter(name, kind, default=value) for name, value in defaults.items()]
+    signature = inspect.Signature(taken)
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        options = given.arguments
+        self, params = options.pop("self"), options.pop("params")
+        vars(self).update({name: options.pop(name) for name in attributes})
+        self._begin(params, options)
+
+    __init__.__signature__ = signature  # type: ignore[attr-defined]
+    return __init__
+
+
 class ApexOptimizer(Optimizer):
     """A `torch.optim.Optimizer` that counts steps by group and takes parameters of several dtypes in one group.
 
-    States of 16-bit parameters that `wide_states` names are float32, and stay so when they are loaded. What a subclass
-    sets before it calls `__init__` is kept in copies and pickles.
+    States of 16-bit parameters that `wide_states` names are float32, and stay so when they are loaded.
     """
 
     wide_states: tuple[str, ...] = (MASTER,)
@@ -40,9 +61,12 @@ class ApexOptimizer(Optimizer):
     multi_tensor_l2norm = staticmethod(_amp_c.multi_tensor_l2norm)
     _masters: Masters
 
-    def __init__(self, params: Any, defaults: dict[str, Any], amsgrad: bool = False) -> None:
-        """`OptimizerError`, a ValueError, for a negative number in `defaults`, or a beta outside [0, 1)."""
-        if amsgrad:
+    def _begin(self, params: Any, defaults: dict[str, Any]) -> None:
+        """The constructor. The attributes that are there by now are kept in copies and pickles.
+
+        RuntimeError for `amsgrad=True`, `OptimizerError` for a negative number, or a beta outside [0, 1).
+        """
+        if defaults.pop("amsgrad", False):
             raise RuntimeError(
                 f"{type(self).__name__} does not support the AMSGrad variant, and amsgrad=True asks for it: write "
                 "amsgrad=False, or preamp.optim.AdamW(..., amsgrad=True)"

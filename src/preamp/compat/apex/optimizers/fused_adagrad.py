@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
-
 from .. import _amp_c, _steps
-from ._base import ApexOptimizer
+from ._base import ApexOptimizer, constructor
 
 
 class FusedAdagrad(ApexOptimizer):
@@ -21,18 +17,12 @@ class FusedAdagrad(ApexOptimizer):
     wide_states = ("sum",)
     multi_tensor_adagrad = staticmethod(_amp_c.multi_tensor_adagrad)
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-2,
-        eps: float = 1e-10,
-        weight_decay: float = 0.0,
-        set_grad_none: bool = True,
-        adagrad_w_mode: bool = False,
-    ) -> None:
-        self.adagrad_w_mode = 1 if adagrad_w_mode else 0
-        self.set_grad_none = set_grad_none
-        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
+    adagrad_w_mode: bool
+
+    __init__ = constructor(
+        "set_grad_none", "adagrad_w_mode",
+        lr=1e-2, eps=1e-10, weight_decay=0.0, set_grad_none=True, adagrad_w_mode=False,
+    )  # fmt: skip
 
     def _advance(self) -> None:
         for group in self.param_groups:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ....formats import LOW_DTYPES
 from ....kernels import AdamOptions, adam, global_norm
 from .. import _amp_c, _steps
-from ._base import MASTER, ApexOptimizer, Closure, evaluated, scaling_of
+from ._base import MASTER, ApexOptimizer, Closure, constructor, evaluated, scaling_of
 
 OF_2018 = frozenset(("amp_scale_adjustment", "eps_inside_sqrt", "max_grad_norm", "use_mt"))
 
@@ -38,29 +38,22 @@ class FusedAdam(ApexOptimizer):
             return super().__new__(FusedAdam2018)
         return super().__new__(cls)
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        set_grad_none: bool = True,
-        capturable: bool = False,
-        master_weights: Any = False,
-    ) -> None:
-        self.adam_w_mode = 1 if adam_w_mode else 0
-        self.set_grad_none = set_grad_none
-        self.capturable = capturable
-        self.master_weights = bool(master_weights)  # lists of masters were passed too: their values are the model's
-        self._step_supports_amp_scaling = capturable
-        defaults = {
-            "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-        }  # fmt: skip
-        super().__init__(params, defaults, amsgrad)
+    adam_w_mode: bool
+    capturable: bool
+    master_weights: bool
+
+    __init__ = constructor(
+        "adam_w_mode", "set_grad_none", "capturable", "master_weights",
+        lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True, weight_decay=0.0, amsgrad=False,
+        set_grad_none=True, capturable=False, master_weights=False,
+    )  # fmt: skip
+
+    def _begin(self, params: Any, defaults: dict[str, Any]) -> None:
+        self.master_weights = bool(
+            self.master_weights
+        )  # lists of masters were passed too: their values are the model's
+        self._step_supports_amp_scaling = self.capturable
+        super()._begin(params, defaults)
 
     @property
     def param_groups_master(self) -> list[dict[str, list[Tensor | None]]] | None:
@@ -128,7 +121,7 @@ class FusedAdam(ApexOptimizer):
         return loss
 
 
-FusedAdam.__new__.__signature__ = inspect.signature(FusedAdam.__init__)  # type: ignore[attr-defined]
+FusedAdam.__new__.__signature__ = inspect.signature(FusedAdam.__init__)
 
 
 class FusedAdam2018(FusedAdam):
@@ -140,29 +133,20 @@ class FusedAdam2018(FusedAdam):
     in `FusedAdam`, which makes this one where it gets its arguments.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        eps_inside_sqrt: bool = False,
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 0.0,
-        amsgrad: bool = False,
-        use_mt: bool = False,
-        amp_scale_adjustment: float = 1.0,
-    ) -> None:
-        if eps_inside_sqrt:
+    __init__ = constructor(
+        lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, eps_inside_sqrt=False, weight_decay=0.0,
+        max_grad_norm=0.0, amsgrad=False, use_mt=False, amp_scale_adjustment=1.0,
+    )  # fmt: skip
+    adam_w_mode, capturable, master_weights = True, False, False
+
+    def _begin(self, params: Any, defaults: dict[str, Any]) -> None:
+        del defaults["use_mt"], defaults["amp_scale_adjustment"]
+        if defaults.pop("eps_inside_sqrt"):
             raise RuntimeError(
-                f"FusedAdam(eps_inside_sqrt=True) is not here: write FusedAdam(eps={math.sqrt(eps):g}), which is added "
-                "to the root and has the same effect on an entry whose gradients are 0"
+                f"FusedAdam(eps_inside_sqrt=True) is not here: write FusedAdam(eps={math.sqrt(defaults['eps']):g}), "
+                "which is added to the root and has the same effect on an entry whose gradients are 0"
             )
-        super().__init__(params, lr, bias_correction, betas, eps, weight_decay=weight_decay, amsgrad=amsgrad)
-        self.defaults["max_grad_norm"] = max_grad_norm
-        for group in self.param_groups:
-            group.setdefault("max_grad_norm", max_grad_norm)
+        super()._begin(params, defaults)
 
     def mend_group(self, group: dict[str, Any]) -> None:
         """As in the class above; Apex of 2018 counted steps by parameter."""

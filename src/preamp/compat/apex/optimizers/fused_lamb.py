@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from ....kernels import LambOptions, global_norm, lamb
 from .. import _amp_c, _steps
-from ._base import ApexOptimizer
+from ._base import ApexOptimizer, constructor
 
 
 class FusedLAMB(ApexOptimizer):
@@ -26,29 +24,14 @@ class FusedLAMB(ApexOptimizer):
     wide_states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     multi_tensor_lamb = staticmethod(_amp_c.multi_tensor_lamb)
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
-        amsgrad: bool = False,
-        adam_w_mode: bool = True,
-        grad_averaging: bool = True,
-        set_grad_none: bool = True,
-        max_grad_norm: float | None = 1.0,
-        use_nvlamb: bool = False,
-    ) -> None:
-        self.adam_w_mode = 1 if adam_w_mode else 0
-        self.set_grad_none = set_grad_none
-        self.use_nvlamb = use_nvlamb
-        defaults = {
-            "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm,
-        }  # fmt: skip
-        super().__init__(params, defaults, amsgrad)
+    adam_w_mode: bool
+    use_nvlamb: bool
+
+    __init__ = constructor(
+        "adam_w_mode", "set_grad_none", "use_nvlamb",
+        lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01, amsgrad=False,
+        adam_w_mode=True, grad_averaging=True, set_grad_none=True, max_grad_norm=1.0, use_nvlamb=False,
+    )  # fmt: skip
 
     def _advance(self, factor: Tensor | None = None, found: Tensor | None = None) -> None:
         everyone = [self.present(group) for group in self.param_groups]

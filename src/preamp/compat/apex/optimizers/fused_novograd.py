@@ -14,7 +14,7 @@ from ....errors import StateError
 from ....formats import LOW_DTYPES
 from ....kernels import global_norm
 from .. import _amp_c, _steps
-from ._base import ApexOptimizer
+from ._base import ApexOptimizer, constructor
 
 
 class FusedNovoGrad(ApexOptimizer):
@@ -32,33 +32,20 @@ class FusedNovoGrad(ApexOptimizer):
     wide_states = ("exp_avg",)
     multi_tensor_novograd = staticmethod(_amp_c.multi_tensor_novograd)
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        reg_inside_moment: bool = False,
-        grad_averaging: bool = True,
-        norm_type: int = 2,
-        init_zero: bool = False,
-        set_grad_none: bool = True,
-    ) -> None:
-        if norm_type not in (0, 2):
+    __init__ = constructor(
+        "set_grad_none",
+        lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, amsgrad=False,
+        reg_inside_moment=False, grad_averaging=True, norm_type=2, init_zero=False, set_grad_none=True,
+    )  # fmt: skip
+
+    def _begin(self, params: Any, defaults: dict[str, Any]) -> None:
+        if defaults["norm_type"] not in (0, 2):
             raise RuntimeError(
-                f"FusedNovoGrad only supports the L2 and the infinity norm, and norm_type={norm_type!r} is neither: "
-                "write 2 or 0"
+                "FusedNovoGrad only supports the L2 and the infinity norm, and "
+                f"norm_type={defaults['norm_type']!r} is neither: write 2 or 0"
             )
-        self.moment_mode = 0 if reg_inside_moment else 1
-        self.set_grad_none = set_grad_none
-        defaults = {
-            "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging, "norm_type": norm_type, "init_zero": init_zero,
-        }  # fmt: skip
-        super().__init__(params, defaults, amsgrad)
+        self.moment_mode = 0 if defaults.pop("reg_inside_moment") else 1
+        super()._begin(params, defaults)
 
     def _advance(self) -> None:
         for group in self.param_groups:

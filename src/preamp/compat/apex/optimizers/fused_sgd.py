@@ -10,7 +10,7 @@ from torch.optim.optimizer import required
 
 from ....errors import OptimizerError
 from .. import _amp_c, _steps
-from ._base import ApexOptimizer
+from ._base import ApexOptimizer, constructor
 
 
 class FusedSGD(ApexOptimizer):
@@ -27,32 +27,25 @@ class FusedSGD(ApexOptimizer):
     wide_states = ("momentum_buffer",)
     multi_tensor_sgd = staticmethod(_amp_c.multi_tensor_sgd)
 
-    def __init__(
-        self,
-        params: Any,
-        lr: Any = required,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        wd_after_momentum: bool = False,
-        materialize_master_grads: bool = True,
-        set_grad_none: bool = False,
-    ) -> None:
-        if nesterov and (momentum <= 0 or dampening != 0):
+    wd_after_momentum: bool
+    most_recent_scale: float
+
+    __init__ = constructor(
+        "wd_after_momentum", "materialize_master_grads", "set_grad_none",
+        lr=required, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, wd_after_momentum=False,
+        materialize_master_grads=True, set_grad_none=False,
+    )  # fmt: skip
+
+    def _begin(self, params: Any, defaults: dict[str, Any]) -> None:
+        momentum, dampening = defaults["momentum"], defaults["dampening"]
+        if defaults["nesterov"] and (momentum <= 0 or dampening != 0):
             raise OptimizerError(
                 f"nesterov=True with momentum={momentum!r} and dampening={dampening!r}: Nesterov momentum requires a "
                 "momentum and zero dampening, since it looks ahead along the momentum"
             )
-        self.wd_after_momentum = wd_after_momentum
-        self.materialize_master_grads = materialize_master_grads
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
-        self.set_grad_none = set_grad_none
-        defaults = {
-            "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov,
-        }  # fmt: skip
-        super().__init__(params, defaults)
+        super()._begin(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
