@@ -13,7 +13,6 @@ from ..install import Alias
 
 _HERE = __name__.rpartition(".")[0]
 _SAME = {
-    "amp.scaler": "_scaler",
     "contrib.clip_grad.clip_grad": "contrib.clip_grad",
     "contrib.layer_norm.layer_norm": "contrib.layer_norm",
     "contrib.optimizers.fp16_optimizer": "optimizers.fp16_optimizer",
