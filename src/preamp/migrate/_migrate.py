@@ -18,7 +18,7 @@ from ._names import COMPILED, Names, apex_name, calls, imported, shown
 from ._notes import KEEP, CannotParse, Migration, Note, advice, runs
 from ._scopes import Scopes
 from ._sessions import Plan, Sessions, find_plans
-from ._starts import Starts, is_home_global
+from ._starts import Starts, shared_globals
 from ._uses import Uses
 
 _FIRST = ("optimizers.FP16_Optimizer", "contrib.optimizers")
@@ -39,8 +39,8 @@ def migrate_text(source: str, filename: str) -> Migration:
     if not by_import and not any(True for _ in (*by_text(names), *hidden(names))):
         return Migration(filename, source, source, uses_apex=False)
     edits, plans = _planned(names)
-    after = names.module.visit(Apply(names, edits)).code if _has_work(edits) else source
-    after = tidied(after)
+    work = edits.expressions or edits.statements or edits.regions or edits.before or edits.arguments
+    after = tidied(names.module.visit(Apply(names, edits)).code if work else source)
     if _compiles(source) is None and (error := _compiles(after)) is not None:
         raise AssertionError(f"{filename}: the translation does not parse, line {error.lineno}: {error.msg}")
     _late_doubts(names, plans, edits, after)
@@ -71,10 +71,6 @@ def _compiles(text: str) -> SyntaxError | None:
         except SyntaxError as error:
             return error
     return None
-
-
-def _has_work(edits: Edits) -> bool:
-    return bool(edits.expressions or edits.statements or edits.regions or edits.before or edits.arguments)
 
 
 def _late_doubts(names: Names, plans: list[Plan], edits: Edits, after: str) -> None:
@@ -119,13 +115,11 @@ def _silent(names: Names, after: str) -> list[Note]:
     told = []
     for node, found in fallbacks(names.module):
         kept = sorted(found & staying)
-        ours = all(runs(apex_name(each) or "") for each in kept)
-        way = "start it with `preamp run`, which has them" if ours else "let the ImportError through"
-        seen, write = (
-            f"where {', '.join(kept)} cannot be imported, the script goes on without",
-            "and may train in float32",
-        )
-        told += [Note(names.line(node), seen, f"{write}: {way}", False)] if kept else []
+        if kept:
+            ours = all(runs(apex_name(each) or "") for each in kept)
+            way = "start it with `preamp run`, which has them" if ours else "let the ImportError through"
+            seen = f"where {', '.join(kept)} cannot be imported, the script goes on without"
+            told.append(Note(names.line(node), seen, f"and may train in float32: {way}", False))
     return told
 
 
@@ -134,7 +128,7 @@ def _planned(names: Names) -> tuple[Edits, list[Plan]]:
     scopes = Scopes(names)
     plans, untold = find_plans(names, scopes)
     for plan in plans:
-        if is_home_global(plan):
+        if shared_globals(plan):
             plan.home = scopes.module
     spread_meanings(names, scopes, plans)
     sessions = Sessions(names, scopes, plans)

@@ -80,7 +80,7 @@ class Starts:
             args.append(argument(options.level, "level"))
         for word, text in self._extra(plan):
             args.append(argument(text, None if word == "**" else word, word))
-        prepared = assignment(plan.text, broken(recall(call, "preamp.prepare", args)))
+        prepared = _assignment(plan.text, broken(recall(call, "preamp.prepare", args)))
         found: list[Statement] = [new.with_changes(body=[prepared])]
         if plan.first is not None:
             left = plan.first.partition(" = ")[0]
@@ -103,13 +103,9 @@ class Starts:
         return [("losses", f'[f"loss{{i}}" for i in range({count})]')]
 
     def _share_global(self, plan: Plan) -> None:
-        if plan.home is plan.scope or plan.owner is not None:
-            return
-        roots = {root(text) for text in (*plan.models, *plan.optimizers)}
-        for node in walk(plan.scope.node):
-            if isinstance(node, cst.Global) and roots & {item.name.value for item in node.names}:
-                self._edits.expressions[node] = lambda new, plan=plan: _with_name(new, plan.name)  # type: ignore[misc]
-                return
+        if plan.home is not plan.scope and plan.owner is None:
+            for node in shared_globals(plan)[:1]:
+                self._edits.expressions[node] = lambda new: _with_name(new, plan.name)
 
     # -- under a condition
 
@@ -211,20 +207,16 @@ class Starts:
         self._edits.statements[statement] = lambda _: []
 
 
-def assignment(target: str, value: cst.BaseExpression) -> cst.Assign:
+def _assignment(target: str, value: cst.BaseExpression) -> cst.Assign:
     """`target = value`."""
-    parsed = cst.parse_statement(f"{target} = None")
-    assert isinstance(parsed, cst.SimpleStatementLine)
-    assign = parsed.body[0]
-    assert isinstance(assign, cst.Assign)
-    return assign.with_changes(value=value)
+    return cst.Assign([cst.AssignTarget(cst.parse_expression(target))], value)  # type: ignore[arg-type]
 
 
 def _assigned(statement: Statement, text: str) -> Statement:
     assert isinstance(statement, cst.SimpleStatementLine)
     small = statement.body[0]
     assert isinstance(small, cst.Expr)
-    return statement.with_changes(body=[assignment(text, small.value)])
+    return statement.with_changes(body=[_assignment(text, small.value)])
 
 
 def _with_name(node: cst.CSTNode, name: str) -> cst.CSTNode:
@@ -238,13 +230,8 @@ def _ends(code: str) -> bool:
     return re.match(r"(return|raise|continue|break|sys\.exit|exit\()", last) is not None
 
 
-def is_home_global(plan: Plan) -> bool:
-    """Whether a function assigns its model or optimizer to the module's names."""
+def shared_globals(plan: Plan) -> list[cst.Global]:
+    """The statements by which a function assigns its model or optimizer to the module's names."""
     roots = {root(text) for text in (*plan.models, *plan.optimizers)}
-    return (
-        any(
-            isinstance(node, cst.Global) and bool(roots & {item.name.value for item in node.names})
-            for node in walk(plan.scope.node)
-        )
-        and plan.scope.is_function
-    )
+    inside = (node for node in walk(plan.scope.node) if isinstance(node, cst.Global))
+    return [node for node in inside if plan.scope.is_function and roots & {item.name.value for item in node.names}]
