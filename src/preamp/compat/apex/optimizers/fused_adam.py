@@ -94,15 +94,19 @@ class FusedAdam(ApexOptimizer):
     ) -> Any:
         """One step of every parameter that has a gradient; returns the closure's loss.
 
-        `grad_scaler`: given by `torch.amp.GradScaler.step` when `capturable`. The other arguments belong to a FusedAdam
-        that is long gone: RuntimeError.
+        `grad_scaler`: given by `torch.amp.GradScaler.step` when `capturable`. The other arguments are those of 2018:
+        RuntimeError, if this is not that optimizer.
         """
-        if any(old is not None for old in (grads, output_params, scale, grad_norms)):
+        loss = evaluated(closure)
+        self._step_all((grads, output_params, scale, grad_norms), grad_scaler)
+        return loss
+
+    def _step_all(self, old: tuple[Any, Any, Any, Any], grad_scaler: Any) -> None:
+        if any(argument is not None for argument in old):
             raise RuntimeError(
                 "FusedAdam.step() no longer takes grads, output_params, scale or grad_norms, which an Apex of 2018 "
                 "did: construct it like torch.optim.Adam, leave the gradients in .grad and call step() without them"
             )
-        loss = evaluated(closure)
         factor, found = scaling_of(self, grad_scaler if self.capturable else None)
         for group in self.param_groups:
             if not group["params"]:
@@ -118,7 +122,6 @@ class FusedAdam(ApexOptimizer):
             step = number if group["bias_correction"] else _steps.LATE
             _steps.take(adam, options, params, grads, self.moments(params), step=step, masters=masters)
             self._masters.published(params)
-        return loss
 
 
 FusedAdam.__new__.__signature__ = inspect.signature(FusedAdam.__init__)
@@ -131,6 +134,11 @@ class FusedAdam2018(FusedAdam):
     the gradients of each group are clipped to this global norm in the step; 0: they are not. `use_mt` and
     `amp_scale_adjustment` are accepted and make no difference. RuntimeError for `eps_inside_sqrt=True`; the rest is as
     in `FusedAdam`, which makes this one where it gets its arguments.
+
+    `step` takes `grads`: gradients in the place of `.grad`, of any floating dtype; `output_params`: tensors that the
+    stepped parameters are written to as well. Each is a list of lists by group, or for one group a list. `scale`: what
+    gradients are to be divided by. `grad_norms`: the norms of each group's gradients as they are given, where they are
+    known. RuntimeError where there are not as many gradients as parameters.
     """
 
     __init__ = constructor(
@@ -155,24 +163,9 @@ class FusedAdam2018(FusedAdam):
             group["step"] = max(counts)
         super().mend_group(group)
 
-    @torch.no_grad()
-    def step(
-        self,
-        closure: Closure = None,
-        grads: Any = None,
-        output_params: Any = None,
-        scale: float = 1.0,
-        grad_norms: Any = None,
-        grad_scaler: Any = None,
-    ) -> Any:
-        """One step of every parameter that has a gradient; returns the closure's loss.
-
-        `grads`: gradients in the place of `.grad`, of any floating dtype; `output_params`: tensors that the stepped
-        parameters are written to as well. Each a list of lists by group, or for one group a list. `scale`: what
-        gradients are to be divided by. `grad_norms`: the norms of each group's gradients as they are given, where
-        they are known. RuntimeError where there are not as many gradients as parameters.
-        """
-        loss = evaluated(closure)
+    def _step_all(self, old: tuple[Any, Any, Any, Any], grad_scaler: Any) -> None:
+        grads, output_params, scale, grad_norms = old
+        scale = 1.0 if scale is None else scale
         groups = self.param_groups
         norms = [None] * len(groups) if grad_norms is None else list(grad_norms)
         each = zip(groups, _by_group(grads, groups), _by_group(output_params, groups), norms, strict=True)
@@ -189,7 +182,6 @@ class FusedAdam2018(FusedAdam):
             self._step(group, [group["params"][i] for i in there], [gradients[i] for i in there], scale, norm)
             if outs is not None:
                 torch._foreach_copy_(outs, [p.detach() for p in group["params"]])
-        return loss
 
     def _step(
         self, group: dict[str, Any], params: Sequence[Any], grads: Sequence[Any], scale: float, norm: Any
