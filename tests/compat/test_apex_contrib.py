@@ -16,8 +16,7 @@ import preamp.compat.apex as apex
 from preamp.compat.apex import _amp_c, amp, optimizers
 from preamp.compat.apex.amp.scaler import LossScaler
 from preamp.compat.apex.contrib.clip_grad import clip_grad_norm_
-from preamp.compat.apex.contrib.layer_norm import FastLayerNorm
-from preamp.compat.apex.contrib.layer_norm.layer_norm import FastLayerNormFN
+from preamp.compat.apex.contrib.layer_norm import FastLayerNorm, FastLayerNormFN
 from preamp.compat.apex.contrib.optimizers import FP16_Optimizer, FusedAdam
 from preamp.compat.apex.contrib.xentropy import SoftmaxCrossEntropyLoss
 from preamp.compat.apex.fused_dense import FusedDense, FusedDenseGeluDense, fused_dense_function

@@ -41,7 +41,8 @@ assert apex.parallel.LARC is importlib.import_module("apex.parallel.LARC").LARC 
 modules = ("amp.amp amp.handle amp.frontend amp._initialize amp.lists.torch_overrides parallel.distributed "
            "parallel.sync_batchnorm normalization.fused_layer_norm fp16_utils.loss_scaler mlp.mlp "
            "fused_dense.fused_dense contrib.layer_norm.layer_norm contrib.clip_grad.clip_grad optimizers.fused_adam "
-           "multi_tensor_apply.multi_tensor_apply")
+           "multi_tensor_apply.multi_tensor_apply contrib.optimizers.fused_lamb contrib.xentropy.softmax_xentropy "
+           "parallel.optimized_sync_batchnorm amp.scaler")
 for name in modules.split():
     module = importlib.import_module(f"apex.{name}")
     parent = sys.modules[f"apex.{name}".rpartition(".")[0]]

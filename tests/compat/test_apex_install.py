@@ -231,7 +231,9 @@ def test_run_a_module_and_torchrun(tmp_path: Path) -> None:
     script(tmp_path, "import sys\nimport apex.amp\nprint(__name__, sys.argv[1:])\n", "package/train.py")
     out = good(python("-m", "preamp", "run", "-m", "package.train", "--x", cwd=tmp_path))
     assert out == "__main__ ['--x']\n"
-    file = script(tmp_path, "import os, apex.amp\nprint('rank', os.environ['RANK'], flush=True)\n", "ranks.py")
+    # torchrun's processes do not buffer: print would write a line in pieces, between which the other rank may write
+    text = "import os, sys, apex.amp\nsys.stdout.write(f\"rank {os.environ['RANK']}\\n\")\n"
+    file = script(tmp_path, text, "ranks.py")
     standalone = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", file)
     done = python("-m", "preamp", "run", "-m", *standalone, cwd=tmp_path)
     assert sorted(good(done).split("\n")) == ["", "rank 0", "rank 1"]

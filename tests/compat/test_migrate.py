@@ -80,6 +80,8 @@ def test_two_sessions_have_two_names() -> None:
     """)
     assert "session_optd = preamp.prepare(netD, optD" in after and "session_optg.backward(lossG)" in after
     assert "session_optd.backward(lossD)" in after and "session_optg.step()" in after
+    region, _, _ = after.partition("    session_optd.backward(lossD)")  # it has what both losses are made of
+    assert region.endswith("        fake = netG(x)\n        lossD = netD(fake.detach())\n")
 
 
 def test_a_free_name_and_a_global() -> None:

@@ -267,7 +267,7 @@ def test_preamp_run_is_advised_for_what_it_runs() -> None:
 
 def test_what_preamp_run_has_is_there() -> None:
     for module, names in _RUNS.items():
-        door = {"amp_C": "_amp_c", "apex_C": "_apex_c"}.get(module, module)
+        door = {"amp_C": "_amp_c", "apex_C": "parallel.distributed"}.get(module, module)
         found = importlib.import_module(f"preamp.compat.apex.{door}".rstrip("."))
         assert all(hasattr(found, name) for name in names), module
         assert runs(f"{module}.{names[0]}" if names else module)

@@ -22,7 +22,7 @@ IMPORTABLE = str(Path(__file__).parent / "_importable")
 _OURS = "preamp.compat.apex"
 _GRAFTED = ("RNN", "amp", "fp16_utils", "parallel")
 """What NVIDIA removed: it is put on an Apex that is installed without it, whose other parts stay."""
-_EXTENSIONS = {"amp_C": "._amp_c", "apex_C": "._apex_c"}
+_EXTENSIONS = {"amp_C": "._amp_c", "apex_C": ".parallel.distributed"}
 
 
 def install_as_apex() -> ModuleType:
@@ -153,7 +153,10 @@ class _Finder(importlib.abc.MetaPathFinder):
                 name=fullname,
             ) from None
         return importlib.machinery.ModuleSpec(
-            fullname, _Alias(module), origin=getattr(module, "__file__", None), is_package=hasattr(module, "__path__")
+            fullname,
+            _ApexAlias(module),
+            origin=getattr(module, "__file__", None),
+            is_package=hasattr(module, "__path__"),
         )
 
 
@@ -166,24 +169,33 @@ class _ExtensionFinder(importlib.abc.MetaPathFinder):
         if fullname not in _EXTENSIONS:
             return None
         module = importlib.import_module(_EXTENSIONS[fullname], _OURS)
-        return importlib.machinery.ModuleSpec(fullname, _Alias(module))
+        return importlib.machinery.ModuleSpec(fullname, Alias(module))
 
 
-class _Alias(importlib.abc.Loader):
-    """Loads what is loaded already, with the modules in it, and leaves the module's own name and spec alone.
-
-    An import of `apex.amp._amp_state` that finds no such module sets it as an attribute of `apex.amp`, where Apex has
-    an object of that name; one that is in sys.modules, as it is in Apex once the package was imported, is only found.
-    """
+class Alias(importlib.abc.Loader):
+    """Loads what is loaded already, under a second name, and leaves the module's own name and spec alone."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module, self._spec = module, module.__spec__
 
     def create_module(self, spec: Any) -> ModuleType:
+        """The module as it is."""
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
+        """Put its own spec back, which the import has replaced."""
         module.__spec__ = self._spec
+
+
+class _ApexAlias(Alias):
+    """The same, with the modules in it.
+
+    An import of `apex.amp._amp_state` that finds no such module sets it as an attribute of `apex.amp`, where Apex has
+    an object of that name; one that is in sys.modules, as it is in Apex once the package was imported, is only found.
+    """
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
         for name, inner in [*sys.modules.items()]:
             if name.startswith(f"{module.__name__}.") and inner is not None:
                 sys.modules.setdefault(f"apex{name.removeprefix(_OURS)}", inner)

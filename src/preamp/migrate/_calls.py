@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import libcst as cst
@@ -19,34 +19,27 @@ def literal(node: cst.BaseExpression | None, default: Any) -> Any:
     return None
 
 
-def named_arguments(call: cst.Call, positions: Sequence[str]) -> dict[str, cst.BaseExpression] | None:
-    """Arguments by parameter name; None where a star hides some, or there are too many."""
-    found: dict[str, cst.BaseExpression] = {}
-    if any(arg.star for arg in call.args):
-        return None
+def bound(call: cst.Call, positions: Sequence[str]) -> Iterator[tuple[str, cst.Arg]]:
+    """(parameter, argument) pairs of a call, for a function with these positional parameters."""
     for index, arg in enumerate(call.args):
         if arg.keyword is not None:
-            found[arg.keyword.value] = arg.value
+            yield arg.keyword.value, arg
         elif index < len(positions):
-            found[positions[index]] = arg.value
-        else:
-            return None
-    return found
+            yield positions[index], arg
 
 
-def parameter_of(call: cst.Call, index: int, positions: Sequence[str]) -> str:
-    """The name of the parameter that an argument is for."""
-    keyword = call.args[index].keyword
-    return positions[index] if keyword is None else keyword.value
+def named_arguments(call: cst.Call, positions: Sequence[str]) -> dict[str, cst.BaseExpression] | None:
+    """Arguments by parameter name; None where a star hides some, or there are too many."""
+    pairs = list(bound(call, positions))
+    if any(arg.star for arg in call.args) or len(pairs) < len(call.args):
+        return None
+    return {name: arg.value for name, arg in pairs}
 
 
 def argument(value: str | cst.BaseExpression, keyword: str | None = None, star: str = "") -> cst.Arg:
     """A new argument."""
     node = cst.parse_expression(value) if isinstance(value, str) else value
-    equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-    if keyword is None:
-        return cst.Arg(node, star="**" if star == "**" else "")
-    return cst.Arg(node, keyword=cst.Name(keyword), equal=equal)
+    return cst.Arg(node, star="**" if star == "**" else "") if keyword is None else renamed(cst.Arg(node), keyword)
 
 
 def recall(call: cst.Call, function: str, args: Sequence[cst.Arg]) -> cst.Call:
@@ -79,12 +72,6 @@ def renamed(arg: cst.Arg, keyword: str) -> cst.Arg:
         keyword=cst.Name(keyword),
         equal=cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace("")) if arg.keyword is None else arg.equal,
     )
-
-
-def keep_positional(call: cst.Call, positions: Sequence[str], drop: Mapping[str, object]) -> list[tuple[str, cst.Arg]]:
-    """(parameter, argument) pairs of a call, without those whose parameter is to be dropped."""
-    pairs = [(parameter_of(call, index, positions), arg) for index, arg in enumerate(call.args)]
-    return [(name, arg) for name, arg in pairs if name not in drop]
 
 
 def broken(call: cst.Call, width: int = 100) -> cst.Call:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
-from ._calls import argument, keep_positional, literal, named_arguments, recall, renamed
+from ._calls import argument, bound, literal, named_arguments, recall, renamed
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,8 @@ def translated(original: cst.Call, updated: cst.Call, row: Replacement, code: Ca
     drop = {**dict.fromkeys(row.drop), **row.only}
     args: list[cst.Arg] = []
     named = False
-    for index, (name, arg) in enumerate(keep_positional(updated, row.positions, drop)):
+    kept = [(name, arg) for name, arg in bound(updated, row.positions) if name not in drop]
+    for index, (name, arg) in enumerate(kept):
         named = (
             named or index >= row.positional or row.positions.index(name) != index if name in row.positions else True
         )

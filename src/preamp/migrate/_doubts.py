@@ -8,7 +8,7 @@ import libcst as cst
 
 from ._calls import literal
 from ._edits import Edits
-from ._effects import Weights, is_harmless, is_optimizer_method, knows, names_gradients
+from ._effects import METHODS, Weights, is_harmless, knows, names_gradients
 from ._flow import Flow, State
 from ._names import Names, dotted, root
 from ._scopes import Callees, Scope, Scopes, bases, family
@@ -71,7 +71,7 @@ class Doubts:
             if func.attr.value == "step" and not self._is_other(scope, receiver):
                 return self._doubt(call, f"{name}() is a step of its own", "session.step()")
             own = knows(scope, receiver) and receiver.removesuffix(".module") not in scope.models
-            if own and not is_optimizer_method(func.attr.value):
+            if own and func.attr.value not in METHODS:
                 return self._doubt(
                     call, f"what {name}() does to gradients and weights is not known",
                     "session.unscale_() before it where it works on gradients, and session.step() for a step",

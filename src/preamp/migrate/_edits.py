@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ast
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import libcst as cst
 
 from ._calls import argument, laid_out
-from ._forward import Block, merged
+from ._names import Block, Names, Statement
 from ._notes import Note
-
-Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
 
 
 @dataclass
@@ -58,9 +57,9 @@ class Edits:
 class Apply(cst.CSTTransformer):
     """Carries out edits, from the inside out."""
 
-    def __init__(self, module: cst.Module, edits: Edits) -> None:
+    def __init__(self, names: Names, edits: Edits) -> None:
         super().__init__()
-        self._module, self._edits = module, edits
+        self._names, self._edits = names, edits
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> cst.CSTNode:  # type: ignore[override]
         """What a node becomes."""
@@ -77,7 +76,7 @@ class Apply(cst.CSTTransformer):
             if original_node in edits.parameters:
                 node = node.with_changes(params=_with_parameter(node.params, edits.parameters[original_node]))
             if original_node in edits.first:
-                node = _with_first(node, self._parsed(edits.first[original_node]))
+                node = _with_first(node, self._names.statement(edits.first[original_node]))
         if isinstance(original_node, (cst.Module, cst.IndentedBlock)) and isinstance(
             node, (cst.Module, cst.IndentedBlock)
         ):
@@ -88,45 +87,45 @@ class Apply(cst.CSTTransformer):
         """The block's statements, each expanded into what it becomes, ranges put into regions."""
         edits = self._edits
         expanded = [self._expand(old, new) for old, new in zip(original.body, updated.body, strict=True)]  # type: ignore[arg-type]
-        ranges = edits.regions.get(original, [])
-        texts = {text for _, _, text in ranges}
-        body: list[Statement] = []
         for number, part in enumerate(expanded[:-1]):
             following = expanded[number + 1]
             if not part and following and not following[0].leading_lines:  # blank lines stay where one was taken out
                 removed: Statement = updated.body[number]  # type: ignore[assignment]
                 lines = [line for line in removed.leading_lines if line.comment is None]
                 expanded[number + 1] = [following[0].with_changes(leading_lines=lines), *following[1:]]
+        ranges = edits.regions.get(original, [])
+        regions = [
+            (start, end, text)
+            for text in dict.fromkeys(text for _, _, text in ranges)
+            for start, end in _merged([(s, e) for s, e, t in ranges if t == text])
+        ]
+        body: list[Statement] = []
         index = 0
-        starts = {
-            start: (end, text) for text in texts for start, end in merged([(s, e) for s, e, t in ranges if t == text])
-        }
-        while index < len(expanded):
-            end, text = starts.get(index, (index, ""))
-            inside = [statement for part in expanded[index : end + 1] for statement in part]
-            body += [self._region(text, inside)] if text and inside else inside
-            index = max(end, index) + 1
+        for start, end, text in sorted(regions, key=lambda region: (region[0], -region[1])):
+            begin = max(start, index)  # of two sessions' regions, the first takes what both would
+            body += [statement for part in expanded[index:begin] for statement in part]
+            inside = [statement for part in expanded[begin : end + 1] for statement in part]
+            body += [self._region(text, inside)] if inside else []
+            index = max(index, end + 1)
+        body += [statement for part in expanded[index:] for statement in part]
         return updated.with_changes(body=body)
 
     def _expand(self, old: Statement, new: Statement) -> list[Statement]:
         edits = self._edits
         found = edits.statements[old](new) if old in edits.statements else [new]
         if old in edits.conditions:
-            found = [folded for each in found for folded in fold(self._module, each)]
-        extra = [self._parsed(text) for text in edits.before.get(old, [])]
+            found = [folded for each in found for folded in fold(each)]
+        extra = [self._names.statement(text) for text in edits.before.get(old, [])]
         return with_lead(new, [*extra, *found]) if extra else found
 
     def _region(self, session: str, inside: list[Statement]) -> cst.With:
         first = inside[0]
-        region = self._parsed(f"with {session}.autocast():\n    pass")
+        region = self._names.statement(f"with {session}.autocast():\n    pass")
         assert isinstance(region, cst.With)
         return region.with_changes(
             leading_lines=first.leading_lines,
             body=cst.IndentedBlock(body=[first.with_changes(leading_lines=()), *inside[1:]]),
         )
-
-    def _parsed(self, text: str) -> Statement:
-        return cst.parse_statement(text, config=self._module.config_for_parsing)
 
 
 def with_lead(old: Statement, found: list[Statement]) -> list[Statement]:
@@ -163,46 +162,41 @@ def _with_first(function: cst.FunctionDef, statement: Statement) -> cst.Function
     return function.with_changes(body=body.with_changes(body=[*body.body[:at], statement, *body.body[at:]]))
 
 
-def fold(module: cst.Module, statement: Statement) -> list[Statement]:
+def fold(statement: Statement) -> list[Statement]:
     """An `if` whose branches all say the same, as what they say; anything else as it is."""
     if not isinstance(statement, cst.If) or not _is_pure(statement.test):
         return [statement]
-    branches: list[Sequence[cst.BaseStatement]] = []
+    branches: list[cst.IndentedBlock] = []
     current: cst.If | cst.Else | None = statement
-    while current is not None:
-        if not isinstance(current.body, cst.IndentedBlock):
-            return [statement]
-        branches.append(current.body.body)
-        if isinstance(current, cst.Else):
-            break
-        if not _is_pure(current.test):
-            return [statement]
+    while isinstance(current, cst.If) and _is_pure(current.test) and isinstance(current.body, cst.IndentedBlock):
+        branches.append(current.body)
         current = current.orelse
-    if current is None or len({_plain_text(module, branch) for branch in branches}) != 1:
+    if not isinstance(current, cst.Else) or not isinstance(current.body, cst.IndentedBlock):
         return [statement]
-    fullest = max(branches, key=lambda branch: _comments(module, branch))
-    return with_lead(statement, _joined(statement, list(fullest)))  # type: ignore[arg-type]
+    branches.append(current.body)
+    texts = [cst.Module([*branch.body]).code for branch in branches]  # type: ignore[list-item]
+    if len({ast.dump(ast.parse(text)) for text in texts}) != 1:
+        return [statement]
+    fullest = max(range(len(texts)), key=lambda place: texts[place].count("#"))
+    return unindented(statement.with_changes(body=branches[fullest].with_changes(header=branches[0].header)))
 
 
-def _joined(statement: cst.If, body: list[Statement]) -> list[Statement]:
-    lead = [*statement.leading_lines, *body[0].leading_lines]
-    comment = statement.body.header.comment if isinstance(statement.body, cst.IndentedBlock) else None
-    if comment is not None:
-        lead.append(cst.EmptyLine(comment=comment))
-    return [body[0].with_changes(leading_lines=lead), *body[1:]]
-
-
-def _plain_text(module: cst.Module, branch: Sequence[cst.BaseStatement]) -> str:
-    bare = [s.with_changes(leading_lines=()) for s in branch]
-    bare = [
-        s.with_changes(trailing_whitespace=cst.TrailingWhitespace()) if isinstance(s, cst.SimpleStatementLine) else s
-        for s in bare
-    ]
-    return "".join(module.code_for_node(s) for s in bare)
-
-
-def _comments(module: cst.Module, branch: Sequence[cst.BaseStatement]) -> int:
-    return sum(module.code_for_node(s).count("#") for s in branch)
+def unindented(block: cst.With | cst.If) -> list[Statement]:
+    """The body of a block in place of it, comments kept."""
+    suite = block.body
+    if isinstance(suite, cst.IndentedBlock):
+        body: list[Statement] = list(suite.body)  # type: ignore[arg-type]
+        comment = suite.header.comment
+        footer = [line for line in suite.footer if line.comment is not None]
+    else:
+        assert isinstance(suite, cst.SimpleStatementSuite)
+        small = [each.with_changes(semicolon=cst.MaybeSentinel.DEFAULT) for each in suite.body]
+        body = [cst.SimpleStatementLine([each]) for each in small]
+        comment, footer = suite.trailing_whitespace.comment, []
+    lead = [*block.leading_lines, *([] if comment is None else [cst.EmptyLine(comment=comment)])]
+    body[0] = body[0].with_changes(leading_lines=[*lead, *body[0].leading_lines])
+    body[-1] = body[-1].with_changes(leading_lines=[*body[-1].leading_lines, *footer])
+    return with_lead(body[0], body)
 
 
 def _is_pure(test: cst.BaseExpression) -> bool:
@@ -214,3 +208,14 @@ def _is_pure(test: cst.BaseExpression) -> bool:
         cst.LeftSquareBracket, cst.RightSquareBracket,
     )  # fmt: skip
     return isinstance(test, pure) and all(_is_pure(child) for child in test.children)  # type: ignore[arg-type]
+
+
+def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges without overlaps, neighbours joined."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if found and start <= found[-1][1] + 1:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found

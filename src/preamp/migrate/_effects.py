@@ -111,12 +111,13 @@ _TORCH = ("torch.", "numpy.", "math.", "os.", "logging.", "time.", "copy.", "pic
 _COLLECTS = ("append", "extend", "insert", "setdefault")
 _SAYS_NOTHING = ("update", "apply", "register", "add", "attach")
 """Methods whose object's name says more: `ema.update(model)`."""
-_METHODS = (
+METHODS = (
     "zero_grad", "step", "state_dict", "load_state_dict", "add_param_group", "train", "eval", "append", "extend",
     "items", "keys", "values", "index", "copy", "get", "register_step_pre_hook", "register_step_post_hook",
     "register_state_dict_pre_hook", "register_state_dict_post_hook", "register_load_state_dict_pre_hook",
     "register_load_state_dict_post_hook",
 )  # fmt: skip
+"""Methods of optimizers, and of lists of them, of which it is clear what they do."""
 
 
 def names_gradients(call: cst.Call) -> bool:
@@ -143,11 +144,6 @@ def is_harmless(names: Names, call: cst.Call) -> bool:
     if name in _SAYS_NOTHING and isinstance(call.func, cst.Attribute):
         word = _snake((dotted(call.func.value) or "").rpartition(".")[2])
     return _NO_GRADIENTS.search(word) is not None or _KNOWN.search(word) is not None
-
-
-def is_optimizer_method(name: str) -> bool:
-    """Whether it is clear what a method of an optimizer, or of a list of them, does."""
-    return name in _METHODS
 
 
 def _snake(name: str) -> str:

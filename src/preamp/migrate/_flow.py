@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import libcst as cst
 
+from ._calls import bound
 from ._scopes import Callees, Scope, Scopes
 
 State = frozenset[str]
@@ -68,8 +69,6 @@ class Flow:
             return self._block(node.body, state)
         if isinstance(node, cst.FunctionDef):
             return state
-        if isinstance(node, cst.ClassDef):
-            return self._block([node.body], state)
         if isinstance(node, cst.If):
             state = self._expression(node.test, state)
             other = state if node.orelse is None else self._statement(node.orelse, state)
@@ -82,7 +81,7 @@ class Flow:
             for item in node.items:
                 state = self._expression(item.item, state)
             return self._block([node.body], state)
-        if isinstance(node, (cst.Else, cst.Finally)):
+        if isinstance(node, (cst.ClassDef, cst.Else, cst.Finally)):
             return self._block([node.body], state)
         if isinstance(node, cst.Match):
             state = self._expression(node.subject, state)
@@ -131,16 +130,10 @@ class Flow:
         if found is None:
             return state
         target, skip = found
-        return self._enter(target, state, self._given(call, scope, target.parameters()[skip:], holding))
-
-    def _given(self, call: cst.Call, scope: Scope, names: list[str], holding: frozenset[str]) -> frozenset[str]:
-        """The parameters that weights are given to."""
-        found = set()
-        for index, arg in enumerate(call.args):
-            name = arg.keyword.value if arg.keyword is not None else names[index] if index < len(names) else None
-            if name is not None and self._holding(arg.value, scope, holding):
-                found.add(name)
-        return frozenset(found)
+        given = bound(call, target.parameters()[skip:])
+        return self._enter(
+            target, state, frozenset(name for name, arg in given if self._holding(arg.value, scope, holding))
+        )
 
 
 def _ordered(node: cst.CSTNode) -> Iterator[cst.Call]:

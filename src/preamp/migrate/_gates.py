@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from ._names import COMPILED, Names, apex_name, dotted, walk
+from ._names import COMPILED, Names, apex_name, dotted, imported, walk
 
 _PACKAGES = re.compile(rf"^(apex(\.\w+)*|{'|'.join(COMPILED)})$")
 _FINDERS = re.compile(r"import|spec|loader|distribution|package|module|version|require|avail|installed", re.I)
@@ -29,9 +29,8 @@ def by_text(names: Names) -> Iterator[tuple[cst.CSTNode, str]]:
             if _FINDERS.search((dotted(around.func) or "").rpartition(".")[2]) is not None:
                 yield around, names.code(around)
             continue
-        while around is not None and not isinstance(around, (cst.Comparison, cst.Subscript, cst.BaseStatement)):
-            around = names.parent(around)
-        whole = arg if isinstance(arg, cst.Comparison) else around
+        kinds = (cst.Comparison, cst.Subscript, cst.BaseStatement)
+        whole = next((each for each in names.around(node) if isinstance(each, kinds)), None)
         if isinstance(whole, (cst.Comparison, cst.Subscript)) and "sys.modules" in names.code(whole):
             yield whole, names.code(whole)
 
@@ -63,17 +62,7 @@ def fallbacks(module: cst.Module) -> Iterator[tuple[cst.Try, set[str]]]:
     for node in walk(module):
         if not isinstance(node, cst.Try) or not node.handlers or all(_ends(each) for each in node.handlers):
             continue
-        found: set[str] = set()
-        for each in walk(node.body):
-            if isinstance(each, cst.Import):
-                found |= {q for alias in each.names if apex_name(q := dotted(alias.name) or "") is not None}
-            elif isinstance(each, cst.ImportFrom) and each.module is not None and not each.relative:
-                base = dotted(each.module) or ""
-                if isinstance(each.names, cst.ImportStar):
-                    found |= {base} if apex_name(base) is not None else set()
-                else:
-                    full = {f"{base}.{dotted(alias.name)}" for alias in each.names}
-                    found |= {q for q in full if apex_name(q) is not None}
+        found = {q for each in walk(node.body) for _, q, _ in imported(each) if apex_name(q) is not None}
         if found:
             yield node, found
 

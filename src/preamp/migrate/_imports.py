@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import libcst as cst
+import libcst.matchers as m
 from libcst import metadata
 
-from ._edits import Statement
-from ._names import apex_name, dotted, walk
+from ._names import apex_name, imported, walk
 
 
 def tidied(source: str) -> str:
@@ -26,23 +26,18 @@ def tidied(source: str) -> str:
 
 def _unused(module: cst.Module, scopes: Any) -> set[cst.CSTNode]:
     """Import aliases of Apex that nothing refers to."""
-    found: set[cst.CSTNode] = set()
     used = {n.value for n in walk(module) if isinstance(n, cst.Name)}
+    found: set[cst.CSTNode] = set()
     for node in walk(module):
-        if isinstance(node, cst.ImportFrom) and node.module is not None and not node.relative:
-            base = dotted(node.module) or ""
-            if isinstance(node.names, cst.ImportStar):
-                if apex_name(base) is not None and not (used & STARS.get(apex_name(base) or "", set())):
-                    found.add(node)
+        for alias, qualified, local in imported(node):
+            name, scope = apex_name(qualified), scopes.get(node)
+            if name is None:
                 continue
-            for alias in node.names:
-                qualified = f"{base}.{dotted(alias.name)}"
-                if apex_name(qualified) is not None and not _references(scopes, node, alias):
-                    found.add(alias)
-        elif isinstance(node, cst.Import):
-            for alias in node.names:
-                if apex_name(dotted(alias.name) or "") is not None and not _references(scopes, node, alias):
-                    found.add(alias)
+            if local == "*":
+                needed = bool(used & STARS.get(name, set()))
+            else:
+                needed = scope is None or any(assignment.references for assignment in scope[local])
+            found |= set() if needed else {alias}
     return found
 
 
@@ -66,12 +61,6 @@ STARS = {
 """Names that `from apex.x import *` brings."""
 
 
-def _references(scopes: Any, node: cst.CSTNode, alias: cst.ImportAlias) -> bool:
-    local = alias.evaluated_alias or (dotted(alias.name) or "").partition(".")[0]
-    scope = scopes.get(node)
-    return scope is None or any(assignment.references for assignment in scope[local])
-
-
 class _Tidy(cst.CSTTransformer):
     """Takes unused aliases out, and what stands around them empty."""
 
@@ -83,24 +72,22 @@ class _Tidy(cst.CSTTransformer):
 
     def leave_ImportFrom(self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom) -> Any:
         """Without the aliases that nothing uses."""
-        if original_node in self._unused:
-            return cst.RemoveFromParent()
-        if isinstance(original_node.names, cst.ImportStar) or isinstance(updated_node.names, cst.ImportStar):
-            return updated_node
-        return self._shorter(original_node.names, updated_node, updated_node.names)
+        return self._shorter(original_node, updated_node)
 
     def leave_Import(self, original_node: cst.Import, updated_node: cst.Import) -> Any:
         """Without the aliases that nothing uses."""
-        return self._shorter(original_node.names, updated_node, updated_node.names)
+        return self._shorter(original_node, updated_node)
 
-    def _shorter(self, old: Sequence[cst.ImportAlias], node: Any, new: Sequence[cst.ImportAlias]) -> Any:
-        kept = [alias for before, alias in zip(old, new, strict=True) if before not in self._unused]
-        if not kept:
+    def _shorter(self, old: cst.Import | cst.ImportFrom, new: cst.Import | cst.ImportFrom) -> Any:
+        if self._gone(old):
             return cst.RemoveFromParent()
-        if len(kept) < len(new):
-            kept[-1] = kept[-1].with_changes(comma=new[-1].comma)
-            return node.with_changes(names=kept)
-        return node
+        if isinstance(old.names, cst.ImportStar) or isinstance(new.names, cst.ImportStar):
+            return new
+        kept = [alias for before, alias in zip(old.names, new.names, strict=True) if before not in self._unused]
+        if len(kept) < len(new.names):
+            kept[-1] = kept[-1].with_changes(comma=new.names[-1].comma)
+            return new.with_changes(names=kept)
+        return new
 
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
@@ -116,11 +103,8 @@ class _Tidy(cst.CSTTransformer):
         return line.with_changes(leading_lines=original.leading_lines)
 
     def _gone(self, small: cst.CSTNode) -> bool:
-        if isinstance(small, cst.ImportFrom) and small in self._unused:
-            return True
-        if isinstance(small, (cst.Import, cst.ImportFrom)) and not isinstance(small.names, cst.ImportStar):
-            return all(alias in self._unused for alias in small.names)
-        return False
+        aliases = [alias for alias, _, _ in imported(small)]
+        return bool(aliases) and all(alias in self._unused for alias in aliases)
 
     def _rest(self, node: cst.Try) -> list[Any]:
         rest = []
@@ -160,17 +144,12 @@ class _Tidy(cst.CSTTransformer):
         if not node.handlers:
             return False
         for each in walk(node.handlers[0].body):
-            names: list[str] = []
-            if isinstance(each, (cst.Import, cst.ImportFrom)) and not isinstance(each.names, cst.ImportStar):
-                names = [a.evaluated_alias or (dotted(a.name) or "").partition(".")[0] for a in each.names]
-            elif isinstance(each, (cst.FunctionDef, cst.ClassDef)):
+            names = [local for _, _, local in imported(each)]
+            if isinstance(each, (cst.FunctionDef, cst.ClassDef)):
                 names = [each.name.value]
-            if any(self._count(name) > 1 for name in names):
+            if any(sum(isinstance(n, cst.Name) and n.value == name for n in walk(self._module)) > 1 for name in names):
                 return True
         return False
-
-    def _count(self, name: str) -> int:
-        return sum(isinstance(n, cst.Name) and n.value == name for n in walk(self._module))
 
     def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock) -> Any:
         """A block whose head is gone begins without blank lines."""
@@ -190,24 +169,22 @@ class _Tidy(cst.CSTTransformer):
         merged = self._merged(updated_node)
         return updated_node if merged is None else merged
 
-    def _merged(self, node: cst.If) -> Statement | None:
+    def _merged(self, node: cst.If) -> Any:
         other = node.orelse
         if not isinstance(other, cst.Else) or not isinstance(node.test, (cst.Name, cst.Attribute)):
             return None
-        here, there = _prepared(node.body), _prepared(other.body)
+        here: Any = m.extract(node.body, _MADE)
+        there: Any = m.extract(other.body, _MADE)
         if here is None or there is None:
             return None
-        (line, target, call), (_, target_there, call_there) = here, there
+        line: Any = node.body.body[0]
+        (target, call), (target_there, call_there) = ((each["target"], each["call"]) for each in (here, there))
         code = self._module.code_for_node
-        known = {"level", "losses", "scale"}
-        given = {arg.keyword.value: arg for arg in call.args if arg.keyword is not None}
-        given_there = {arg.keyword.value: arg for arg in call_there.args if arg.keyword is not None}
-        positional, positional_there = _positional(call), _positional(call_there)
+        (words, given), (words_there, given_there) = _arguments(code, call), _arguments(code, call_there)
         if (
-            set(given) - known or any(arg.star for arg in call.args) or set(given_there) - {"level", "losses"}
-            or code(target) != code(target_there)
-            or [code(a.value) for a in positional] != [code(a.value) for a in positional_there]
-            or code(given_there["level"].value) != '"O0"' or isinstance(given["level"].value, cst.IfExp)
+            words.keys() - {"level", "losses", "scale"} or words_there.keys() - {"level", "losses"}
+            or any(arg.star for arg in call.args) or code(target) != code(target_there) or given != given_there
+            or words_there["level"] != '"O0"' or " if " in words["level"]
         ):  # fmt: skip
             return None
         test = code(node.test)
@@ -223,25 +200,25 @@ class _Tidy(cst.CSTTransformer):
         return line.with_changes(body=[assign], leading_lines=[*node.leading_lines, *line.leading_lines])
 
 
-def _positional(call: cst.Call) -> list[cst.Arg]:
-    return [arg for arg in call.args if arg.keyword is None and not arg.star]
+def _arguments(code: Callable[[cst.CSTNode], str], call: Any) -> tuple[dict[str, str], list[str]]:
+    """The text of arguments by keyword, and of the others."""
+    words = {arg.keyword.value: code(arg.value) for arg in call.args if arg.keyword is not None}
+    return words, [code(arg.value) for arg in call.args if arg.keyword is None and not arg.star]
 
 
-def _prepared(body: cst.BaseSuite) -> tuple[cst.SimpleStatementLine, cst.BaseAssignTargetExpression, cst.Call] | None:
-    """(line, target, call) of a block that is nothing but `target = preamp.prepare(...)`."""
-    if not isinstance(body, cst.IndentedBlock) or len(body.body) != 1:
-        return None
-    line = body.body[0]
-    if not isinstance(line, cst.SimpleStatementLine) or len(line.body) != 1 or not isinstance(line.body[0], cst.Assign):
-        return None
-    assign = line.body[0]
-    if (
-        isinstance(assign.value, cst.Call)
-        and dotted(assign.value.func) == "preamp.prepare"
-        and len(assign.targets) == 1
-    ):
-        return line, assign.targets[0].target, assign.value
-    return None
+_MADE = m.IndentedBlock(
+    [
+        m.SimpleStatementLine(
+            [
+                m.Assign(
+                    [m.AssignTarget(m.SaveMatchedNode(m.DoNotCare(), "target"))],
+                    m.SaveMatchedNode(m.Call(m.Attribute(m.Name("preamp"), m.Name("prepare"))), "call"),
+                )
+            ]
+        )
+    ]
+)
+"""A block that is nothing but `target = preamp.prepare(...)`."""
 
 
 def _defines(statement: Any) -> bool:
@@ -262,12 +239,8 @@ def _cannot_fail(statement: Any) -> bool:
 
 def _is_bound(module: cst.Module, name: str) -> bool:
     """Whether the module itself imports a package under its own name."""
-    for node in _module_level(module):
-        if isinstance(node, cst.Import) and any(
-            (alias.evaluated_alias or (dotted(alias.name) or "").partition(".")[0]) == name for alias in node.names
-        ):
-            return True
-    return False
+    here = (node for node in _module_level(module) if isinstance(node, cst.Import))
+    return any(local == name for node in here for _, _, local in imported(node))
 
 
 def _module_level(node: cst.CSTNode) -> Any:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import libcst as cst
 
+from ._calls import bound
 from ._edits import Edits
-from ._forward import binds, block_around
 from ._names import Names, root, walk
+from ._regions import binds, block_around
 from ._scopes import Callees, Scope, Scopes
 from ._sessions import Plan, elements
 
@@ -26,8 +27,8 @@ class Made:
         """`plain`: what modes without amp do with the session."""
         outer = plan.scope.outermost()
         if self._is_made_again(plan, outer):
-            self._doubt(
-                plan, f"{plan.text} is made again for models that have one",
+            self._edits.doubt(
+                plan.call, f"{plan.text} is made again for models that have one",
                 f"close the one before, `{plan.text}.close()`, or make it once",
             )  # fmt: skip
         if outer is None or (plan.owner is None and plan.home is plan.scope):
@@ -35,13 +36,13 @@ class Made:
         found = self._condition(outer, set())
         every = 'make it in every mode, with level="O0" in those without amp'
         if found is not None:
-            self._doubt(
-                plan, f"{plan.text} is made in {outer.name}(), which line {found} calls under a condition",
+            self._edits.doubt(
+                plan.call, f"{plan.text} is made in {outer.name}(), which line {found} calls under a condition",
                 f"where it does not hold, there is no session for what is done in any mode: {every}",
             )  # fmt: skip
         elif plain and outer.name != "__init__" and not self._calls(outer):
-            self._doubt(
-                plan, f"{plan.text} is made in {outer.name}(), which nothing in this file calls",
+            self._edits.doubt(
+                plan.call, f"{plan.text} is made in {outer.name}(), which nothing in this file calls",
                 f"line {self._names.line(plain[0])} would need it in every mode: {every}",
             )  # fmt: skip
 
@@ -65,11 +66,7 @@ class Made:
     def _given(self, outer: Scope, call: cst.Call, name: str) -> str:
         """What a call gives a parameter; a name that is none stays."""
         names = [each for each in outer.parameters() if each not in ("self", "cls")]
-        for index, arg in enumerate(call.args):
-            keyword = arg.keyword.value if arg.keyword is not None else None
-            if keyword == name or (keyword is None and index < len(names) and names[index] == name):
-                return self._names.code(arg.value)
-        return name
+        return next((self._names.code(arg.value) for each, arg in bound(call, names) if each == name), name)
 
     def _calls(self, function: Scope) -> list[tuple[Scope, cst.Call]]:
         found = []
@@ -93,28 +90,25 @@ class Made:
         return None if None in lines else next(iter(lines), None)
 
     def _is_conditional(self, node: cst.CSTNode) -> bool:
-        around = self._names.parent(node)
-        while around is not None and not isinstance(around, (cst.FunctionDef, cst.Module)):
+        for around in self._names.around(node):
+            if isinstance(around, cst.FunctionDef):
+                return False
             if isinstance(around, _CONDITIONS) and not (isinstance(around, cst.If) and _is_main(self._names, around)):
                 return True
-            around = self._names.parent(around)
         return False
-
-    def _doubt(self, plan: Plan, seen: str, write: str) -> None:
-        self._edits.doubt(plan.call, seen, write)
 
 
 def is_repeated(names: Names, scope: Scope, node: cst.CSTNode, models: Sequence[str], own: cst.Call) -> bool:
     """Whether a statement stands in a loop that goes over the same models again and again."""
-    around: cst.CSTNode | None = node
-    while around is not None and not isinstance(around, (cst.FunctionDef, cst.Module)):
+    for around in (node, *names.around(node)):
+        if isinstance(around, cst.FunctionDef):
+            break
         if isinstance(around, (cst.For, cst.While)):
             start, end = names.span(around)
             made = {root(t) for t, value in scope.assigns if start <= names.line(value) <= end and value is not own}
             made |= {target for target, over in scope.loops if start <= names.line(over) <= end}
             if not {root(text) for text in models} <= made:
                 return True
-        around = names.parent(around)
     return False
 
 

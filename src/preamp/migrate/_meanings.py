@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
+from ._calls import bound
 from ._names import Names, dotted, root
 from ._scopes import Callees, Scope, Scopes
 from ._sessions import Plan, elements
@@ -42,15 +43,13 @@ def _inherit(scope: Scope) -> None:
     parent = scope.parent
     if parent is None:
         return
-    if isinstance(scope.node, cst.ClassDef):
-        scope.models |= {m for m in parent.models if "." not in m}
-        scope.optimizers |= {o for o in parent.optimizers if "." not in o}
-        return
-    scope.models |= {m for m in parent.models if root(m) not in scope.bound or m.startswith("self.")}
-    scope.optimizers |= {o for o in parent.optimizers if root(o) not in scope.bound or o.startswith("self.")}
-    if isinstance(parent.node, cst.ClassDef):
-        parent.models |= {m for m in scope.models if m.startswith("self.")}
-        parent.optimizers |= {o for o in scope.optimizers if o.startswith("self.")}
+    for own, around in ((scope.models, parent.models), (scope.optimizers, parent.optimizers)):
+        if isinstance(scope.node, cst.ClassDef):
+            own |= {text for text in around if "." not in text}
+            continue
+        own |= {text for text in around if root(text) not in scope.bound or text.startswith("self.")}
+        if isinstance(parent.node, cst.ClassDef):
+            around |= {text for text in own if text.startswith("self.")}
 
 
 def _aliases(names: Names, scope: Scope) -> None:
@@ -78,14 +77,8 @@ def _arguments(callees: Callees, scope: Scope, call: cst.Call) -> None:
     if found is None:
         return
     target, skip = found
-    parameters = target.parameters()[skip:]
-    for index, arg in enumerate(call.args):
-        given = dotted(arg.value)
-        name = arg.keyword.value if arg.keyword is not None else None
-        if name is None and index < len(parameters):
-            name = parameters[index]
-        if name is None or given is None or arg.star:
-            continue
+    for name, arg in bound(call, target.parameters()[skip:]):
+        given = None if arg.star else dotted(arg.value)
         if given in scope.models:
             target.models.add(name)
         if given in scope.optimizers:

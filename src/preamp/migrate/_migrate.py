@@ -14,11 +14,11 @@ from ._gates import by_text, fallbacks, hidden, questions
 from ._imports import STARS, tidied
 from ._made import Made
 from ._meanings import spread_meanings
-from ._names import COMPILED, Names, apex_name, calls, dotted, shown
+from ._names import COMPILED, Names, apex_name, calls, imported, shown
 from ._notes import KEEP, CannotParse, Migration, Note, advice, runs
 from ._scopes import Scopes
 from ._sessions import Plan, Sessions, find_plans
-from ._starts import Starts, is_home_global
+from ._starts import Starts, shared_globals
 from ._uses import Uses
 
 _FIRST = ("optimizers.FP16_Optimizer", "contrib.optimizers")
@@ -34,12 +34,13 @@ def migrate_text(source: str, filename: str) -> Migration:
     if _MENTIONED.search(source) is None:
         return Migration(filename, source, source, uses_apex=False)
     names = Names(module)
-    by_import = any(_imports_apex(node) for node in names.nodes) or any(True for _ in names.apex_references())
+    brought = (apex_name(qualified) for node in names.nodes for _, qualified, _ in imported(node))
+    by_import = any(name is not None for name in brought) or any(True for _ in names.apex_references())
     if not by_import and not any(True for _ in (*by_text(names), *hidden(names))):
         return Migration(filename, source, source, uses_apex=False)
     edits, plans = _planned(names)
-    after = names.module.visit(Apply(names.module, edits)).code if _has_work(edits) else source
-    after = tidied(after)
+    work = edits.expressions or edits.statements or edits.regions or edits.before or edits.arguments
+    after = tidied(names.module.visit(Apply(names, edits)).code if work else source)
     if _compiles(source) is None and (error := _compiles(after)) is not None:
         raise AssertionError(f"{filename}: the translation does not parse, line {error.lineno}: {error.msg}")
     _late_doubts(names, plans, edits, after)
@@ -70,10 +71,6 @@ def _compiles(text: str) -> SyntaxError | None:
         except SyntaxError as error:
             return error
     return None
-
-
-def _has_work(edits: Edits) -> bool:
-    return bool(edits.expressions or edits.statements or edits.regions or edits.before or edits.arguments)
 
 
 def _late_doubts(names: Names, plans: list[Plan], edits: Edits, after: str) -> None:
@@ -118,13 +115,11 @@ def _silent(names: Names, after: str) -> list[Note]:
     told = []
     for node, found in fallbacks(names.module):
         kept = sorted(found & staying)
-        ours = all(runs(apex_name(each) or "") for each in kept)
-        way = "start it with `preamp run`, which has them" if ours else "let the ImportError through"
-        seen, write = (
-            f"where {', '.join(kept)} cannot be imported, the script goes on without",
-            "and may train in float32",
-        )
-        told += [Note(names.line(node), seen, f"{write}: {way}", False)] if kept else []
+        if kept:
+            ours = all(runs(apex_name(each) or "") for each in kept)
+            way = "start it with `preamp run`, which has them" if ours else "let the ImportError through"
+            seen = f"where {', '.join(kept)} cannot be imported, the script goes on without"
+            told.append(Note(names.line(node), seen, f"and may train in float32: {way}", False))
     return told
 
 
@@ -133,7 +128,7 @@ def _planned(names: Names) -> tuple[Edits, list[Plan]]:
     scopes = Scopes(names)
     plans, untold = find_plans(names, scopes)
     for plan in plans:
-        if is_home_global(plan):
+        if shared_globals(plan):
             plan.home = scopes.module
     spread_meanings(names, scopes, plans)
     sessions = Sessions(names, scopes, plans)
@@ -161,36 +156,17 @@ def _planned(names: Names) -> tuple[Edits, list[Plan]]:
 
 def _hand_on(scopes: Scopes, sessions: Sessions, edits: Edits) -> None:
     """Sessions as parameters and arguments of the functions that need them."""
-    for function, access in sessions.parameters.items():
-        edits.parameters[function.node] = access.text
-        _tell(edits, function.node, f"{function.name}()", access.text)
-    for own, access in sessions.stored.items():
-        init = next(s for s in scopes.all if s.parent is own and s.name == "__init__")
-        edits.parameters[init.node] = access.text
-        edits.first[init.node] = f"{init.parameters()[0]}.{access.text} = {access.text}"
-        _tell(edits, own.node, f"{own.name}()", access.text)
-    for call, text in sessions.arguments.items():
-        target = _callee(sessions, call)
-        if target is not None:
-            edits.arguments[call] = (target, text or target)
-
-
-def _callee(sessions: Sessions, call: cst.CSTNode) -> str | None:
-    if not isinstance(call, cst.Call):
-        return None
-    for where, access in (*sessions.parameters.items(), *sessions.stored.items()):
-        if dotted(call.func) == where.name:
-            return access.text
-    return None
-
-
-def _tell(edits: Edits, node: cst.CSTNode, what: str, session: str) -> None:
-    edits.say(
-        node,
-        f"{what} takes the session now",
-        f"where other files call it, add {session}={session}",
-        False,
-    )
+    for receiver, access in sessions.given.items():
+        function, text = receiver, access.text
+        if not receiver.is_function:
+            function = next(s for s in scopes.all if s.parent is receiver and s.name == "__init__")
+            edits.first[function.node] = f"{function.parameters()[0]}.{text} = {text}"
+        edits.parameters[function.node] = text
+        edits.say(
+            receiver.node, f"{receiver.name}() takes the session now",
+            f"where other files call it, add {text}={text}", False,
+        )  # fmt: skip
+    edits.arguments.update(sessions.arguments)
 
 
 def _classes(names: Names, edits: Edits) -> None:
@@ -248,23 +224,12 @@ def _leftovers(names: Names, edits: Edits) -> None:
             "a session needs none: take the question out",
         )
     for each in names.nodes:
-        if isinstance(each, cst.ImportFrom) and isinstance(each.names, cst.ImportStar) and each.module is not None:
-            base = apex_name(dotted(each.module) or "")
+        for _, qualified, local in imported(each):
+            base = apex_name(qualified) if local == "*" else None
             used = sorted(names.identifiers & STARS.get(base or "", set()))
-            if base is not None and used:
+            if used:
                 edits.say(
                     each,
                     f"from apex.{base} import *, for {', '.join(used)}",
                     f"import these by name and migrate again: then each is told; {advice(f'{base}.{used[0]}', keep)}",
                 )
-
-
-def _imports_apex(node: cst.CSTNode) -> bool:
-    if isinstance(node, cst.ImportFrom) and node.module is not None:
-        base = dotted(node.module) or ""
-        if isinstance(node.names, cst.ImportStar):
-            return apex_name(base) is not None
-        return any(apex_name(f"{base}.{dotted(alias.name)}") is not None for alias in node.names)
-    if isinstance(node, cst.Import):
-        return any(apex_name(dotted(alias.name) or "") is not None for alias in node.names)
-    return False

@@ -52,6 +52,25 @@ def dotted(node: cst.BaseExpression | None) -> str | None:
     return None
 
 
+Block = cst.Module | cst.IndentedBlock
+Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
+
+
+def imported(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, str, str]]:
+    """(alias, qualified name, name in this file) of what an import brings; a star, of a module, is named "*"."""
+    if isinstance(node, cst.Import):
+        for alias in node.names:
+            name = dotted(alias.name) or ""
+            yield alias, name, alias.evaluated_alias or name.partition(".")[0]
+    elif isinstance(node, cst.ImportFrom):
+        base = "." * len(node.relative) + (dotted(node.module) or "")
+        if isinstance(node.names, cst.ImportStar):
+            yield node.names, base, "*"
+            return
+        for alias in node.names:
+            yield alias, f"{base}.{dotted(alias.name)}", alias.evaluated_alias or alias.evaluated_name
+
+
 class Names:
     """A parsed file and the meaning of its names."""
 
@@ -91,6 +110,16 @@ class Names:
         found: cst.CSTNode | None = self._parents.get(node)
         return found
 
+    def around(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """The nodes around this one, outwards."""
+        while (parent := self.parent(node)) is not None:
+            yield parent
+            node = parent
+
+    def statement(self, text: str) -> Statement:
+        """A statement in the style of the file."""
+        return cst.parse_statement(text, config=self.module.config_for_parsing)
+
     def qualified(self, node: cst.CSTNode) -> set[str]:
         """Every imported name that an expression may stand for."""
         found = self._qualified.get(node, ())
@@ -120,7 +149,8 @@ class Names:
             if self._contexts.get(node) is not metadata.ExpressionContext.LOAD:
                 continue
             found = self.apex(node)
-            if found is not None and dotted(node) is not None and not self._within_import(node):
+            imports = (isinstance(each, (cst.Import, cst.ImportFrom)) for each in self.around(node))
+            if found is not None and dotted(node) is not None and not any(imports):
                 yield node, found
 
     def references(self, definition: cst.FunctionDef | cst.ClassDef) -> list[cst.CSTNode]:
@@ -132,16 +162,6 @@ class Names:
             if getattr(assignment, "node", None) is definition
             for access in assignment.references
         ]
-
-    def _within_import(self, node: cst.CSTNode) -> bool:
-        around = self.parent(node)
-        while around is not None:
-            if isinstance(around, (cst.Import, cst.ImportFrom)):
-                return True
-            if isinstance(around, cst.BaseSmallStatement):
-                return False
-            around = self.parent(around)
-        return False
 
 
 def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:

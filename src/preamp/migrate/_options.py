@@ -53,18 +53,12 @@ def read(call: cst.Call, code: Callable[[cst.CSTNode], str]) -> Options | None:
         options.level = '"O0"'
     elif enabled != "True":
         options.level = f'{options.level} if {enabled} else "O0"'
-    conditional = enabled if enabled not in ("True", "False") else None
-    _losses(options, texts)
-    _scale(options, given, texts, named_level, conditional)
-    _norms(options, given, texts, named_level)
-    _masters(options, given, texts, named_level)
-    _casts(options, texts, named_level)
-    return options
-
-
-def _losses(options: Options, texts: Mapping[str, str]) -> None:
     count = texts.get("num_losses", "1")
     options.losses = None if count == "1" else count
+    _scale(options, given, texts, named_level, enabled if enabled not in ("True", "False") else None)
+    _overrides(options, given, texts, named_level)
+    _left_out(options, texts, named_level)
+    return options
 
 
 def _scale(
@@ -98,49 +92,43 @@ def _scale(
         options.extra.append(("scale", text if enabled is None else f"{text} if {enabled} else None"))
 
 
-def _norms(options: Options, given: Mapping[str, cst.BaseExpression], texts: Mapping[str, str], level: object) -> None:
-    text = texts.get("keep_batchnorm_fp32", "None")
-    low = "bf16" if level == "O5" else "fp16"
-    value = str(literal(given.get("keep_batchnorm_fp32"), ""))
-    if text == "None":
-        return
-    if value in ("True", "False"):
-        options.extra.append(("norms", '"fp32"' if value == "True" else f'"{low}"'))
-        return
-    options.extra.append((
-        "**", f'({{}} if {text} is None else {{"norms": "fp32" if str({text}) == "True" else "{low}"}})',
-    ))  # fmt: skip
+def _unless_none(text: str, keyword: str, value: str) -> tuple[str, str]:
+    """A keyword for an argument that may turn out to be None, which `prepare` does not take."""
+    return "**", f'({{}} if {text} is None else {{"{keyword}": {value}}})'
 
 
-def _masters(
+def _overrides(
     options: Options, given: Mapping[str, cst.BaseExpression], texts: Mapping[str, str], level: object
 ) -> None:
-    text = texts.get("master_weights", "None")
-    value = literal(given.get("master_weights"), None)
-    if text == "None" or (value is True and level in ("O2", "O5")):
-        return
-    if isinstance(value, bool):
-        options.extra.append(("masters", text))
-    else:
-        options.extra.append(("**", f'({{}} if {text} is None else {{"masters": {text}}})'))
+    """Single fields of the level: norms, masters, output."""
+    extra, low = options.extra, "bf16" if level == "O5" else "fp16"
+    norms, masters, output = (
+        texts.get(name, "None") for name in ("keep_batchnorm_fp32", "master_weights", "cast_model_outputs")
+    )
+    value = str(literal(given.get("keep_batchnorm_fp32"), ""))
+    if norms != "None" and value in ("True", "False"):
+        extra.append(("norms", '"fp32"' if value == "True" else f'"{low}"'))
+    elif norms != "None":
+        extra.append(_unless_none(norms, "norms", f'"fp32" if str({norms}) == "True" else "{low}"'))
+    own = literal(given.get("master_weights"), None)
+    if masters != "None" and not isinstance(own, bool):
+        extra.append(_unless_none(masters, "masters", masters))
+    elif isinstance(own, bool) and not (own and level in ("O2", "O5")):
+        extra.append(("masters", masters))
+    if output in _DTYPES:
+        extra.append(("output", f'"{_DTYPES[output]}"'))
+    elif output != "None":
+        extra.append(_unless_none(output, "output", output))
 
 
-def _casts(options: Options, texts: Mapping[str, str], level: object) -> None:
-    outputs = texts.get("cast_model_outputs", "None")
-    if outputs in _DTYPES:
-        options.extra.append(("output", f'"{_DTYPES[outputs]}"'))
-    elif outputs != "None":
-        options.extra.append(("**", f'({{}} if {outputs} is None else {{"output": {outputs}}})'))
+def _left_out(options: Options, texts: Mapping[str, str], level: object) -> None:
+    """Remarks on what a session has no argument for."""
     cast = texts.get("cast_model_type", "None")
     usual = {"O0": "fp32", "O2": "fp16", "O3": "fp16", "O5": "bf16"}
     if cast != "None" and _DTYPES.get(cast) != usual.get(str(level), "fp32"):
-        options.remarks.append((
-            f"cast_model_type={cast}",
-            "left out; a session's parameters are 16-bit at O2, O3 (fp16) and O5 (bf16), float32 at the others",
-            True,
-        ))  # fmt: skip
+        why = "a session's parameters are 16-bit at O2, O3 (fp16) and O5 (bf16), float32 at the others"
+        options.remarks.append((f"cast_model_type={cast}", f"left out; {why}", True))
     patch = texts.get("patch_torch_functions", "None")
     if patch not in ("None", "True" if level in ("O1", "O4") else "False"):
-        options.remarks.append((
-            f"patch_torch_functions={patch}", "left out; write ops=None to prepare() for no operator rules", True,
-        ))  # fmt: skip
+        write = "left out; write ops=None to prepare() for no operator rules"
+        options.remarks.append((f"patch_torch_functions={patch}", write, True))

@@ -81,7 +81,6 @@ class Scopes(cst.CSTVisitor):
         self.module = Scope(names.module, None)
         self.all = [self.module]
         self.of: dict[cst.CSTNode, Scope] = {}
-        self.by_definition: dict[cst.CSTNode, Scope] = {}
         self._stack = [self.module]
         names.module.visit(self)
 
@@ -92,7 +91,6 @@ class Scopes(cst.CSTVisitor):
         if isinstance(node, (cst.FunctionDef, cst.ClassDef)):
             scope.bound.add(node.name.value)
             inner = Scope(node, scope)
-            self.by_definition[node] = inner
             self.all.append(inner)
             self._stack.append(inner)
         elif isinstance(node, cst.Param):

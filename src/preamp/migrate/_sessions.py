@@ -126,12 +126,10 @@ class Sessions:
 
     def __init__(self, names: Names, scopes: Scopes, plans: list[Plan]) -> None:
         self.names, self.scopes, self.plans = names, scopes, plans
-        self.parameters: dict[Scope, Access] = {}
-        """Functions that get the session as a parameter."""
-        self.stored: dict[Scope, Access] = {}
-        """Classes whose constructor gets the session and keeps it."""
-        self.arguments: dict[cst.CSTNode, str] = {}
-        """Calls that hand the session on, with its text there."""
+        self.given: dict[Scope, Access] = {}
+        """Functions that get the session as a parameter, and classes whose constructor gets it and keeps it."""
+        self.arguments: dict[cst.CSTNode, tuple[str, str]] = {}
+        """Calls that hand the session on: the parameter, and its text there."""
         self._failed: set[Scope] = set()
         self._name_all()
 
@@ -156,34 +154,31 @@ class Sessions:
             if plan.owner or own is None or method is None or not method.parameters():
                 continue
             others = [scope for scope in needy if scope.own_class() is own and scope.method() is not method]
-            if any(self._plain(scope, None) is None for scope in others):
+            if any(self.visible(scope) is None for scope in others):
                 plan.owner = method.parameters()[0]
-
-    def visible(self, scope: Scope, optimizer: str | None = None) -> Access | None:
-        """The session of a place, without adding parameters."""
-        return self._plain(scope, optimizer)
 
     def reach(self, scope: Scope, optimizer: str | None = None) -> Access | None:
         """The session of a place; if need be, functions of this file hand it on as a parameter."""
-        found = self._plain(scope, optimizer)
+        found = self.visible(scope, optimizer)
         if found is not None:
             return found
         outer = scope.outermost()
         if outer is None or not self._hand_on(outer, set()):
             return None
-        return self._plain(scope, optimizer)
+        return self.visible(scope, optimizer)
 
     # -- looking
 
-    def _plain(self, scope: Scope, optimizer: str | None) -> Access | None:
+    def visible(self, scope: Scope, optimizer: str | None = None) -> Access | None:
+        """The session of a place, without adding parameters."""
         for each in scope.outward():
             if each.is_function or each is self.scopes.module:
                 here = [p for p in self.plans if p.home is each and not self._of_self(p)]
                 found = _choose(here, optimizer)
                 if found is not None:
                     return Access(found.text, found)
-                if each in self.parameters:
-                    return self.parameters[each]
+                if each in self.given:
+                    return self.given[each]
         own, method = scope.own_class(), scope.method()
         if own is None or method is None or not method.parameters():
             return None
@@ -193,8 +188,8 @@ class Sessions:
         if found is not None:
             return Access(f"{me}.{found.name}", found)
         for each in relatives:
-            if each in self.stored:
-                return Access(f"{me}.{self.stored[each].text.rpartition('.')[2]}", self.stored[each].plan)
+            if each in self.given:
+                return Access(f"{me}.{self.given[each].text.rpartition('.')[2]}", self.given[each].plan)
         return None
 
     def _of_self(self, plan: Plan) -> bool:
@@ -208,54 +203,48 @@ class Sessions:
         parent = function.parent
         assert parent is not None
         receiver = parent if isinstance(parent.node, cst.ClassDef) else function
-        if receiver in self.parameters or receiver in self.stored or receiver in asked:
+        if receiver in self.given or receiver in asked:
             return True
         if receiver in self._failed or receiver.parent is not self.scopes.module:
             return False
         asked.add(receiver)
         found = self._callers(receiver, asked)
-        if not found or len({access.plan.name for _, access in found}) != 1:
+        plans = {access.plan.name: access.plan for access in found.values() if access is not None}
+        if len(plans) != 1:
             self._failed.add(receiver)
             return False
-        access = Access(found[0][1].plan.name, found[0][1].plan)
-        if receiver is function:
-            self.parameters[function] = access
-        else:
-            self.stored[receiver] = access
-        for call, _ in found:
-            around = self.scopes.of[call]
-            again = self._plain(around, None)
-            self.arguments[call] = again.text if again is not None else access.text
+        ((name, plan),) = plans.items()
+        self.given[receiver] = Access(name, plan)
+        for call, access in found.items():
+            again = None if access is None else self.visible(self.scopes.of[call])
+            self.arguments[call] = (name, name if again is None else again.text)
         return True
 
-    def _callers(self, receiver: Scope, asked: set[Scope]) -> list[tuple[cst.Call, Access]]:
+    def _callers(self, receiver: Scope, asked: set[Scope]) -> dict[cst.CSTNode, Access | None]:
+        """Calls of a function or class with the session there, None in itself; empty if some caller has none."""
         assert isinstance(receiver.node, (cst.FunctionDef, cst.ClassDef))
         if isinstance(receiver.node, cst.ClassDef) and constructor(self.scopes, receiver) is None:
-            return []
+            return {}
         if isinstance(receiver.node, cst.FunctionDef) and receiver.node.decorators:
-            return []
-        found: list[tuple[cst.Call, Access]] = []
+            return {}
+        found: dict[cst.CSTNode, Access | None] = {}
         for reference in self.names.references(receiver.node):
             call = self.names.parent(reference)
             if not isinstance(call, cst.Call) or call.func is not reference:
-                return []
+                return {}
             around = self.scopes.of[call]
-            if around is receiver or receiver in around.outward():
-                self.arguments[call] = ""  # a recursive call: it has the parameter
+            if receiver in around.outward():
+                found[call] = None
                 continue
-            access = self._plain(around, None)
-            if (
-                access is not None
-                and access.plan.home is around
-                and self.names.line(call) < self.names.line(access.plan.statement)
-            ):
-                return []  # it is called before there is a session
-            outer = around.outermost()
+            access, outer = self.visible(around), around.outermost()
             if access is None and outer is not None and self._hand_on(outer, asked):
-                access = self._plain(around, None)
+                access = self.visible(around)
+            elif access is not None and access.plan.home is around:
+                begin = self.names.line(access.plan.statement)
+                access = access if self.names.line(call) >= begin else None  # it is called before there is a session
             if access is None:
-                return []
-            found.append((call, access))
+                return {}
+            found[call] = access
         return found
 
 

@@ -8,12 +8,12 @@ import libcst as cst
 
 from ..errors import PolicyError
 from ..rules import OpRules
-from ._calls import argument, broken, literal, parameter_of, recall, renamed
-from ._edits import Edits, Statement, with_lead
-from ._forward import block_around
+from ._calls import argument, bound, broken, literal, recall, renamed
+from ._edits import Edits, with_lead
 from ._made import is_bound_before, is_repeated
-from ._names import Names, root, walk
+from ._names import Names, Statement, root, walk
 from ._options import POSITIONS
+from ._regions import block_around
 from ._scopes import Scopes
 from ._sessions import Plan, Sessions
 
@@ -58,8 +58,8 @@ class Starts:
         call, options = small.value, plan.options
         args: list[cst.Arg] = []
         given: list[str] = []
-        for index, arg in enumerate(call.args):
-            name = parameter_of(plan.call, index, POSITIONS)
+        pairs = list(bound(call, POSITIONS))
+        for name, arg in pairs:
             if name not in _KEPT:
                 continue
             if name != "opt_level":
@@ -72,7 +72,7 @@ class Starts:
             elif arg.keyword is not None:
                 arg = renamed(arg, _KEPT[name])
             args.append(arg)
-        names = {parameter_of(plan.call, index, POSITIONS) for index in range(len(call.args))}
+        names = {name for name, _ in pairs}
         if "optimizers" not in names:
             keyword = args[0].keyword
             args.insert(1, argument("None", None if keyword is None else "optimizer"))
@@ -80,11 +80,11 @@ class Starts:
             args.append(argument(options.level, "level"))
         for word, text in self._extra(plan):
             args.append(argument(text, None if word == "**" else word, word))
-        prepared = assignment(plan.text, broken(recall(call, "preamp.prepare", args)))
+        prepared = _assignment(plan.text, broken(recall(call, "preamp.prepare", args)))
         found: list[Statement] = [new.with_changes(body=[prepared])]
         if plan.first is not None:
             left = plan.first.partition(" = ")[0]
-            line = cst.parse_statement(f"{left} = {', '.join(given)}", config=self._names.module.config_for_parsing)
+            line = self._names.statement(f"{left} = {', '.join(given)}")
             found.insert(0, line)
         return with_lead(new, found)
 
@@ -103,13 +103,9 @@ class Starts:
         return [("losses", f'[f"loss{{i}}" for i in range({count})]')]
 
     def _share_global(self, plan: Plan) -> None:
-        if plan.home is plan.scope or plan.owner is not None:
-            return
-        roots = {root(text) for text in (*plan.models, *plan.optimizers)}
-        for node in walk(plan.scope.node):
-            if isinstance(node, cst.Global) and roots & {item.name.value for item in node.names}:
-                self._edits.expressions[node] = lambda new, plan=plan: _with_name(new, plan.name)  # type: ignore[misc]
-                return
+        if plan.home is not plan.scope and plan.owner is None:
+            for node in shared_globals(plan)[:1]:
+                self._edits.expressions[node] = lambda new: _with_name(new, plan.name)
 
     # -- under a condition
 
@@ -152,10 +148,7 @@ class Starts:
         given = [self._names.code(plan.options.models)]
         given.append("None" if plan.options.optimizers is None else self._names.code(plan.options.optimizers))
         extra = "".join(f", {keyword}={text}" for keyword, text in self._losses(plan))
-        line = cst.parse_statement(
-            f'{plan.text} = preamp.prepare({", ".join(given)}, level="O0"{extra})\n',
-            config=self._names.module.config_for_parsing,
-        )
+        line = self._names.statement(f'{plan.text} = preamp.prepare({", ".join(given)}, level="O0"{extra})\n')
         return self._filled(new, plan.text, line)
 
     def _filled(self, node: cst.If, text: str, line: Statement) -> cst.If:
@@ -189,9 +182,9 @@ class Starts:
         owner, name = call.args[0].value, literal(call.args[1].value, None)
         if not isinstance(name, str) or not name.isidentifier():
             return
+        self._edits.handled.add(call.func)
         if not names.is_any(owner, _TORCH):
             text = f"{names.code(owner)}.{name}"
-            self._edits.handled.add(call.func)
             self._edits.expressions[call] = lambda _: cst.parse_expression(f"preamp.{decorator}({text})")
             self._edits.statements[statement] = lambda new: [_assigned(new, text)]
             return
@@ -199,7 +192,6 @@ class Starts:
         try:
             getattr(OpRules(), method)(name)
         except PolicyError:
-            self._edits.handled.add(call.func)
             self._edits.say(
                 call, f"{what}(..., {name!r})",
                 f"preamp's rules know no operator of this name: see `preamp rules`, or wrap the function of yours that "
@@ -207,31 +199,24 @@ class Starts:
             )  # fmt: skip
             return
         if not self._sessions.plans:
-            self._edits.handled.add(call.func)
-            self._edits.say(
-                call, f"{what}(..., {name!r})", f"write `ops=preamp.OpRules(){rule}` in the call of preamp.prepare"
-            )
+            write = f"write `ops=preamp.OpRules(){rule}` in the call of preamp.prepare"
+            self._edits.say(call, f"{what}(..., {name!r})", write)
             return
-        self._edits.handled.add(call.func)
         if rule not in self._rules:
             self._rules.append(rule)
         self._edits.statements[statement] = lambda _: []
 
 
-def assignment(target: str, value: cst.BaseExpression) -> cst.Assign:
+def _assignment(target: str, value: cst.BaseExpression) -> cst.Assign:
     """`target = value`."""
-    parsed = cst.parse_statement(f"{target} = None")
-    assert isinstance(parsed, cst.SimpleStatementLine)
-    assign = parsed.body[0]
-    assert isinstance(assign, cst.Assign)
-    return assign.with_changes(value=value)
+    return cst.Assign([cst.AssignTarget(cst.parse_expression(target))], value)  # type: ignore[arg-type]
 
 
 def _assigned(statement: Statement, text: str) -> Statement:
     assert isinstance(statement, cst.SimpleStatementLine)
     small = statement.body[0]
     assert isinstance(small, cst.Expr)
-    return statement.with_changes(body=[assignment(text, small.value)])
+    return statement.with_changes(body=[_assignment(text, small.value)])
 
 
 def _with_name(node: cst.CSTNode, name: str) -> cst.CSTNode:
@@ -245,13 +230,8 @@ def _ends(code: str) -> bool:
     return re.match(r"(return|raise|continue|break|sys\.exit|exit\()", last) is not None
 
 
-def is_home_global(plan: Plan) -> bool:
-    """Whether a function assigns its model or optimizer to the module's names."""
+def shared_globals(plan: Plan) -> list[cst.Global]:
+    """The statements by which a function assigns its model or optimizer to the module's names."""
     roots = {root(text) for text in (*plan.models, *plan.optimizers)}
-    return (
-        any(
-            isinstance(node, cst.Global) and bool(roots & {item.name.value for item in node.names})
-            for node in walk(plan.scope.node)
-        )
-        and plan.scope.is_function
-    )
+    inside = (node for node in walk(plan.scope.node) if isinstance(node, cst.Global))
+    return [node for node in inside if plan.scope.is_function and roots & {item.name.value for item in node.names}]

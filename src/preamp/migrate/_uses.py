@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import libcst as cst
 
 from ._calls import literal, named_arguments
-from ._edits import Edits, Statement
-from ._forward import block_around
-from ._names import Names, calls, chains, dotted, mentions, walk
-from ._scaled_losses import Regions, is_linear, is_plain, method, substituted, unindented
+from ._edits import Edits, unindented
+from ._names import Names, Statement, calls, chains, dotted, mentions, walk
+from ._regions import Regions, block_around
 from ._scopes import Scope, Scopes
 from ._sessions import POSITIONS_OF_SCALE_LOSS, Access, Sessions, elements, name_losses
 
@@ -20,6 +20,7 @@ _CLIPS = {
     for name in ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_")
 }
 _CLIP_POSITIONS = ("parameters", "max_norm", "norm_type", "error_if_nonfinite", "foreach")
+_LINEAR = (cst.Multiply, cst.Divide)
 _IN_BODY = re.compile(r"\.step\(|clip_grad|master_params|\.grad\b|\.zero_grad\(")
 
 
@@ -84,7 +85,9 @@ class Uses:
         scaled = item.asname.name if item.asname is not None else None
         loss = given["loss"]
         named = self._loss_name(access, given.get("loss_id"))
-        trouble = "it has no `as`" if not isinstance(scaled, cst.Name) else self._trouble(block, scaled.value)
+        name = scaled.value if isinstance(scaled, cst.Name) else ""
+        passes = [each for each in calls(block.body) if _method(each) == "backward" and mentions(each.func, {name})]
+        trouble = self._trouble(block, name, passes) if name else "it has no `as`"
         if trouble is not None:
             self._left.update(walk(block))
             self._edits.handled.update(walk(block))
@@ -95,7 +98,6 @@ class Uses:
                 f"gradients after it, behind `{access.text}.unscale_()`",
             )  # fmt: skip
             return
-        assert isinstance(scaled, cst.Name)
         if "delay_overflow_check" in given and literal(given["delay_overflow_check"], None) is not False:
             self._edits.say(
                 call, "delay_overflow_check", "left out: a session looks at the gradients once, in step()", False
@@ -112,28 +114,19 @@ class Uses:
                 f"put the forward pass and the loss inside `with {access.text}.autocast():`",
             )  # fmt: skip
         self._losses.setdefault(scope, {})[text] = named
-        for inner in calls(block.body):
-            receiver = inner.func.value if isinstance(inner.func, cst.Attribute) else None
-            if receiver is not None and method(inner) == "backward" and mentions(receiver, {scaled.value}):
-                self._backward(inner, access, substituted(names, receiver, scaled.value, text), named)
+        for inner in passes:
+            assert isinstance(inner.func, cst.Attribute)
+            self._backward(inner, access, _substituted(names, inner.func.value, name, text), named)
         self._edits.statements[block] = lambda new: self._without_item(new, block.items.index(item))
 
-    def _trouble(self, block: cst.With, scaled: str) -> str | None:
-        """Why a body cannot be taken out of its `with`; None if it can."""
-        uses = 0
-        for inner in calls(block.body):
-            if not isinstance(inner.func, cst.Attribute) or inner.func.attr.value != "backward":
-                continue
-            if not mentions(inner.func.value, {scaled}):
-                continue
-            if not isinstance(self._names.parent(inner), cst.Expr) or any(arg.keyword is None for arg in inner.args):
+    def _trouble(self, block: cst.With, scaled: str, passes: Sequence[cst.Call]) -> str | None:
+        """Why a body with these backward passes cannot be taken out of its `with`; None if it can."""
+        for each in passes:
+            if not isinstance(self._names.parent(each), cst.Expr) or any(arg.keyword is None for arg in each.args):
                 return "what backward() is given, or gives, is not understood"
-            if not is_linear(inner.func.value, scaled):
+            if not isinstance(each.func, cst.Attribute) or not _is_linear(each.func.value, scaled):
                 return "backward() runs from something made of the scaled loss"
-            uses += 1
-        if uses == 0:
-            return "the scaled loss is used otherwise than by .backward()"
-        if sum(text == scaled for _, text in chains(block.body)) != uses:
+        if not passes or sum(text == scaled for _, text in chains(block.body)) != len(passes):
             return "the scaled loss is used otherwise than by .backward()"
         if _IN_BODY.search(self._names.code(block.body)):
             return "its body works on gradients that Apex has not unscaled yet"
@@ -148,11 +141,9 @@ class Uses:
     def _hoisted(self, scope: Scope, access: Access, block: cst.With, loss: cst.BaseExpression) -> str:
         """A loss that is computed in the call itself gets a name, and its region."""
         name = "loss" if "loss" not in self._names.identifiers else "loss_of_session"
-        self._edits.before.setdefault(block, []).append(
-            f"with {access.text}.autocast():\n    {name} = ({self._names.code(loss)})"
-            if "\n" in self._names.code(loss)
-            else f"with {access.text}.autocast():\n    {name} = {self._names.code(loss)}"
-        )
+        text = self._names.code(loss)
+        text = f"({text})" if "\n" in text else text
+        self._edits.before.setdefault(block, []).append(f"with {access.text}.autocast():\n    {name} = {text}")
         if not mentions(loss, scope.models):
             self._regions.around(scope, access, loss, block)
         return name
@@ -285,12 +276,12 @@ class Uses:
         """`f(...)` of `f(...)`, `list(f(...))`, `[p for p in f(...)]`, or `f(...) if amp else model.parameters()`."""
         if isinstance(node, cst.Call) and dotted(node.func) in ("list", "tuple") and len(node.args) == 1:
             node = node.args[0].value
-        if isinstance(node, (cst.ListComp, cst.GeneratorExp)) and is_plain(node):
+        if isinstance(node, (cst.ListComp, cst.GeneratorExp)) and _is_plain(node):
             node = node.for_in.iter
         if isinstance(node, cst.IfExp):  # the masters with amp, the model's without: one session has both
             found = [each for each in (node.body, node.orelse) if isinstance(each, cst.Call)]
             masters = [each for each in found if self._names.apex(each.func) == "amp.master_params"]
-            whole = [each for each in found if method(each) == "parameters"]
+            whole = [each for each in found if _method(each) == "parameters"]
             return masters[0] if masters and whole else None
         return node if isinstance(node, cst.Call) else None
 
@@ -306,11 +297,11 @@ class Uses:
         self._edits.acts[node] = "unscale"
 
     def _fold_around(self, node: cst.CSTNode) -> None:
-        around = self._names.parent(node)
-        while around is not None and not isinstance(around, (cst.FunctionDef, cst.For, cst.While)):
+        for around in self._names.around(node):
+            if isinstance(around, (cst.FunctionDef, cst.For, cst.While)):
+                return
             if isinstance(around, cst.If):
                 self._edits.conditions.add(around)
-            around = self._names.parent(around)
 
     def _replace(self, call: cst.Call, text: str) -> None:
         def new(updated: cst.CSTNode) -> cst.CSTNode:
@@ -320,3 +311,37 @@ class Uses:
             return parsed.with_changes(lpar=updated.lpar, rpar=updated.rpar)
 
         self._edits.expressions[call] = new
+
+
+def _method(call: cst.Call) -> str | None:
+    """The name of the method that is called."""
+    return call.func.attr.value if isinstance(call.func, cst.Attribute) else None
+
+
+def _is_plain(node: cst.ListComp | cst.GeneratorExp) -> bool:
+    """Whether a comprehension gives what it runs over, all of it."""
+    loop = node.for_in
+    return loop.inner_for_in is None and not loop.ifs and dotted(node.elt) == dotted(loop.target)
+
+
+def _is_linear(node: cst.BaseExpression, scaled: str) -> bool:
+    """Whether an expression is the scaled loss, or its mean, sum, or a multiple of it."""
+    if isinstance(node, cst.Name):
+        return node.value == scaled
+    if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+        return node.func.attr.value in ("mean", "sum") and not node.args and _is_linear(node.func.value, scaled)
+    if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, _LINEAR):
+        left = mentions(node.left, {scaled})
+        if left == mentions(node.right, {scaled}) or (not left and isinstance(node.operator, cst.Divide)):
+            return False
+        return _is_linear(node.left if left else node.right, scaled)
+    return False
+
+
+def _substituted(names: Names, node: cst.BaseExpression, scaled: str, loss: str) -> str:
+    """The text of an expression with the loss in place of the scaled loss."""
+    if isinstance(node, cst.Name):
+        return loss
+    simple = re.fullmatch(r"[\w.]+", loss) is not None
+    bare = node.with_changes(lpar=(), rpar=())
+    return re.sub(rf"\b{scaled}\b", loss if simple else f"({loss})", names.code(bare))

@@ -1,16 +1,12 @@
 """Loss scaling: schedules for a session, and a GradScaler for code written for torch.amp."""
 
+from __future__ import annotations
+
+from ..errors import ScaleError
+from ._dynamic import DynamicScale, HysteresisScale
+from ._fixed import LossScale, NoScale, StaticScale
 from ._grad_scaler import GradScaler, ScaleEvent
-from ._schedules import (
-    SCHEDULES,
-    DynamicScale,
-    HysteresisScale,
-    LossScale,
-    NoScale,
-    StaticScale,
-    WindowScale,
-    loss_scale,
-)
+from ._window import WindowScale
 
 __all__ = [
     "SCHEDULES",
@@ -24,3 +20,29 @@ __all__ = [
     "WindowScale",
     "loss_scale",
 ]
+
+SCHEDULES: dict[str, type[DynamicScale] | type[HysteresisScale] | type[WindowScale]] = {
+    "backoff": DynamicScale,
+    "hysteresis": HysteresisScale,
+    "window": WindowScale,
+}
+"""The schedules by the name that `GradScaler(schedule=...)` and a policy's `scale` give them."""
+
+
+def loss_scale(description: float | str | LossScale) -> LossScale:
+    """The loss scale that a policy's `scale` stands for.
+
+    "dynamic" or "backoff", "hysteresis", "window"; 1 (none); another number; or one of yours. Anything else is a
+    `ScaleError`.
+    """
+    if isinstance(description, LossScale):
+        return description
+    if isinstance(description, str):
+        name = "backoff" if description == "dynamic" else description
+        if name not in SCHEDULES:
+            raise ScaleError(
+                f"scale={description!r} names no schedule, and losses would go unscaled: write 'dynamic' (or "
+                "'backoff'), 'hysteresis', 'window', a number, or a LossScale"
+            )
+        return SCHEDULES[name]()
+    return NoScale() if description == 1 else StaticScale(description)

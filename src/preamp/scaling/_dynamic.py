@@ -12,20 +12,41 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from math import nan
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..errors import StateError
+from ..kernels import reciprocal
 from ._checks import PATIENCE, check_bounds, check_count, check_factors, check_scale
 from ._fixed import LossScale, at_least_float32
-from ._reciprocal import Reciprocal
 
 if TYPE_CHECKING:
     from ..kernels import Reading
 
 Self = TypeVar("Self", bound="Moving")
+
+
+class Reciprocal:
+    """`reciprocal` of a scale, not to be written into.
+
+    On a CPU, where comparing is cheaper, it is recomputed only if the scale has changed.
+    """
+
+    def __init__(self) -> None:
+        self._scale = nan
+        self._made: Tensor | None = None
+
+    def __call__(self, scale: Tensor) -> Tensor:
+        if scale.device.type != "cpu":
+            return reciprocal(scale)
+        value = scale.item()
+        if self._made is None or value != self._scale:
+            with torch.inference_mode(False):  # it may be used outside later
+                self._scale, self._made = value, reciprocal(scale)
+        return self._made
 
 
 class Moving(LossScale):

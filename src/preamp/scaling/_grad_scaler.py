@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -18,10 +20,8 @@ from ..frameworks import framework_hooks, unwrap_imitation
 from ..kernels import Reading, chained, check_and_unscale_, read, reciprocal
 from ..parallel import Agreement
 from ..sharding import any_sharded
-from ._attributes import is_watched, takes_attributes
 from ._checks import LARGEST_SCALE, PATIENCE, SMALLEST_SCALE, check_bounds, check_count, check_factors, check_scale
-from ._dynamic import HysteresisScale, Moving
-from ._reciprocal import Reciprocal
+from ._dynamic import HysteresisScale, Moving, Reciprocal
 from ._window import WindowScale
 
 HISTORY = 1000
@@ -123,7 +123,7 @@ class GradScaler(torch.amp.GradScaler):
         self._check_scale_growth_tracker("step")  # before anything is noted of this optimizer
         state = self._per_optimizer_states[id(optimizer)]
         with framework_hooks(given if given is not optimizer else None):
-            if state["stage"] is not OptState.STEPPED and takes_attributes(optimizer):
+            if state["stage"] is not OptState.STEPPED and _takes_attributes(optimizer):
                 result = self._step_fused(optimizer, state, *args, **kwargs)
             else:
                 result = super().step(optimizer, *args, **kwargs)
@@ -153,7 +153,7 @@ class GradScaler(torch.amp.GradScaler):
                     "No inf checks were recorded for this optimizer: it had no gradients when it was checked."
                 )
             found = flags[0] if len(flags) == 1 else torch.stack([*flags, torch.zeros_like(scale)]).amax()
-            if (found.device.type == "cpu" or is_watched(optimizer)) and found.item() > 0:
+            if (found.device.type == "cpu" or _is_watched(optimizer)) and found.item() > 0:
                 state["stage"] = OptState.STEPPED
                 return None
             total = given if not scaled else scale if given is None else scale * given
@@ -359,3 +359,23 @@ def _first_nonfinite(optimizers: list[Optimizer]) -> str | None:
                     names = group.get("param_names")
                     return names[p] if names else f"param_groups[{g}]['params'][{p}] of shape {tuple(parameter.shape)}"
     return None
+
+
+def _takes_attributes(optimizer: Optimizer) -> bool:
+    """Whether a step reads `grad_scale` and `found_inf`, as torch's fused ones do, and not the older protocol."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and not _takes_scaler(type(optimizer).step)
+
+
+def _is_watched(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's step is wrapped to detect calls; a scheduler's wrapper only counts, and is no such one.
+
+    Accelerate wraps it, and regards a step that is not called as skipped.
+    """
+    step = vars(optimizer).get("step")
+    return step is not None and not getattr(step, "_wrapped_by_lr_sched", False)
+
+
+@cache
+def _takes_scaler(step: Callable[..., Any]) -> bool:
+    """Whether a step has a parameter for the scaler. Cached: torch's own check takes longer than a small step."""
+    return "grad_scaler" in inspect.signature(step).parameters

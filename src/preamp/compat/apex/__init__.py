@@ -8,8 +8,8 @@ says `import apex`.
 from importlib import import_module as _import_module
 from types import ModuleType as _ModuleType
 
-from ._absent import complain_when_imported as _complain_when_imported
-from ._absent import no_attribute as _no_attribute
+from ._modules import find_by_import as _find_by_import
+from ._modules import no_attribute as _no_attribute
 from ._notice import DeprecatedFeatureWarning, check_cudnn_version_and_warn, deprecated_warning
 
 __all__ = [
@@ -27,14 +27,10 @@ __all__ = [
     "parallel",
 ]
 
-_PARTS = (
-    "amp", "contrib", "fp16_utils", "fused_dense", "mlp", "multi_tensor_apply", "normalization", "optimizers",
-    "parallel",
-)  # fmt: skip
-_complain_when_imported()
+_find_by_import()
 
 
 def __getattr__(name: str) -> _ModuleType:
-    if name in _PARTS:  # each when it is first asked for: `import apex` alone brought them all
+    if name in __all__:  # each when it is first asked for: `import apex` alone brought them all
         return _import_module(f".{name}", __name__)
     raise _no_attribute(__name__, name)

@@ -15,6 +15,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from ... import kernels
 from ...formats import LOW_DTYPES
 from ...kernels import check_and_unscale_, l2_norms
 from . import _steps
@@ -89,11 +90,12 @@ def multi_tensor_adam(
     """
     grads, params, exp_avgs, exp_avg_sqs = _checked("multi_tensor_adam", tensor_lists, 4)
     with torch.no_grad():
-        _steps.adam(
-            params, grads, exp_avgs, exp_avg_sqs, step=step, lr=lr, betas=(beta1, beta2), eps=epsilon,
-            weight_decay=weight_decay, decoupled=mode == 1, bias_correction=bool(bias_correction),
+        o = kernels.AdamOptions(
+            lr=lr, betas=(beta1, beta2), eps=epsilon, weight_decay=weight_decay, decoupled_weight_decay=mode == 1,
             found=_found(noop_flag),
         )  # fmt: skip
+        number = step if bias_correction else _steps.LATE
+        _steps.take(kernels.adam, o, params, grads, [exp_avgs, exp_avg_sqs], step=number)
 
 
 def multi_tensor_adagrad(
@@ -141,12 +143,12 @@ def multi_tensor_lamb(
     """
     grads, params, exp_avgs, exp_avg_sqs = _checked("multi_tensor_lamb", tensor_lists, 4)
     with torch.no_grad():
-        _steps.lamb(
-            params, grads, exp_avgs, exp_avg_sqs, step=step, grad_norm=global_grad_norm.reshape(()).float(), lr=lr,
-            betas=(beta1, beta2), eps=epsilon, weight_decay=weight_decay, bias_correction=bool(bias_correction),
-            grad_averaging=bool(grad_averaging), adam_w_mode=mode == 1, max_grad_norm=max_grad_norm,
-            use_nvlamb=bool(use_nvlamb), found=_found(noop_flag),
+        o = kernels.LambOptions(
+            grad_norm=global_grad_norm.reshape(()).float(), lr=lr, betas=(beta1, beta2), eps=epsilon,
+            weight_decay=weight_decay, bias_correction=bool(bias_correction), grad_averaging=bool(grad_averaging),
+            adam_w_mode=mode == 1, max_grad_norm=max_grad_norm, use_nvlamb=bool(use_nvlamb), found=_found(noop_flag),
         )  # fmt: skip
+        _steps.take(kernels.lamb, o, params, grads, [exp_avgs, exp_avg_sqs], step=step)
 
 
 def multi_tensor_novograd(

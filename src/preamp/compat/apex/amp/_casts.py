@@ -21,15 +21,20 @@ class Casts:
     """
 
     def __init__(self, enable_caching: bool, verbose: bool, half_type: torch.dtype, takes_cpu: bool) -> None:
-        self._enable_caching = enable_caching
-        self._verbose = verbose
-        self._cache: dict[Tensor, Tensor] = {}
+        self.has_cache = enable_caching
+        self.verbose = verbose
+        self.cache: dict[Tensor, Tensor] = {}
+        """Parameters and their casts."""
         self._stamps: dict[Tensor, tuple[int, int]] = {}
         self._is_active = True
         self._saved: list[tuple[Any, str, bool, Any]] = []
         self.half_type = half_type
         self.takes_cpu = takes_cpu
         self._casters = {dtype: self.only(caster_to(dtype)) for dtype in (half_type, torch.float32, torch.float64)}
+
+    def dtype_of(self, kind: str) -> torch.dtype:
+        """The dtype that a user calls "half", "bfloat16" or "float"."""
+        return {"half": self.half_type, "bfloat16": torch.bfloat16, "float": torch.float32}[kind]
 
     def is_active(self) -> bool:
         """Whether functions cast now."""
@@ -61,7 +66,7 @@ class Casts:
 
     def low_caster(self, name: str) -> Caster:
         """A cast to 16 bits that keeps parameters' casts and tells of them if it is to."""
-        told = verbosify(self.caster(self.half_type), name, self._verbose)
+        told = verbosify(self.caster(self.half_type), name, self.verbose)
         return self.cached(told) if self.has_cache else told
 
     def cached(self, cast: Caster) -> Caster:
@@ -70,7 +75,7 @@ class Casts:
         Not kept where no gradient is recorded: such a copy would be found by the next training pass, without its
         gradient; and weights that are swapped for evaluation are written in ways that leave no trace.
         """
-        cache, stamps = self._cache, self._stamps
+        cache, stamps = self.cache, self._stamps
 
         def kept(x: Tensor) -> Tensor:
             if x.dtype is not torch.float32 or not isinstance(x, Parameter):
@@ -86,7 +91,7 @@ class Casts:
         return kept
 
     def _clear_cache(self) -> None:
-        self._cache.clear()
+        self.cache.clear()
         self._stamps.clear()
 
     def _save_func(self, module: Any, name: str, function: Any = None) -> None:
@@ -102,22 +107,7 @@ class Casts:
         self._clear_cache()
         self._is_active = False
 
-    @property
-    def has_cache(self) -> bool:
-        """Whether casts of parameters are kept."""
-        return self._enable_caching
-
-    @property
-    def cache(self) -> dict[Tensor, Tensor]:
-        """Parameters and their casts."""
-        return self._cache
-
     def remove_cache(self, param: Tensor) -> None:
         """Forget the cast of one parameter."""
-        self._cache.pop(param, None)
+        self.cache.pop(param, None)
         self._stamps.pop(param, None)
-
-    @property
-    def verbose(self) -> bool:
-        """Whether every cast is printed."""
-        return self._verbose

@@ -9,7 +9,6 @@ import torch
 from ....formats import LOW_DTYPES
 from . import rnn_compat, utils, wrap
 from ._amp_state import _amp_state
-from ._casts import Casts
 from .handle import AmpHandle, NoOpHandle
 from .lists import functional_overrides, tensor_overrides, torch_overrides
 
@@ -23,31 +22,19 @@ def _current() -> AmpHandle | NoOpHandle | None:
     return _DECORATOR_HANDLE
 
 
-def _low(handle: Casts) -> torch.dtype:
-    return handle.half_type
-
-
-def _bfloat16(handle: Casts) -> torch.dtype:
-    return torch.bfloat16
-
-
-def _float(handle: Casts) -> torch.dtype:
-    return torch.float32
-
-
 def half_function(fn: Any) -> Any:
     """Decorate a function to get its floating arguments, nested ones too, in float16 (bfloat16 at O4)."""
-    return wrap.decorated_cast(fn, _low, _current)
+    return wrap.decorated_cast(fn, "half", _current)
 
 
 def bfloat16_function(fn: Any) -> Any:
     """Decorate a function to get its floating arguments, nested ones too, in bfloat16."""
-    return wrap.decorated_cast(fn, _bfloat16, _current)
+    return wrap.decorated_cast(fn, "bfloat16", _current)
 
 
 def float_function(fn: Any) -> Any:
     """Decorate a function to get its floating arguments, nested ones too, in float32."""
-    return wrap.decorated_cast(fn, _float, _current)
+    return wrap.decorated_cast(fn, "float", _current)
 
 
 def promote_function(fn: Any) -> Any:
@@ -156,11 +143,10 @@ def _patch(handle: AmpHandle, verbose: bool, allow_banned: bool) -> None:
 
 def _take_registered(handle: AmpHandle, verbose: bool) -> set[tuple[Any, str]]:
     """Patch what users registered, and forget it; returns (module, name) pairs, which the lists then leave alone."""
-    dtypes = {"half": handle.half_type, "bfloat16": torch.bfloat16, "float": torch.float32}
     chosen: set[tuple[Any, str]] = set()
     for module, name, kind in _USER_CAST_REGISTRY:
         if (module, name) not in chosen:
-            wrap.cached_cast(module, name, utils.caster_to(dtypes[kind]), handle, kind != "float", verbose)
+            wrap.cached_cast(module, name, utils.caster_to(handle.dtype_of(kind)), handle, kind != "float", verbose)
             chosen.add((module, name))
     for module, name in _USER_PROMOTE_REGISTRY:
         if (module, name) not in chosen:

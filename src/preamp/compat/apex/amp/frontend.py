@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,69 +46,45 @@ class Properties:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.options:
-            check = _CHECKS.get(name)
-            self.options[name] = value if check is None else check(self, value)
+            self.options[name] = _checked(self, name, value)
         else:
             self.__dict__[name] = value
 
 
-def _patches(properties: Properties) -> bool:
-    return properties.opt_level in ("O1", "O4")
-
-
-def _checked_cast_model_type(properties: Properties, value: Any) -> Any:
-    if _patches(properties) and value is not None and value is not False and value is not torch.float32:
-        warn_or_err(
-            f"{properties.opt_level} inserts casts around torch's functions rather than model weights, so the model "
-            "weights themselves should remain FP32: cast_model_type has no place there. To cast the model, use "
-            "opt_level='O2' or 'O3'."
-        )
-    if isinstance(value, str):
-        raise ValueError(f"cast_model_type must be a torch.dtype, False or None, not {value!r}; write torch.float16")
-    return value
-
-
-def _checked_patch(properties: Properties, value: Any) -> Any:
-    if value and not _patches(properties):
-        warn_or_err("Currently, patch_torch_functions=True should only be set by selecting opt_level='O1' (or 'O4').")
-    return value
-
-
-def _checked_batchnorm(properties: Properties, value: Any) -> Any:
-    if _patches(properties) and value is not None:
-        warn_or_err(
-            f"With opt_level {properties.opt_level}, batchnorm functions are automatically patched to run in FP32, so "
-            "keep_batchnorm_fp32 should be None."
-        )
-    if isinstance(value, str) and value in ("True", "False"):  # what argparse makes of it
-        return value == "True"
-    assert value in (True, False, None), (
-        "keep_batchnorm_fp32 must be a boolean, the string 'True' or 'False', or None, "
-        f"found keep_batchnorm_fp32={value}"
-    )
-    return value
-
-
-def _checked_masters(properties: Properties, value: Any) -> Any:
-    if _patches(properties) and value is not None:
-        warn_or_err(
-            f"It doesn't make sense to use master_weights with {properties.opt_level}. With it, your model weights "
-            "themselves should be FP32."
-        )
-    return value
-
-
-def _checked_scale(properties: Properties, value: Any) -> Any:
-    return value if value == "dynamic" else float(value)
-
-
-_CHECKS: dict[str, Callable[[Properties, Any], Any]] = {
-    "cast_model_type": _checked_cast_model_type,
-    "patch_torch_functions": _checked_patch,
-    "keep_batchnorm_fp32": _checked_batchnorm,
-    "master_weights": _checked_masters,
-    "loss_scale": _checked_scale,
+_NOT_WHERE_TORCH_IS_PATCHED = {
+    "cast_model_type": (
+        "{level} inserts casts around torch's functions rather than model weights, so the model weights themselves "
+        "should remain FP32: cast_model_type has no place there. To cast the model, use opt_level='O2' or 'O3'."
+    ),
+    "keep_batchnorm_fp32": (
+        "With opt_level {level}, batchnorm functions are automatically patched to run in FP32, so keep_batchnorm_fp32 "
+        "should be None."
+    ),
+    "master_weights": (
+        "It doesn't make sense to use master_weights with {level}. With it, your model weights themselves should be "
+        "FP32."
+    ),
 }
+
+
+def _checked(properties: Properties, name: str, value: Any) -> Any:
+    """The value to set an option to."""
+    patches = properties.opt_level in ("O1", "O4")
+    full = name == "cast_model_type" and (value is False or value is torch.float32)
+    if patches and value is not None and not full and name in _NOT_WHERE_TORCH_IS_PATCHED:
+        warn_or_err(_NOT_WHERE_TORCH_IS_PATCHED[name].format(level=properties.opt_level))
+    if name == "patch_torch_functions" and value and not patches:
+        warn_or_err("Currently, patch_torch_functions=True should only be set by selecting opt_level='O1' (or 'O4').")
+    if name == "cast_model_type" and isinstance(value, str):
+        raise ValueError(f"cast_model_type must be a torch.dtype, False or None, not {value!r}; write torch.float16")
+    if name == "keep_batchnorm_fp32":
+        if isinstance(value, str) and value in ("True", "False"):  # what argparse makes of it
+            return value == "True"
+        assert value in (True, False, None), (
+            "keep_batchnorm_fp32 must be a boolean, the string 'True' or 'False', or None, "
+            f"found keep_batchnorm_fp32={value}"
+        )
+    return float(value) if name == "loss_scale" and value != "dynamic" else value
 
 
 class OptLevel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -64,10 +64,7 @@ def scale_loss(
 def disable_casts() -> Iterator[None]:
     """Have torch's functions compute in the dtypes they are given for a while; exceptions do not leave it so."""
     handle = getattr(_amp_state, "handle", None)
-    if handle is None:
-        yield
-        return
-    with handle._disable_casts():
+    with nullcontext() if handle is None else handle._disable_casts():
         yield
 
 
@@ -131,32 +128,22 @@ class AmpHandle(Casts):
 class NoOpHandle:
     """What `init(enabled=False)` returns: the same names, without effects."""
 
+    has_cache = verbose = False
+
     def is_active(self) -> bool:
         """Never."""
         return False
 
-    @contextmanager
-    def _disable_casts(self) -> Iterator[None]:
-        yield
+    def _disable_casts(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, num_loss: int = 1) -> OptimWrapper:
         """A wrapper that leaves losses as they are."""
         return OptimWrapper(optimizer, self, num_loss)
 
-    @contextmanager
-    def scale_loss(self, loss: Any, optimizer: Any) -> Iterator[Any]:
+    def scale_loss(self, loss: Any, optimizer: Any) -> AbstractContextManager[Any]:
         """The loss itself."""
-        yield loss
-
-    @property
-    def has_cache(self) -> bool:
-        """Never."""
-        return False
-
-    @property
-    def verbose(self) -> bool:
-        """Never."""
-        return False
+        return nullcontext(loss)
 
     def _clear_cache(self) -> None:
         pass

@@ -46,9 +46,8 @@ def _prepared_while_active(function: Function, prepare: Prepare, handle: Casts) 
 
 
 def _patch(module: Any, name: str, prepare: Prepare, handle: Casts) -> None:
-    if utils.has_func(module, name):
-        wrapper = _prepared_while_active(utils.get_func(module, name), prepare, handle)
-        utils.set_func_save(handle, module, name, wrapper)
+    if hasattr(module, name):
+        utils.set_func_save(handle, module, name, _prepared_while_active(getattr(module, name), prepare, handle))
 
 
 def make_cast_wrapper(function: Function, cast: Caster, handle: Casts) -> Function:
@@ -151,14 +150,14 @@ def err_if_arg0_half(module: Any, name: str, handle: Casts) -> None:
     _patch(module, name, refused, handle)
 
 
-def decorated_cast(function: Function, dtype_of: Callable[[Casts], torch.dtype], current: Callable[[], Any]) -> Any:
+def decorated_cast(function: Function, kind: str, current: Callable[[], Any]) -> Any:
     """The wrapper of `half_function` and `float_function`: it asks for the handle when called."""
 
     def cast_arguments(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         handle = current()
         if handle is None or not handle.is_active():
             return args, kwargs
-        dtype = dtype_of(handle)
+        dtype = handle.dtype_of(kind)
         cast = utils.verbosify(handle.caster(dtype), getattr(function, "__name__", str(function)), handle.verbose)
         if dtype in LOW_DTYPES and handle.has_cache:
             cast = handle.cached(cast)

@@ -2,7 +2,7 @@
 
 from typing import NoReturn
 
-from .._absent import no_attribute as _no_attribute
+from .._modules import no_attribute as _no_attribute
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -259,32 +260,21 @@ class FP16_Optimizer(Masters):
 
     # -- what users look at
 
-    @property
-    def loss_scale(self) -> float:
-        """The loss scale as it stands; may be set."""
-        return self.loss_scaler.loss_scale()
-
-    @loss_scale.setter
-    def loss_scale(self, value: float) -> None:
-        self.loss_scaler._loss_scale = value
-
-    @property
-    def state(self) -> Any:
-        """The optimizer's state; may be set."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> Any:
-        """The optimizer's groups, with the masters in them; may be set."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: Any) -> None:
-        self.optimizer.param_groups = value
+    loss_scale = property(
+        attrgetter("loss_scaler._loss_scale"),
+        lambda self, value: setattr(self.loss_scaler, "_loss_scale", value),
+        doc="The loss scale as it stands; may be set.",
+    )
+    state = property(
+        attrgetter("optimizer.state"),
+        lambda self, value: setattr(self.optimizer, "state", value),
+        doc="The optimizer's state; may be set.",
+    )
+    param_groups = property(
+        attrgetter("optimizer.param_groups"),
+        lambda self, value: setattr(self.optimizer, "param_groups", value),
+        doc="The optimizer's groups, with the masters in them; may be set.",
+    )
 
 
 def _dense_grad(param: Parameter) -> Tensor:

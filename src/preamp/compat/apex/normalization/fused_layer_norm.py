@@ -1,32 +1,25 @@
-"""Apex's norm layers: modules over the functions of `_functions`, which are importable from here as in Apex."""
+"""Apex's norm layers and their functions, with Apex's rules of which dtype comes out.
+
+Under autocast everything is cast to autocast's dtype and so is the result, as Apex does and torch does not (whose
+layer_norm runs in float32 there). Without autocast the result has the dtype of the input, or in the `mixed_dtype`
+functions that of the parameters. Statistics are computed in float32 for 16-bit inputs (float64 for float64).
+
+torch's operators are called below `torch.nn.functional`, so that Apex's O1, which casts by patching names there, lets
+these alone.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ._functions import (
-    FusedLayerNormAffineFunction,
-    FusedLayerNormAffineMixedDtypesFunction,
-    FusedLayerNormFunction,
-    FusedRMSNormAffineFunction,
-    FusedRMSNormAffineMixedDtypesFunction,
-    FusedRMSNormFunction,
-    Shape,
-    fused_layer_norm,
-    fused_layer_norm_affine,
-    fused_rms_norm,
-    fused_rms_norm_affine,
-    manual_rms_norm,
-    mixed_dtype_fused_layer_norm_affine,
-    mixed_dtype_fused_rms_norm_affine,
-    shape_of,
-)
+from ....formats import LOW_DTYPES
+from .._operator_function import OperatorFunction
 
 __all__ = [
     "FusedLayerNorm", "FusedLayerNormAffineFunction", "FusedLayerNormAffineMixedDtypesFunction",
@@ -35,6 +28,150 @@ __all__ = [
     "fused_layer_norm_affine", "fused_rms_norm", "fused_rms_norm_affine", "manual_rms_norm",
     "mixed_dtype_fused_layer_norm_affine", "mixed_dtype_fused_rms_norm_affine",
 ]  # fmt: skip
+
+Shape = int | Sequence[int]
+
+
+def fused_layer_norm_affine(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """Layer norm (Ba, Kiros and Hinton 2016) over the last dimensions, times `weight`, plus `bias`.
+
+    `input`: any floating dtype, its last dimensions are `normalized_shape`; `weight`, `bias`: of that shape, or None.
+    Returns the shape and dtype of `input`, or autocast's dtype. `memory_efficient` is accepted: torch decides what to
+    keep. RuntimeError if shapes do not fit.
+    """
+    return _normed(torch.layer_norm, input, (weight, bias), normalized_shape, eps, mixed=False)
+
+
+def fused_layer_norm(
+    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """Layer norm without parameters; see `fused_layer_norm_affine`."""
+    return fused_layer_norm_affine(input, None, None, normalized_shape, eps, memory_efficient)
+
+
+def mixed_dtype_fused_layer_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """Layer norm whose result has the dtype of `weight`, which may be another than that of `input`."""
+    return _normed(torch.layer_norm, input, (weight, bias), normalized_shape, eps, mixed=True)
+
+
+def fused_rms_norm_affine(
+    input: Tensor,
+    weight: Tensor | None,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """RMS norm (Zhang and Sennrich 2019) over the last dimensions, times `weight`; see `fused_layer_norm_affine`."""
+    return _normed(torch.rms_norm, input, (weight,), normalized_shape, eps, mixed=False)
+
+
+def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
+    """RMS norm without parameters; see `fused_layer_norm_affine`."""
+    return fused_rms_norm_affine(input, None, normalized_shape, eps, memory_efficient)
+
+
+def mixed_dtype_fused_rms_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """RMS norm whose result has the dtype of `weight`, which may be another than that of `input`."""
+    return _normed(torch.rms_norm, input, (weight,), normalized_shape, eps, mixed=True)
+
+
+# -- under the names of Apex's autograd functions
+
+
+class FusedLayerNormFunction(OperatorFunction, function=fused_layer_norm, tensors=1):
+    """`fused_layer_norm`."""
+
+
+class FusedLayerNormAffineFunction(OperatorFunction, function=fused_layer_norm_affine, tensors=3):
+    """`fused_layer_norm_affine`."""
+
+
+class FusedLayerNormAffineMixedDtypesFunction(
+    OperatorFunction, function=mixed_dtype_fused_layer_norm_affine, tensors=3
+):
+    """`mixed_dtype_fused_layer_norm_affine`."""
+
+
+class FusedRMSNormFunction(OperatorFunction, function=fused_rms_norm, tensors=1):
+    """`fused_rms_norm`."""
+
+
+class FusedRMSNormAffineFunction(OperatorFunction, function=fused_rms_norm_affine, tensors=2):
+    """`fused_rms_norm_affine`."""
+
+
+class FusedRMSNormAffineMixedDtypesFunction(OperatorFunction, function=mixed_dtype_fused_rms_norm_affine, tensors=2):
+    """`mixed_dtype_fused_rms_norm_affine`."""
+
+
+def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float) -> Tensor:
+    """RMS norm written out: x / sqrt(mean(x^2) + eps), the mean in float32 over the last dimensions, times `weight`.
+
+    Without `weight` the result is at least float32; with a 16-bit one it has that dtype.
+    """
+    dims = tuple(range(-len(_shape_of(normalized_shape)), 0))
+    wide = input.to(torch.promote_types(input.dtype, torch.float32))
+    normed = input * torch.rsqrt(wide.pow(2).mean(dims, keepdim=True) + eps)
+    if weight is None:
+        return normed
+    return weight * (normed.to(weight.dtype) if weight.dtype in LOW_DTYPES else normed)
+
+
+def _shape_of(normalized_shape: Shape) -> torch.Size:
+    return torch.Size((normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape)
+
+
+def _has_autocast(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind)
+
+
+_has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]  # which not every release traces
+
+
+def _normed(
+    operator: Callable[..., Tensor], input: Tensor, params: Sequence[Tensor | None], shape: Shape, eps: float,
+    mixed: bool,
+) -> Tensor:  # fmt: skip
+    """`torch.layer_norm` or `torch.rms_norm`; `params`: the weight, and the bias if the operator takes one."""
+    kind, shape = input.device.type, _shape_of(shape)
+    if _has_autocast(kind) and torch.is_autocast_enabled(kind):
+        low = torch.get_autocast_dtype(kind)
+        with torch.autocast(kind, enabled=False):  # which would have its own rule for this
+            return operator(input.to(low), shape, *_all_to(params, low), eps)
+    dtypes = {input.dtype, *(param.dtype for param in params if param is not None)}
+    dtype = input.dtype  # torch's kernels widen inside, if all have one dtype
+    if len(dtypes) > 1:
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+    weight = params[0]
+    normed = operator(input.to(dtype), shape, *_all_to(params, dtype), eps)
+    return normed.to(weight.dtype if mixed and weight is not None else input.dtype)
+
+
+def _all_to(params: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
+    return [None if param is None else param.to(dtype) for param in params]
+
+
+# -- layers
 
 
 class _FusedNorm(nn.Module):
@@ -54,7 +191,7 @@ class _FusedNorm(nn.Module):
         memory_efficient: bool = False,
     ) -> None:
         super().__init__()
-        self.normalized_shape = shape_of(normalized_shape)
+        self.normalized_shape = _shape_of(normalized_shape)
         self.eps = eps
         self.elementwise_affine = elementwise_affine
         self.memory_efficient = memory_efficient
@@ -105,7 +242,24 @@ class FusedRMSNorm(_FusedNorm):
         return self._norm(input, self.weight, self.normalized_shape, self.eps, self.memory_efficient)
 
 
-class MixedFusedLayerNorm(FusedLayerNorm):
+class _Mixed:
+    """The constructor of the layers whose result has the dtype of their parameters."""
+
+    def __init__(
+        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
+    ) -> None:
+        name = type(self).__name__
+        if "elementwise_affine" in kwargs:
+            warnings.warn(f"{name} does not support the `elementwise_affine` argument: leave it out", stacklevel=2)
+            if not kwargs.pop("elementwise_affine"):
+                raise RuntimeError(
+                    f"{name} does not support `elementwise_affine = False`: its result has the dtype of its "
+                    f"parameters, and there would be none. Use {name.removeprefix('Mixed')}"
+                )
+        super().__init__(normalized_shape, eps, True, memory_efficient, **kwargs)  # type: ignore[call-arg]
+
+
+class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
     """`FusedLayerNorm` whose result has the dtype of its parameters, which may be another than the input's.
 
     `elementwise_affine` warns if given, and False is a RuntimeError: without parameters there is no dtype to go by.
@@ -113,32 +267,8 @@ class MixedFusedLayerNorm(FusedLayerNorm):
 
     _norm = staticmethod(mixed_dtype_fused_layer_norm_affine)
 
-    def __init__(
-        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
-    ) -> None:
-        _take_affine(type(self).__name__, kwargs)
-        super().__init__(normalized_shape, eps, True, memory_efficient, **kwargs)
 
-
-class MixedFusedRMSNorm(FusedRMSNorm):
+class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
     """`FusedRMSNorm` whose result has the dtype of its weight; `elementwise_affine` as in `MixedFusedLayerNorm`."""
 
     _norm = staticmethod(mixed_dtype_fused_rms_norm_affine)
-
-    def __init__(
-        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
-    ) -> None:
-        _take_affine(type(self).__name__, kwargs)
-        super().__init__(normalized_shape, eps, True, memory_efficient, **kwargs)
-
-
-def _take_affine(name: str, kwargs: dict[str, Any]) -> None:
-    """Warn of an `elementwise_affine` argument, and refuse False."""
-    if "elementwise_affine" not in kwargs:
-        return
-    warnings.warn(f"{name} does not support the `elementwise_affine` argument: leave it out", stacklevel=3)
-    if not kwargs.pop("elementwise_affine"):
-        raise RuntimeError(
-            f"{name} does not support `elementwise_affine = False`: its result has the dtype of its parameters, and "
-            f"there would be none. Use {name.removeprefix('Mixed')}"
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import chain
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.optim.optimizer import required
 
 from ....errors import OptimizerError
 from ....formats import LOW_DTYPES
@@ -24,6 +26,29 @@ MASTER = "master_param"
 
 Closure = Callable[[], Any] | None
 
+_NOT_NEGATIVE = ("lr", "eps", "weight_decay", "momentum", "max_grad_norm", "step")
+
+
+def constructor(*attributes: str, **defaults: Any) -> Callable[..., None]:
+    """An `__init__` that takes `params` and these arguments: `attributes` stay with the optimizer, the others become
+    options of its groups.
+    """
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    taken = [inspect.Parameter(name, kind) for name in ("self", "params")]
+    taken += [inspect.Parameter(name, kind, default=value) for name, value in defaults.items()]
+    signature = inspect.Signature(taken)
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        options = given.arguments
+        self, params = options.pop("self"), options.pop("params")
+        vars(self).update({name: options.pop(name) for name in attributes})
+        self._begin(params, options)
+
+    __init__.__signature__ = signature  # type: ignore[attr-defined]
+    return __init__
+
 
 class ApexOptimizer(Optimizer):
     """A `torch.optim.Optimizer` that counts steps by group and takes parameters of several dtypes in one group.
@@ -32,13 +57,31 @@ class ApexOptimizer(Optimizer):
     """
 
     wide_states: tuple[str, ...] = (MASTER,)
-    own_attributes: tuple[str, ...] = ("set_grad_none",)
-    """What a copy or a pickle has to keep besides groups and states."""
     set_grad_none = True
     multi_tensor_l2norm = staticmethod(_amp_c.multi_tensor_l2norm)
     _masters: Masters
 
-    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+    def _begin(self, params: Any, defaults: dict[str, Any]) -> None:
+        """The constructor. The attributes that are there by now are kept in copies and pickles.
+
+        RuntimeError for `amsgrad=True`, `OptimizerError` for a negative number, or a beta outside [0, 1).
+        """
+        if defaults.pop("amsgrad", False):
+            raise RuntimeError(
+                f"{type(self).__name__} does not support the AMSGrad variant, and amsgrad=True asks for it: write "
+                "amsgrad=False, or preamp.optim.AdamW(..., amsgrad=True)"
+            )
+        for name, value in defaults.items():
+            if value is None or value is required or name not in _NOT_NEGATIVE:
+                continue
+            if not float(value) >= 0.0:
+                raise OptimizerError(
+                    f"{name}={value!r} would make steps go uphill or nowhere: write a number from 0 on"
+                )
+        for i, beta in enumerate(defaults.get("betas", ())):
+            if not 0.0 <= float(beta) < 1.0:
+                raise OptimizerError(f"betas[{i}]={beta!r} is no weight of a running mean: write a number in [0, 1)")
+        self._own = tuple(vars(self))
         self._masters = Masters()
         super().__init__(params, defaults)
 
@@ -51,6 +94,17 @@ class ApexOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Gradients become None or zeros: as `set_to_none` says, else as `set_grad_none` of the constructor did."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Closure = None) -> Any:
+        """One step of every parameter that has a gradient; returns the closure's loss."""
+        loss = evaluated(closure)
+        self._advance()
+        return loss
+
+    def _advance(self) -> None:
+        """The step of all groups."""
+        raise NotImplementedError
 
     # -- for the step
 
@@ -83,6 +137,10 @@ class ApexOptimizer(Optimizer):
             found.append(own[name])
         return found
 
+    def moments(self, params: Sequence[Parameter]) -> list[list[Tensor]]:
+        """The two moments of Adam and LAMB."""
+        return [self.states(params, "exp_avg"), self.states(params, "exp_avg_sq")]
+
     def count(self, group: dict[str, Any], found: Tensor | None = None) -> Any:
         """Count a step of a group, and return its number; a count on the device leaves out steps that are skipped."""
         step = group.get("step", 0)
@@ -106,17 +164,9 @@ class ApexOptimizer(Optimizer):
             if param not in self._masters:
                 self._adopt(param)
         self._masters.refresh(self._masters.leaves_of(wanting))
-        found: list[Tensor | None] = []
-        for param in params:
-            master = self._masters.stored(param) if param in self._masters else None
-            if master is not None:
-                self.state[param][MASTER] = master
-            found.append(master)
-        return found
-
-    def published(self, params: Sequence[Parameter]) -> None:
-        """Parameters were written with what their masters round to."""
-        self._masters.leaves_of(params).note()
+        for param in wanting:
+            self.state[param][MASTER] = self._masters.stored(param)
+        return [self._masters.stored(param) if param in self._masters else None for param in params]
 
     def masters_by_group(self) -> list[dict[str, list[Tensor | None]]]:
         """The masters as they lie in the groups; None where a parameter has none (yet)."""
@@ -138,7 +188,8 @@ class ApexOptimizer(Optimizer):
             own = self.state.get(param, {})
             for name, value in state_dict["state"].get(key, {}).items():
                 if isinstance(value, Tensor) and isinstance(own.get(name), Tensor):
-                    dtype = torch.float32 if self._is_wide(param, name) else own[name].dtype
+                    wide = name in self.wide_states and param.dtype in LOW_DTYPES
+                    dtype = torch.float32 if wide else own[name].dtype
                     own[name] = value.detach().to(own[name].device, dtype, copy=True)
             if own.get(MASTER) is not None and self.wants_master(param):
                 with torch.no_grad():
@@ -147,19 +198,17 @@ class ApexOptimizer(Optimizer):
         for group in self.param_groups:
             self.mend_group(group)
 
-    def _is_wide(self, param: Tensor, name: str) -> bool:
-        return name in self.wide_states and param.dtype in LOW_DTYPES
-
     def mend_group(self, group: dict[str, Any]) -> None:
         """Give a group that was loaded its count and tensors in the form in which steps have them."""
         if "step" in group:
             group["step"] = int(group["step"])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in self.own_attributes}}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self._own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._own = tuple(state.keys() - {"defaults", "state", "param_groups"})
         self._masters = Masters()
 
 
@@ -203,22 +252,3 @@ def evaluated(closure: Closure) -> Any:
         return None
     with torch.enable_grad():
         return closure()
-
-
-def refuse_amsgrad(amsgrad: bool, name: str) -> None:
-    """RuntimeError for `amsgrad=True`."""
-    if amsgrad:
-        raise RuntimeError(
-            f"{name} does not support the AMSGrad variant, and amsgrad=True asks for it: write amsgrad=False, or "
-            "preamp.optim.AdamW(..., amsgrad=True)"
-        )
-
-
-def check_hypers(betas: Sequence[float] = (), **numbers: float | Tensor) -> None:
-    """`OptimizerError`, a ValueError, for a negative number, or a beta outside [0, 1)."""
-    for name, value in numbers.items():
-        if not float(value) >= 0.0:
-            raise OptimizerError(f"{name}={value!r} would make steps go uphill or nowhere: write a number from 0 on")
-    for i, beta in enumerate(betas):
-        if not 0.0 <= float(beta) < 1.0:
-            raise OptimizerError(f"betas[{i}]={beta!r} is no weight of a running mean: write a number in [0, 1)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -47,19 +48,8 @@ class FP16_Optimizer(_FP16_Optimizer):
         self.update_master_grads()
         return super().step()
 
-    @property
-    def cur_scale(self) -> float:
-        """The loss scale as it stands; may be set."""
-        return self.loss_scale
-
-    @cur_scale.setter
-    def cur_scale(self, value: float) -> None:
-        self.loss_scale = value
-
-    @property
-    def fp32_groups(self) -> list[list[Any]]:
-        """The masters of 16-bit parameters, by group."""
-        return self.fp32_from_fp16_groups
+    cur_scale = _FP16_Optimizer.loss_scale
+    fp32_groups = property(attrgetter("fp32_from_fp16_groups"), doc="The masters of 16-bit parameters, by group.")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave. `StateError`, a ValueError, for states of Apex, which kept masters otherwise."""

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch import Tensor
-
 from .. import _amp_c, _steps
-from ._base import ApexOptimizer, Closure, check_hypers, evaluated
+from ._base import ApexOptimizer, constructor
 
 
 class FusedAdagrad(ApexOptimizer):
@@ -21,31 +16,16 @@ class FusedAdagrad(ApexOptimizer):
 
     wide_states = ("sum",)
     multi_tensor_adagrad = staticmethod(_amp_c.multi_tensor_adagrad)
-    own_attributes = ("set_grad_none", "adagrad_w_mode")
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-2,
-        eps: float = 1e-10,
-        weight_decay: float = 0.0,
-        set_grad_none: bool = True,
-        adagrad_w_mode: bool = False,
-    ) -> None:
-        check_hypers(lr=lr, eps=eps, weight_decay=weight_decay)
-        self.adagrad_w_mode = 1 if adagrad_w_mode else 0
-        self.set_grad_none = set_grad_none
-        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
+    adagrad_w_mode: bool
 
-    @torch.no_grad()
-    def step(self, closure: Closure = None) -> Any:
-        """One step of every parameter that has a gradient; returns the closure's loss."""
-        loss = evaluated(closure)
+    __init__ = constructor(
+        "set_grad_none", "adagrad_w_mode",
+        lr=1e-2, eps=1e-10, weight_decay=0.0, set_grad_none=True, adagrad_w_mode=False,
+    )  # fmt: skip
+
+    def _advance(self) -> None:
         for group in self.param_groups:
             params, grads = self.present(group)
-            if params:
-                options = {name: group[name] for name in ("lr", "eps", "weight_decay")}
-                _steps.adagrad(
-                    params, grads, self.states(params, "sum"), decoupled=bool(self.adagrad_w_mode), **options
-                )
-        return loss
+            options = {name: group[name] for name in ("lr", "eps", "weight_decay")}
+            _steps.adagrad(params, grads, self.states(params, "sum"), decoupled=bool(self.adagrad_w_mode), **options)

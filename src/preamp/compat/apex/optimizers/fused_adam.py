@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ....formats import LOW_DTYPES
-from ....kernels import global_norm
+from ....kernels import AdamOptions, adam, global_norm
 from .. import _amp_c, _steps
-from ._base import MASTER, ApexOptimizer, Closure, check_hypers, evaluated, refuse_amsgrad, scaling_of
+from ._base import MASTER, ApexOptimizer, Closure, constructor, evaluated, scaling_of
 
 OF_2018 = frozenset(("amp_scale_adjustment", "eps_inside_sqrt", "max_grad_norm", "use_mt"))
 
@@ -31,7 +31,6 @@ class FusedAdam(ApexOptimizer):
 
     wide_states = ("exp_avg", "exp_avg_sq", MASTER)
     multi_tensor_adam = staticmethod(_amp_c.multi_tensor_adam)
-    own_attributes = ("set_grad_none", "adam_w_mode", "capturable", "master_weights", "_step_supports_amp_scaling")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """With arguments of 2018, the optimizer of 2018, which was imported from this place then."""
@@ -39,31 +38,22 @@ class FusedAdam(ApexOptimizer):
             return super().__new__(FusedAdam2018)
         return super().__new__(cls)
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        set_grad_none: bool = True,
-        capturable: bool = False,
-        master_weights: Any = False,
-    ) -> None:
-        refuse_amsgrad(amsgrad, "FusedAdam")
-        check_hypers(betas, lr=lr, eps=eps, weight_decay=weight_decay)
-        self.adam_w_mode = 1 if adam_w_mode else 0
-        self.set_grad_none = set_grad_none
-        self.capturable = capturable
-        self.master_weights = bool(master_weights)  # lists of masters were passed too: their values are the model's
-        self._step_supports_amp_scaling = capturable
-        defaults = {
-            "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-        }  # fmt: skip
-        super().__init__(params, defaults)
+    adam_w_mode: bool
+    capturable: bool
+    master_weights: bool
+
+    __init__ = constructor(
+        "adam_w_mode", "set_grad_none", "capturable", "master_weights",
+        lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True, weight_decay=0.0, amsgrad=False,
+        set_grad_none=True, capturable=False, master_weights=False,
+    )  # fmt: skip
+
+    def _begin(self, params: Any, defaults: dict[str, Any]) -> None:
+        self.master_weights = bool(
+            self.master_weights
+        )  # lists of masters were passed too: their values are the model's
+        self._step_supports_amp_scaling = self.capturable
+        super()._begin(params, defaults)
 
     @property
     def param_groups_master(self) -> list[dict[str, list[Tensor | None]]] | None:
@@ -104,15 +94,19 @@ class FusedAdam(ApexOptimizer):
     ) -> Any:
         """One step of every parameter that has a gradient; returns the closure's loss.
 
-        `grad_scaler`: given by `torch.amp.GradScaler.step` when `capturable`. The other arguments belong to a FusedAdam
-        that is long gone: RuntimeError.
+        `grad_scaler`: given by `torch.amp.GradScaler.step` when `capturable`. The other arguments are those of 2018:
+        RuntimeError, if this is not that optimizer.
         """
-        if any(old is not None for old in (grads, output_params, scale, grad_norms)):
+        loss = evaluated(closure)
+        self._step_all((grads, output_params, scale, grad_norms), grad_scaler)
+        return loss
+
+    def _step_all(self, old: tuple[Any, Any, Any, Any], grad_scaler: Any) -> None:
+        if any(argument is not None for argument in old):
             raise RuntimeError(
                 "FusedAdam.step() no longer takes grads, output_params, scale or grad_norms, which an Apex of 2018 "
                 "did: construct it like torch.optim.Adam, leave the gradients in .grad and call step() without them"
             )
-        loss = evaluated(closure)
         factor, found = scaling_of(self, grad_scaler if self.capturable else None)
         for group in self.param_groups:
             if not group["params"]:
@@ -120,18 +114,17 @@ class FusedAdam(ApexOptimizer):
             params, grads = self.present(group)
             if self.capturable and "step" not in group:
                 group["step"] = self._as_count(0, group["params"][0].device)
-            _steps.adam(
-                params, grads, self.states(params, "exp_avg"), self.states(params, "exp_avg_sq"),
-                step=self.count(group, found), lr=group["lr"], betas=group["betas"],
-                eps=group["eps"], weight_decay=group["weight_decay"], decoupled=bool(self.adam_w_mode),
-                bias_correction=bool(group["bias_correction"]), factor=factor, found=found,
-                masters=self.masters(params) if self.master_weights else None,
+            options = AdamOptions(
+                lr=group["lr"], betas=group["betas"], eps=group["eps"], weight_decay=group["weight_decay"],
+                decoupled_weight_decay=bool(self.adam_w_mode), factor=factor, found=found,
             )  # fmt: skip
-            self.published(params)
-        return loss
+            number, masters = self.count(group, found), self.masters(params)
+            step = number if group["bias_correction"] else _steps.LATE
+            _steps.take(adam, options, params, grads, self.moments(params), step=step, masters=masters)
+            self._masters.leaves_of(params).note()
 
 
-FusedAdam.__new__.__signature__ = inspect.signature(FusedAdam.__init__)  # type: ignore[attr-defined]
+FusedAdam.__new__.__signature__ = inspect.signature(FusedAdam.__init__)
 
 
 class FusedAdam2018(FusedAdam):
@@ -141,31 +134,27 @@ class FusedAdam2018(FusedAdam):
     the gradients of each group are clipped to this global norm in the step; 0: they are not. `use_mt` and
     `amp_scale_adjustment` are accepted and make no difference. RuntimeError for `eps_inside_sqrt=True`; the rest is as
     in `FusedAdam`, which makes this one where it gets its arguments.
+
+    `step` takes `grads`: gradients in the place of `.grad`, of any floating dtype; `output_params`: tensors that the
+    stepped parameters are written to as well. Each is a list of lists by group, or for one group a list. `scale`: what
+    gradients are to be divided by. `grad_norms`: the norms of each group's gradients as they are given, where they are
+    known. RuntimeError where there are not as many gradients as parameters.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        eps_inside_sqrt: bool = False,
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 0.0,
-        amsgrad: bool = False,
-        use_mt: bool = False,
-        amp_scale_adjustment: float = 1.0,
-    ) -> None:
-        if eps_inside_sqrt:
+    __init__ = constructor(
+        lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, eps_inside_sqrt=False, weight_decay=0.0,
+        max_grad_norm=0.0, amsgrad=False, use_mt=False, amp_scale_adjustment=1.0,
+    )  # fmt: skip
+    adam_w_mode, capturable, master_weights = True, False, False
+
+    def _begin(self, params: Any, defaults: dict[str, Any]) -> None:
+        del defaults["use_mt"], defaults["amp_scale_adjustment"]
+        if defaults.pop("eps_inside_sqrt"):
             raise RuntimeError(
-                f"FusedAdam(eps_inside_sqrt=True) is not here: write FusedAdam(eps={math.sqrt(eps):g}), which is added "
-                "to the root and has the same effect on an entry whose gradients are 0"
+                f"FusedAdam(eps_inside_sqrt=True) is not here: write FusedAdam(eps={math.sqrt(defaults['eps']):g}), "
+                "which is added to the root and has the same effect on an entry whose gradients are 0"
             )
-        super().__init__(params, lr, bias_correction, betas, eps, weight_decay=weight_decay, amsgrad=amsgrad)
-        self.defaults["max_grad_norm"] = max_grad_norm
-        for group in self.param_groups:
-            group.setdefault("max_grad_norm", max_grad_norm)
+        super()._begin(params, defaults)
 
     def mend_group(self, group: dict[str, Any]) -> None:
         """As in the class above; Apex of 2018 counted steps by parameter."""
@@ -174,24 +163,9 @@ class FusedAdam2018(FusedAdam):
             group["step"] = max(counts)
         super().mend_group(group)
 
-    @torch.no_grad()
-    def step(
-        self,
-        closure: Closure = None,
-        grads: Any = None,
-        output_params: Any = None,
-        scale: float = 1.0,
-        grad_norms: Any = None,
-        grad_scaler: Any = None,
-    ) -> Any:
-        """One step of every parameter that has a gradient; returns the closure's loss.
-
-        `grads`: gradients in the place of `.grad`, of any floating dtype; `output_params`: tensors that the stepped
-        parameters are written to as well. Each a list of lists by group, or for one group a list. `scale`: what
-        gradients are to be divided by. `grad_norms`: the norms of each group's gradients as they are given, where
-        they are known. RuntimeError where there are not as many gradients as parameters.
-        """
-        loss = evaluated(closure)
+    def _step_all(self, old: tuple[Any, Any, Any, Any], grad_scaler: Any) -> None:
+        grads, output_params, scale, grad_norms = old
+        scale = 1.0 if scale is None else scale
         groups = self.param_groups
         norms = [None] * len(groups) if grad_norms is None else list(grad_norms)
         each = zip(groups, _by_group(grads, groups), _by_group(output_params, groups), norms, strict=True)
@@ -205,12 +179,11 @@ class FusedAdam2018(FusedAdam):
             there = [i for i, gradient in enumerate(gradients) if gradient is not None]
             if given is None:
                 self.present(group)  # which complains of what cannot be stepped
-            self._advance(group, [group["params"][i] for i in there], [gradients[i] for i in there], scale, norm)
+            self._step(group, [group["params"][i] for i in there], [gradients[i] for i in there], scale, norm)
             if outs is not None:
                 torch._foreach_copy_(outs, [p.detach() for p in group["params"]])
-        return loss
 
-    def _advance(
+    def _step(
         self, group: dict[str, Any], params: Sequence[Any], grads: Sequence[Any], scale: float, norm: Any
     ) -> None:
         if not params:
@@ -223,12 +196,12 @@ class FusedAdam2018(FusedAdam):
         if limit > 0:
             norm = global_norm(grads, device=factor.device) if norm is None else norm
             factor = factor / ((norm * factor + 1e-6) / limit).clamp(min=1.0)
-        _steps.adam(
-            params, [g if g.dtype is p.dtype else g.to(p.dtype) for g, p in zip(grads, params, strict=True)],
-            self.states(params, "exp_avg"), self.states(params, "exp_avg_sq"), step=1, lr=group["lr"] * rate,
-            betas=(beta1, beta2), eps=group["eps"], weight_decay=group["weight_decay"], decoupled=True,
-            bias_correction=False, factor=factor,
+        options = AdamOptions(
+            lr=group["lr"] * rate, betas=(beta1, beta2), eps=group["eps"], weight_decay=group["weight_decay"],
+            decoupled_weight_decay=True, factor=factor,
         )  # fmt: skip
+        cast = [g if g.dtype is p.dtype else g.to(p.dtype) for g, p in zip(grads, params, strict=True)]
+        _steps.take(adam, options, params, cast, self.moments(params), step=_steps.LATE)
 
 
 # the name and the place that it has for users, in messages and in pickles

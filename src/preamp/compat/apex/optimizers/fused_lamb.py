@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
+from ....kernels import LambOptions, global_norm, lamb
 from .. import _amp_c, _steps
-from ._base import ApexOptimizer, Closure, check_hypers, evaluated, refuse_amsgrad
+from ._base import ApexOptimizer, constructor
 
 
 class FusedLAMB(ApexOptimizer):
@@ -25,53 +23,29 @@ class FusedLAMB(ApexOptimizer):
 
     wide_states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     multi_tensor_lamb = staticmethod(_amp_c.multi_tensor_lamb)
-    own_attributes: tuple[str, ...] = ("set_grad_none", "adam_w_mode", "use_nvlamb")
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
-        amsgrad: bool = False,
-        adam_w_mode: bool = True,
-        grad_averaging: bool = True,
-        set_grad_none: bool = True,
-        max_grad_norm: float | None = 1.0,
-        use_nvlamb: bool = False,
-    ) -> None:
-        refuse_amsgrad(amsgrad, "FusedLAMB")
-        check_hypers(betas, lr=lr, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm or 0.0)
-        self.adam_w_mode = 1 if adam_w_mode else 0
-        self.set_grad_none = set_grad_none
-        self.use_nvlamb = use_nvlamb
-        defaults = {
-            "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm,
-        }  # fmt: skip
-        super().__init__(params, defaults)
+    adam_w_mode: bool
+    use_nvlamb: bool
 
-    @torch.no_grad()
-    def step(self, closure: Closure = None) -> Any:
-        """One step of every parameter that has a gradient; returns the closure's loss."""
-        loss = evaluated(closure)
-        self._advance(None, None)
-        return loss
+    __init__ = constructor(
+        "adam_w_mode", "set_grad_none", "use_nvlamb",
+        lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01, amsgrad=False,
+        adam_w_mode=True, grad_averaging=True, set_grad_none=True, max_grad_norm=1.0, use_nvlamb=False,
+    )  # fmt: skip
 
-    def _advance(self, factor: Tensor | None, found: Tensor | None) -> None:
-        """Step all groups; `factor` multiplies the gradients, and where `found` is above 0 nothing is written."""
+    def _advance(self, factor: Tensor | None = None, found: Tensor | None = None) -> None:
         everyone = [self.present(group) for group in self.param_groups]
-        norm = _steps.norm_of([gradient for _, grads in everyone for gradient in grads], factor)
+        norm = global_norm([gradient for _, grads in everyone for gradient in grads])
+        if factor is not None:
+            norm = norm * factor.to(norm.device)
         names = ("lr", "betas", "eps", "weight_decay", "bias_correction", "grad_averaging", "max_grad_norm")
         for group, (params, grads) in zip(self.param_groups, everyone, strict=True):
             if not group["params"]:
                 continue
-            _steps.lamb(
-                params, grads, self.states(params, "exp_avg"), self.states(params, "exp_avg_sq"),
-                step=self.count(group, found), grad_norm=norm, factor=factor, found=found,
-                masters=self.masters(params), adam_w_mode=bool(self.adam_w_mode), use_nvlamb=self.use_nvlamb,
-                **{name: group[name] for name in names},
+            options = LambOptions(
+                grad_norm=norm, factor=factor, found=found, adam_w_mode=bool(self.adam_w_mode),
+                use_nvlamb=self.use_nvlamb, **{name: group[name] for name in names},
             )  # fmt: skip
-            self.published(params)
+            step, masters = self.count(group, found), self.masters(params)
+            _steps.take(lamb, options, params, grads, self.moments(params), step=step, masters=masters)
+            self._masters.leaves_of(params).note()

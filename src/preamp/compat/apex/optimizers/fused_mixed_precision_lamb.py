@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ....formats import LOW_DTYPES
-from ._base import MASTER, Closure, check_hypers, evaluated, refuse_amsgrad, scaling_of
+from ._base import MASTER, Closure, constructor, evaluated, scaling_of
 from .fused_lamb import FusedLAMB
 
 
@@ -22,35 +22,15 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     """
 
     wide_states = ("exp_avg", "exp_avg_sq", MASTER)
-    own_attributes = ("set_grad_none", "adam_w_mode", "use_nvlamb", "reduced_precision_dtype")
     _step_supports_amp_scaling = True
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        step: int = 0,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
-        amsgrad: bool = False,
-        adam_w_mode: bool = True,
-        grad_averaging: bool = True,
-        max_grad_norm: float | None = 1.0,
-        use_nvlamb: bool = False,
-        reduced_precision_dtype: torch.dtype | None = None,
-    ) -> None:
-        refuse_amsgrad(amsgrad, "FusedMixedPrecisionLamb")
-        check_hypers(betas, lr=lr, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm or 0.0, step=step)
-        self.adam_w_mode = 1 if adam_w_mode else 0
-        self.use_nvlamb = use_nvlamb
-        self.reduced_precision_dtype = reduced_precision_dtype
-        defaults = {
-            "lr": lr, "step": step, "bias_correction": bias_correction, "betas": betas, "eps": eps,
-            "weight_decay": weight_decay, "grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm,
-        }  # fmt: skip
-        super(FusedLAMB, self).__init__(params, defaults)  # that of FusedLAMB has other arguments
+    reduced_precision_dtype: torch.dtype | None
+
+    __init__ = constructor(
+        "adam_w_mode", "use_nvlamb", "reduced_precision_dtype",
+        lr=1e-3, step=0, bias_correction=True, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01, amsgrad=False,
+        adam_w_mode=True, grad_averaging=True, max_grad_norm=1.0, use_nvlamb=False, reduced_precision_dtype=None,
+    )  # fmt: skip
 
     @property
     def param_groups_full_precision(self) -> list[dict[str, list[Tensor | None]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch.nn import Parameter
 
 from ....errors import StateError
 from ....formats import LOW_DTYPES
+from ....kernels import global_norm
 from .. import _amp_c, _steps
-from ._base import ApexOptimizer, Closure, check_hypers, evaluated, refuse_amsgrad
+from ._base import ApexOptimizer, constructor
 
 
 class FusedNovoGrad(ApexOptimizer):
@@ -29,63 +31,43 @@ class FusedNovoGrad(ApexOptimizer):
 
     wide_states = ("exp_avg",)
     multi_tensor_novograd = staticmethod(_amp_c.multi_tensor_novograd)
-    own_attributes = ("set_grad_none", "moment_mode")
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        reg_inside_moment: bool = False,
-        grad_averaging: bool = True,
-        norm_type: int = 2,
-        init_zero: bool = False,
-        set_grad_none: bool = True,
-    ) -> None:
-        refuse_amsgrad(amsgrad, "FusedNovoGrad")
-        check_hypers(betas, lr=lr, eps=eps, weight_decay=weight_decay)
-        if norm_type not in (0, 2):
+    __init__ = constructor(
+        "set_grad_none",
+        lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, amsgrad=False,
+        reg_inside_moment=False, grad_averaging=True, norm_type=2, init_zero=False, set_grad_none=True,
+    )  # fmt: skip
+
+    def _begin(self, params: Any, defaults: dict[str, Any]) -> None:
+        if defaults["norm_type"] not in (0, 2):
             raise RuntimeError(
-                f"FusedNovoGrad only supports the L2 and the infinity norm, and norm_type={norm_type!r} is neither: "
-                "write 2 or 0"
+                "FusedNovoGrad only supports the L2 and the infinity norm, and "
+                f"norm_type={defaults['norm_type']!r} is neither: write 2 or 0"
             )
-        self.moment_mode = 0 if reg_inside_moment else 1
-        self.set_grad_none = set_grad_none
-        defaults = {
-            "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging, "norm_type": norm_type, "init_zero": init_zero,
-        }  # fmt: skip
-        super().__init__(params, defaults)
+        self.moment_mode = 0 if defaults.pop("reg_inside_moment") else 1
+        super()._begin(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Closure = None) -> Any:
-        """One step of every parameter that has a gradient; returns the closure's loss."""
-        loss = evaluated(closure)
+    def _advance(self) -> None:
         for group in self.param_groups:
             if not group["params"]:
                 continue
             self.present(group)  # complains of what cannot be stepped before anything is
             number = self.count(group)
             for kind, norms in enumerate(self._norms(group)):
-                self._advance(group, _kinds(group["params"])[kind], norms, number)
-        return loss
+                self._step(group, _kinds(group["params"])[kind], norms, number)
 
-    def _advance(self, group: dict[str, Any], members: Sequence[Parameter], norms: Tensor, number: int) -> None:
+    def _step(self, group: dict[str, Any], members: Sequence[Parameter], norms: Tensor, number: int) -> None:
         """Step those of the `members`, all parameters of a group's kind, that have gradients."""
         places = [i for i, param in enumerate(members) if param.grad is not None]
-        if not places:
-            return
         params = [members[i] for i in places]
         grads = [param.grad for param in params if param.grad is not None]
-        index = slice(None) if len(places) == len(members) else torch.tensor(places, device=norms.device)
+        whole = len(places) == len(members)
+        index = slice(None) if whole else torch.tensor(places, dtype=torch.long, device=norms.device)
         own = norms[index]
         late = [i for i, param in enumerate(params) if "exp_avg" not in self.state.get(param, {})]
         if number > 1 and late and not group["init_zero"]:  # the group's count says that all have started
-            firsts = [_norm(grads[i], group["norm_type"]).to(norms.device) for i in late]
+            order = 2.0 if group["norm_type"] == 2 else math.inf
+            firsts = [global_norm([grads[i]], order, device=norms.device) for i in late]
             own[torch.tensor(late, device=norms.device)] = torch.stack(firsts)
         names = ("lr", "betas", "eps", "weight_decay", "bias_correction", "grad_averaging", "norm_type", "init_zero")
         _steps.novograd(
@@ -140,11 +122,3 @@ def _kinds(params: Sequence[Parameter]) -> tuple[list[Parameter], list[Parameter
     for param in params:
         (low if param.dtype in LOW_DTYPES else full).append(param)
     return low, full
-
-
-def _norm(gradient: Tensor, norm_type: int) -> Tensor:
-    if not gradient.numel():
-        return torch.zeros((), dtype=torch.float32, device=gradient.device)
-    order = 2.0 if norm_type == 2 else float("inf")
-    norm: Tensor = torch.linalg.vector_norm(gradient, order, dtype=torch.promote_types(gradient.dtype, torch.float32))
-    return norm.float()

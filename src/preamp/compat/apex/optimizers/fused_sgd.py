@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import required
 
 from ....errors import OptimizerError
 from .. import _amp_c, _steps
-from ._base import ApexOptimizer, Closure, check_hypers, evaluated
+from ._base import ApexOptimizer, constructor
 
 
 class FusedSGD(ApexOptimizer):
@@ -27,74 +26,51 @@ class FusedSGD(ApexOptimizer):
 
     wide_states = ("momentum_buffer",)
     multi_tensor_sgd = staticmethod(_amp_c.multi_tensor_sgd)
-    own_attributes = (
-        "set_grad_none", "wd_after_momentum", "materialize_master_grads", "most_recent_scale",
-        "scale_set_by_backward",
+
+    wd_after_momentum: bool
+    most_recent_scale: float
+
+    __init__ = constructor(
+        "wd_after_momentum", "materialize_master_grads", "set_grad_none",
+        lr=required, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, wd_after_momentum=False,
+        materialize_master_grads=True, set_grad_none=False,
     )  # fmt: skip
 
-    def __init__(
-        self,
-        params: Any,
-        lr: Any = required,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        wd_after_momentum: bool = False,
-        materialize_master_grads: bool = True,
-        set_grad_none: bool = False,
-    ) -> None:
-        if lr is not required:
-            check_hypers(lr=lr)
-        check_hypers(momentum=momentum, weight_decay=weight_decay)
-        if nesterov and (momentum <= 0 or dampening != 0):
+    def _begin(self, params: Any, defaults: dict[str, Any]) -> None:
+        momentum, dampening = defaults["momentum"], defaults["dampening"]
+        if defaults["nesterov"] and (momentum <= 0 or dampening != 0):
             raise OptimizerError(
                 f"nesterov=True with momentum={momentum!r} and dampening={dampening!r}: Nesterov momentum requires a "
                 "momentum and zero dampening, since it looks ahead along the momentum"
             )
-        self.wd_after_momentum = wd_after_momentum
-        self.materialize_master_grads = materialize_master_grads
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
-        self.set_grad_none = set_grad_none
-        defaults = {
-            "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov,
-        }  # fmt: skip
-        super().__init__(params, defaults)
+        super()._begin(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("nesterov", False)
 
-    @torch.no_grad()
-    def step(self, closure: Closure = None) -> Any:
-        """One step of every parameter that has a gradient; returns the closure's loss."""
-        loss = evaluated(closure)
+    def _advance(self) -> None:
         for group in self.param_groups:
             fresh: list[Parameter] = []
             going: list[Parameter] = []
             for param in self.present(group)[0]:
                 started = self.state.get(param, {}).get("momentum_buffer") is not None
                 (going if started or not group["momentum"] else fresh).append(param)
-            self._advance(group, going, first=False)
-            self._advance(group, fresh, first=True)
+            self._step(group, going, first=False)
+            self._step(group, fresh, first=True)
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
-        return loss
 
-    def _advance(self, group: dict[str, Any], params: list[Parameter], first: bool) -> None:
-        if not params:
-            return
+    def _step(self, group: dict[str, Any], params: list[Parameter], first: bool) -> None:
+        scale = self.most_recent_scale
+        inverse = params and scale != 1.0
+        factor = torch.full((), 1.0 / scale, dtype=torch.float32, device=params[0].device) if inverse else None
+        names = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
         _steps.sgd(
             params, [p.grad for p in params if p.grad is not None],
-            self.states(params, "momentum_buffer") if group["momentum"] else [], lr=group["lr"],
-            momentum=group["momentum"], dampening=group["dampening"], weight_decay=group["weight_decay"],
-            nesterov=group["nesterov"], first=first, wd_after_momentum=self.wd_after_momentum,
-            factor=self._factor(params[0]),
+            self.states(params, "momentum_buffer") if group["momentum"] else [], first=first, factor=factor,
+            wd_after_momentum=self.wd_after_momentum, **{name: group[name] for name in names},
         )  # fmt: skip
-
-    def _factor(self, param: Tensor) -> Tensor | None:
-        if self.most_recent_scale == 1.0:
-            return None
-        return torch.full((), 1.0 / self.most_recent_scale, dtype=torch.float32, device=param.device)

@@ -11,13 +11,20 @@ no layer moves faster than the optimizer's own rate lets it.
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....errors import OptimizerError
+from ....formats import LOW_DTYPES
 from ....kernels import l2_norms
+
+
+def _forwarded(name: str, doc: str) -> property:
+    """An attribute of the wrapped optimizer, which may be set."""
+    return property(attrgetter(f"optim.{name}"), lambda self, value: setattr(self.optim, name, value), doc=doc)
 
 
 class LARC:
@@ -41,34 +48,9 @@ class LARC:
         self.eps = eps
         self.clip = clip
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's parameter groups, themselves."""
-        return self.optim.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optim.param_groups = value
-
-    @property
-    def state(self) -> Any:
-        """The optimizer's state, itself."""
-        return self.optim.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optim.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The optimizer's defaults, themselves."""
-        return self.optim.defaults
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+    param_groups = _forwarded("param_groups", "The optimizer's parameter groups, themselves.")
+    state = _forwarded("state", "The optimizer's state, itself.")
+    defaults = property(attrgetter("optim.defaults"), doc="The optimizer's defaults, themselves.")
 
     def __repr__(self) -> str:
         settings = f"trust_coefficient={self.trust_coefficient}, clip={self.clip}, eps={self.eps}"
@@ -126,13 +108,13 @@ class LARC:
         for parameter in group["params"]:
             if parameter.grad is not None:
                 alike.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-        for (dtype, _), parameters in alike.items():
-            self._rescale_alike(parameters, group["lr"], decay, torch.promote_types(dtype, torch.float32))
+        for parameters in alike.values():
+            self._rescale_alike(parameters, group["lr"], decay)
 
-    def _rescale_alike(self, parameters: list[Tensor], lr: Any, decay: Any, wide: torch.dtype) -> None:
+    def _rescale_alike(self, parameters: list[Tensor], lr: Any, decay: Any) -> None:
         weights = [p.detach() for p in parameters]
         grads = [p.grad.detach() for p in parameters if p.grad is not None]
-        weight_norm, grad_norm = _norms(weights, wide), _norms(grads, wide)
+        weight_norm, grad_norm = _norms(weights), _norms(grads)
         rate = self.trust_coefficient * weight_norm / (grad_norm + decay * weight_norm + self.eps)
         if self.clip:
             rate = (rate / lr).clamp(max=1.0)
@@ -143,8 +125,8 @@ class LARC:
             grad.addcmul_(weight, share.to(weight.dtype)).mul_(one_rate)
 
 
-def _norms(tensors: list[Tensor], wide: torch.dtype) -> Tensor:
-    """The norm of each tensor in the dtype `wide`, (tensors,); of 16-bit ones without copying them."""
-    if all(tensor.dtype is wide for tensor in tensors):
-        return torch.stack(l2_norms(tensors))
-    return torch.stack(torch._foreach_norm(tensors, 2, dtype=wide))
+def _norms(tensors: list[Tensor]) -> Tensor:
+    """The norm of each tensor in float32 or wider, (tensors,); of 16-bit ones without copying them."""
+    if tensors[0].dtype in LOW_DTYPES:
+        return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32))
+    return torch.stack(l2_norms(tensors))

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ....formats import LOW_DTYPES
 from ._collectives import Group
-
-_LOW = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def plan_buckets(
 
 
 class Reduction:
-    """The all-reduce of one bucket: begun by the constructor, and ended by `finish` or `discard`.
+    """The all-reduce of one bucket: begun by the constructor, and ended by `finish`.
 
     `used`: for each parameter, whether this rank contributes a gradient that the others have not seen.
     """
@@ -84,7 +83,7 @@ class Reduction:
         self.bucket, self._used, self._options = bucket, list(used), options
         self._world = dist.get_world_size(group)
         first = bucket.parameters[0]
-        dtype = torch.float32 if options.always_fp32 and first.dtype in _LOW else first.dtype
+        dtype = torch.float32 if options.always_fp32 and first.dtype in LOW_DTYPES else first.dtype
         with torch.no_grad():
             pieces = [_gradient(p) for p in bucket.parameters]
             if all(self._used):
@@ -101,17 +100,12 @@ class Reduction:
         """The gradients alone: 1-d, in the order of the bucket's parameters, in the dtype of the reduction."""
         return self._flat[: self.bucket.numel]
 
-    def discard(self) -> None:
-        """Wait for the collective, and leave `.grad` as it is."""
-        self._wait()
-
-    def _wait(self) -> None:
+    def finish(self, keep: bool = True) -> None:
+        """Wait, and with `keep` write the reduced gradients into `.grad` of every parameter that some rank used."""
         if self._work is not None:
             self._work.wait()
-
-    def finish(self) -> None:
-        """Wait, and write the reduced gradients into `.grad` of every parameter that some rank used."""
-        self._wait()
+        if not keep:
+            return
         bucket, options = self.bucket, self._options
         with torch.no_grad():
             if options.average and options.predivide != self._world:

@@ -36,16 +36,6 @@ class _Pass:
         self.reductions: list[Reduction] = []
 
 
-class _Finish:
-    """The final callback of a backward. The engine owns it: when it is gone, so is that backward."""
-
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self._finish = finish
-
-    def __call__(self) -> None:
-        self._finish()
-
-
 def _fills_grad(nodes: Iterable[Any]) -> bool:
     """Whether the running backward, which passes through `nodes`, fills `.grad`: torch.autograd.grad does not.
 
@@ -103,7 +93,8 @@ class Synchronizer:
         self._unsent: set[int] = set()  # gradients that only this rank has seen, from passes while disabled
         self._passes = 0
         self._pass: _Pass | None = None
-        self._callback: Callable[[], _Finish | None] = lambda: None
+        self._callback: Callable[[], Any] = lambda: None
+        """A weak reference to the running backward's final callback, which the engine keeps as long as it runs."""
         self._lock = threading.RLock()  # CPU and CUDA parameters get their gradients in different threads
         self.refresh()
 
@@ -193,7 +184,10 @@ class Synchronizer:
             return self._pass
         self._complete_interrupted()
         current = self._pass = _Pass(task, self._plan)
-        callback = _Finish(lambda: self._finish(current))
+
+        def callback() -> None:
+            self._finish(current)
+
         self._callback = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
         return current
@@ -255,10 +249,7 @@ class Synchronizer:
         while len(current.reductions) < len(self._plan):
             self._send(current)
         for reduction in current.reductions:
-            if keep:
-                reduction.finish()
-            else:
-                reduction.discard()
+            reduction.finish(keep)
         self._passes += 1
         if keep:
             self._unsent.clear()

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from ....formats import LOW_DTYPES
 from .._notice import deprecated_warning
 from ._collectives import Group, default_timeout, has_group, require_group
 from .sync_batchnorm_kernel import SyncBatchnormFunction
@@ -96,24 +97,19 @@ class SyncBatchNorm(_BatchNorm):
         learning = self.training and self.track_running_stats
         momentum = self._count_batch() if learning else 0.0
         local = self.training or self.running_mean is None
-        running_mean = self.running_mean if learning or not local else None
-        running_var = self.running_var if learning or not local else None
         x = input.movedim(axis, 1)
-        weight: Tensor | None = self.weight
-        bias: Tensor | None = self.bias
+        running = (self.running_mean, self.running_var) if learning or not local else (None, None)
+        values: list[Tensor | None] = [*running, self.weight, self.bias]
         # torch takes low inputs with float32 parameters, or all of one dtype; everything else meets in the widest
-        held = [t for t in (self.running_mean, weight, bias) if t is not None]
-        if len({t.dtype for t in held}) > 1 or (held and held[0].dtype not in (x.dtype, _mixes_with(x.dtype))):
-            wide = functools.reduce(torch.promote_types, (t.dtype for t in held), x.dtype)
-            seen_mean, seen_var = (t if t is None else t.to(wide) for t in (running_mean, running_var))
-            weight, bias = (t if t is None else t.to(wide) for t in (weight, bias))
-            output = F.batch_norm(x.to(wide), seen_mean, seen_var, weight, bias, local, momentum, self.eps)
-            if learning and running_mean is not None and seen_mean is not None:
-                running_mean.copy_(seen_mean)
-            if learning and running_var is not None and seen_var is not None:
-                running_var.copy_(seen_var)
-        else:
-            output = F.batch_norm(x, running_mean, running_var, weight, bias, local, momentum, self.eps)
+        held = {t.dtype for t in (self.running_mean, self.weight, self.bias) if t is not None}
+        if held not in (set(), {x.dtype}, {torch.float32} if x.dtype in LOW_DTYPES else set()):
+            wide = functools.reduce(torch.promote_types, held, x.dtype)
+            x, values = x.to(wide), [None if t is None else t.to(wide) for t in values]
+        mean, var, weight, bias = values
+        output = F.batch_norm(x, mean, var, weight, bias, local, momentum, self.eps)
+        for kept, seen in zip(running, values[:2], strict=True):
+            if learning and kept is not None and seen is not None and kept is not seen:
+                kept.copy_(seen)
         output = output.movedim(1, axis)
         if z is not None:
             output = output + z
@@ -148,11 +144,6 @@ class SyncBatchNorm(_BatchNorm):
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         twin.process_group = self.process_group  # same process, same group
         return twin
-
-
-def _mixes_with(dtype: torch.dtype) -> torch.dtype:
-    """The other dtype of parameters that torch's batch norm takes with an input of `dtype`."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def convert_syncbn_model(module: nn.Module, process_group: Group = None, channel_last: bool = False) -> nn.Module:

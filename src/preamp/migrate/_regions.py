@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection
 
 import libcst as cst
 
-from ._names import Names, calls, chains, dotted, mentions, root, walk
-from ._scopes import Scope
-
-Block = cst.Module | cst.IndentedBlock
-
-
-def statements_of(block: Block) -> Sequence[cst.CSTNode]:
-    """The statements of a block."""
-    return block.body
+from ._edits import Edits
+from ._names import Block, Names, calls, chains, dotted, mentions, root, walk
+from ._scopes import Scope, Scopes
+from ._sessions import Access, Sessions
 
 
 def block_around(names: Names, node: cst.CSTNode) -> tuple[Block, int] | None:
     """The block that a statement, or the statement around a node, stands in, and its place there."""
-    child, around = node, names.parent(node)
-    while around is not None:
+    child = node
+    for around in names.around(node):
         if isinstance(around, (cst.Module, cst.IndentedBlock)):
             for index, statement in enumerate(around.body):
                 if statement is child:
                     return around, index
         if isinstance(around, cst.FunctionDef) and not isinstance(child, cst.IndentedBlock):
             return None
-        child, around = around, names.parent(around)
+        child = around
     return None
 
 
@@ -77,7 +72,7 @@ class Forward:
         """Statements before `end` that make what is needed, in order; what they read is needed in turn."""
         found: list[tuple[int, cst.CSTNode]] = []
         for index in range(end - 1, -1, -1):
-            statement = statements_of(block)[index]
+            statement = block.body[index]
             if isinstance(statement, (cst.FunctionDef, cst.ClassDef)) or not (binds(statement) & needed):
                 continue
             if self._is_barrier(statement):
@@ -92,7 +87,7 @@ class Forward:
         """Whether something before makes, with the model, what is needed still."""
         wanted = set(needed)
         for index in range(end - 1, -1, -1):
-            statement = statements_of(block)[index]
+            statement = block.body[index]
             if binds(statement) & wanted and not self._is_barrier(statement):
                 if self._uses_model(statement):
                     return True
@@ -117,7 +112,8 @@ class Forward:
             return True
         if any(m.startswith("self.") for m in self._models):  # a method of the object may use the object's model
             own = self._scope.own_class()
-            methods = {n.name.value for n in _methods(own)} if own is not None else set()
+            inside = () if own is None else walk(own.node)
+            methods = {n.name.value for n in inside if isinstance(n, cst.FunctionDef)}
             return any((dotted(call.func) or "").removeprefix("self.") in methods for call in calls(statement))
         return False
 
@@ -136,7 +132,7 @@ class Forward:
         """Ranges that hold these statements and no backward pass, step or clipping."""
         runs: list[tuple[int, int]] = []
         for index in sorted(inside):
-            between = statements_of(block)[runs[-1][1] + 1 : index] if runs else ()
+            between = block.body[runs[-1][1] + 1 : index] if runs else ()
             if runs and not any(self._is_barrier(s) or _leaves(s) for s in between):
                 runs[-1] = (runs[-1][0], index)
             else:
@@ -145,12 +141,6 @@ class Forward:
 
     def _is_function_body(self, block: Block) -> bool:
         return isinstance(block, cst.Module) or isinstance(self._names.parent(block), cst.FunctionDef)
-
-
-def _methods(own: Scope) -> Iterator[cst.FunctionDef]:
-    for node in walk(own.node):
-        if isinstance(node, cst.FunctionDef):
-            yield node
 
 
 def _leaves(statement: cst.CSTNode) -> bool:
@@ -183,12 +173,54 @@ def _targets(target: cst.BaseExpression) -> set[str]:
     return {text} if text.startswith("self.") or "." not in text else {root(text), text}
 
 
-def merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges without overlaps, neighbours joined."""
-    found: list[tuple[int, int]] = []
-    for start, end in sorted(ranges):
-        if found and start <= found[-1][1] + 1:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((start, end))
-    return found
+class Regions:
+    """Plans the regions of losses."""
+
+    def __init__(self, names: Names, scopes: Scopes, sessions: Sessions, edits: Edits) -> None:
+        self._names, self._scopes, self._sessions, self._edits = names, scopes, sessions, edits
+
+    def around(self, scope: Scope, access: Access, loss: cst.BaseExpression, block: cst.With) -> bool:
+        """A region around what makes the loss that `block` is about; False if that cannot be seen."""
+        forward = Forward(self._names, scope, scope.models)
+        found = forward.ranges(loss, block)
+        made = self._made_elsewhere(scope, forward.needed, set())
+        if found is None and made:
+            found = Forward(self._names, scope, scope.models | made).ranges(loss, block)
+        self._add(found, access)
+        for branch in self._names.around(block):
+            if not isinstance(branch, (cst.IndentedBlock, cst.If, cst.Else)):
+                break
+            if isinstance(branch, cst.If):
+                self._edits.conditions.add(branch)
+        return found is not None or bool(made)
+
+    def _add(self, found: dict[Block, list[tuple[int, int]]] | None, access: Access) -> None:
+        for where, ranges in (found or {}).items():
+            self._edits.regions.setdefault(where, []).extend((start, end, access.text) for start, end in ranges)
+
+    def _made_elsewhere(self, scope: Scope, needed: set[str], seen: set[str]) -> set[str]:
+        """Attributes such as `self.fake` that other methods make with the model; regions go around that."""
+        own = scope.own_class()
+        made: set[str] = set()
+        for text in sorted(t for t in needed if t.startswith("self.") and t not in seen and t not in scope.models):
+            seen.add(text)
+            for other in self._scopes.all:
+                if own is None or other.own_class() is not own or other.method() is scope.method():
+                    continue
+                for target, value in other.assigns:
+                    if target == text and self._made_here(other, text, value, seen):
+                        made.add(text)
+        return made
+
+    def _made_here(self, scope: Scope, text: str, value: cst.BaseExpression, seen: set[str]) -> bool:
+        place, access = block_around(self._names, value), self._sessions.visible(scope)
+        if place is None or access is None:
+            return False
+        after = (place[0], place[1] + 1)
+        forward = Forward(self._names, scope, scope.models)
+        found = forward.ranges_at({text}, after)
+        inner = self._made_elsewhere(scope, forward.needed, seen)
+        if found is None and inner:
+            found = Forward(self._names, scope, scope.models | inner).ranges_at({text}, after)
+        self._add(found, access)
+        return found is not None

@@ -1,13 +1,30 @@
-"""What of Apex preamp does not have, and what takes its place: one error, whichever way it is imported."""
+"""Modules of Apex that are other modules here, and those that are not here: one error, however they are imported."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from ..install import Alias
+
 _HERE = __name__.rpartition(".")[0]
+_SAME = {
+    "contrib.clip_grad.clip_grad": "contrib.clip_grad",
+    "contrib.layer_norm.layer_norm": "contrib.layer_norm",
+    "contrib.optimizers.fp16_optimizer": "optimizers.fp16_optimizer",
+    "contrib.optimizers.fused_lamb": "optimizers.fused_lamb",
+    "contrib.optimizers.fused_sgd": "optimizers.fused_sgd",
+    "contrib.xentropy.softmax_xentropy": "contrib.xentropy",
+    "fused_dense.fused_dense": "fused_dense",
+    "mlp.mlp": "mlp",
+    "multi_tensor_apply.multi_tensor_apply": "multi_tensor_apply",
+    "parallel.optimized_sync_batchnorm": "parallel.sync_batchnorm",
+}
+"""What scripts import, and the module that has it."""
 _ATTENTION = (
     "torch.nn.MultiheadAttention, or torch.nn.functional.scaled_dot_product_attention between linear layers, runs "
     "fused kernels"
@@ -39,16 +56,21 @@ _ALTERNATIVES = {
 
 
 class _Finder(MetaPathFinder):
-    """Complains of what is asked for by import; everybody else's modules are left to the finders behind it."""
+    """Finds the modules above, and complains of absent ones; all others are left to the finders behind it."""
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         _, ours, name = fullname.partition(f"{_HERE}.")
+        if ours and name in _SAME:
+            return ModuleSpec(fullname, Alias(import_module(f"{_HERE}.{_SAME[name]}")))
         if ours and name in _ALTERNATIVES:
             raise ModuleNotFoundError(_told(name), name=f"apex.{name}")
+        return None
 
 
-def complain_when_imported() -> None:
-    """Have imports of what is not here say what takes its place."""
+def find_by_import() -> None:
+    """Have imports find modules by their second names, and say of absent ones what takes their place."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())
 

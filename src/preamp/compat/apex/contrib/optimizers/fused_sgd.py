@@ -1,5 +1,0 @@
-"""FusedSGD, which is that of apex.optimizers."""
-
-from ...optimizers import FusedSGD
-
-__all__ = ["FusedSGD"]
