@@ -60,16 +60,15 @@ def _never_compiled(function: Any) -> None:
         frames.skip_code(function.__code__)
 
 
-def subclasses_with(kind: type, name: str) -> list[type]:
-    """Subclasses, at any depth, that define a method anew."""
-    found: list[type] = []
-    queue: list[type] = list(kind.__subclasses__())
-    while queue:
-        one = queue.pop()
-        queue += one.__subclasses__()
-        if name in vars(one):
-            found.append(one)
-    return found
+def subclasses(kind: type) -> list[type]:
+    """A class and all that inherit from it, each once."""
+    found: dict[type, None] = {kind: None}
+    left = [kind]
+    while left:
+        below: list[type] = type.__subclasses__(left.pop())
+        left += [one for one in below if one not in found]
+        found.update(dict.fromkeys(below))
+    return list(found)
 
 
 class Clock:

@@ -21,12 +21,12 @@ from torch.overrides import TorchFunctionMode
 from ..autocast import MARKER, REGISTRY, autocast
 from ..errors import PolicyError, SessionError
 from ..formats import LOW_DTYPES
+from ..ledger import Masters, NoMasters
 from ..modules import CastingModule, Conversion
 from ..policy import Policy, auto_level
 from ..policy import policy as make_policy
 from ..report import Finding, Report, Section, count_severities
 from ..tree import map_tensors, tensors
-from .adapter import masters_of
 from .findings import checks, kinds_of
 from .findings.check import Listeners, without_repeats
 from .findings.events import Examined
@@ -318,7 +318,7 @@ def _inside(error: Exception, paths: Mapping[nn.Module, str]) -> str:
 def _convert(twin: nn.Module, policy: Policy) -> None:
     """The copy under the policy. A model that does not fit (cast by hand) runs as it is; PA111 says why."""
     try:
-        Conversion(twin, policy, masters_of(policy))
+        Conversion(twin, policy, Masters() if policy.masters else NoMasters())
     except PolicyError:
         if not any(p.dtype in LOW_DTYPES for p in twin.parameters()):
             raise

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .hooks import subclasses
 from .places import is_users
 
 Models = nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]
@@ -101,7 +102,7 @@ class Names:
         if self._fixed is not None:
             self._take(dict(self._fixed))
             return
-        kinds = _subclasses(nn.Module)
+        kinds = set(subclasses(nn.Module))  # asking each object whether it is a module takes three times as long
         modules = [one for one in gc.get_objects() if type(one) in kinds and "_modules" in one.__dict__]
         parts = {id(child) for one in modules for child in one._modules.values() if child is not None}
         stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
@@ -174,17 +175,6 @@ def _forget(owners: dict[int, str], key: int) -> Callable[[Any], None]:
         owners.pop(key, None)
 
     return forget
-
-
-def _subclasses(kind: type) -> set[type]:
-    """The class and all that inherit from it: asking each object whether it is one takes three times as long."""
-    found, left = {kind}, [kind]
-    while left:
-        below: list[type] = type.__subclasses__(left.pop())
-        new = [one for one in below if one not in found]
-        found.update(new)
-        left += new
-    return found
 
 
 def _variable(module: nn.Module) -> str | None:

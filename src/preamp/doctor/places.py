@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..tree import tensors
+from .hooks import subclasses
 from .records import NOWHERE, Line
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
@@ -81,12 +82,10 @@ def walk(stop: CodeType) -> Frames:
 @cache
 def _is_function(code: CodeType) -> bool:
     """Whether it is the forward of an autograd.Function, which torch 2.15 calls with no frame of its own between."""
-    classes = [torch.autograd.Function]
-    for each in classes:
+    for each in subclasses(torch.autograd.Function):
         forward: Any = each.__dict__.get("forward")
         if getattr(inspect.unwrap(getattr(forward, "__func__", forward)), "__code__", None) is code:
             return True
-        classes.extend(each.__subclasses__())
     return False
 
 

@@ -52,7 +52,7 @@ class Watching:
 
     def write(self, folder: str | Path) -> Path:
         """Write `report.html` and `report.json` (its schema is that of `preamp doctor`); returns the page's path."""
-        return write(*self._build(), Path(folder), None)[0]
+        return write(*self._build(), Path(folder), "report", None)
 
     def _build(self) -> tuple[Report, dict[str, Any]]:
         if self._open:

@@ -25,9 +25,8 @@ def on(kind: type) -> Callable[[Any], Any]:
 
 
 class Check:
-    """Judges one code. A method marked by `on` takes an event and gives findings; `at_end` judges a whole run."""
+    """Judges one code, its class's name. A method marked by `on` takes an event and gives findings."""
 
-    code: ClassVar[str]
     errors: ClassVar[tuple[tuple[str, str, str], ...]] = ()
     """Errors of torch's or preamp's that are this finding: a part of their text, the message, and the fix."""
 
@@ -36,7 +35,7 @@ class Check:
         cls, severity: Severity, message: str, fix: str | None = None, *, at: Line = NOWHERE, **facts: Any
     ) -> Finding:
         """A finding of this code; `at`: file and line; `facts`: other fields of `Finding`."""
-        return Finding(cls.code, severity, message, file=at[0], line=at[1], fix=fix, **facts)
+        return Finding(cls.__name__, severity, message, file=at[0], line=at[1], fix=fix, **facts)
 
     def listeners(self) -> Iterator[tuple[type, Listener]]:
         """Kinds of events, and the methods that take them."""

@@ -47,8 +47,6 @@ _ADDS = frozenset({"add", "clamp_min", "clamp", "maximum"})
 class PA101(Check):
     """Epsilons of optimizers by the dtype of their state, and of modules by what their source says."""
 
-    code = "PA101"
-
     @on(Examined)
     def examined(self, event: Examined) -> Iterator[Finding]:
         """What can be known before the first step."""

@@ -52,8 +52,6 @@ _LARGEST = 1 << 24
 class PA104(Check):
     """Operators whose float16 result overflows or loses bits; sums in any 16-bit dtype."""
 
-    code = "PA104"
-
     @classmethod
     def of(cls, call: Call, message: str, broke: bool, evidence: dict[str, Any]) -> Finding:
         """Of an operator whose result 16 bits spoil: an error where it is beyond their range (`broke`)."""

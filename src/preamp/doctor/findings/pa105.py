@@ -37,8 +37,6 @@ WEIGHT = 0.05
 class PA105(Check):
     """16-bit products whose dimensions are no multiples of what tensor cores want. Information: slower, not wrong."""
 
-    code = "PA105"
-
     @on(Examined)
     def examined(self, event: Examined) -> Iterator[Finding]:
         """Those of a trial run."""

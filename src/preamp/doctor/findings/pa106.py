@@ -39,7 +39,6 @@ _FIXES = {
 class PA106(Check):
     """Whoever bounds scaled gradients bounds them to another length; whoever reads them is misled."""
 
-    code = "PA106"
     errors = (
         (
             "unscale_() has already been called",

@@ -41,7 +41,6 @@ _BY_SCALER = "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.upda
 class PA107(Check):
     """A scale that is missing, or that a step, an update or a backward pass goes past."""
 
-    code = "PA107"
     errors = (
         (
             "step() has already been called since the last update",

@@ -32,8 +32,6 @@ from .events import FirstStep, ModuleCast, Recomputed
 class PA112(Check):
     """Casts, wrappers, optimizers and checkpoints that come before or after what they should."""
 
-    code = "PA112"
-
     @on(ModuleCast)
     def cast(self, event: ModuleCast) -> Iterator[Finding]:
         """A cast of a model that is wrapped for parallel training already."""

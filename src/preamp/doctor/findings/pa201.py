@@ -124,7 +124,7 @@ class Diagnosis:
                 f"parameter or buffer {source!r} was {self.origin.kind} before step {step} began: {when} left "
                 f"it so; {self.origin.op} is the first to compute with it"
             )
-            found = replace(found, code=PA201.code, message=message)
+            found = replace(found, code="PA201", message=message)
         if self.samples:
             evidence = dict(found.evidence) if isinstance(found.evidence, dict) else {}
             found = replace(found, evidence={**evidence, "entries of the batch": list(self.samples)})
@@ -141,8 +141,6 @@ class Diagnosed:
 
 class PA201(Check):
     """The origin of what is not finite, of a step done again; infinities that leave no trace; steps not done again."""
-
-    code = "PA201"
 
     @on(Diagnosed)
     def diagnosed(self, event: Diagnosed) -> Iterator[Finding]:

@@ -65,8 +65,6 @@ def scale_window(gradients: Exponents, flushed: float = 10 * FLUSHED, above: int
 class PA202(Check):
     """Gradients of a layer that float16 flushed to zero: measured against float32, or told from those that are left."""
 
-    code = "PA202"
-
     @on(GradientsRead)
     def read(self, event: GradientsRead) -> Iterator[Finding]:
         """Each module that lost too much, by its worst parameter."""

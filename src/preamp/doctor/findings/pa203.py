@@ -40,8 +40,6 @@ FEWEST = 6
 class PA203(Check):
     """The loss scale over a whole run, and over processes that must agree on it."""
 
-    code = "PA203"
-
     def at_end(self, rank: Rank) -> Iterator[Finding]:
         """All steps skipped, a collapse, or skips without end. An update that is missing is PA107's."""
         steps = rank.steps

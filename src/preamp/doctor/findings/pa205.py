@@ -35,8 +35,6 @@ _FILLS = frozenset({"masked_fill", "where", "clamp", "clamp_min", "clamp_max", "
 class PA205(Check):
     """Float16 results within two bits of the largest number."""
 
-    code = "PA205"
-
 
 class Tops(Observer):
     """The largest result of each module and operator counts, and of what follows from it the first."""

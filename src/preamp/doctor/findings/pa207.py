@@ -28,8 +28,6 @@ from .events import BatchNotFinite
 class PA207(Check):
     """What came in was not finite: bad data rather than bad precision."""
 
-    code = "PA207"
-
     @classmethod
     def came_in(cls, kind: str, source: str | None, where: str, **facts: Any) -> Finding:
         """An operator is the first to compute with a value that was there; `source`: in a parameter or buffer."""

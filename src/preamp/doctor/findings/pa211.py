@@ -51,8 +51,6 @@ class PA211(Check):
     never fall.
     """
 
-    code = "PA211"
-
     def at_end(self, rank: Rank) -> Iterator[Finding]:
         """Of each optimizer, by the last step that was looked at."""
         by_optimizer: dict[Any, list[dict[str, Any]]] = {}

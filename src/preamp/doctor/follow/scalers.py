@@ -14,10 +14,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...errors import PreampError
 from ...session import Session
+from ...session import _step as session_step
 from ...tree import tensors
-from ..adapter import leaves_true_gradients, wrap_refused_steps
 from ..findings.events import Clipper, GradientsClipped
-from ..hooks import subclasses_with
+from ..hooks import subclasses
 from ..places import users_line
 from .look import Look
 from .run import Run
@@ -44,20 +44,22 @@ class Scalers:
         patches = self._run.patches
         scaler = torch.amp.grad_scaler.GradScaler
         patches.wrap(scaler, "__init__", self._made_scaler)
-        for kind in (scaler, *subclasses_with(scaler, "step")):
+        for kind in subclasses(scaler):
             self._follow(kind)
         patches.wrap(torch.autograd, "backward", self._backward)
         patches.on_close(base.register_optimizer_step_pre_hook(self._scales.before_any).remove)
         patches.wrap(Session, "__init__", self._made_session)
-        wrap_refused_steps(patches, self._run.noting_errors(lambda original, *args: original(*args)))
+        # A session refuses a step that went past it: an error that is a finding.
+        patches.wrap(session_step, "check_own_step", self._run.noting_errors(lambda original, *args: original(*args)))
         patches.wrap(Session, "scale", self._session_scale)
         patches.wrap(Session, "backward", self._session_backward)
         patches.wrap(Session, "unscale_", self._session_unscale)
         patches.wrap(Session, "clip_grad_norm_", self._session_clip)
         patches.wrap(Session, "clip_grad_value_", self._session_clip)
         patches.wrap(Session, "step", self._session_step)
-        for kind in (LRScheduler, *subclasses_with(LRScheduler, "step")):
-            patches.wrap(kind, "step", self._schedule)
+        for kind in subclasses(LRScheduler):
+            if "step" in vars(kind):
+                patches.wrap(kind, "step", self._schedule)
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
             for name in ("clip_grad_norm_", "clip_grad_value_"):
                 patches.wrap(owner, name, self._clip)
@@ -179,7 +181,7 @@ class Scalers:
     def _session_backward(self, original: Any, session: Session, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         scales = self._scales
         self._by_session(session, kwargs.get("name"))
-        scales.unscales_itself = leaves_true_gradients(session)
+        scales.unscales_itself = session._losses.separate_scales
         try:
             with self._library():
                 return original(session, loss, *args, **kwargs)

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from ...autocast import MARKER
 from ...tree import tensors
-from ..adapter import keeps_masters
 from ..findings.events import FirstStep, WithoutMasters
 from ..names import unwrapped
 from ..places import users_line
@@ -171,7 +170,8 @@ class Steps:
         self._without_state.add(id(optimizer))
         optimizers = list(run.optimizers.values())
         run.names.keep_stepped(optimizers)
-        if is_well_known(optimizer) and not keeps_masters(optimizer, self._scales.sessions):
+        by_session = any(optimizer in one.optimizers.values() and one.policy.masters for one in self._scales.sessions)
+        if is_well_known(optimizer) and not by_session and not hasattr(optimizer, "_amp_stash"):  # which Apex leaves
             run.emit(WithoutMasters(optimizer, at, run.names))
         run.emit(FirstStep(optimizer, at, optimizers, run.names))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import platform
 import statistics
@@ -16,7 +15,6 @@ import numpy as np
 
 from ... import __version__
 from ...report import LineChart, Marker, Report, Section, Series, Snippet, Status, Table, format_number, to_json
-from ...report.files import write_text
 from ..findings import glossary
 from ..findings.pa206 import PA206, Error, Pair, Parity, culprit_of, parity, spell
 from ..records import Rank
@@ -154,16 +152,6 @@ def with_comparison(report: Report, content: dict[str, Any], runs: Sequence[Ran]
     findings = to_json([finding.to_dict() for finding in items])
     content = {**content, "verdict": merged.verdict, "findings": findings, "comparison": kept}
     return replace(merged, data=content), content
-
-
-def write_comparison(report: Report, content: dict[str, Any], folder: Path, also: Path | None) -> Path:
-    """Write `compare.html` and `compare.json` into a folder, whole or not at all; returns the page's path."""
-    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-    page = report.write_html(folder / "compare.html")
-    write_text(folder / "compare.json", text)
-    if also is not None:
-        write_text(also, text)
-    return page
 
 
 def verdict(found: Parity, pairs: int) -> str:

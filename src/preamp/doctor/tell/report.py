@@ -204,14 +204,17 @@ def _advice(findings: tuple[Finding, ...]) -> Section | None:
     return Section("What to write", "", (snippet,))
 
 
-def write(report: Report, content: dict[str, Any], folder: Path, also: Path | None) -> tuple[Path, Path]:
-    """Write `report.html` and `report.json` into a folder, whole or not at all; returns their paths."""
+def write(report: Report, content: dict[str, Any], folder: Path, name: str, also: Path | None) -> Path:
+    """Write `NAME.html` and `NAME.json` into a folder, whole or not at all; returns the page's path.
+
+    `also`: another file to write the JSON to.
+    """
     text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-    page = report.write_html(folder / "report.html")
-    data = write_text(folder / "report.json", text)
+    page = report.write_html(folder / f"{name}.html")
+    write_text(folder / f"{name}.json", text)
     if also is not None:
         write_text(also, text)
-    return page, data
+    return page
 
 
 def _really_running(audit: Mapping[str, Any] | None, held: Mapping[str, Any] | None) -> Section | None:
