@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -241,6 +242,18 @@ class Places:
             self._made_by[number] = cast(Place, self._last) if late else place
         self._copy_slices = writes_view and now > self._seen
         self._seen, self._last = max(now, self._seen), place
+
+
+def graph_of(loss: Tensor) -> Iterator[Any]:
+    """The autograd nodes below a loss, each once, the nearest first."""
+    seen: set[Any] = {None}
+    left: deque[Any] = deque([loss.grad_fn])
+    while left:
+        node = left.popleft()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            left.extend(before for before, _ in node.next_functions)
 
 
 def key_of(tensor: Tensor) -> int:

@@ -9,18 +9,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...autocast import MARKER
 from ..findings.check import without_repeats
 from ..findings.events import GradientSpread, GradientsRead, Observed, Prepared, RanInThread
 from ..findings.pa202 import row_of
+from ..hooks import leave
 from ..measure import spread_of, values_here
 from ..names import unwrapped
 from ..places import key_of
 from ..replay.diagnose import compare_gradients
-from .audit import Held, audit
+from .audit import Held, Recomputation, StepObservation, audit
 from .magnitudes import Pending, Telemetry
-from .observation import Recomputation, StepObservation
 from .precision import Precision, regions_entered
 from .run import Run
 from .scales import Scales
@@ -49,7 +50,7 @@ class Look:
         """Of a step that is over, until the weights are seen that it left."""
         self._pending: Pending | None = None
         """Counts that are on their way to the host."""
-        self._left: list[StepObservation | StalledAverages] = []
+        self._left: list[TorchDispatchMode] = []
         self._taken = False
         self._turn, self._opened = -1, 0
         self._again, self._again_in, self._replayed = False, -1, False
@@ -245,7 +246,7 @@ class Look:
     def _close_averages(self) -> None:
         averages, self._averages = self._averages, None
         if averages is not None:
-            averages.stop()
+            leave(averages)
             for event in averages.events():
                 self._run.emit(event)
 
@@ -268,6 +269,7 @@ class Look:
         self._done = self._pending = self.every = None
         if observation is not None:
             observation.paused = True
+            observation.places.close()
         self._left += [one for one in (averages, observation) if one is not None]
         self._sweep()
         for other in (recomputation, telemetry):
@@ -277,7 +279,7 @@ class Look:
     def _sweep(self) -> None:
         """Take away modes that could not be when an error of ours came up inside of them."""
         for one in self._left:
-            one.stop()
+            leave(one)
 
     def settle(self) -> None:
         """Record the counts that have arrived, and send those of the last step."""
@@ -287,7 +289,7 @@ class Look:
         if self._done is not None:
             self._done.updates(self._taken)
             self._pending, self._done = self._done.send(), None
-            if not self._pending.is_under_way:
+            if self._pending.event is None:
                 self.settle()
 
     def _judge(self) -> None:

@@ -7,8 +7,8 @@ gradients onto whatever the last step left.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...session import Session
 from ..findings.events import LossNotScaled, StepBegins
 from ..findings.pa107 import like_a_scale
-from ..places import users_line
+from ..places import graph_of, users_line
 from ..records import NOWHERE, Line, spell_line
 from .run import Run
 
@@ -286,32 +286,14 @@ def _gradients(optimizers: Iterable[Optimizer]) -> Iterable[Tensor]:
 def goes_back_in_half(loss: Tensor, limit: int = 4000) -> bool:
     """Whether any gradient of this loss is float16 on its way: a node gets one in the dtype of what it gave.
 
-    Of a graph larger than `limit` nodes, those next to the loss are looked at.
+    Of a graph larger than `limit` nodes, those next to the loss are read.
     """
-    seen: set[Any] = set()
-    left = deque([loss.grad_fn])
-    while left and len(seen) < limit:
-        node = left.popleft()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if any(one.dtype is torch.float16 for one in node._input_metadata):
-            return True
-        left.extend(before for before, _ in node.next_functions)
-    return False
+    nodes = islice(graph_of(loss), limit)
+    return any(one.dtype is torch.float16 for node in nodes for one in node._input_metadata)
 
 
 def _not_zero(grads: list[Tensor]) -> list[bool]:
-    """For each, whether anything in it is not zero: one wait for each device, seen by no mode."""
-    if not grads:
-        return []
-    by_device: dict[torch.device, list[int]] = {}
-    for index, grad in enumerate(grads):
-        by_device.setdefault(grad.device, []).append(index)
-    found = [False] * len(grads)
+    """For each, whether anything in it is not zero; by one host sync, and unseen by dispatch modes."""
     with torch.no_grad(), _disable_current_modes():
-        for indices in by_device.values():
-            counts = torch.stack([grads[i].detach().count_nonzero() for i in indices]).tolist()
-            for index, count in zip(indices, counts, strict=True):
-                found[index] = bool(count)
-    return found
+        counts = [grad.detach().count_nonzero().to(grads[0].device) for grad in grads]
+        return torch.stack(counts).bool().tolist() if counts else []

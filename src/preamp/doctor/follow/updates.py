@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ...formats import LOW_DTYPES, name_of
 from ..findings.events import ChangedBetweenSteps, WeightsStepped
@@ -193,11 +193,6 @@ class StalledAverages(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._lines: dict[Line, tuple[int, int, str, str]] = {}
-
-    def stop(self) -> None:
-        """Look no more, unless somebody else's mode lies on top."""
-        if _get_current_dispatch_mode() is self:
-            self.__exit__(None, None, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

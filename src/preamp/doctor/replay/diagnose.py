@@ -16,7 +16,7 @@ from ..findings.pa201 import Diagnosis, Origin
 from ..hooks import Patches
 from ..measure import spread_of
 from ..names import Names
-from ..places import Places
+from ..places import Places, graph_of
 from .origin import trace
 from .tape import Tape
 
@@ -65,28 +65,14 @@ def _backward(loss: Tensor, seed: float, parameters: Sequence[Tensor]) -> None:
     """Gradients without the hooks of those who wait for gradients, such as DistributedDataParallel's."""
     wanted = [p for p in parameters if p.requires_grad]
     grown = torch.full_like(loss, seed)
-    if _goes_back_inside(loss):
+    # Reentrant checkpointing refuses `torch.autograd.grad`, half way through.
+    if any(node.name() == "CheckpointFunctionBackward" for node in graph_of(loss)):
         torch.autograd.backward(loss, grown)
         return
     grads = torch.autograd.grad(loss, wanted, grown, allow_unused=True)
     for parameter, grad in zip(wanted, grads, strict=True):
         if grad is not None:
             parameter.grad = grad.to(parameter.dtype)
-
-
-def _goes_back_inside(loss: Tensor) -> bool:
-    """Whether reentrant checkpointing is in the graph: it refuses `torch.autograd.grad`, half way through."""
-    seen: set[Any] = set()
-    queue: list[Any] = [loss.grad_fn]
-    while queue:
-        node = queue.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "CheckpointFunctionBackward":
-            return True
-        queue += [before for before, _ in node.next_functions]
-    return False
 
 
 def samples(tape: Tape, *, masks: bool = True) -> tuple[int, ...]:

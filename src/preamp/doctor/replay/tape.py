@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from ...formats import LOW_DTYPES
 from ...tree import PLAIN, tensors
-from ..hooks import Clock
+from ..hooks import Clock, leave
 from ..places import Place, Places, key_of, line_and_modules, users_line, written_by
 from ..records import NOWHERE, Line
 from . import restore
@@ -227,8 +227,7 @@ class Tape:
 
     def close_window(self) -> None:
         """Keep no more operators, unless somebody else's mode lies on top."""
-        if self._mode is not None and _get_current_dispatch_mode() is self._mode:
-            self._mode.__exit__(None, None, None)
+        if self._mode is not None and leave(self._mode):
             self._mode = None
 
     def keep(self, func: Any, args: Any, kwargs: Any) -> Op | None:
