@@ -6,11 +6,11 @@ With an example, one forward pass is observed too: on a copy of the model, under
 from __future__ import annotations
 
 import copy
-import os
 import traceback
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from .hooks import Clock
 from .names import named_parts
 from .operators import Observation, Observer, Products, Vanished
 from .places import Places
+from .records import shown_path
 from .replay.restore import random_kept
 
 
@@ -75,7 +76,7 @@ def examine(
         out, found = _observe(model, chosen, inputs, products)
         out_dtype = next((t.dtype for t in tensors(out) if t.is_floating_point()), None)
     Listeners(checks(), found.append)(Examined(model, optimizer, chosen, loss, products, out_dtype))
-    findings = without_repeats(replace(one, file=_shown(one.file)) for one in found)
+    findings = without_repeats(replace(one, file=shown_path(one.file, Path.cwd())) for one in found)
     return _report(model, chosen, findings, products)
 
 
@@ -137,12 +138,6 @@ def _verdict(findings: tuple[Finding, ...], name: str) -> str:
     worst = findings[0]
     where = f" in {worst.module}" if worst.module else ""
     return f"{', '.join(counted)} under {name}; the worst is {worst.code}{where}: {worst.message}."
-
-
-def _shown(file: str | None) -> str | None:
-    """A file's path as a reader wants it: relative to the working directory if it lies below."""
-    relative = file and os.path.relpath(file)
-    return file if not relative or relative.startswith("..") else relative
 
 
 def fix(

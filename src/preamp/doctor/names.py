@@ -219,13 +219,9 @@ def named_parts(models: Models) -> tuple[dict[nn.Module, str], dict[int, str], l
     Paths are those of `named_modules` without a compiler's `_orig_mod`; with several models each is `name:path`.
     """
     if isinstance(models, nn.Module):
-        parts = [("", models)]
-    elif isinstance(models, Mapping):
-        single = len(models) == 1
-        parts = [("" if single else f"{name}:", model) for name, model in models.items()]
-    else:
-        single = len(models) == 1
-        parts = [("" if single else f"{index}:", model) for index, model in enumerate(models)]
+        models = [models]
+    named = models.items() if isinstance(models, Mapping) else enumerate(models)
+    parts = [("" if len(models) == 1 else f"{name}:", model) for name, model in named]
     paths: dict[nn.Module, str] = {}
     owners: dict[int, str] = {}
     held: list[tuple[str, Tensor]] = []

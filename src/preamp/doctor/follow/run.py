@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import traceback
 import weakref
@@ -22,7 +21,7 @@ from ..findings.events import Raised
 from ..hooks import Clock, Patches
 from ..names import Names
 from ..places import in_library, is_users, users_line
-from ..records import NOWHERE, Line, Recorder
+from ..records import NOWHERE, Line, Recorder, shown_path
 from ..replay.tape import Tape
 
 
@@ -96,12 +95,8 @@ class Run:
         """Record a finding, once for each place; nothing more once looking has come to an end, half way through."""
         if self.is_given_up:
             return
-        file = finding.file
-        if file is not None and not file.startswith("<"):  # a cell of a notebook
-            file = os.path.abspath(file)
-            below = os.path.relpath(file, self._base)
-            file = file if below.startswith("..") else below
-        finding = replace(finding, file=file, step=self.step if finding.step is None else finding.step)
+        step = self.step if finding.step is None else finding.step
+        finding = replace(finding, file=shown_path(finding.file, self._base), step=step)
         key = (finding.code, finding.severity, finding.module, finding.op, finding.file, finding.line)
         if key not in self._reported:
             self._reported.add(key)

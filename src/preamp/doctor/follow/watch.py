@@ -45,7 +45,7 @@ class Watch:
         names: Names | None = None,
     ) -> None:
         run = self.run = Run(recorder, base, names)
-        self.scales, self._precision = Scales(run), Precision(run)
+        self.scales, self._precision = Scales(run), Precision(run, self._compiled)
         self._look = Look(run, self.scales, self._precision, every, replay)
         soundness = Soundness(run, self.scales, replay)
         self.steps = Steps(run, self.scales, self._precision, self._look, soundness, steps)
@@ -73,7 +73,7 @@ class Watch:
         ):
             patches.on_close(hook.remove)
         self._scalers.start()
-        self._precision.start(self._compiled)
+        self._precision.start()
         patches.wrap(sys, "excepthook", self.run.uncaught)
         self._silence("Using `torch.compile")
         self._hook_calls()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.resources import files
@@ -28,7 +27,7 @@ from ...report import (
 from ...report.files import write_text
 from ..findings import checks_at_end, glossary
 from ..findings.pa203 import PA203
-from ..records import Rank
+from ..records import Rank, shown_path
 from .magnitudes import magnitudes, spread
 
 STRICT = 3
@@ -51,7 +50,7 @@ def all_findings(ranks: list[Rank], base: Path) -> tuple[Finding, ...]:
     """Findings of all processes, most harmful first; one that several have is reported once, of the earliest step."""
     found: dict[Any, list[tuple[Finding, int]]] = {}
     for rank in ranks:
-        for finding in (*rank.findings, *(_relative(one, base) for one in judge(rank))):
+        for finding in (*rank.findings, *(replace(one, file=shown_path(one.file, base)) for one in judge(rank))):
             key = (finding.code, finding.severity, finding.module, finding.op, finding.file, finding.line)
             found.setdefault(key, []).append((finding, rank.rank))
     several = len({rank.rank for rank in ranks}) > 1
@@ -71,13 +70,6 @@ def _as_one(same: list[tuple[Finding, int]]) -> Finding:
     if len({one.step for one, _ in same}) > 1:
         evidence["first on rank"] = first
     return replace(finding, evidence=evidence)
-
-
-def _relative(finding: Finding, base: Path) -> Finding:
-    if finding.file is None:
-        return finding
-    below = os.path.relpath(finding.file, base)
-    return finding if below.startswith("..") else replace(finding, file=below)
 
 
 def verdict(findings: tuple[Finding, ...], steps: int, ended: str, precision: str) -> str:
