@@ -25,7 +25,7 @@ class Patches:
 
         @functools.wraps(original)
         def replaced(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():  # inside of what the script compiles there is nobody to tell
+            if torch.compiler.is_compiling():  # compiled code must not contain our calls
                 return original(*args, **kwargs)
             return around(original, *args, **kwargs)
 

@@ -45,7 +45,7 @@ def values_here(tensor: Tensor) -> Tensor:
 
 
 def _surely(gradients: list[Tensor]) -> bool:
-    """By one call: a finite norm proves it. An infinite one may be that of large numbers, and is to be looked at."""
+    """By one call: a finite norm proves it. An infinite one may be that of large finite numbers."""
     for gradient in gradients:
         if gradient.__class__ is not Tensor or gradient.layout is not torch.strided or not gradient.is_cpu:
             return False

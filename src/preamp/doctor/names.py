@@ -71,10 +71,10 @@ class Names:
         """The path of a module within its model; `default` for what belongs to none."""
         found = self._paths.get(module)
         if found is None and module not in self._unknown:
-            self.look(())
+            self.search(())
             found = self._paths.get(module)
             if found is None:
-                for part in module.modules():  # a look at everything there is takes long
+                for part in module.modules():  # a search through all objects takes long
                     self._unknown[part] = True
         return default if found is None else found
 
@@ -83,7 +83,7 @@ class Names:
         return ((path, module) for module, path in list(self._paths.items()))
 
     def wants(self, module: nn.Module) -> bool:
-        """Whether a call of this module is one of a model to look at.
+        """Whether a call of this module is one of a model that is followed.
 
         A part without weights counts, too: a framework may call the parts of a model whose own forward never runs, and
         what a norm made not finite is not to be taken for data that came in so.
@@ -97,7 +97,7 @@ class Names:
         path = self.owners.get(id(parameter))
         return path, "a parameter" if path is None else self._own_names.get(id(parameter), "a parameter")
 
-    def look(self, optimizers: Iterable[Any]) -> None:
+    def search(self, optimizers: Iterable[Any]) -> None:
         """Find the models: modules that are no other's part, with parameters to train (that an optimizer steps)."""
         if self._fixed is not None:
             self._take(dict(self._fixed))
@@ -115,7 +115,7 @@ class Names:
                 found.append(inner)
         found = [one for one in found if not any(one is not other and one in set(other.modules()) for other in found)]
         if not found and stepped:
-            self.look(())  # the optimizer steps copies
+            self.search(())  # the optimizer steps copies
             return
         named: dict[str, nn.Module] = {}
         for index, one in enumerate(found):
@@ -130,7 +130,7 @@ class Names:
         """
         stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         if not stepped & self.owners.keys():
-            self.look(optimizers)
+            self.search(optimizers)
             return
         kept = {
             name: model
@@ -201,9 +201,9 @@ def _name_in(space: Mapping[str, Any], module: nn.Module) -> str | None:
 
 
 def _let_go(space: dict[str, Any]) -> None:
-    """Empty the copy of a function's variables that Python before 3.13 keeps in the frame until somebody asks again.
+    """Empty the copy of a function's variables that Python before 3.13 keeps in the frame until it is asked for again.
 
-    It would hold a model that the function has deleted. Left alone where somebody else has it, or a debugger reads it.
+    It would hold a model that the function has deleted. Left alone with other references, or under a debugger.
     """
     if sys.gettrace() is None and sys.getrefcount(space) <= _OURS:
         space.clear()

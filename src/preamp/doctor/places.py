@@ -29,7 +29,7 @@ _FRAMEWORKS = tuple(
         "accelerate/", "lightning/", "pytorch_lightning/", "lightning_fabric/", "ignite/", "transformers/trainer",
     )
 )  # fmt: skip
-"""Libraries that run a model and have none: a line of theirs tells nothing."""
+"""Libraries that run a model and have none: a line of theirs is of no use."""
 _GENERATED = (
     "<string>", "<frozen", "<unknown>", "<attrs", "<decorator-gen", "<__array_function__", "<eval_with_key>",
     "<torch_package", "<lambdifygenerated", "<makefun", "<boltons",
@@ -43,16 +43,16 @@ _CALL = nn.Module._call_impl.__code__
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """What a walk up the Python stack tells."""
+    """What a walk up the Python stack finds."""
 
     source: Line  # innermost frame of the user's
     own: tuple[str, int] | None  # the same, but called by the autograd engine
-    applied: Line  # who applies the autograd.Function whose forward this is in
+    applied: Line  # the caller of the autograd.Function whose forward this is in
     recomputed: bool  # activation checkpointing is running the forward again
 
 
 def walk(stop: CodeType) -> Frames:
-    """Look at the frames of the caller's caller and above it, up to the function whose code is `stop`."""
+    """Walk the frames of the caller's caller and above it, up to the function whose code is `stop`."""
     source = applied = NOWHERE
     own: tuple[str, int] | None = None
     inner: tuple[str, int] | None = None  # the source, once found
@@ -161,9 +161,9 @@ class Place:
 class Places:
     """Follows modules by hooks and autograd nodes by sequence number, so that any operator has a place.
 
-    `named`: the path of a module, or the default given with it; `stop`: code of the function whose callers are not
-    looked at. The observation begins when this is made (sequence numbers go on counting from there), and `close`
-    removes the hooks.
+    `named`: the path of a module, or the default given with it; `stop`: code of the function at which a walk
+    up the stack ends. The observation begins when this is made (sequence numbers go on counting from there), and
+    `close` removes the hooks.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Places:
         self._last: Place | None = None
         self._copy_slices = False
         self.forced: Place | None = None
-        """Where forward operators are said to run, whatever the stack tells: a replay has no line of the user's."""
+        """Where forward operators are said to run, whatever the stack says: a replay has no line of the user's."""
         self._handles: tuple[Any, ...] = (
             nn.modules.module.register_module_forward_pre_hook(self.enter),
             nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
@@ -195,7 +195,7 @@ class Places:
         return self._stack[-1][1] if self._stack else None
 
     def enter(self, module: nn.Module, _: Any = None) -> None:
-        """`module` runs from here on: what the hook calls, and who was late to install it."""
+        """`module` runs from here on: called by the hook, or by code that installed it too late."""
         # A module that is not the models' own (a wrapper made on the fly) belongs to the one that calls it.
         self._stack.append((module, self._named(module, self.module)))
 
@@ -231,7 +231,7 @@ class Places:
         return Place(module, file, line, "backward", frames.own)
 
     def _note_nodes(self, place: Place, writes_view: bool) -> None:
-        """Give the nodes made since the last operator to who made them.
+        """Attribute the nodes made since the last operator to the operators that made them.
 
         A node is made just before its operator is dispatched, so all new numbers are this operator's; only the
         CopySlices node of an in-place operator on a view comes after its operator, and is the first new number here.

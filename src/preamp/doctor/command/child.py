@@ -77,7 +77,7 @@ class FirstStep:
     def write(self, scale: float) -> None:
         """Write it, with the true gradients of all parameters as float32, by name."""
         self._hook.remove()
-        self._names.look(())
+        self._names.search(())
         single = len(self._names.models) == 1
         for name, model in self._names.models.items():
             for own, parameter in model.named_parameters():
@@ -88,7 +88,7 @@ class FirstStep:
 
 
 def _sample(tensor: Tensor, limit: int) -> Any:
-    with torch.no_grad(), _disable_current_modes():  # nobody else is to see these operators
+    with torch.no_grad(), _disable_current_modes():  # other dispatch modes must not see these operators
         flat = tensor.detach().flatten()
         return flat[:: max(-(-flat.numel() // limit), 1)].float().cpu().numpy().copy()
 

@@ -106,7 +106,7 @@ class Prepared(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """All operators of a step's forward pass were looked at, and some of its backward pass."""
+    """All operators of a step's forward pass were observed, and some of its backward pass."""
 
     products: Products
     modules: Mapping[str, nn.Module]

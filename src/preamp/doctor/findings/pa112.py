@@ -53,7 +53,7 @@ class PA112(Check):
         own = [p for group in optimizer.param_groups for p in group["params"]]
         if not own or any(p.grad is not None for p in own):
             return
-        names.look(())
+        names.search(())
         stepped = {id(p) for each in event.optimizers for group in each.param_groups for p in group["params"]}
         orphans = [p for p in names.parameters() if p.grad is not None and id(p) not in stepped]
         if orphans:

@@ -44,7 +44,7 @@ class Tops(Observer):
         self._tops: dict[tuple[str | None, str], tuple[float, dict[str, Any]]] = {}
 
     def after(self, call: Call) -> None:
-        """Look at one result."""
+        """Compare one result."""
         out = call.out if isinstance(call.out, Tensor) else None
         if out is None or out.dtype is not torch.float16 or not out.numel() or call.base in ("full", "fill"):
             return

@@ -49,7 +49,7 @@ class StepObservation(Observation):
     """Shows forward operators to all observers of findings; notes what the script does with weights and gradients."""
 
     def __init__(self, run: Run, keeps_casts: Callable[[], bool], stop: CodeType | None = None) -> None:
-        """`stop`: code of the function whose callers are not looked at, of a step that is done again."""
+        """`stop`: code of the function at which walks up the stack end, of a step that is replayed."""
         names = run.names
         self.products, self.outputs = Products(), Outputs()
         observers: list[Observer] = [kind() for kind in kinds_of(Observer)]

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
@@ -49,12 +49,12 @@ class Telemetry:
         """Whether what runs forward now is recomputed for the backward pass."""
 
     def open(self) -> None:
-        """Look at what modules give from here on."""
+        """Count what modules return from here on."""
         if self._hook is None:
             self._hook = nn.modules.module.register_module_forward_hook(self._left)
 
     def close(self) -> None:
-        """Look no more at modules."""
+        """Count no more."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -108,7 +108,7 @@ class Telemetry:
         return bool(self._before)
 
     def weights(self, parameters: Iterable[Tensor], scale: float) -> None:
-        """Count weights and their gradients, just before a step; the weights are kept to tell the update."""
+        """Count weights and their gradients, just before a step; the weights are kept to compute the update."""
         self.scale = scale
         counted: list[tuple[str, str, Tensor]] = []
         for parameter in parameters:
@@ -177,5 +177,5 @@ class Pending:
             parts = list(islice(vectors, count))
             counts = parts[0] if count == 1 else [sum(each) for each in zip(*parts, strict=True)]
             counts[-1] = max(part[-1] for part in parts)
-            rows.append({"module": module, "kind": kind, "dtype": dtype, **Exponents.of(counts).to_dict()})
+            rows.append({"module": module, "kind": kind, "dtype": dtype, **asdict(Exponents.of(counts))})
         return {**self._facts, "rows": rows}

@@ -1,4 +1,4 @@
-"""What those who follow a run share: its models and optimizers, the tape, the clock; where events and records go."""
+"""What the followers of a run share: its models and optimizers, the tape, the clock; where events and records go."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Run:
 
     @property
     def turn(self) -> int:
-        """Attempts so far, of the optimizer that made fewest: two optimizers take turns, and each is to be looked at.
+        """Attempts so far, of the optimizer that made fewest: two optimizers take turns, and each is inspected.
 
         One that made next to none while another made many is not used.
         """
@@ -92,7 +92,7 @@ class Run:
         return [*self.names.parameters(), *others.values()]
 
     def report(self, finding: Finding) -> None:
-        """Record a finding, once for each place; nothing more once looking has come to an end, half way through."""
+        """Record a finding, once for each place; nothing more once the observation has failed."""
         if self.is_given_up:
             return
         step = self.step if finding.step is None else finding.step

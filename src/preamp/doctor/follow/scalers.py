@@ -19,7 +19,7 @@ from ...tree import tensors
 from ..findings.events import Clipper, GradientsClipped
 from ..hooks import subclasses
 from ..places import users_line
-from .look import Look
+from .inspection import Inspection
 from .run import Run
 from .scales import Scales
 
@@ -30,8 +30,8 @@ Attempt = Callable[..., Any]
 class Scalers:
     """Keeps `Scales` true, and has steps that go by way of a scaler or a session counted as attempts."""
 
-    def __init__(self, run: Run, scales: Scales, look: Look, attempt: Attempt) -> None:
-        self._run, self._scales, self._look, self._attempt = run, scales, look, attempt
+    def __init__(self, run: Run, scales: Scales, inspection: Inspection, attempt: Attempt) -> None:
+        self._run, self._scales, self._inspection, self._attempt = run, scales, inspection, attempt
         self._followed: set[type] = set()
         self._depth = 0
         """Backward passes that are under way: checkpointing goes back inside of one."""
@@ -88,7 +88,7 @@ class Scalers:
         return out
 
     def _clip(self, original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        self._look.gradients_are_true()
+        self._inspection.gradients_are_true()
         clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)  # it may have been a generator
         scales = self._scales
         if scales.are_still_scaled(clipped):
@@ -130,7 +130,7 @@ class Scalers:
         return out
 
     def _unscale(self, original: Any, scaler: Any, optimizer: Optimizer) -> Any:
-        self._look.gradients_are_true()
+        self._inspection.gradients_are_true()
         if not scaler.is_enabled():
             return original(scaler, optimizer)
         self._scales.step_begins(optimizer, mixed=self._scales.mixed(optimizer))
@@ -193,7 +193,7 @@ class Scalers:
         return original(session, *args, **kwargs)
 
     def _session_clip(self, original: Any, session: Session, *args: Any, **kwargs: Any) -> Any:
-        with self._library(), self._look.gradients_may_be_read():  # a session knows what is on them
+        with self._library(), self._inspection.gradients_may_be_read():  # a session knows what is on them
             return original(session, *args, **kwargs)
 
     def _session_step(self, original: Any, session: Session, *args: Any, **kwargs: Any) -> Any:
@@ -218,7 +218,7 @@ class Scalers:
 
     @contextmanager
     def _scale_loss(self, original: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        scales, paused = self._scales, self._look.paused
+        scales, paused = self._scales, self._inspection.paused
         scales.in_apex = True
         region = original(*args, **kwargs)
         try:
@@ -234,7 +234,7 @@ class Scalers:
             else:
                 with paused():  # it flattens and unscales
                     region.__exit__(None, None, None)
-                self._look.gradients_are_true()
+                self._inspection.gradients_are_true()
         finally:
             scales.in_apex = scales.is_pending = False
 

@@ -1,4 +1,4 @@
-"""Which losses and gradients are multiplied by a loss scale: gradients are told apart tensor by tensor.
+"""Which losses and gradients are multiplied by a loss scale: gradients are tracked tensor by tensor.
 
 One flag for all is not enough: two optimizers are unscaled one after the other, and a backward pass adds scaled
 gradients onto whatever the last step left.
@@ -30,7 +30,7 @@ _KNOWN_OPTIMIZERS = ("torch", "preamp", "apex", "transformers")
 
 
 class Scales:
-    """What is known of loss scales in this run: the scale in use, who put it on, and where it still is."""
+    """What is known of loss scales in this run: the scale in use, what applied it, and where it still is."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -73,11 +73,11 @@ class Scales:
             self._scaled.append((weakref.ref(scaled), scale))
 
     def noted(self, loss: Tensor) -> float | None:
-        """The scale that a scaler put on this very loss, which may be 1; None for one that nobody scaled."""
+        """The scale that a scaler put on this very loss, which may be 1; None for one that was not scaled."""
         return next((scale for ref, scale in self._scaled if ref() is loss), None)
 
     def of(self, loss: Tensor) -> float:
-        """The scale that is on a loss; 1 for one that nobody scaled."""
+        """The scale that is on a loss; 1 for one that was not scaled."""
         noted = self.noted(loss)
         if noted is not None:
             return noted
@@ -97,7 +97,7 @@ class Scales:
         return (factor, True) if factor is not None and like_a_scale(factor) else (scale, False)
 
     def before_backward(self, losses: list[Tensor], low: set[torch.dtype]) -> None:
-        """The second loss of a step may have no model call of its own to be judged by: its graph tells."""
+        """The second loss of a step may have no model call of its own to be judged by: its graph is read instead."""
         if self._ever_scaled and not self.is_library and torch.float16 in low and self._run.step < 3:
             self._half_unscaled |= any(self.noted(loss) is None and goes_back_in_half(loss) for loss in losses)
 
@@ -272,7 +272,7 @@ class Gradients:
         return sum(grad in self._mixed for grad in _gradients([optimizer]))
 
     def scaled_by_hand(self, optimizer: Optimizer) -> float | None:
-        """The script's own scale, where all gradients are as the backward pass left them: nobody took it off."""
+        """The script's own scale, where all gradients are as the backward pass left them: it was not taken off."""
         kept = [(grad, self._by_hand.get(grad)) for grad in _gradients([optimizer])]
         factors = {seen[1] for grad, seen in kept if seen is not None and seen[0] == grad._version}
         whole = bool(kept) and all(seen is not None and seen[0] == grad._version for grad, seen in kept)

@@ -14,11 +14,11 @@ from .run import Run
 from .scales import Scales
 
 DIAGNOSES = 8
-"""Steps that are not finite and are replayed; the first ones are the informative ones."""
+"""Steps that are not finite and are replayed: the first ones tell most."""
 
 
 class Soundness:
-    """Looks after every backward pass; a sick one is done again to see why, the first few times."""
+    """Checks every backward pass; the first few that are not finite are replayed to find out why."""
 
     def __init__(self, run: Run, scales: Scales, replay: bool) -> None:
         self._run, self._scales, self._replay = run, scales, replay
@@ -31,7 +31,7 @@ class Soundness:
         """What a scale of the script's own brought about: a disease if the step is taken all the same."""
         self._versions: list[int] | None = None
 
-    def look_at(self, losses: list[Tensor]) -> None:
+    def check(self, losses: list[Tensor]) -> None:
         """After a backward pass from these."""
         run = self._run
         sick_loss = not all(map(_is_finite, losses))

@@ -38,7 +38,7 @@ def diagnose(
         return None
     models = names.models or {str(i): m for i, m in enumerate(tape.models())}
 
-    def look(seed: float) -> Origin | None:
+    def origin_at(seed: float) -> Origin | None:
         def run(places: Places) -> list[Tensor]:
             return [tape.replay(loss, places, names.get) for loss in known]
 
@@ -46,10 +46,10 @@ def diagnose(
 
     try:
         with tape.replaying():
-            origin = look(1.0)
+            origin = origin_at(1.0)
             by_scale = False
             if origin is not None and scale != 1.0 and not origin.from_data:
-                by_scale = look(1.0 / scale) is None
+                by_scale = origin_at(1.0 / scale) is None
     except Exception:  # a model that cannot be called a second time
         return None
     if origin is None:
@@ -62,7 +62,7 @@ def diagnose(
 
 
 def _backward(loss: Tensor, seed: float, parameters: Sequence[Tensor]) -> None:
-    """Gradients without the hooks of those who wait for gradients, such as DistributedDataParallel's."""
+    """Gradients without hooks on their accumulation, such as DistributedDataParallel's."""
     wanted = [p for p in parameters if p.requires_grad]
     grown = torch.full_like(loss, seed)
     # Reentrant checkpointing refuses `torch.autograd.grad`, half way through.
@@ -96,7 +96,7 @@ def compare_gradients(
     """Gradients against those of the same step in float32, the worst first; None where it cannot be done again so.
 
     `backward_scale`: on the loss in the backward pass; `scale`: on the gradients as they are stored now. What is zero
-    in float16 may have been zero before; only the step done again without casts tells.
+    in float16 may have been zero before; only the step replayed without casts shows that.
     """
     parameters = [p for p in names.parameters() if p.grad is not None and p.grad.layout is torch.strided]
     if not parameters or any(p.dtype is not torch.float32 for p in parameters) or not tape.knows(loss):

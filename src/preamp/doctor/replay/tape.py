@@ -2,7 +2,7 @@
 
 Calls of the models are kept with their inputs, random state and buffers; what the script computes from their outputs
 (the loss) is kept operator by operator, with the line that asked for each. A replay calls the models again and runs
-those operators on what they give, with autograd, so that the backward pass can be looked at too.
+those operators on what they give, with autograd, so that the backward pass can be observed too.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ModelCall:
     attributes: dict[nn.Module, dict[str, Any]]
     """Plain attributes of every part: a counter, a temperature, `training`."""
     at: Line
-    """Who called it."""
+    """The line that called it."""
     outputs: list[Key | None] = field(default_factory=list)
 
 
@@ -164,7 +164,7 @@ class Tape:
         self._drew = False
         """Whether random numbers were drawn in this window."""
         self._watched, self._draws = 0, False
-        """Calls after which Python's and numpy's generators were looked at, and whether any had moved one."""
+        """Calls after which Python's and numpy's generators were compared, and whether any had moved one."""
         self.whole = True
         """False when more was done than is kept."""
 
@@ -178,12 +178,12 @@ class Tape:
 
     @property
     def _may_draw(self) -> bool:
-        """Whether models may draw from Python's or numpy's generator; the first calls tell for the later ones."""
+        """Whether models may draw from Python's or numpy's generator; the first calls stand for the later ones."""
         return self._draws or self._watched < TRIALS
 
     @property
     def is_long(self) -> bool:
-        """Whether so many model calls are kept that their inputs should be let go where nobody needs them."""
+        """Whether so many model calls are kept that their inputs should be released where they are not needed."""
         return self._calls >= CALLS
 
     def enter_model(self, module: nn.Module, args: Any, kwargs: Any, device_types: tuple[str, ...]) -> ModelCall:
@@ -203,7 +203,7 @@ class Tape:
         )
         self._calls += 1
         if self._calls > 8 * CALLS:
-            self.whole = False  # no step is that long: nobody steps
+            self.whole = False  # no step is that long: there are no steps
             self._entries.clear()
         else:
             self._entries.append(call)
@@ -226,7 +226,7 @@ class Tape:
             self._mode.__enter__()
 
     def close_window(self) -> None:
-        """Keep no more operators, unless somebody else's mode lies on top."""
+        """Keep no more operators, unless another dispatch mode lies on top."""
         if self._mode is not None and leave(self._mode):
             self._mode = None
 
@@ -346,7 +346,7 @@ class Tape:
 
     @contextmanager
     def done_again(self) -> Iterator[None]:
-        """Inside, models may be called again: nothing is left of it, and nobody looks but who begins to inside."""
+        """Inside, models may be called again: it leaves no trace, and only modes entered inside see it."""
         parts = [part for model in self.models() for part in model.modules()]
         with self.replaying(), restore.untouched(parts), restore.eager():
             yield

@@ -60,7 +60,7 @@ def _words(
     gradients = together(row.true for row in rows if row.kind in GRADIENTS)
     window = scale_window(gradients, FLUSHED)
     if window is not None and measured and measured["rows"]:
-        # What was flushed is zero by now: how small it was only the step in float32 tells.
+        # What was flushed is zero by now: only the step in float32 shows how small it was.
         window = max(window[0], *(row["window"][0] for row in measured["rows"])), window[1]
     if window is None:
         return words
@@ -110,11 +110,11 @@ def _shown(worst: dict[str, dict[str, float]], harm: Any) -> tuple[list[str], st
 
 
 def _heat(
-    title: str, worst: dict[str, dict[str, float]], columns: Sequence[str], label: str, harm: Any, **look: Any
+    title: str, worst: dict[str, dict[str, float]], columns: Sequence[str], label: str, harm: Any, **options: Any
 ) -> HeatMap:
     modules, note = _shown(worst, harm)
     values = [[worst[module].get(kind) for kind in KINDS[: len(columns)]] for module in modules]
-    return HeatMap(title, [m or "(root)" for m in modules], columns, values, label, note=note, **look)
+    return HeatMap(title, [m or "(root)" for m in modules], columns, values, label, note=note, **options)
 
 
 def _lost(row: Row) -> float:
