@@ -54,8 +54,8 @@ class Inspection:
         self._taken = False
         self._turn, self._opened = -1, 0
         self._again, self._again_in, self._replayed = False, -1, False
-        """Whether this step is to be replayed for observation, the last turn that was, and whether the observation is of
-        a replay."""
+        """Whether this step is to be replayed for observation, the last turn that was, and whether the observation is
+        one of a replay."""
         self._regions = False, False
         """Whether the model was called in a region, and in one of preamp's."""
         self.low: set[torch.dtype] = set()

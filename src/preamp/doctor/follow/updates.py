@@ -1,8 +1,8 @@
 """What a step changed of 16-bit numbers: weights, second moments of optimizers, and averages that are kept beside.
 
 Adam moves a second moment by 1 - beta2 of its distance to the squared gradient. With beta2 = 0.999 that is a thousandth
-at the most on the way down, and neighbouring bfloat16 numbers are 0.4 % to 0.8 % apart: such a moment can rise and never
-fall.
+at the most on the way down, and neighbouring bfloat16 numbers are 0.4 % to 0.8 % apart: such a moment can rise, but
+never fall.
 """
 
 from __future__ import annotations
