@@ -51,9 +51,9 @@ class Names:
         self._fixed = fixed
         self._models: dict[str, weakref.ref[nn.Module]] = {}
         self.owners: dict[int, str] = {}
-        """Paths by the ids of parameters and buffers that are there."""
+        """Module paths by the ids of live parameters and buffers."""
         self._own_names: dict[int, str] = {}
-        """Those of parameters in their models, by the same ids."""
+        """Names of parameters in their models, by the same ids."""
         self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._parameters: list[weakref.ref[nn.Parameter]] = []
         self._watched: list[weakref.ref[Any]] = []
@@ -64,7 +64,7 @@ class Names:
 
     @property
     def models(self) -> dict[str, nn.Module]:
-        """Those that are there."""
+        """The models that are alive, by name."""
         return {name: model for name, ref in self._models.items() if (model := ref()) is not None}
 
     def get(self, module: nn.Module, default: str | None = None) -> str | None:
@@ -124,7 +124,7 @@ class Names:
         self._take(named)
 
     def keep_stepped(self, optimizers: Iterable[Any]) -> None:
-        """Of the models known, keep those that an optimizer steps; look for others where it steps unknown parameters.
+        """Keep the known models that an optimizer steps; search for others where it steps unknown parameters.
 
         Known models are kept where the optimizers step copies of their parameters.
         """

@@ -203,12 +203,12 @@ class Products(Observer):
 
     @property
     def low(self) -> list[Product]:
-        """Those that ran in 16 bits."""
+        """Products that ran in 16 bits."""
         return [product for product in self.all if product.dtype in LOW_DTYPES]
 
     @property
     def flops(self) -> float:
-        """Of the whole run."""
+        """FLOPs of the whole run."""
         return sum(product.flops for product in self.all)
 
     @property

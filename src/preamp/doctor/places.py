@@ -91,7 +91,7 @@ def _is_function(code: CodeType) -> bool:
 
 
 def line_and_modules() -> tuple[Line, tuple[nn.Module, ...]]:
-    """The innermost frame that is neither torch's nor ours, and the modules whose calls these are, innermost first."""
+    """The innermost frame that is neither torch's nor preamp's, and the modules that are running, innermost first."""
     line = NOWHERE
     modules: list[nn.Module] = []
     frame: FrameType | None = sys._getframe(2)
@@ -122,9 +122,9 @@ def users_line() -> Line:
 
 @cache
 def is_users(file: str) -> bool:
-    """Whether a file is neither torch's, nor ours, nor the name under which a library has generated code.
+    """Whether a file is neither torch's, nor preamp's, nor the name under which a library has generated code.
 
-    A notebook's cell is the user's (<ipython-input-3>, <cell 3>), and so is what he calls his own exec'd code.
+    A notebook's cell is the user's (<ipython-input-3>, <cell 3>), and so is a name given to exec'd code.
     """
     if file.startswith(_GENERATED):
         return False

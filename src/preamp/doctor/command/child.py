@@ -35,7 +35,7 @@ from . import VARIABLE
 GRADIENTS = 1 << 24
 """Values of a parameter's gradient that are kept of the first step; of a larger one, evenly spread ones."""
 OUTPUTS = 1 << 16
-"""The same of what a module gave."""
+"""The same of a module's output."""
 
 
 def begin() -> None:
@@ -58,7 +58,7 @@ def begin() -> None:
 
 
 class FirstStep:
-    """Keeps what each module gave at its first call, and with `write` the gradients too."""
+    """Keeps the output of each module's first call, and with `write` the gradients too."""
 
     def __init__(self, path: Path, names: Names) -> None:
         self._path, self._names = path, names

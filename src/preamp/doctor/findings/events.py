@@ -28,7 +28,7 @@ class Examined(NamedTuple):
     loss: Any
     products: Products | None
     out_dtype: torch.dtype | None
-    """Of what the model gave."""
+    """Of the model's output."""
 
 
 class FirstStep(NamedTuple):
@@ -89,7 +89,7 @@ class RanInThread(NamedTuple):
 
 
 class Recomputed(NamedTuple):
-    """A forward pass is done again for the backward pass, with autocast for other dtypes than before."""
+    """A forward pass is recomputed for the backward pass, with autocast for other dtypes than before."""
 
     module: str
     before: tuple[torch.dtype, ...]
@@ -161,7 +161,7 @@ class StepBegins(NamedTuple):
     mixed: int = 0
     """How many gradients are a sum of scaled and unscaled ones."""
     factor: float | None = None
-    """By which the script itself multiplied the loss; it is still on the gradients."""
+    """The factor by which the script itself multiplied the loss; it is still on the gradients."""
     is_unguarded: bool = False
     """Whether gradients were unscaled, are not finite, and are stepped past the scaler."""
     updated_at: Line | None = None
@@ -194,7 +194,7 @@ class GradientSpread(NamedTuple):
     name: str
     """Of the parameter, with its module's path."""
     spread: Exponents
-    """As it came; exact, where the step was done again in float32."""
+    """As autograd left it; exact where the step was replayed in float32."""
     is_vector: bool
     lost: float = 0.0
     """Share of the values that are not zero in float32 and zero as they came."""
@@ -212,7 +212,7 @@ class GradientsRead(NamedTuple):
 
 
 class BatchNotFinite(NamedTuple):
-    """A step that was not finite cannot be done again, and what came in was not finite."""
+    """A step that was not finite cannot be replayed, and its input was not finite."""
 
     entries: Sequence[int]
     at: Line

@@ -39,13 +39,13 @@ class PA105(Check):
 
     @on(Examined)
     def examined(self, event: Examined) -> Iterator[Finding]:
-        """Those of a trial run."""
+        """Products of a trial run."""
         if event.products is not None:
             yield from self._unaligned(event.products, dict(event.model.named_modules()))
 
     @on(Observed)
     def observed(self, event: Observed) -> Iterator[Finding]:
-        """Those of a step."""
+        """Products of a step."""
         yield from self._unaligned(event.products, event.modules)
 
     def _unaligned(self, products: Products, modules: Mapping[str, nn.Module]) -> Iterator[Finding]:

@@ -68,7 +68,7 @@ class PA202(Check):
     @on(GradientsRead)
     def read(self, event: GradientsRead) -> Iterator[Finding]:
         """Each module that lost too much, by its worst parameter."""
-        # Beside a matrix a vector tells nothing: the gradient of a bias before a batch norm is zero but for rounding.
+        # Beside a matrix a vector says nothing: the gradient of a bias before a batch norm is zero but for rounding.
         with_matrix = {row.module for row in event.rows if not row.is_vector}
         rows = [row for row in event.rows if not (row.is_vector and row.module in with_matrix)]
         yield from (self._compared if event.is_exact else self._left)(rows, event.scale)

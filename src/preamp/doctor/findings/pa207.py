@@ -43,7 +43,7 @@ class PA207(Check):
 
     @on(BatchNotFinite)
     def batch(self, event: BatchNotFinite) -> Iterator[Finding]:
-        """Of a step that was not done again: what came in tells."""
+        """A step that was not replayed, judged by its input."""
         yield self.finding(
             "error",
             "a batch was not finite when it came in, and neither was what followed from it",

@@ -47,7 +47,7 @@ class PA211(Check):
     """Second moments kept in 16 bits, of which a step leaves most as they were."""
 
     def at_end(self, rank: Rank) -> Iterator[Finding]:
-        """Of each optimizer, by the last step that was looked at."""
+        """Judge each optimizer by its last step that was inspected."""
         by_optimizer: dict[Any, list[dict[str, Any]]] = {}
         for one in rank.many.get("moments", []):
             if one["total"]:

@@ -33,7 +33,7 @@ _BOUNDS = frozenset({"clamp", "clamp_min", "clamp_max", "clip", "hardtanh", "tan
 
 
 class Outputs(Observer):
-    """How many floating results of each dtype each module gave."""
+    """Counts the floating results of each dtype by module."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ class Inspection:
         """Where operators were observed in this step."""
         self._telemetry: Telemetry | None = None
         self._done: Telemetry | None = None
-        """Of a step that is over, until the weights are seen that it left."""
+        """That of the last step, until the weights that it left are seen."""
         self._pending: Pending | None = None
         """Counts that are on their way to the host."""
         self._left: list[TorchDispatchMode] = []
@@ -138,7 +138,7 @@ class Inspection:
                 self._telemetry.close()
 
     def before_backward(self, scale: float, losses: Sequence[Tensor]) -> None:
-        """The losses are there, with this scale on them."""
+        """A backward pass from these losses begins, with this scale on them."""
         if self._again and losses:
             self._again = False
             self._replay_observed(losses[0])
@@ -150,7 +150,7 @@ class Inspection:
             self._telemetry.backward_scale = scale
 
     def after_backward(self) -> None:
-        """Gradients are there; code that reads them may read scaled ones."""
+        """Gradients have arrived; code that reads them may read scaled ones."""
         if self._telemetry is not None:
             self._telemetry.close()
             for path in self._telemetry.outside[:1]:
@@ -189,7 +189,7 @@ class Inspection:
                 observation.paused = False
 
     def before_step(self, optimizer: Optimizer | None) -> None:
-        """The step is whole; its gradients are there."""
+        """All gradients of the step have arrived."""
         run = self._run
         was_close = self._observation is not None
         self.low_now = set()
@@ -277,7 +277,7 @@ class Inspection:
                 other.close()
 
     def _sweep(self) -> None:
-        """Take away modes that could not be when an error of ours came up inside of them."""
+        """Leave the modes that could not be left when an error of the doctor ended the observation inside them."""
         for one in self._left:
             leave(one)
 

@@ -46,7 +46,7 @@ class Scales:
         self.is_library = False
         """Whether a scaler, a session or a function of torch's is at work on gradients."""
         self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-        """Those that were made, or went back."""
+        """Sessions that were made, or called `backward`."""
         self.by_session = self.in_apex = False
         self.unscales_itself = False
         """Whether a session goes back whose losses have scales of their own: it leaves true gradients."""
@@ -166,7 +166,7 @@ class Scales:
             self.step_begins(optimizer, factor=factor)
 
     def before_any(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Of every optimizer, also of the second one of a backward pass; a closure brings gradients of its own."""
+        """Before a step of any optimizer, also the second of a backward pass; a closure makes its own gradients."""
         if self.is_library or self.in_apex or self.by_session or len(args) > 1 or kwargs.get("closure"):
             return
         own = [p for group in optimizer.param_groups for p in group["params"]]
@@ -199,7 +199,7 @@ class Scales:
 
 
 def is_well_known(optimizer: Optimizer) -> bool:
-    """Whether it is torch's, ours or Apex's: one that keeps its state in its parameters' dtype unless it says so."""
+    """Whether it is torch's, preamp's or Apex's: which keep state in their parameters' dtype."""
     return type(optimizer).__module__.partition(".")[0] in _KNOWN_OPTIMIZERS
 
 
@@ -216,7 +216,7 @@ class Gradients:
         self._by_hand: Any = WeakTensorKeyDictionary()
 
     def before_backward(self, optimizers: Iterable[Optimizer]) -> None:
-        """Remember what there is. What was cleared in place since it was unscaled is as good as new."""
+        """Remember versions. Gradients that were cleared in place since they were unscaled count as new."""
         there = list(_gradients(optimizers))
         self._versions = WeakTensorKeyDictionary()
         for grad in there:

@@ -48,7 +48,7 @@ class Steps:
         self._awaits_attempt = self._went_back = False
         self._in_attempt = self._saw_step = False
         self._versions: list[tuple[int, int]] = []
-        """Of weights and gradients after a backward pass, where no optimizer is known."""
+        """Versions of weights and gradients after a backward pass, where no optimizer is known."""
         self.on_first_gradients: Callable[[float], None] | None = None
         """Called before the first step with the scale that is on the gradients."""
 
@@ -74,7 +74,7 @@ class Steps:
         return call
 
     def model_returned(self, call: Any, out: Any) -> None:
-        """What it gave."""
+        """A model has returned `out`."""
         with self._run.clock:
             self._run.tape.leave_model(call, out, self._precision.compiled != "function")
 
@@ -107,7 +107,7 @@ class Steps:
             self._loss = float(losses[0].detach()) / self._scales.of(losses[0])
 
     def after_backward(self, losses: list[Tensor], keeps_graph: bool) -> None:
-        """Gradients are there."""
+        """Gradients have arrived."""
         run = self._run
         self._awaits_attempt, self._saw_step = True, False
         self._scales.after_backward(losses)
@@ -154,7 +154,7 @@ class Steps:
             self._run.tape.open_window()
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """An optimizer of torch's is about to step, and its gradients are there."""
+        """An optimizer of torch's is about to step, with its gradients."""
         run, first = self._run, id(optimizer) not in self._examined
         if not self._went_back and any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
             self._awaits_attempt = True  # gradients that the script made without a backward pass

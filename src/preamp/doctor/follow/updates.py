@@ -47,7 +47,7 @@ class _Moment:
     exact: Tensor | None
     """In float32, of the entries that are followed; None for a tensor that is not followed."""
     squares: Tensor | None = None
-    """Of the gradients that are about to be stepped."""
+    """Squared gradients of the step that begins."""
     before: Tensor | None = None
     meant: Tensor | None = None
     """Which of the entries compared have a gradient."""
@@ -172,7 +172,7 @@ class Updates:
 
 
 def _changes_gradients(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether the optimizer squares something else than the gradient as it is stored."""
+    """Whether the optimizer squares something other than the stored gradient."""
     decoupled = group.get("decoupled_weight_decay", "W" in type(optimizer).__name__)
     return bool(group.get("weight_decay") and not decoupled) or getattr(optimizer, "grad_scale", None) is not None
 

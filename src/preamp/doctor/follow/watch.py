@@ -178,7 +178,7 @@ class Watch:
             out = original(tensors_, *args, **kwargs)
         finally:
             run.in_backward = False
-        with run.clock, self._inspection.paused():  # what is done with gradients here is our doing
+        with run.clock, self._inspection.paused():  # it is the doctor that reads gradients here
             self.steps.after_backward(losses, bool(kwargs.get("retain_graph")))
         return out
 

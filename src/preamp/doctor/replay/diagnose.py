@@ -1,4 +1,4 @@
-"""A step of the script done again under observation: why it was not finite, and what float16 lost of its gradients."""
+"""A replay of a step under observation: why it was not finite, and what float16 lost of its gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .origin import trace
 from .tape import Tape
 
 ALIKE = 0.5
-"""Cosine below which the step done again is another step: it drew other random numbers."""
+"""Cosine below which the replay is another step: it drew other random numbers."""
 _SMALL = 16
 """Gradients of fewer values are not compared."""
 
@@ -93,10 +93,10 @@ def samples(tape: Tape, *, masks: bool = True) -> tuple[int, ...]:
 def compare_gradients(
     tape: Tape, names: Names, loss: Tensor, backward_scale: float, scale: float
 ) -> list[GradientSpread] | None:
-    """Gradients against those of the same step in float32, the worst first; None where it cannot be done again so.
+    """Gradients against those of the same step in float32, the worst first; None where it cannot be replayed so.
 
     `backward_scale`: on the loss in the backward pass; `scale`: on the gradients as they are stored now. What is zero
-    in float16 may have been zero before; only the step replayed without casts shows that.
+    in float16 may have been zero before; only a replay without casts shows that.
     """
     parameters = [p for p in names.parameters() if p.grad is not None and p.grad.layout is torch.strided]
     if not parameters or any(p.dtype is not torch.float32 for p in parameters) or not tape.knows(loss):

@@ -1,4 +1,4 @@
-"""What a training step did between two optimizer steps, kept so that it can be done again.
+"""What a training step did between two optimizer steps, kept so that it can be replayed.
 
 Calls of the models are kept with their inputs, random state and buffers; what the script computes from their outputs
 (the loss) is kept operator by operator, with the line that asked for each. A replay calls the models again and runs
@@ -142,7 +142,7 @@ def _schema_name(func: Any) -> str:
 
 
 def _identity(tensor: Tensor) -> StorageWeakRef | None:
-    """Of its storage; None for a tensor without one."""
+    """The identity of its storage; None for a tensor without one."""
     try:
         return StorageWeakRef(tensor.untyped_storage())
     except (RuntimeError, NotImplementedError):
@@ -260,7 +260,7 @@ class Tape:
         self.made(op, out)
 
     def made(self, op: Op, out: Any) -> None:
-        """What it gave."""
+        """An operator has returned `out`."""
         op.outputs = list(self._know(out))
 
     def _know(self, out: Any) -> Iterator[Key]:
@@ -352,7 +352,7 @@ class Tape:
             yield
 
     def replay_calls(self, places: Places, named: Named) -> None:
-        """Call the models again, where what was computed from what they gave is not kept."""
+        """Call the models again, where the operators on their outputs are not kept."""
         calls = [i for i, entry in enumerate(self._entries) if isinstance(entry, ModelCall)]
         if calls and self.whole:
             self._again(calls[-1], places, named, False)

@@ -91,7 +91,7 @@ def _underflow_table(record: Mapping[str, Any] | None) -> list[Table]:
 
 
 def _worst(rows: Iterable[Row], value: Any, worse: Any) -> dict[str, dict[str, float]]:
-    """By module and kind, the worst over the steps."""
+    """The worst over the steps, by module and kind."""
     found: dict[str, dict[str, float]] = {}
     for row in rows:
         new = value(row)
@@ -118,7 +118,7 @@ def _heat(
 
 
 def _lost(row: Row) -> float:
-    """Of values that float16 is to hold, the share below its normal range; of weights, the share left unchanged."""
+    """The share below float16's normal range; for updates, the share of weights left unchanged."""
     if row.kind == UPDATE:
         return row.stored.zeros / max(row.stored.total, 1)
     return below_normal(row.in_backward)
