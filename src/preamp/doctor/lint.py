@@ -25,10 +25,10 @@ from ..ledger import Masters, NoMasters
 from ..modules import CastingModule, Conversion
 from ..policy import Policy, auto_level
 from ..policy import policy as make_policy
-from ..report import Finding, Report, Section, count_severities
+from ..report import Finding, Report, Section
 from ..tree import map_tensors, tensors
 from .findings import checks, kinds_of
-from .findings.check import Listeners, without_repeats
+from .findings.check import Listeners, counted, without_repeats
 from .findings.events import Examined
 from .findings.pa201 import PA201
 from .hooks import Clock
@@ -131,13 +131,11 @@ def _report(model: nn.Module, policy: Policy, findings: tuple[Finding, ...], pro
 
 
 def _verdict(findings: tuple[Finding, ...], name: str) -> str:
-    counts = count_severities(findings)
-    counted = [f"{n} {kind}{'s' if n > 1 and kind != 'info' else ''}" for kind, n in counts.items() if n]
-    if not counts["error"] and not counts["warning"]:
-        return f"Nothing speaks against {name}" + (f" ({counted[0]})." if counted else ".")
+    if all(finding.severity == "info" for finding in findings):
+        return f"Nothing speaks against {name}" + (f" ({counted(findings)})." if findings else ".")
     worst = findings[0]
     where = f" in {worst.module}" if worst.module else ""
-    return f"{', '.join(counted)} under {name}; the worst is {worst.code}{where}: {worst.message}."
+    return f"{counted(findings)} under {name}; the worst is {worst.code}{where}: {worst.message}."
 
 
 def fix(

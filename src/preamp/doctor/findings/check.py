@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
-from ...report import Finding
+from ...report import Finding, count_severities
 from ...report.finding import Severity
 from ..records import NOWHERE, Line, Rank
 from .events import Raised
@@ -81,3 +81,9 @@ def without_repeats(findings: Iterable[Finding]) -> tuple[Finding, ...]:
         place = (each.file, each.line) if each.line is not None else (each.message,)
         kept.setdefault((each.code, each.module, each.op, *place), each)
     return tuple(kept.values())
+
+
+def counted(findings: Iterable[Finding]) -> str:
+    """How many there are of each severity: "2 errors, 1 warning"; "" without any."""
+    counts = count_severities(findings)
+    return ", ".join(f"{n} {kind}{'s' if n > 1 and kind != 'info' else ''}" for kind, n in counts.items() if n)

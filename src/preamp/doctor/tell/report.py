@@ -10,22 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...report import (
-    Column,
-    Finding,
-    Item,
-    LineChart,
-    Marker,
-    Report,
-    Section,
-    Series,
-    Snippet,
-    Table,
-    count_severities,
-    to_json,
-)
+from ...report import Column, Finding, Item, LineChart, Marker, Report, Section, Series, Snippet, Table, to_json
 from ...report.files import write_text
 from ..findings import checks_at_end, glossary
+from ..findings.check import counted
 from ..findings.pa203 import PA203
 from ..records import Rank, shown_path
 from .magnitudes import magnitudes, spread
@@ -76,17 +64,15 @@ def verdict(findings: tuple[Finding, ...], steps: int, ended: str, precision: st
     """The one line to remember."""
     if not steps:
         return f"No optimizer step was seen: {ended}. There is nothing to judge the precision by."
-    counts = count_severities(findings)
     tail = f" {steps} steps; {ended}."
-    if not counts["error"] and not counts["warning"]:
+    if all(finding.severity == "info" for finding in findings):
         if precision == UNSEEN:
             return f"Nothing was found, but no operator could be looked at: compiled code, or no model called.{tail}"
         return f"Nothing is wrong with the precision of this run ({precision}).{tail}"
-    counted = [f"{n} {kind}{'s' if n > 1 and kind != 'info' else ''}" for kind, n in counts.items() if n]
     worst = findings[0]
     where = f" in {worst.module}" if worst.module else ""
     where += f" at {worst.file}:{worst.line}" if worst.file and worst.line else ""
-    return f"{', '.join(counted)} ({precision}). The worst is {worst.code}{where}: {worst.message}.{tail}"
+    return f"{counted(findings)} ({precision}). The worst is {worst.code}{where}: {worst.message}.{tail}"
 
 
 def policy_seen(rank: Rank | None) -> str:
