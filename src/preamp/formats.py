@@ -8,8 +8,13 @@ and a test holds that.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:  # torch is imported when one of its dtypes is asked for: `preamp doctor` reports without it
+    import torch
+
+    LOW_DTYPES: frozenset[torch.dtype]
+    """The 16-bit compute dtypes that the design calls *low*."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,7 +22,8 @@ class Format:
     """One floating-point format; all limits are positive numbers of that format, as Python floats."""
 
     name: str
-    dtype: torch.dtype
+    torch_name: str
+    """Of its dtype, without "torch."."""
     bits: int
     max: float
     """Largest finite number."""
@@ -29,54 +35,63 @@ class Format:
     """Matrix dimensions divisible by this run on tensor cores at full speed (16 bytes, NVIDIA)."""
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The torch dtype of this format."""
+        import torch
+
+        found: torch.dtype = getattr(torch, self.torch_name)
+        return found
+
+    @property
     def flush_threshold(self) -> float:
         """Magnitudes at or below this round to zero (round to nearest, ties to even)."""
         return self.smallest_subnormal / 2
 
 
 FP32 = Format(
-    name="fp32", dtype=torch.float32, bits=32,
+    name="fp32", torch_name="float32", bits=32,
     max=(2 - 2**-23) * 2.0**127, smallest_normal=2.0**-126, smallest_subnormal=2.0**-149, epsilon=2.0**-23, multiple=4,
 )  # fmt: skip
 FP16 = Format(
-    name="fp16", dtype=torch.float16, bits=16,
+    name="fp16", torch_name="float16", bits=16,
     max=65504.0, smallest_normal=2.0**-14, smallest_subnormal=2.0**-24, epsilon=2.0**-10, multiple=8,
 )  # fmt: skip
 BF16 = Format(
-    name="bf16", dtype=torch.bfloat16, bits=16,
+    name="bf16", torch_name="bfloat16", bits=16,
     max=(2 - 2**-7) * 2.0**127, smallest_normal=2.0**-126, smallest_subnormal=2.0**-133, epsilon=2.0**-7, multiple=8,
 )  # fmt: skip
 FP64 = Format(
-    name="fp64", dtype=torch.float64, bits=64,
+    name="fp64", torch_name="float64", bits=64,
     max=(2 - 2**-52) * 2.0**1023, smallest_normal=2.0**-1022, smallest_subnormal=2.0**-1074, epsilon=2.0**-52,
     multiple=2,
 )  # fmt: skip
 FP8_E4M3 = Format(
-    name="fp8-e4m3", dtype=torch.float8_e4m3fn, bits=8,
+    name="fp8-e4m3", torch_name="float8_e4m3fn", bits=8,
     max=448.0, smallest_normal=2.0**-6, smallest_subnormal=2.0**-9, epsilon=2.0**-3, multiple=16,
 )  # fmt: skip
 FP8_E5M2 = Format(
-    name="fp8-e5m2", dtype=torch.float8_e5m2, bits=8,
+    name="fp8-e5m2", torch_name="float8_e5m2", bits=8,
     max=57344.0, smallest_normal=2.0**-14, smallest_subnormal=2.0**-16, epsilon=2.0**-2, multiple=16,
 )  # fmt: skip
 
 FORMATS: tuple[Format, ...] = (FP64, FP32, FP16, BF16, FP8_E4M3, FP8_E5M2)
 
-_BY_DTYPE = {f.dtype: f for f in FORMATS}
-_BY_NAME = {f.name: f for f in FORMATS} | {
-    "float32": FP32, "float": FP32, "f32": FP32, "full": FP32,
-    "float16": FP16, "half": FP16, "f16": FP16,
-    "bfloat16": BF16,
-    "float64": FP64, "double": FP64,
+_BY_TORCH_NAME = {f"torch.{f.torch_name}": f for f in FORMATS}
+_BY_NAME = {f.name: f for f in FORMATS} | {f.torch_name: f for f in FORMATS if f.bits > 8} | {
+    "float": FP32, "f32": FP32, "full": FP32, "half": FP16, "f16": FP16, "double": FP64,
 }  # fmt: skip
 
-LOW_DTYPES = frozenset({torch.float16, torch.bfloat16})
-"""The 16-bit compute dtypes that the design calls *low*."""
+
+def __getattr__(name: str) -> Any:
+    if name != "LOW_DTYPES":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = frozenset({FP16.dtype, BF16.dtype})
+    return globals()[name]
 
 
 def format_of(dtype: torch.dtype) -> Format:
     """The facts of `dtype`; raises `KeyError` for a dtype that is not one of `FORMATS`."""
-    return _BY_DTYPE[dtype]
+    return _BY_TORCH_NAME[str(dtype)]
 
 
 def dtype_of(name: str | torch.dtype) -> torch.dtype:
@@ -84,6 +99,8 @@ def dtype_of(name: str | torch.dtype) -> torch.dtype:
 
     Raises `ValueError` naming the legal names.
     """
+    import torch
+
     if isinstance(name, torch.dtype):
         return name
     key = str(name).strip().lower().removeprefix("torch.")
@@ -94,5 +111,5 @@ def dtype_of(name: str | torch.dtype) -> torch.dtype:
 
 def name_of(dtype: torch.dtype) -> str:
     """The short name of a dtype ("fp16"); torch's own name for dtypes outside `FORMATS`."""
-    found = _BY_DTYPE.get(dtype)
+    found = _BY_TORCH_NAME.get(str(dtype))
     return found.name if found else str(dtype).removeprefix("torch.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ def test_counts_are_numpys(values: list[float]) -> None:
     for index, count in enumerate(found.counts):
         assert count == int((exponents == found.first + index).sum())
     assert sum(found.counts) == len(normal)
-    assert Exponents.from_dict(found.to_dict()) == found
+    assert Exponents.from_dict(asdict(found)) == found
 
 
 @settings(deadline=None, max_examples=100)

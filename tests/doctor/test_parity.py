@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preamp.doctor.command.compare import printed_numbers
+from preamp.doctor.command.run import printed_numbers
 from preamp.doctor.findings.pa206 import Pair, parity, quantile, result
 
 # Quantiles at 0.95 by degrees of freedom, as printed in any table of Student's t.

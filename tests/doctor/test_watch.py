@@ -257,8 +257,8 @@ def test_two_models_of_one_name_are_both_known_and_looked_for_once(monkeypatch: 
     from preamp.doctor.names import Names
 
     looks = []
-    look = Names.look
-    monkeypatch.setattr(Names, "look", lambda self, optimizers: (looks.append(1), look(self, optimizers))[1])
+    look = Names.search
+    monkeypatch.setattr(Names, "search", lambda self, optimizers: (looks.append(1), look(self, optimizers))[1])
     names, keep = Names(), []
 
     def fold() -> None:
@@ -384,7 +384,7 @@ def test_an_error_of_the_doctor_s_own_never_reaches_the_script(monkeypatch: pyte
 
     for owner, name in (
         (magnitudes, "count_each"), (tape.Tape, "keep"), (tape.Tape, "enter_model"), (Observation, "_before"),
-        (audit.Outputs, "after"), (soundness.Soundness, "look_at"), (steps.Steps, "_first_step"),
+        (audit.Outputs, "after"), (soundness.Soundness, "check"), (steps.Steps, "_first_step"),
         (steps.Steps, "_note_loss"),
     ):  # fmt: skip
         with monkeypatch.context() as patched:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.status import Status
 
 from ..compat.install import environment
 from ..compat.run import command
-from ..doctor.command.compare import RUN, compare_script
-from ..doctor.command.run import examine_script
-from ..doctor.tell.comparison import write_comparison
+from ..doctor.command.run import RUN, Script, compare_script, examine_script
 from ..doctor.tell.report import write
 from ..errors import PreampError
-from ..report import Finding, Table
+from ..report import Finding, Report, Table
 
 _COLOURS = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
@@ -37,25 +35,19 @@ def run_doctor(
     """Run a script under observation; its exit status, or 3 by `strict`. Raises `NothingToRun` without a script."""
     console = Console(stderr=True)
     _check_writable(out, json_file)
+    script = _script(target, arguments, as_module, steps)
     status, report, content = examine_script(
-        _line(target, arguments, as_module),
-        _script(target, as_module),
-        [target, *arguments],
-        environment(),
+        script,
         every=every,
-        steps=steps,
         replay=replay,
         strict=strict,
         compare=compare,
-        progress=lambda text: console.print(text, style="dim", markup=False, highlight=False),
+        progress=lambda text: _say(console, text, "dim"),
     )
-    console.rule("preamp doctor", style="dim")
-    for finding in report.findings:
-        _show(finding, console)
-    console.print(report.verdict, style="bold", markup=False, highlight=False)
+    _show(console, "preamp doctor", report)
     if report.findings:
         console.print(f"what a finding means: preamp explain {report.findings[0].code}", highlight=False)
-    return _written(console, status, lambda: write(report, content, out, json_file)[0])
+    return _write(console, status, report, content, out, "report", json_file)
 
 
 def run_compare(
@@ -72,32 +64,25 @@ def run_compare(
     """Run a script in mixed and in full precision; 3 when mixed is worse. Raises as `compare_script` does."""
     _check_writable(out, json_file)
     console = Console(stderr=True)
+    script = _script(target, arguments, as_module, steps)
     with console.status("") as shown:
-        status, report, content = compare_script(
-            _line(target, arguments, as_module), _script(target, as_module), [target, *arguments], environment(),
-            seeds=seeds, margin=margin, steps=steps,
-            progress=lambda text: _tell(console, shown, text),
-        )  # fmt: skip
-    console.rule("preamp compare", style="dim")
-    for finding in report.findings:
-        _show(finding, console)
-    for item in report.sections[0].items:
-        if isinstance(item, Table):
-            console.print(item.to_text(), markup=False, highlight=False, soft_wrap=True)
-    console.print(report.verdict, style="bold", markup=False, highlight=False)
-    return _written(console, status, lambda: write_comparison(report, content, out, json_file))
+        # What is under way moves on a terminal, and is a line each elsewhere.
+        progress = shown.update if console.is_terminal else lambda text: _say(console, text, "dim")
+        status, report, content = compare_script(script, seeds=seeds, margin=margin, progress=progress)
+    _show(console, "preamp compare", report)
+    return _write(console, status, report, content, out, "compare", json_file)
 
 
-def _written(console: Console, status: int, write_report: Callable[[], Path]) -> int:
-    """Write the report and say where; what was found has been shown by now, should the disk be full. Exit status."""
-    try:
-        page = write_report()
-    except OSError as error:
-        message = f"the report was not written: {error.strerror or error} ({error.filename or 'no file'})"
-        console.print(message, style="bold red", markup=False, highlight=False, soft_wrap=True)
-        return status or 1
-    console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
-    return status
+def _script(target: str, arguments: Sequence[str], as_module: bool, steps: int | None) -> Script:
+    """Raises `NothingToRun` at once when there is no such script."""
+    command(target, arguments, as_module)
+    return Script(
+        lambda name: command(target, [argument.replace(RUN, name) for argument in arguments], as_module),
+        Path.cwd() / "module" if as_module else Path(target),
+        [target, *arguments],
+        environment(),
+        steps,
+    )
 
 
 def _check_writable(out: Path, json_file: Path | None) -> None:
@@ -110,27 +95,38 @@ def _check_writable(out: Path, json_file: Path | None) -> None:
             raise PreampError(f"no report can be written to {folder}: {error.strerror}; choose another --out") from None
 
 
-def _tell(console: Console, shown: Status, text: str) -> None:
-    """What is under way: moving on a terminal, a line each elsewhere."""
-    if console.is_terminal:
-        shown.update(text)
-    else:
-        console.print(text, style="dim", markup=False, highlight=False)
+def _say(console: Console, text: str, style: str | None = None, wrap: bool = True) -> None:
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=not wrap)
 
 
-def _line(target: str, arguments: Sequence[str], as_module: bool) -> Callable[[str], list[str]]:
-    """The command of a run by its name. Raises `NothingToRun` at once when there is no such script."""
-    command(target, arguments, as_module)
-    return lambda name: command(target, [argument.replace(RUN, name) for argument in arguments], as_module)
+def _show(console: Console, title: str, report: Report) -> None:
+    """The findings, the tables beside them, and the verdict."""
+    console.rule(title, style="dim")
+    for finding in report.findings:
+        _show_finding(console, finding)
+    for item in report.sections[0].items:
+        if isinstance(item, Table):
+            _say(console, item.to_text(), wrap=False)
+    _say(console, report.verdict, "bold")
 
 
-def _script(target: str, as_module: bool) -> Path:
-    return Path.cwd() / "module" if as_module else Path(target)
-
-
-def _show(finding: Finding, console: Console) -> None:
+def _show_finding(console: Console, finding: Finding) -> None:
     first, *rest = finding.to_text().splitlines()
-    console.print(first, style=_COLOURS[finding.severity], markup=False, highlight=False)
+    _say(console, first, _COLOURS[finding.severity])
     for text in rest:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        _say(console, text, wrap=False)
     console.print()
+
+
+def _write(
+    console: Console, status: int, report: Report, content: dict[str, Any], out: Path, name: str, json_file: Path | None
+) -> int:
+    """Write the report and say where; the findings have been shown already, in case the disk is full. Exit status."""
+    try:
+        page = write(report, content, out, name, json_file)
+    except OSError as error:
+        message = f"the report was not written: {error.strerror or error} ({error.filename or 'no file'})"
+        _say(console, message, "bold red", wrap=False)
+        return status or 1
+    _say(console, f"report: {page}", wrap=False)
+    return status

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..formats import FP16, Format
@@ -48,12 +48,8 @@ class Exponents:
 
     @classmethod
     def from_dict(cls, kept: Mapping[str, Any]) -> Exponents:
-        """From what `to_dict` gave."""
+        """From what `dataclasses.asdict` gave."""
         return cls(**{**kept, "counts": tuple(kept["counts"])})
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON keeps it."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __add__(self, other: Exponents) -> Exponents:
         """Both together."""
@@ -162,8 +158,8 @@ def rows_of(sample: Mapping[str, Any]) -> list[Row]:
     """The rows of one "telemetry" record."""
     found = []
     for kept in sample["rows"]:
-        fields = dict(kept)
-        module, kind, dtype = fields.pop("module"), fields.pop("kind"), fields.pop("dtype")
+        counted = dict(kept)
+        module, kind, dtype = (counted.pop(name) for name in ("module", "kind", "dtype"))
         scale = {"activation gradient": sample["backward_scale"], "gradient": sample["scale"]}.get(kind, 1.0)
-        found.append(Row(module, kind, dtype, Exponents.from_dict(fields), scale, sample["backward_scale"]))
+        found.append(Row(module, kind, dtype, Exponents.from_dict(counted), scale, sample["backward_scale"]))
     return found

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 
 class Patches:
@@ -24,7 +25,7 @@ class Patches:
 
         @functools.wraps(original)
         def replaced(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():  # inside of what the script compiles there is nobody to tell
+            if torch.compiler.is_compiling():  # compiled code must not contain our calls
                 return original(*args, **kwargs)
             return around(original, *args, **kwargs)
 
@@ -60,16 +61,23 @@ def _never_compiled(function: Any) -> None:
         frames.skip_code(function.__code__)
 
 
-def subclasses_with(kind: type, name: str) -> list[type]:
-    """Subclasses, at any depth, that define a method anew."""
-    found: list[type] = []
-    queue: list[type] = list(kind.__subclasses__())
-    while queue:
-        one = queue.pop()
-        queue += one.__subclasses__()
-        if name in vars(one):
-            found.append(one)
-    return found
+def subclasses(kind: type) -> list[type]:
+    """A class and all that inherit from it, each once."""
+    found: dict[type, None] = {kind: None}
+    left = [kind]
+    while left:
+        below: list[type] = type.__subclasses__(left.pop())
+        left += [one for one in below if one not in found]
+        found.update(dict.fromkeys(below))
+    return list(found)
+
+
+def leave(mode: TorchDispatchMode) -> bool:
+    """Take a dispatch mode away; False where another one lies above it, which Python's stack of modes forbids."""
+    if _get_current_dispatch_mode() is not mode:
+        return False
+    mode.__exit__(None, None, None)
+    return True
 
 
 class Clock:

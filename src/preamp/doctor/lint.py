@@ -6,11 +6,11 @@ With an example, one forward pass is observed too: on a copy of the model, under
 from __future__ import annotations
 
 import copy
-import os
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,20 +21,21 @@ from torch.overrides import TorchFunctionMode
 from ..autocast import MARKER, REGISTRY, autocast
 from ..errors import PolicyError, SessionError
 from ..formats import LOW_DTYPES
+from ..ledger import Masters, NoMasters
 from ..modules import CastingModule, Conversion
 from ..policy import Policy, auto_level
 from ..policy import policy as make_policy
-from ..report import Finding, Report, Section, count_severities
+from ..report import Finding, Report, Section
 from ..tree import map_tensors, tensors
-from .adapter import masters_of
 from .findings import checks, kinds_of
-from .findings.check import Listeners, without_repeats
+from .findings.check import Listeners, counted, without_repeats
 from .findings.events import Examined
 from .findings.pa201 import PA201
 from .hooks import Clock
 from .names import named_parts
 from .operators import Observation, Observer, Products, Vanished
 from .places import Places
+from .records import shown_path
 from .replay.restore import random_kept
 
 
@@ -51,8 +52,8 @@ def examine(
     `model`: not yet prepared, or prepared. `policy`: a level, a policy or its string; "auto" is the level that suits
     the model's device. `example`: inputs of one forward pass, as a tuple for positional or a mapping for keyword
     arguments, in the dtypes in which the training loop gives them; a tensor stands for a tuple of one. With it, the
-    model runs once, on a copy, under the policy, and what is seen there is more precise than what the source tells.
-    `loss`: the loss module or function, looked at and not called.
+    model runs once, on a copy, under the policy, and what is seen there is more precise than what the source says.
+    `loss`: the loss module or function; it is not called.
 
     The report's `findings` are PA101 to PA105, PA109 and PA111, most harmful first; a healthy model has no error and no
     warning. Nothing is changed: parameters, buffers, gradients, modes, random generators. Raises `SessionError` for
@@ -65,8 +66,18 @@ def examine(
     """
     _check_kinds(model, optimizer, loss)
     inputs = _inputs(example)
-    chosen = _chosen(model, inputs, policy)
-    return _report(model, chosen, lint(model, optimizer, chosen, inputs, loss))
+    if isinstance(policy, str) and policy.strip().lower() == "auto":
+        policy = auto_level(_device_type_of(model, inputs))[0]
+    chosen = make_policy(policy)
+    found: list[Finding] = []
+    products, out_dtype = None, None
+    if inputs is not None:
+        products = Products()
+        out, found = _observe(model, chosen, inputs, products)
+        out_dtype = next((t.dtype for t in tensors(out) if t.is_floating_point()), None)
+    Listeners(checks(), found.append)(Examined(model, optimizer, chosen, loss, products, out_dtype))
+    findings = without_repeats(replace(one, file=shown_path(one.file, Path.cwd())) for one in found)
+    return _report(model, chosen, findings, products)
 
 
 def _check_kinds(model: Any, optimizer: Any, loss: Any) -> None:
@@ -93,13 +104,7 @@ def _inputs(example: Any) -> Any:
     )
 
 
-def _chosen(model: nn.Module, inputs: Any, given: Any) -> Policy:
-    if isinstance(given, str) and given.strip().lower() == "auto":
-        return make_policy(auto_level(_device_type_of(model, inputs))[0])
-    return make_policy(given)
-
-
-def _report(model: nn.Module, policy: Policy, linted: Linted) -> Report:
+def _report(model: nn.Module, policy: Policy, findings: tuple[Finding, ...], products: Products | None) -> Report:
     name = policy.level or str(policy)
     environment = {
         "model": type(model).__name__,
@@ -108,75 +113,29 @@ def _report(model: nn.Module, policy: Policy, linted: Linted) -> Report:
         "torch": torch.__version__,
     }
     data: dict[str, Any] = {}
-    if linted.flops is None:
+    if products is None:
         summary = "Static only: with example= one forward pass would be observed too."
     else:
-        data = {"flops": linted.flops, "low share of flops": linted.low_share}
-        share = "none" if linted.low_share is None else f"{linted.low_share:.1%}"
+        data = {"flops": products.flops, "low share of flops": products.low_share}
+        share = "none" if products.low_share is None else f"{products.low_share:.1%}"
         summary = f"One forward pass was observed; 16-bit share of the FLOPs of its matrix products: {share}."
-    text = "" if linted.findings else "Nothing was found."
-    section = Section("Findings", text, linted.findings)
     return Report(
         f"Examination of {type(model).__name__} under {name}",
-        _verdict(linted.findings, name),
-        (section,),
+        _verdict(findings, name),
+        (Section("Findings", "" if findings else "Nothing was found.", findings),),
         summary=summary,
         environment=environment,
         data=data,
-        status=None if any(f.severity != "info" for f in linted.findings) else "good",
+        status=None if any(f.severity != "info" for f in findings) else "good",
     )
 
 
 def _verdict(findings: tuple[Finding, ...], name: str) -> str:
-    counts = count_severities(findings)
-    counted = [f"{n} {kind}{'s' if n > 1 and kind != 'info' else ''}" for kind, n in counts.items() if n]
-    if not counts["error"] and not counts["warning"]:
-        return f"Nothing speaks against {name}" + (f" ({counted[0]})." if counted else ".")
+    if all(finding.severity == "info" for finding in findings):
+        return f"Nothing speaks against {name}" + (f" ({counted(findings)})." if findings else ".")
     worst = findings[0]
     where = f" in {worst.module}" if worst.module else ""
-    return f"{', '.join(counted)} under {name}; the worst is {worst.code}{where}: {worst.message}."
-
-
-@dataclass(frozen=True, slots=True)
-class Linted:
-    """Findings, most harmful first, and what the trial run showed."""
-
-    findings: tuple[Finding, ...]
-    flops: float | None
-    """Of the matrix products and convolutions of one forward pass; None without a trial run."""
-    low_share: float | None
-    """The share of them that ran in 16 bits; None without a trial run or without products."""
-
-
-def lint(
-    model: nn.Module, optimizer: Optimizer | None, policy: Policy, example: Any = None, loss: Any = None
-) -> Linted:
-    """PA101 to PA105, PA109, PA111 and PA201, statically and, with an example, by one observed forward pass.
-
-    `example`: a sequence of positional inputs or a mapping of keyword inputs. Raises `SessionError` for an example that
-    does not run.
-    """
-    found: list[Finding] = []
-    products, out_dtype = None, None
-    if example is not None:
-        observers, products, vanished = [kind() for kind in kinds_of(Observer)], Products(), Vanished()
-        out = _observe(model, policy, example, [*observers, products, vanished])
-        out_dtype = next((t.dtype for t in tensors(out) if t.is_floating_point()), None)
-        for observer in observers:
-            observer.end()
-            found += observer.findings
-        found += [PA201.hidden(made, hidden_by) for made, hidden_by in vanished.found]
-    Listeners(checks(), found.append)(Examined(model, optimizer, policy, loss, products, out_dtype))
-    findings = without_repeats(replace(one, file=_shown(one.file)) for one in found)
-    if products is None:
-        return Linted(findings, None, None)
-    return Linted(findings, products.flops, products.low_share)
-
-
-def _shown(file: str | None) -> str | None:
-    """A file's path as a reader wants it: relative to the working directory if it lies below."""
-    relative = file and os.path.relpath(file)
-    return file if not relative or relative.startswith("..") else relative
+    return f"{counted(findings)} under {name}; the worst is {worst.code}{where}: {worst.message}."
 
 
 def fix(
@@ -261,8 +220,8 @@ def _floated(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in LOW_DTYPES else tensor
 
 
-def _observe(model: nn.Module, policy: Policy, example: Any, observers: Sequence[Observer]) -> Any:
-    """Run `example` once through a copy of the model under the policy, and return what the model gave.
+def _observe(model: nn.Module, policy: Policy, example: Any, products: Products) -> tuple[Any, list[Finding]]:
+    """Run `example` once through a copy of the model under the policy; its output, and what observers found.
 
     The model is not touched: the run is on a deep copy, with cloned inputs; random generators and the rules in torch's
     dispatcher are put back. Hooks of the model run on the copy. Raises `SessionError` if the copy cannot be made or
@@ -282,6 +241,8 @@ def _observe(model: nn.Module, policy: Policy, example: Any, observers: Sequence
         had_rules = bool(REGISTRY.stamp)
         paths, owners, _ = named_parts(twin)
         places = Places(paths.get, owners, _called.__code__)
+        observers: list[Observer] = [kind() for kind in kinds_of(Observer)]
+        observers += [products, Vanished(PA201.hidden)]
         observation = Observation(places, {path: module for module, path in paths.items()}, observers, Clock())
         observation.replaces = True
         region: Any = nullcontext()
@@ -289,7 +250,7 @@ def _observe(model: nn.Module, policy: Policy, example: Any, observers: Sequence
             region = autocast(device_type, dtype=policy.compute, rules=None if prepared else policy.ops)
         try:
             with region, torch.enable_grad(), _Functions(observation, device_type), observation:
-                return _called(twin, args, kwargs)
+                out = _called(twin, args, kwargs)
         except PolicyError:
             raise
         except Exception as error:
@@ -301,6 +262,7 @@ def _observe(model: nn.Module, policy: Policy, example: Any, observers: Sequence
             places.close()
             if policy.has_regions and not had_rules:
                 autocast.uninstall()
+        return out, observation.findings()
 
 
 def _called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -318,7 +280,7 @@ def _inside(error: Exception, paths: Mapping[nn.Module, str]) -> str:
 def _convert(twin: nn.Module, policy: Policy) -> None:
     """The copy under the policy. A model that does not fit (cast by hand) runs as it is; PA111 says why."""
     try:
-        Conversion(twin, policy, masters_of(policy))
+        Conversion(twin, policy, Masters() if policy.masters else NoMasters())
     except PolicyError:
         if not any(p.dtype in LOW_DTYPES for p in twin.parameters()):
             raise

@@ -24,7 +24,7 @@ _READ = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 def all_finite(gradients: Iterable[Tensor]) -> bool:
-    """Of any dtypes and layouts, on any devices; True for none. Waits for the devices."""
+    """Whether all are finite: of any dtypes and layouts, on any devices; True for none. A host sync."""
     gradients = list(gradients)
     if _surely(gradients):
         return True
@@ -36,16 +36,16 @@ def all_finite(gradients: Iterable[Tensor]) -> bool:
 
 
 def values_here(tensor: Tensor) -> Tensor:
-    """What of a tensor lies in this process: the shard of a DTensor, the values of a sparse one.
+    """The part of a tensor in this process: the shard of a DTensor, the values of a sparse one.
 
-    Those of one index are not added up: that is done when the step comes.
+    Values of one index are not added up: the step does that.
     """
     tensor = held_here(tensor)
     return tensor._values() if tensor.layout is torch.sparse_coo else tensor
 
 
 def _surely(gradients: list[Tensor]) -> bool:
-    """By one call: a finite norm proves it. An infinite one may be that of large numbers, and is to be looked at."""
+    """Whether one norm proves it: a finite one does, an infinite one may be that of large finite numbers."""
     for gradient in gradients:
         if gradient.__class__ is not Tensor or gradient.layout is not torch.strided or not gradient.is_cpu:
             return False
@@ -148,5 +148,5 @@ def _extremes(flat: Tensor) -> tuple[float, int]:
 
 
 def _bits_of(number: float) -> int:
-    """Of a float32."""
+    """The bits of a float32."""
     return int.from_bytes(struct.pack("<f", number), "little")

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .hooks import subclasses
 from .places import is_users
 
 Models = nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]
@@ -50,9 +51,9 @@ class Names:
         self._fixed = fixed
         self._models: dict[str, weakref.ref[nn.Module]] = {}
         self.owners: dict[int, str] = {}
-        """Paths by the ids of parameters and buffers that are there."""
+        """Module paths by the ids of live parameters and buffers."""
         self._own_names: dict[int, str] = {}
-        """Those of parameters in their models, by the same ids."""
+        """Names of parameters in their models, by the same ids."""
         self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._parameters: list[weakref.ref[nn.Parameter]] = []
         self._watched: list[weakref.ref[Any]] = []
@@ -63,17 +64,17 @@ class Names:
 
     @property
     def models(self) -> dict[str, nn.Module]:
-        """Those that are there."""
+        """The models that are alive, by name."""
         return {name: model for name, ref in self._models.items() if (model := ref()) is not None}
 
     def get(self, module: nn.Module, default: str | None = None) -> str | None:
         """The path of a module within its model; `default` for what belongs to none."""
         found = self._paths.get(module)
         if found is None and module not in self._unknown:
-            self.look(())
+            self.search(())
             found = self._paths.get(module)
             if found is None:
-                for part in module.modules():  # a look at everything there is takes long
+                for part in module.modules():  # a search through all objects takes long
                     self._unknown[part] = True
         return default if found is None else found
 
@@ -82,7 +83,7 @@ class Names:
         return ((path, module) for module, path in list(self._paths.items()))
 
     def wants(self, module: nn.Module) -> bool:
-        """Whether a call of this module is one of a model to look at.
+        """Whether a call of this module is one of a model that is followed.
 
         A part without weights counts, too: a framework may call the parts of a model whose own forward never runs, and
         what a norm made not finite is not to be taken for data that came in so.
@@ -96,12 +97,12 @@ class Names:
         path = self.owners.get(id(parameter))
         return path, "a parameter" if path is None else self._own_names.get(id(parameter), "a parameter")
 
-    def look(self, optimizers: Iterable[Any]) -> None:
+    def search(self, optimizers: Iterable[Any]) -> None:
         """Find the models: modules that are no other's part, with parameters to train (that an optimizer steps)."""
         if self._fixed is not None:
             self._take(dict(self._fixed))
             return
-        kinds = _subclasses(nn.Module)
+        kinds = set(subclasses(nn.Module))  # asking each object whether it is a module takes three times as long
         modules = [one for one in gc.get_objects() if type(one) in kinds and "_modules" in one.__dict__]
         parts = {id(child) for one in modules for child in one._modules.values() if child is not None}
         stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
@@ -114,7 +115,7 @@ class Names:
                 found.append(inner)
         found = [one for one in found if not any(one is not other and one in set(other.modules()) for other in found)]
         if not found and stepped:
-            self.look(())  # the optimizer steps copies
+            self.search(())  # the optimizer steps copies
             return
         named: dict[str, nn.Module] = {}
         for index, one in enumerate(found):
@@ -123,13 +124,13 @@ class Names:
         self._take(named)
 
     def keep_stepped(self, optimizers: Iterable[Any]) -> None:
-        """Of the models known, keep those that an optimizer steps; look for others where it steps unknown parameters.
+        """Keep the known models that an optimizer steps; search for others where it steps unknown parameters.
 
         Known models are kept where the optimizers step copies of their parameters.
         """
         stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         if not stepped & self.owners.keys():
-            self.look(optimizers)
+            self.search(optimizers)
             return
         kept = {
             name: model
@@ -176,17 +177,6 @@ def _forget(owners: dict[int, str], key: int) -> Callable[[Any], None]:
     return forget
 
 
-def _subclasses(kind: type) -> set[type]:
-    """The class and all that inherit from it: asking each object whether it is one takes three times as long."""
-    found, left = {kind}, [kind]
-    while left:
-        below: list[type] = type.__subclasses__(left.pop())
-        new = [one for one in below if one not in found]
-        found.update(new)
-        left += new
-    return found
-
-
 def _variable(module: nn.Module) -> str | None:
     """The name by which the script knows a model."""
     found = _name_in(vars(sys.modules["__main__"]), module) if "__main__" in sys.modules else None
@@ -211,9 +201,9 @@ def _name_in(space: Mapping[str, Any], module: nn.Module) -> str | None:
 
 
 def _let_go(space: dict[str, Any]) -> None:
-    """Empty the copy of a function's variables that Python before 3.13 keeps in the frame until somebody asks again.
+    """Empty the copy of a function's variables that Python before 3.13 keeps in the frame until it is asked for again.
 
-    It would hold a model that the function has deleted. Left alone where somebody else has it, or a debugger reads it.
+    It would hold a model that the function has deleted. Left alone with other references, or under a debugger.
     """
     if sys.gettrace() is None and sys.getrefcount(space) <= _OURS:
         space.clear()
@@ -229,13 +219,9 @@ def named_parts(models: Models) -> tuple[dict[nn.Module, str], dict[int, str], l
     Paths are those of `named_modules` without a compiler's `_orig_mod`; with several models each is `name:path`.
     """
     if isinstance(models, nn.Module):
-        parts = [("", models)]
-    elif isinstance(models, Mapping):
-        single = len(models) == 1
-        parts = [("" if single else f"{name}:", model) for name, model in models.items()]
-    else:
-        single = len(models) == 1
-        parts = [("" if single else f"{index}:", model) for index, model in enumerate(models)]
+        models = [models]
+    named = models.items() if isinstance(models, Mapping) else enumerate(models)
+    parts = [("" if len(models) == 1 else f"{name}:", model) for name, model in named]
     paths: dict[nn.Module, str] = {}
     owners: dict[int, str] = {}
     held: list[tuple[str, Tensor]] = []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..formats import LOW_DTYPES
 from ..report import Finding
 from ..tree import tensors
-from .hooks import Clock
+from .hooks import Clock, leave
 from .places import UNINITIALISED, Place, Places, written_by
 from .records import Line
 
@@ -64,7 +64,7 @@ class Call:
 
 
 class Observer:
-    """Looks at operator calls. The base class does nothing, and what is not overridden is not called."""
+    """Is shown operator calls. The base class does nothing, and what is not overridden is not called."""
 
     def __init__(self) -> None:
         self.findings: list[Finding] = []
@@ -93,7 +93,7 @@ class Observation(TorchDispatchMode):
         self, places: Places, modules: Mapping[str, nn.Module], observers: Iterable[Observer], clock: Clock
     ) -> None:
         super().__init__()
-        observers = list(observers)
+        self._observers = observers = list(observers)
         for observer in observers:
             observer.begin(modules)
         self.places, self._clock = places, clock
@@ -107,10 +107,15 @@ class Observation(TorchDispatchMode):
         self.replaces = False
         """Whether operators run with the arguments that observers have put into their calls."""
 
+    def findings(self) -> list[Finding]:
+        """What the observers found, once nothing more comes."""
+        for observer in self._observers:
+            observer.end()
+        return [finding for observer in self._observers for finding in observer.findings]
+
     def stop(self) -> None:
         """Observe no more."""
-        if _get_current_dispatch_mode() is self:
-            self.__exit__(None, None, None)
+        leave(self)
         self.places.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -198,12 +203,12 @@ class Products(Observer):
 
     @property
     def low(self) -> list[Product]:
-        """Those that ran in 16 bits."""
+        """Products that ran in 16 bits."""
         return [product for product in self.all if product.dtype in LOW_DTYPES]
 
     @property
     def flops(self) -> float:
-        """Of the whole run."""
+        """FLOPs of the whole run."""
         return sum(product.flops for product in self.all)
 
     @property
@@ -289,9 +294,10 @@ that are written by hand."""
 class Vanished(Observer):
     """Follows infinities that a float16 operator made out of finite numbers, until a root or a division hides them."""
 
-    def __init__(self) -> None:
-        self.found: list[tuple[Call, str]] = []
-        """Who made one that has become a zero, and the operator that made it so."""
+    def __init__(self, finding: Callable[[Call, str], Finding]) -> None:
+        """`finding`: of the call that made an infinity, and the operator that made a zero of it."""
+        super().__init__()
+        self._finding = finding
         self._made: Any = WeakTensorKeyDictionary()
 
     def after(self, call: Call) -> None:
@@ -307,7 +313,7 @@ class Vanished(Observer):
                 elif call.base not in _MEANT and all(bool(t.isfinite().all()) for t in call.inputs):
                     self._made[out] = Call(call.name, (), {}, call.module, False, False, call.at)  # without tensors
             elif came is not None and _divided(call) and not bool(out.isnan().any()) and bool((out == 0).any()):
-                self.found.append((came, call.base))
+                self.findings.append(self._finding(came, call.base))
 
 
 def _divided(call: Call) -> bool:

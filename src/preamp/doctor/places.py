@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..tree import tensors
+from .hooks import subclasses
 from .records import NOWHERE, Line
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
@@ -27,7 +29,7 @@ _FRAMEWORKS = tuple(
         "accelerate/", "lightning/", "pytorch_lightning/", "lightning_fabric/", "ignite/", "transformers/trainer",
     )
 )  # fmt: skip
-"""Libraries that run a model and have none: a line of theirs tells nothing."""
+"""Libraries that run a model and have none: a line of theirs is of no use."""
 _GENERATED = (
     "<string>", "<frozen", "<unknown>", "<attrs", "<decorator-gen", "<__array_function__", "<eval_with_key>",
     "<torch_package", "<lambdifygenerated", "<makefun", "<boltons",
@@ -41,16 +43,16 @@ _CALL = nn.Module._call_impl.__code__
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """What a walk up the Python stack tells."""
+    """What a walk up the Python stack finds."""
 
     source: Line  # innermost frame of the user's
     own: tuple[str, int] | None  # the same, but called by the autograd engine
-    applied: Line  # who applies the autograd.Function whose forward this is in
+    applied: Line  # the caller of the autograd.Function whose forward this is in
     recomputed: bool  # activation checkpointing is running the forward again
 
 
 def walk(stop: CodeType) -> Frames:
-    """Look at the frames of the caller's caller and above it, up to the function whose code is `stop`."""
+    """Walk the frames of the caller's caller and above it, up to the function whose code is `stop`."""
     source = applied = NOWHERE
     own: tuple[str, int] | None = None
     inner: tuple[str, int] | None = None  # the source, once found
@@ -81,17 +83,15 @@ def walk(stop: CodeType) -> Frames:
 @cache
 def _is_function(code: CodeType) -> bool:
     """Whether it is the forward of an autograd.Function, which torch 2.15 calls with no frame of its own between."""
-    classes = [torch.autograd.Function]
-    for each in classes:
+    for each in subclasses(torch.autograd.Function):
         forward: Any = each.__dict__.get("forward")
         if getattr(inspect.unwrap(getattr(forward, "__func__", forward)), "__code__", None) is code:
             return True
-        classes.extend(each.__subclasses__())
     return False
 
 
 def line_and_modules() -> tuple[Line, tuple[nn.Module, ...]]:
-    """The innermost frame that is neither torch's nor ours, and the modules whose calls these are, innermost first."""
+    """The innermost frame that is neither torch's nor preamp's, and the modules that are running, innermost first."""
     line = NOWHERE
     modules: list[nn.Module] = []
     frame: FrameType | None = sys._getframe(2)
@@ -122,9 +122,9 @@ def users_line() -> Line:
 
 @cache
 def is_users(file: str) -> bool:
-    """Whether a file is neither torch's, nor ours, nor the name under which a library has generated code.
+    """Whether a file is neither torch's, nor preamp's, nor the name under which a library has generated code.
 
-    A notebook's cell is the user's (<ipython-input-3>, <cell 3>), and so is what he calls his own exec'd code.
+    A notebook's cell is the user's (<ipython-input-3>, <cell 3>), and so is a name given to exec'd code.
     """
     if file.startswith(_GENERATED):
         return False
@@ -161,9 +161,9 @@ class Place:
 class Places:
     """Follows modules by hooks and autograd nodes by sequence number, so that any operator has a place.
 
-    `named`: the path of a module, or the default given with it; `stop`: code of the function whose callers are not
-    looked at. The observation begins when this is made (sequence numbers go on counting from there), and `close`
-    removes the hooks.
+    `named`: the path of a module, or the default given with it; `stop`: code of the function at which a walk
+    up the stack ends. The observation begins when this is made (sequence numbers go on counting from there), and
+    `close` removes the hooks.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Places:
         self._last: Place | None = None
         self._copy_slices = False
         self.forced: Place | None = None
-        """Where forward operators are said to run, whatever the stack tells: a replay has no line of the user's."""
+        """Where forward operators are said to run, whatever the stack says: a replay has no line of the user's."""
         self._handles: tuple[Any, ...] = (
             nn.modules.module.register_module_forward_pre_hook(self.enter),
             nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
@@ -195,7 +195,7 @@ class Places:
         return self._stack[-1][1] if self._stack else None
 
     def enter(self, module: nn.Module, _: Any = None) -> None:
-        """`module` runs from here on: what the hook calls, and who was late to install it."""
+        """`module` runs from here on: called by the hook, or by code that installed it too late."""
         # A module that is not the models' own (a wrapper made on the fly) belongs to the one that calls it.
         self._stack.append((module, self._named(module, self.module)))
 
@@ -231,7 +231,7 @@ class Places:
         return Place(module, file, line, "backward", frames.own)
 
     def _note_nodes(self, place: Place, writes_view: bool) -> None:
-        """Give the nodes made since the last operator to who made them.
+        """Attribute the nodes made since the last operator to the operators that made them.
 
         A node is made just before its operator is dispatched, so all new numbers are this operator's; only the
         CopySlices node of an in-place operator on a view comes after its operator, and is the first new number here.
@@ -242,6 +242,18 @@ class Places:
             self._made_by[number] = cast(Place, self._last) if late else place
         self._copy_slices = writes_view and now > self._seen
         self._seen, self._last = max(now, self._seen), place
+
+
+def graph_of(loss: Tensor) -> Iterator[Any]:
+    """The autograd nodes below a loss, each once, the nearest first."""
+    seen: set[Any] = {None}
+    left: deque[Any] = deque([loss.grad_fn])
+    while left:
+        node = left.popleft()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            left.extend(before for before, _ in node.next_functions)
 
 
 def key_of(tensor: Tensor) -> int:

@@ -34,6 +34,14 @@ def parse_line(text: str | None) -> Line:
     return file or None, int(line) if line.isdigit() else None
 
 
+def shown_path(file: str | None, base: Path) -> str | None:
+    """A file as a report has it: relative to the base where it lies below; a cell of a notebook has no path."""
+    if file is None or file.startswith("<"):
+        return file
+    below = os.path.relpath(file, base)
+    return os.path.abspath(file) if below.startswith("..") else below
+
+
 class Sink(Protocol):
     """Takes records: "step", "finding", "telemetry", "audit", "overflow", ..., each with facts fit for JSON."""
 

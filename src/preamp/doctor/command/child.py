@@ -35,8 +35,7 @@ from . import VARIABLE
 GRADIENTS = 1 << 24
 """Values of a parameter's gradient that are kept of the first step; of a larger one, evenly spread ones."""
 OUTPUTS = 1 << 16
-"""The same of what a module gave."""
-_ENABLED = {"autocast": 2, "scaler": 5}  # positions of `enabled` after self
+"""The same of a module's output."""
 
 
 def begin() -> None:
@@ -46,7 +45,8 @@ def begin() -> None:
     path = Path(options["folder"]) / f"rank{rank}-{os.getpid()}.jsonl"
     recorder = Recorder(JsonLines(path), rank=rank)
     patches = Patches()
-    Seeds(patches, options.get("offset", 0))
+    if options.get("offset"):
+        shift_seeds(patches, options["offset"])
     if options.get("full"):
         run_in_full(patches)
     watch = Watch(recorder, Path(options["base"]), options["every"], options["steps"], options["replay"])
@@ -58,7 +58,7 @@ def begin() -> None:
 
 
 class FirstStep:
-    """Keeps what each module gave at its first call, and with `write` the gradients too."""
+    """Keeps the output of each module's first call, and with `write` the gradients too."""
 
     def __init__(self, path: Path, names: Names) -> None:
         self._path, self._names = path, names
@@ -77,7 +77,7 @@ class FirstStep:
     def write(self, scale: float) -> None:
         """Write it, with the true gradients of all parameters as float32, by name."""
         self._hook.remove()
-        self._names.look(())
+        self._names.search(())
         single = len(self._names.models) == 1
         for name, model in self._names.models.items():
             for own, parameter in model.named_parameters():
@@ -88,62 +88,57 @@ class FirstStep:
 
 
 def _sample(tensor: Tensor, limit: int) -> Any:
-    with torch.no_grad(), _disable_current_modes():  # nobody else is to see these operators
+    with torch.no_grad(), _disable_current_modes():  # other dispatch modes must not see these operators
         flat = tensor.detach().flatten()
         return flat[:: max(-(-flat.numel() // limit), 1)].float().cpu().numpy().copy()
 
 
-class Seeds:
-    """Adds `offset` to every whole seed that the script gives to Python, numpy or torch, and to torch's first one.
+def shift_seeds(patches: Patches, offset: int) -> None:
+    """Add `offset` to every whole seed that the script gives to Python, numpy or torch, and to torch's first one.
 
     Generators that the script makes for itself (`torch.Generator`, `random.Random`, `RandomState`) keep theirs.
     """
+    inside = False  # torch.manual_seed seeds the devices by functions that are wrapped too
 
-    def __init__(self, patches: Patches, offset: int) -> None:
-        self._offset = offset
-        self._inside = False
-        if not offset:
-            return
-        torch.manual_seed(torch.initial_seed() + offset)
-        for owner, name in (
-            (torch, "manual_seed"), (torch.random, "manual_seed"), (torch.cuda, "manual_seed"),
-            (torch.cuda, "manual_seed_all"), (random, "seed"), (np.random, "seed"), (np.random, "default_rng"),
-        ):  # fmt: skip
-            patches.wrap(owner, name, self._shifted)
-
-    def _shifted(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._inside:  # torch.manual_seed seeds the devices by functions that are wrapped too
-            return original(*args, **kwargs)
-        self._inside = True
-        try:
-            return original(*map(self._shift, args), **{name: self._shift(value) for name, value in kwargs.items()})
-        finally:
-            self._inside = False
-
-    def _shift(self, seed: Any) -> Any:
+    def shift(seed: Any) -> Any:
         is_whole = isinstance(seed, (int, np.integer)) and not isinstance(seed, bool)
-        return int(seed) + self._offset if is_whole else seed
+        return int(seed) + offset if is_whole and not inside else seed
+
+    def shifted(original: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        args, kwargs = tuple(map(shift, args)), {name: shift(value) for name, value in kwargs.items()}
+        before, inside = inside, True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            inside = before
+
+    torch.manual_seed(torch.initial_seed() + offset)
+    for owner, name in (
+        (torch, "manual_seed"), (torch.random, "manual_seed"), (torch.cuda, "manual_seed"),
+        (torch.cuda, "manual_seed_all"), (random, "seed"), (np.random, "seed"), (np.random, "default_rng"),
+    ):  # fmt: skip
+        patches.wrap(owner, name, shifted)
 
 
 def run_in_full(patches: Patches) -> None:
     """Have autocast, scalers, casts, preamp and Apex do nothing to the precision from here on."""
-    patches.wrap(torch.autocast, "__init__", _without("autocast"))
-    patches.wrap(torch.amp.grad_scaler.GradScaler, "__init__", _without("scaler"))
+    patches.wrap(torch.autocast, "__init__", _without(position=2))
+    patches.wrap(torch.amp.grad_scaler.GradScaler, "__init__", _without(position=5))
     for name in ("half", "bfloat16"):
         patches.wrap(nn.Module, name, lambda original, module: module)
-        patches.wrap(Tensor, name, _cast_up)
+        patches.wrap(Tensor, name, lambda original, tensor, **kwargs: tensor.to(torch.float32, **kwargs))
     for kind in (nn.Module, Tensor):
         for name in ("to", "type"):
             patches.wrap(kind, name, _to_full)
-    patches.wrap(torch, "set_default_dtype", _default)
+    patches.wrap(torch, "set_default_dtype", lambda original, dtype: original(_full(dtype)))
     for owner in (session, sys.modules[session.__name__.rpartition(".")[0]]):
         patches.wrap(owner, "prepare", _prepare)
     after_import("preamp.compat.apex.amp.frontend", lambda module: patches.wrap(module, "initialize", _initialize))
 
 
-def _without(kind: str) -> Callable[..., None]:
-    """The constructor with `enabled=False`, however that was given."""
-    position = _ENABLED[kind]
+def _without(position: int) -> Callable[..., None]:
+    """The constructor with `enabled=False`; `position`: of that argument after self."""
 
     def made(original: Any, made: Any, *args: Any, **kwargs: Any) -> None:
         if len(args) > position:
@@ -153,10 +148,6 @@ def _without(kind: str) -> Callable[..., None]:
         original(made, *args, **kwargs)
 
     return made
-
-
-def _cast_up(original: Any, tensor: Tensor, **kwargs: Any) -> Tensor:
-    return tensor.to(torch.float32, **kwargs)
 
 
 def _to_full(original: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -172,10 +163,6 @@ def _full(value: Any) -> Any:
         return value.replace("BFloat16", "Float").replace("Half", "Float")
     dtype = getattr(value, "dtype", None) if isinstance(value, type) else value  # torch.HalfTensor is a class
     return torch.float32 if isinstance(dtype, torch.dtype) and dtype in LOW_DTYPES else value
-
-
-def _default(original: Any, dtype: Any) -> None:
-    original(_full(dtype))
 
 
 def _prepare(original: Any, model: Any, optimizer: Any, **kwargs: Any) -> Any:

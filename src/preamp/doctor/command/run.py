@@ -1,71 +1,181 @@
-"""`preamp doctor`: starts a script as it is in a process of its own, and reports on it whatever becomes of it."""
+"""`preamp doctor` and `preamp compare`: run a script in processes of its own, and report whatever becomes of it."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ...errors import SessionError
 from ...report import Report
-from ..records import read_ranks
-from ..tell.comparison import Ran, losses_of, with_comparison
+from ..records import Rank, read_ranks
+from ..tell.comparison import Ran, build_comparison, losses_of, pairs_of, with_comparison
 from ..tell.report import STRICT, build
-from . import watched_environment
-from .compare import Comparison, run_pairs
+from . import HOOK, VARIABLE
+
+Progress = Callable[[str], None]
+"""Is called with the run that begins."""
+RUN = "{run}"
+"""Stands in the script's arguments for the name of the run, such as "full-0": outputs need not overwrite each other."""
+_PRINTED = re.compile(r"([A-Za-z][\w/.@-]{0,40})\s*[:=]\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf|-inf)(%?)")
+_NO_METRIC = re.compile(
+    r"(^|[_/.-])(epoch|step|steps|iter|iteration|time|seconds|elapsed|lr|eta|it|scale|batch)s?$", re.I
+)
+
+
+def printed_numbers(text: str) -> dict[str, float]:
+    """The last number that stands after each name in a text ("val_acc: 0.93", "f1=0.8"), without counters and times."""
+    found: dict[str, float] = {}
+    for name, number, percent in _PRINTED.findall(text):
+        if not _NO_METRIC.search(name):
+            found[name] = float(number) / (100 if percent else 1)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A script to run, once or several times."""
+
+    line: Callable[[str], Sequence[str]]
+    """The command of a run with this name, such as "mixed-0"."""
+    path: Path
+    """Paths in the report are relative to its folder."""
+    shown: list[str]
+    """The command as its user wrote it."""
+    environment: Mapping[str, str]
+    steps: int | None
+    """A run is ended after so many; None: at its own end."""
+
+    @property
+    def base(self) -> Path:
+        """The folder of the script, or the current one for a module."""
+        return self.path.resolve().parent if self.path.exists() else Path.cwd()
+
+    def watched(self, folder: Path, **options: Any) -> dict[str, str]:
+        """The environment of a run that is watched and records in `folder`."""
+        paths = {"folder": str(folder), "base": str(self.base)}
+        before = self.environment.get("PYTHONPATH", "")
+        path = os.pathsep.join(part for part in (HOOK, before) if part)
+        return {
+            **self.environment,
+            VARIABLE: json.dumps({**paths, "steps": self.steps, **options}),
+            "PYTHONPATH": path,
+        }
+
+    def run(self, folder: Path, full: bool, offset: int) -> Ran:
+        """One run in mixed or full precision with seeds shifted by `offset`; its output is kept, not shown."""
+        name = f"{'full' if full else 'mixed'}-{offset}"
+        folder = folder / name
+        folder.mkdir()
+        first_step = folder / "first-step.npz"
+        kept = str(first_step) if offset == 0 else None
+        env = self.watched(folder, every=None, replay=False, offset=offset, full=full, first_step=kept)
+        begun = time.monotonic()
+        with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
+            process = subprocess.Popen(list(self.line(name)), env=env, stdout=out, stderr=err, stdin=subprocess.DEVNULL)
+            try:
+                status = process.wait()
+            finally:
+                if process.poll() is None:
+                    process.terminate()
+                    process.wait()
+        rank = next((one for one in read_ranks(folder) if one.steps), Rank(0))
+        stdout, stderr = (
+            (folder / name).read_text(encoding="utf-8", errors="replace") for name in ("stdout", "stderr")
+        )
+        status, seconds = _as_a_shell_has_it(status), time.monotonic() - begun
+        skipped, metrics = sum(step["skipped"] for step in rank.steps), printed_numbers(stdout)
+        return Ran(name, full, offset, status, seconds, losses_of(rank), skipped, metrics, first_step, stderr[-600:])
 
 
 def examine_script(
-    line: Callable[[str], Sequence[str]],
-    script: Path,
-    shown: Sequence[str],
-    environment: Mapping[str, str],
+    script: Script,
     *,
-    every: int = 50,
-    steps: int | None = None,
-    replay: bool = True,
-    strict: bool = False,
-    compare: int = 0,
-    progress: Callable[[str], None] = lambda text: None,
+    every: int,
+    replay: bool,
+    strict: bool,
+    compare: int,
+    progress: Progress,
 ) -> tuple[int, Report, dict[str, Any]]:
     """Run a script to its end under observation; exit status, report, and the content of `report.json`.
 
-    `line`: the command of a run with this name, "mixed-0" for the one that is watched; `script`: the file to whose
-    folder paths in the report are relative; `shown`: the command as its user wrote it; `compare`: so many seeds in
-    mixed and in full precision afterwards, 0 for none; `progress`: is called with which of these runs is under way.
-
-    The status is the script's own (128 and the number of the signal that ended it), or 3 with `strict` when there is a
-    finding of severity error.
+    `compare`: so many seeds in mixed and in full precision afterwards, 0 for none. The status is the script's own (128
+    and the number of the signal that ended it), or 3 with `strict` when there is a finding of severity error.
     """
-    with tempfile.TemporaryDirectory(prefix="preamp-doctor-") as folder:
-        base = script.resolve().parent if script.exists() else Path.cwd()
-        options = {"folder": folder, "base": str(base), "every": every, "steps": steps, "replay": replay}
-        first_step = Path(folder) / "first-step.npz"
-        if compare:
-            options["first_step"] = str(first_step)
+    with tempfile.TemporaryDirectory(prefix="preamp-doctor-") as name:
+        folder = Path(name)
+        first_step = folder / "first-step.npz"
+        kept = str(first_step) if compare else None
         begun = time.monotonic()
-        status, ended_by = _wait(line("mixed-0"), watched_environment(environment, options))
+        env = script.watched(folder, every=every, replay=replay, first_step=kept)
+        ended_with, ended_by = _wait(script.line("mixed-0"), env)
         seconds = time.monotonic() - begun
-        ranks = read_ranks(Path(folder))
+        ranks = read_ranks(folder)
         limited = any("limit" in rank.facts for rank in ranks)
-        ended = _ended(status, limited, ranks[0].facts.get("raised") if ranks else None, ended_by)
-        code = status if status >= 0 else 128 - status
-        report, content = build(ranks, base, list(shown), code, ended, seconds)
+        ended = _ended(ended_with, limited, ranks[0].facts.get("raised") if ranks else None, ended_by)
+        status = _as_a_shell_has_it(ended_with)
+        report, content = build(ranks, script.base, script.shown, status, ended, seconds)
         first = next((rank for rank in ranks if rank.steps), None)
         if compare and first is not None:
             losses, skipped = losses_of(first), sum(step["skipped"] for step in first.steps)
-            ran = Ran("mixed-0", False, 0, code, seconds, losses, skipped, first_step=first_step)
-            comparison = Comparison(line, environment, Path(folder), base, steps)
-            report, content = with_comparison(report, content, run_pairs(comparison, compare, progress, ran))
+            ran = Ran("mixed-0", False, 0, status, seconds, losses, skipped, first_step=first_step)
+            report, content = with_comparison(report, content, _pairs(script, folder, compare, progress, ran))
     if strict and any(finding.severity == "error" for finding in report.findings):
-        code = STRICT
-    return code, report, content
+        status = STRICT
+    return status, report, content
+
+
+def compare_script(
+    script: Script, *, seeds: int, margin: float | None, progress: Progress
+) -> tuple[int, Report, dict[str, Any]]:
+    """Run a script in `seeds` pairs; exit status, report, and the content of `compare.json`.
+
+    The status is 0, or 3 when mixed precision is worse. Raises `SessionError` when a run makes no step: there is
+    nothing to compare.
+    """
+    with tempfile.TemporaryDirectory(prefix="preamp-compare-") as folder:
+        runs = _pairs(script, Path(folder), seeds, progress)
+        report, content = build_comparison(runs, margin, script.shown)
+    worse = any(finding.code == "PA206" for finding in report.findings)
+    return 3 if worse else 0, report, content
+
+
+def _pairs(script: Script, folder: Path, seeds: int, progress: Progress, first: Ran | None = None) -> list[Ran]:
+    """All runs, pair by pair; `first`: the mixed run of offset 0, if there is one already.
+
+    Ctrl-C ends it and keeps the pairs that are whole. Raises `SessionError` as `compare_script` says.
+    """
+    runs: list[Ran] = [] if first is None else [first]
+    total = 2 * seeds
+    for offset in range(seeds):
+        for full in (False, True):
+            if any((ran.full, ran.offset) == (full, offset) for ran in runs):
+                continue
+            progress(f"run {len(runs) + 1} of {total}: {'full' if full else 'mixed'} precision, seed offset {offset}")
+            try:
+                ran = script.run(folder, full, offset)
+            except KeyboardInterrupt:
+                if pairs_of(runs):
+                    return runs
+                raise
+            if not ran.losses:
+                ended = f"ended with status {ran.status}" if ran.status else "ran to its end"
+                raise SessionError(
+                    f"run {ran.name} {ended} without a training step, so there is nothing to compare. Its last words: "
+                    f"{ran.stderr.strip() or 'none'}"
+                )
+            runs.append(ran)
+    return runs
 
 
 def _wait(line: Sequence[str], env: Mapping[str, str]) -> tuple[int, str | None]:
@@ -103,6 +213,11 @@ def _in_foreground() -> bool:
         return False
     finally:
         os.close(terminal)
+
+
+def _as_a_shell_has_it(status: int) -> int:
+    """128 and the number of the signal that ended a process, else its own status."""
+    return status if status >= 0 else 128 - status
 
 
 def _ended(status: int, limited: bool, raised: Mapping[str, str] | None, ended_by: str | None) -> str:

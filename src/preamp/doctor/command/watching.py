@@ -52,7 +52,7 @@ class Watching:
 
     def write(self, folder: str | Path) -> Path:
         """Write `report.html` and `report.json` (its schema is that of `preamp doctor`); returns the page's path."""
-        return write(*self._build(), Path(folder), None)[0]
+        return write(*self._build(), Path(folder), "report", None)
 
     def _build(self) -> tuple[Report, dict[str, Any]]:
         if self._open:
@@ -62,7 +62,7 @@ class Watching:
         return build([self._kept], self._base, script, 0, ended, self._watch.run.clock.seconds)
 
     def close(self) -> None:
-        """Look no more. torch is as it was before; what was seen can still be reported."""
+        """End the watch. torch is as it was before; what was seen can still be reported."""
         if not self._open:
             return
         self._open = False
@@ -111,7 +111,8 @@ def _models(watched: Any) -> dict[str, nn.Module]:
         return dict(watched.models)
     if isinstance(watched, nn.Module):
         return {"model": watched}
-    named = watched.items() if isinstance(watched, Mapping) else enumerate(watched) if _is_sequence(watched) else ()
+    several = isinstance(watched, Sequence) and not isinstance(watched, str)
+    named = watched.items() if isinstance(watched, Mapping) else enumerate(watched) if several else ()
     models = {str(name): model for name, model in named}
     if not models or not all(isinstance(model, nn.Module) for model in models.values()):
         raise SessionError(
@@ -119,10 +120,6 @@ def _models(watched: Any) -> dict[str, nn.Module]:
             + (" without any" if isinstance(watched, (Mapping, list, tuple)) and not models else "")
         )
     return models
-
-
-def _is_sequence(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _base() -> Path:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
-from ...report import Finding
+from ...report import Finding, count_severities
 from ...report.finding import Severity
 from ..records import NOWHERE, Line, Rank
 from .events import Raised
@@ -25,9 +25,8 @@ def on(kind: type) -> Callable[[Any], Any]:
 
 
 class Check:
-    """Judges one code. A method marked by `on` takes an event and gives findings; `at_end` judges a whole run."""
+    """Judges one code, its class's name. A method marked by `on` takes an event and gives findings."""
 
-    code: ClassVar[str]
     errors: ClassVar[tuple[tuple[str, str, str], ...]] = ()
     """Errors of torch's or preamp's that are this finding: a part of their text, the message, and the fix."""
 
@@ -36,7 +35,7 @@ class Check:
         cls, severity: Severity, message: str, fix: str | None = None, *, at: Line = NOWHERE, **facts: Any
     ) -> Finding:
         """A finding of this code; `at`: file and line; `facts`: other fields of `Finding`."""
-        return Finding(cls.code, severity, message, file=at[0], line=at[1], fix=fix, **facts)
+        return Finding(cls.__name__, severity, message, file=at[0], line=at[1], fix=fix, **facts)
 
     def listeners(self) -> Iterator[tuple[type, Listener]]:
         """Kinds of events, and the methods that take them."""
@@ -82,3 +81,9 @@ def without_repeats(findings: Iterable[Finding]) -> tuple[Finding, ...]:
         place = (each.file, each.line) if each.line is not None else (each.message,)
         kept.setdefault((each.code, each.module, each.op, *place), each)
     return tuple(kept.values())
+
+
+def counted(findings: Iterable[Finding]) -> str:
+    """How many there are of each severity: "2 errors, 1 warning"; "" without any."""
+    counts = count_severities(findings)
+    return ", ".join(f"{n} {kind}{'s' if n > 1 and kind != 'info' else ''}" for kind, n in counts.items() if n)

@@ -1,10 +1,9 @@
-"""What happens in a training run, as frozen values: `follow` and `lint` make them, findings are judged from them."""
+"""What happens in a training run, as values: `follow` and `lint` make them, findings are judged from them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..exponents import Exponents
 from ..records import Line
@@ -20,8 +19,7 @@ if TYPE_CHECKING:  # a report is made from records by a process that needs no to
     from ..places import Place
 
 
-@dataclass(frozen=True, slots=True)
-class Examined:
+class Examined(NamedTuple):
     """A model, its optimizer and a policy, before the first step; `products` of one forward pass, if there was one."""
 
     model: nn.Module
@@ -30,11 +28,10 @@ class Examined:
     loss: Any
     products: Products | None
     out_dtype: torch.dtype | None
-    """Of what the model gave."""
+    """Of the model's output."""
 
 
-@dataclass(frozen=True, slots=True)
-class FirstStep:
+class FirstStep(NamedTuple):
     """An optimizer is about to step for the first time."""
 
     optimizer: Optimizer
@@ -44,8 +41,7 @@ class FirstStep:
     names: Names
 
 
-@dataclass(frozen=True, slots=True)
-class WithoutMasters:
+class WithoutMasters(NamedTuple):
     """An optimizer steps the parameters themselves, and keeps no float32 copies of them."""
 
     optimizer: Optimizer
@@ -53,8 +49,7 @@ class WithoutMasters:
     names: Names
 
 
-@dataclass(frozen=True, slots=True)
-class RegionMade:
+class RegionMade(NamedTuple):
     """A `torch.autocast` was made."""
 
     device_type: str
@@ -67,8 +62,7 @@ class RegionMade:
     at: Line
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleCast:
+class ModuleCast(NamedTuple):
     """A module is cast to 16 bits by hand."""
 
     kind: str
@@ -81,24 +75,21 @@ class ModuleCast:
     at: Line
 
 
-@dataclass(frozen=True, slots=True)
-class WeightsChanged:
+class WeightsChanged(NamedTuple):
     """A model runs again in an autocast region that keeps casts of weights, which were changed since."""
 
     changes: int
     at: Line
 
 
-@dataclass(frozen=True, slots=True)
-class RanInThread:
+class RanInThread(NamedTuple):
     """A part of a model runs in another thread than the region that was entered for it."""
 
     module: str
 
 
-@dataclass(frozen=True, slots=True)
-class Recomputed:
-    """A forward pass is done again for the backward pass, with autocast for other dtypes than before."""
+class Recomputed(NamedTuple):
+    """A forward pass is recomputed for the backward pass, with autocast for other dtypes than before."""
 
     module: str
     before: tuple[torch.dtype, ...]
@@ -106,8 +97,7 @@ class Recomputed:
     at: Line
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(NamedTuple):
     """Models of a session: the paths of their parts, and what its policy says."""
 
     paths: frozenset[str]
@@ -115,9 +105,8 @@ class Prepared:
     masters: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """All operators of a step's forward pass were looked at, and some of its backward pass."""
+class Observed(NamedTuple):
+    """All operators of a step's forward pass were observed, and some of its backward pass."""
 
     products: Products
     modules: Mapping[str, nn.Module]
@@ -136,8 +125,7 @@ class Observed:
     prepared: Sequence[Prepared]
 
 
-@dataclass(frozen=True, slots=True)
-class LossNotScaled:
+class LossNotScaled(NamedTuple):
     """A loss went back through float16 and nothing had scaled it."""
 
     scaler_at: Line
@@ -153,8 +141,7 @@ Clipper = Literal["apex", "session"] | None
 """Whose loss scale is on the gradients: Apex's, a session's, or that of a scaler of torch's."""
 
 
-@dataclass(frozen=True, slots=True)
-class GradientsClipped:
+class GradientsClipped(NamedTuple):
     """Gradients are clipped that are still multiplied by the loss scale."""
 
     op: str
@@ -163,8 +150,7 @@ class GradientsClipped:
     at: Line
 
 
-@dataclass(frozen=True, slots=True)
-class StepBegins:
+class StepBegins(NamedTuple):
     """An optimizer is about to step, by way of a scaler or past it, with gradients that are not as they should be."""
 
     optimizer: str
@@ -175,15 +161,14 @@ class StepBegins:
     mixed: int = 0
     """How many gradients are a sum of scaled and unscaled ones."""
     factor: float | None = None
-    """By which the script itself multiplied the loss; it is still on the gradients."""
+    """The factor by which the script itself multiplied the loss; it is still on the gradients."""
     is_unguarded: bool = False
     """Whether gradients were unscaled, are not finite, and are stepped past the scaler."""
     updated_at: Line | None = None
     """Where the scale was updated since the backward pass."""
 
 
-@dataclass(frozen=True, slots=True)
-class WeightsStepped:
+class WeightsStepped(NamedTuple):
     """A step of 16-bit weights: of each how many have a gradient, and how many of those are what they were."""
 
     optimizer: str
@@ -192,8 +177,7 @@ class WeightsStepped:
     names: Names
 
 
-@dataclass(frozen=True, slots=True)
-class ChangedBetweenSteps:
+class ChangedBetweenSteps(NamedTuple):
     """A line changed 16-bit tensors in place, outside of model and optimizer."""
 
     op: str
@@ -203,15 +187,14 @@ class ChangedBetweenSteps:
     at: Line
 
 
-@dataclass(frozen=True, slots=True)
-class GradientSpread:
+class GradientSpread(NamedTuple):
     """The magnitudes of one parameter's gradient, without the loss scale."""
 
     module: str | None
     name: str
     """Of the parameter, with its module's path."""
     spread: Exponents
-    """As it came; exact, where the step was done again in float32."""
+    """As autograd left it; exact where the step was replayed in float32."""
     is_vector: bool
     lost: float = 0.0
     """Share of the values that are not zero in float32 and zero as they came."""
@@ -219,8 +202,7 @@ class GradientSpread:
     """||gradient - that in float32|| / ||that in float32||, L2."""
 
 
-@dataclass(frozen=True, slots=True)
-class GradientsRead:
+class GradientsRead(NamedTuple):
     """Gradients that went through float16 with this loss scale on them."""
 
     rows: Sequence[GradientSpread]
@@ -229,16 +211,14 @@ class GradientsRead:
     """Whether they are compared with the same step in float32."""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchNotFinite:
-    """A step that was not finite cannot be done again, and what came in was not finite."""
+class BatchNotFinite(NamedTuple):
+    """A step that was not finite cannot be replayed, and its input was not finite."""
 
     entries: Sequence[int]
     at: Line
 
 
-@dataclass(frozen=True, slots=True)
-class Raised:
+class Raised(NamedTuple):
     """An error came up in a model, its loss, a scaler or the script."""
 
     kind: str

@@ -47,8 +47,6 @@ _ADDS = frozenset({"add", "clamp_min", "clamp", "maximum"})
 class PA101(Check):
     """Epsilons of optimizers by the dtype of their state, and of modules by what their source says."""
 
-    code = "PA101"
-
     @on(Examined)
     def examined(self, event: Examined) -> Iterator[Finding]:
         """What can be known before the first step."""
@@ -82,7 +80,7 @@ class PA101(Check):
             )
 
     def _of_modules(self, model: nn.Module, under: Policy) -> Iterator[Finding]:
-        """Of modules that are not torch's, where float16 parameters make float16 arithmetic likely.
+        """Modules that are not torch's, where float16 parameters make float16 arithmetic likely.
 
         A forward that mentions float32 is taken to compute in it, as torch's own norms do.
         """

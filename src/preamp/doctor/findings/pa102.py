@@ -46,7 +46,6 @@ _WITH_LOGITS = "loss = F.binary_cross_entropy_with_logits(logits, target)  # BCE
 class PA102(Check):
     """Binary cross entropy of probabilities under a 16-bit compute dtype."""
 
-    code = "PA102"
     errors = (
         (
             "unsafe to autocast",

@@ -56,7 +56,6 @@ _REFUSED = _BOUNDS | {"masked_fill", "fill", "full", "full_like", "new_full", "i
 class PA103(Check):
     """Constants, buffers and parameters that float16 cannot hold."""
 
-    code = "PA103"
     errors = (
         (
             "without overflow",

@@ -52,11 +52,9 @@ _LARGEST = 1 << 24
 class PA104(Check):
     """Operators whose float16 result overflows or loses bits; sums in any 16-bit dtype."""
 
-    code = "PA104"
-
     @classmethod
     def of(cls, call: Call, message: str, broke: bool, evidence: dict[str, Any]) -> Finding:
-        """Of an operator whose result 16 bits spoil: an error where it is beyond their range (`broke`)."""
+        """For an operator whose result 16 bits spoil: an error where it is beyond their range (`broke`)."""
         return cls.finding(
             "error" if broke else "warning",
             message,
@@ -221,7 +219,7 @@ def _is_square(call: Call) -> bool:
 
 
 def _again(call: Call, wide: dict[int, Tensor]) -> Tensor:
-    """The same operator on these tensors in place of its own."""
+    """Run the operator again on these tensors in place of its own."""
     function = getattr(getattr(torch.ops.aten, call.base), call.name.partition(".")[2] or "default")
     kwargs = {name: torch.float32 if value in LOW_DTYPES else value for name, value in call.kwargs.items()}
     with torch.no_grad():

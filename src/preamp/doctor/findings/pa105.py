@@ -37,17 +37,15 @@ WEIGHT = 0.05
 class PA105(Check):
     """16-bit products whose dimensions are no multiples of what tensor cores want. Information: slower, not wrong."""
 
-    code = "PA105"
-
     @on(Examined)
     def examined(self, event: Examined) -> Iterator[Finding]:
-        """Those of a trial run."""
+        """Products of a trial run."""
         if event.products is not None:
             yield from self._unaligned(event.products, dict(event.model.named_modules()))
 
     @on(Observed)
     def observed(self, event: Observed) -> Iterator[Finding]:
-        """Those of a step."""
+        """Products of a step."""
         yield from self._unaligned(event.products, event.modules)
 
     def _unaligned(self, products: Products, modules: Mapping[str, nn.Module]) -> Iterator[Finding]:

@@ -37,9 +37,8 @@ _FIXES = {
 
 
 class PA106(Check):
-    """Whoever bounds scaled gradients bounds them to another length; whoever reads them is misled."""
+    """Scaled gradients are clipped to another length than was meant, and mislead code that reads them."""
 
-    code = "PA106"
     errors = (
         (
             "unscale_() has already been called",
@@ -50,12 +49,12 @@ class PA106(Check):
 
     @on(GradientsClipped)
     def clipped(self, event: GradientsClipped) -> Iterator[Finding]:
-        """By a function of torch's."""
+        """Clipping by a function of torch's."""
         yield self._clipped(event.op, event.scale, event.at, _FIXES[event.within])
 
     @on(Observed)
     def observed(self, event: Observed) -> Iterator[Finding]:
-        """By operators of the script's, or by a hook in the backward pass."""
+        """Reading or clipping by operators of the script's, or by a hook in the backward pass."""
         for place in event.reads[:1]:
             yield self.finding(
                 "info",

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from ...report import Finding
 from ..records import NOWHERE, Rank, parse_line, spell_line
@@ -41,7 +42,6 @@ _BY_SCALER = "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.upda
 class PA107(Check):
     """A scale that is missing, or that a step, an update or a backward pass goes past."""
 
-    code = "PA107"
     errors = (
         (
             "step() has already been called since the last update",
@@ -97,7 +97,8 @@ class PA107(Check):
     @on(StepBegins)
     def step(self, event: StepBegins) -> Iterator[Finding]:
         """A step with gradients that are not as they should be."""
-        op, at, scale = event.optimizer, event.at, event.scale
+        where: dict[str, Any] = {"op": event.optimizer, "at": event.at}
+        scale = event.scale
         if event.updated_at is not None:
             yield self.finding(
                 "error",
@@ -115,8 +116,7 @@ class PA107(Check):
                 "optimizer.zero_grad()  # after every step, taken or skipped\n"
                 "# when accumulating: unscale_, clipping, scaler.step and scaler.update once, after the last "
                 "backward()",
-                op=op,
-                at=at,
+                **where,
                 evidence={"gradients": event.mixed, "scale": scale},
             )
         if event.is_scaled:
@@ -125,8 +125,7 @@ class PA107(Check):
                 f"optimizer.step() takes gradients that are still {scale:g} times too large: the scaler is left out of "
                 "the step",
                 "scaler.step(optimizer)  # in place of optimizer.step()\nscaler.update()",
-                op=op,
-                at=at,
+                **where,
                 evidence={"scale": scale},
             )
         if event.is_unguarded:
@@ -136,8 +135,7 @@ class PA107(Check):
                 "skipped this step",
                 "scaler.step(optimizer)  # in place of optimizer.step(), also after scaler.unscale_(optimizer)\n"
                 "scaler.update()",
-                op=op,
-                at=at,
+                **where,
             )
         if event.factor is not None:
             yield self.finding(
@@ -146,8 +144,7 @@ class PA107(Check):
                 "gradients as they are: if that is a loss scale, nobody takes it off; if not, nothing protects float16 "
                 "gradients below 6e-8",
                 f"scaler = torch.amp.GradScaler()  # instead of the constant\n{_BY_SCALER}",
-                op=op,
-                at=at,
+                **where,
                 evidence={"factor": event.factor},
             )
 

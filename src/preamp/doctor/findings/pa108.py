@@ -31,8 +31,6 @@ MANY = 0.02
 class PA108(Check):
     """The learning rate schedule goes on where the step was not taken."""
 
-    code = "PA108"
-
     def at_end(self, rank: Rank) -> Iterator[Finding]:
         """Whether a schedule moved between a skipped attempt and the next, and how often."""
         steps = rank.steps

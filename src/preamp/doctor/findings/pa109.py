@@ -41,8 +41,6 @@ _REGION = "with torch.autocast(x.device.type, dtype=torch.bfloat16): ..."
 class PA109(Check):
     """Regions that torch has switched off, that another region overrules, or in which nothing ran in 16 bits."""
 
-    code = "PA109"
-
     def __init__(self) -> None:
         self._regions: list[RegionMade] = []
         self._foreign: dict[torch.dtype, Line] = {}

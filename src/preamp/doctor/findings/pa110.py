@@ -27,8 +27,6 @@ from .events import ModuleCast, Observed, WeightsChanged
 class PA110(Check):
     """Autocast keeps the casts of weights until its region ends."""
 
-    code = "PA110"
-
     @on(WeightsChanged)
     def changed(self, event: WeightsChanged) -> Iterator[Finding]:
         """A step inside of a region around the whole loop."""

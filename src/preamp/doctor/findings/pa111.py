@@ -47,7 +47,6 @@ from .pa103 import kept_full
 class PA111(Check):
     """16-bit parameters that are stepped as they are; buffers and statistics that are 16-bit, or not finite."""
 
-    code = "PA111"
     errors = (
         (
             "Attempting to unscale FP16 gradients",

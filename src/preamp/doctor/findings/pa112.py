@@ -32,8 +32,6 @@ from .events import FirstStep, ModuleCast, Recomputed
 class PA112(Check):
     """Casts, wrappers, optimizers and checkpoints that come before or after what they should."""
 
-    code = "PA112"
-
     @on(ModuleCast)
     def cast(self, event: ModuleCast) -> Iterator[Finding]:
         """A cast of a model that is wrapped for parallel training already."""
@@ -50,12 +48,12 @@ class PA112(Check):
 
     @on(FirstStep)
     def of_no_model(self, event: FirstStep) -> Iterator[Finding]:
-        """Parameters without gradients that no model holds, while the model's own have some and nobody steps them."""
+        """Parameters without gradients that no model holds, while the model's own have some and are not stepped."""
         optimizer, names = event.optimizer, event.names
         own = [p for group in optimizer.param_groups for p in group["params"]]
         if not own or any(p.grad is not None for p in own):
             return
-        names.look(())
+        names.search(())
         stepped = {id(p) for each in event.optimizers for group in each.param_groups for p in group["params"]}
         orphans = [p for p in names.parameters() if p.grad is not None and id(p) not in stepped]
         if orphans:
@@ -73,7 +71,7 @@ class PA112(Check):
 
     @on(Recomputed)
     def recomputed(self, event: Recomputed) -> Iterator[Finding]:
-        """A forward pass that is done again for the backward one, in another precision than the first time."""
+        """A forward pass that is recomputed for the backward one, in another precision than the first time."""
         before, now = _spell(event.before), _spell(event.now)
         yield self.finding(
             "warning",

@@ -124,7 +124,7 @@ class Diagnosis:
                 f"parameter or buffer {source!r} was {self.origin.kind} before step {step} began: {when} left "
                 f"it so; {self.origin.op} is the first to compute with it"
             )
-            found = replace(found, code=PA201.code, message=message)
+            found = replace(found, code="PA201", message=message)
         if self.samples:
             evidence = dict(found.evidence) if isinstance(found.evidence, dict) else {}
             found = replace(found, evidence={**evidence, "entries of the batch": list(self.samples)})
@@ -133,16 +133,14 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosed:
-    """A step that was not finite was done again, and it is not the loss scale alone that brings it about."""
+    """A step that was not finite was replayed, and the loss scale alone is not the cause."""
 
     diagnosis: Diagnosis
     step: int
 
 
 class PA201(Check):
-    """The origin of what is not finite, of a step done again; infinities that leave no trace; steps not done again."""
-
-    code = "PA201"
+    """The origin of what is not finite in a replayed step; infinities that leave no trace; steps not replayed."""
 
     @on(Diagnosed)
     def diagnosed(self, event: Diagnosed) -> Iterator[Finding]:
@@ -151,7 +149,7 @@ class PA201(Check):
 
     @classmethod
     def hidden(cls, made: Any, hidden_by: str) -> Finding:
-        """The operator call `made` gave an infinity, and a root or a division has made a zero of it."""
+        """The operator call `made` returned an infinity, and a root or a division has made a zero of it."""
         return cls.finding(
             "error",
             f"{made.base} (forward) made inf out of finite float16 values, and {hidden_by} made zeros of it: nothing "
@@ -163,7 +161,7 @@ class PA201(Check):
         )
 
     def at_end(self, rank: Rank) -> Iterator[Finding]:
-        """A step taken with what is not finite, that could not be done again; other errors explain it."""
+        """A step taken with non-finite values that could not be replayed; other errors would explain it."""
         taken = {step["step"]: step["bad"] for step in rank.steps if step["bad"] and not step["skipped"]}
         first = next((one for one in rank.many.get("unexplained", []) if one["step"] in taken), None)
         if first is None or any(finding.severity == "error" and finding.code != "PA101" for finding in rank.findings):

@@ -65,12 +65,10 @@ def scale_window(gradients: Exponents, flushed: float = 10 * FLUSHED, above: int
 class PA202(Check):
     """Gradients of a layer that float16 flushed to zero: measured against float32, or told from those that are left."""
 
-    code = "PA202"
-
     @on(GradientsRead)
     def read(self, event: GradientsRead) -> Iterator[Finding]:
         """Each module that lost too much, by its worst parameter."""
-        # Beside a matrix a vector tells nothing: the gradient of a bias before a batch norm is zero but for rounding.
+        # Beside a matrix a vector says nothing: the gradient of a bias before a batch norm is zero but for rounding.
         with_matrix = {row.module for row in event.rows if not row.is_vector}
         rows = [row for row in event.rows if not (row.is_vector and row.module in with_matrix)]
         yield from (self._compared if event.is_exact else self._left)(rows, event.scale)

@@ -40,8 +40,6 @@ FEWEST = 6
 class PA203(Check):
     """The loss scale over a whole run, and over processes that must agree on it."""
 
-    code = "PA203"
-
     def at_end(self, rank: Rank) -> Iterator[Finding]:
         """All steps skipped, a collapse, or skips without end. An update that is missing is PA107's."""
         steps = rank.steps
@@ -93,7 +91,7 @@ class PA203(Check):
         yield self.finding("warning", message, fix, step=later[0], **where)
 
     def _where(self, rank: Rank) -> dict[str, Any]:
-        """Of the last overflow that was done again; where nothing but gradients overflows, the loss is too large."""
+        """The place of the last overflow that was replayed; where only gradients overflow, that of the loss."""
         lows = rank.many.get("overflow", [])
         found = {name: lows[-1].get(name) if lows else None for name in ("module", "op", "direction", "file", "line")}
         at = (found.pop("file"), found.pop("line"))

@@ -34,8 +34,6 @@ UNCHANGED = 0.5
 class PA204(Check):
     """16-bit weights, and averages of them, that do not move."""
 
-    code = "PA204"
-
     @on(WeightsStepped)
     def stepped(self, event: WeightsStepped) -> Iterator[Finding]:
         """The module with the largest share that a step left as it was."""

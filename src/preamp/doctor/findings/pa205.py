@@ -35,8 +35,6 @@ _FILLS = frozenset({"masked_fill", "where", "clamp", "clamp_min", "clamp_max", "
 class PA205(Check):
     """Float16 results within two bits of the largest number."""
 
-    code = "PA205"
-
 
 class Tops(Observer):
     """The largest result of each module and operator counts, and of what follows from it the first."""
@@ -46,7 +44,7 @@ class Tops(Observer):
         self._tops: dict[tuple[str | None, str], tuple[float, dict[str, Any]]] = {}
 
     def after(self, call: Call) -> None:
-        """Look at one result."""
+        """Compare one result."""
         out = call.out if isinstance(call.out, Tensor) else None
         if out is None or out.dtype is not torch.float16 or not out.numel() or call.base in ("full", "fill"):
             return

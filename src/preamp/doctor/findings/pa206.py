@@ -94,8 +94,6 @@ def culprit_of(outputs: Sequence[Error]) -> Error | None:
 class PA206(Check):
     """Mixed precision is worse than full precision by more than other seeds are."""
 
-    code = "PA206"
-
     def of(self, found: Parity, culprit: Error | None) -> tuple[Finding, ...]:
         """What a comparison shows; PA109 where both runs are the same."""
         if found.verdict == "identical":

@@ -28,8 +28,6 @@ from .events import BatchNotFinite
 class PA207(Check):
     """What came in was not finite: bad data rather than bad precision."""
 
-    code = "PA207"
-
     @classmethod
     def came_in(cls, kind: str, source: str | None, where: str, **facts: Any) -> Finding:
         """An operator is the first to compute with a value that was there; `source`: in a parameter or buffer."""
@@ -45,7 +43,7 @@ class PA207(Check):
 
     @on(BatchNotFinite)
     def batch(self, event: BatchNotFinite) -> Iterator[Finding]:
-        """Of a step that was not done again: what came in tells."""
+        """A step that was not replayed, judged by its input."""
         yield self.finding(
             "error",
             "a batch was not finite when it came in, and neither was what followed from it",

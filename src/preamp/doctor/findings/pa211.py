@@ -44,17 +44,10 @@ of 0.95, it is a few percent at the most; from half on what Adam divides by is m
 
 
 class PA211(Check):
-    """Second moments kept in 16 bits, of which a step leaves most as they were.
-
-    Adam moves a second moment by 1 - beta2 of its distance to the squared gradient. With beta2 = 0.999 that is a
-    thousandth at the most on the way down, and bfloat16 tells numbers 0.4 % to 0.8 % apart: such a moment can rise, and
-    never fall.
-    """
-
-    code = "PA211"
+    """Second moments kept in 16 bits, of which a step leaves most as they were."""
 
     def at_end(self, rank: Rank) -> Iterator[Finding]:
-        """Of each optimizer, by the last step that was looked at."""
+        """Judge each optimizer by its last step that was inspected."""
         by_optimizer: dict[Any, list[dict[str, Any]]] = {}
         for one in rank.many.get("moments", []):
             if one["total"]:

@@ -9,6 +9,8 @@ import threading
 import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -47,12 +49,12 @@ class Telemetry:
         """Whether what runs forward now is recomputed for the backward pass."""
 
     def open(self) -> None:
-        """Look at what modules give from here on."""
+        """Count what modules return from here on."""
         if self._hook is None:
             self._hook = nn.modules.module.register_module_forward_hook(self._left)
 
     def close(self) -> None:
-        """Look no more at modules."""
+        """Count no more."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -106,7 +108,7 @@ class Telemetry:
         return bool(self._before)
 
     def weights(self, parameters: Iterable[Tensor], scale: float) -> None:
-        """Count weights and their gradients, just before a step; the weights are kept to tell the update."""
+        """Count weights and their gradients, just before a step; the weights are kept to compute the update."""
         self.scale = scale
         counted: list[tuple[str, str, Tensor]] = []
         for parameter in parameters:
@@ -133,17 +135,20 @@ class Telemetry:
         """All counts on their way to the host."""
         self.close()
         rows = [(*key, len(vectors)) for key, vectors in self._counts.items()]
-        by_device: dict[torch.device, list[Tensor]] = {}
-        order: list[tuple[torch.device, int]] = []
-        for vectors in self._counts.values():
-            for vector in vectors:
-                group = by_device.setdefault(vector.device, [])
-                order.append((vector.device, len(group)))
-                group.append(vector)
-        hosts = {device: _send(torch.stack(group)) for device, group in by_device.items()}
+        vectors = [vector for many in self._counts.values() for vector in many]
         self._counts.clear()
         facts = {"step": self.step, "scale": self.scale, "backward_scale": self.backward_scale}
-        return Pending(facts, rows, order, hosts)
+        # Those of several devices come together on one first, and so to the host in one copy.
+        device = next((one.device for one in vectors if one.device.type != "cpu"), torch.device("cpu"))
+        host = torch.stack([one.to(device) for one in vectors]) if vectors else torch.empty(0, WIDTH, device="cpu")
+        event = None
+        if device.type == "cuda":
+            counts = host
+            host = torch.empty((len(counts), WIDTH), dtype=counts.dtype, device="cpu", pin_memory=True)
+            host.copy_(counts, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+        return Pending(facts, rows, host, event)
 
 
 def _no_modes() -> AbstractContextManager[Any]:
@@ -151,46 +156,26 @@ def _no_modes() -> AbstractContextManager[Any]:
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
-def _send(counts: Tensor) -> tuple[Tensor, Any]:
-    """A copy on the host, and the event after which it is whole."""
-    if counts.device.type != "cuda":
-        return counts.cpu(), None
-    host = torch.empty((len(counts), WIDTH), dtype=counts.dtype, device="cpu", pin_memory=True)
-    host.copy_(counts, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(counts.device))
-    return host, event
-
-
+@dataclass(frozen=True, slots=True)
 class Pending:
-    """Counts that may still be under way."""
+    """Counts that may still be on their way to the host."""
 
-    def __init__(
-        self,
-        facts: dict[str, float],
-        rows: list[tuple[str, str, str, int]],
-        order: list[tuple[torch.device, int]],
-        hosts: dict[torch.device, tuple[Tensor, Any]],
-    ) -> None:
-        self._facts = facts
-        self._rows, self._order, self._hosts = rows, order, hosts
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a device may still be copying."""
-        return any(event is not None for _, event in self._hosts.values())
+    _facts: dict[str, float]
+    _rows: list[tuple[str, str, str, int]]
+    """Module, kind, dtype, and how many rows of `_host` belong to them."""
+    _host: Tensor
+    event: Any
+    """After which the copy is whole; None where nothing has to be waited for."""
 
     def facts(self) -> dict[str, Any]:
         """Step, scales and `rows` of {module, kind, dtype} with the fields of `Exponents`; waits for the copy."""
-        for _, event in self._hosts.values():
-            if event is not None:
-                event.synchronize()
-        vectors = iter(self._order)
-        hosts = {device: host.tolist() for device, (host, _) in self._hosts.items()}
+        if self.event is not None:
+            self.event.synchronize()
+        vectors = iter(self._host.tolist())
         rows = []
         for module, kind, dtype, count in self._rows:
-            parts = [hosts[device][index] for device, index in (next(vectors) for _ in range(count))]
+            parts = list(islice(vectors, count))
             counts = parts[0] if count == 1 else [sum(each) for each in zip(*parts, strict=True)]
             counts[-1] = max(part[-1] for part in parts)
-            rows.append({"module": module, "kind": kind, "dtype": dtype, **Exponents.of(counts).to_dict()})
+            rows.append({"module": module, "kind": kind, "dtype": dtype, **asdict(Exponents.of(counts))})
         return {**self._facts, "rows": rows}

@@ -22,17 +22,16 @@ _PARALLEL = WRAPPERS - {"OptimizedModule", "_LightningModuleWrapperBase", "_Fabr
 class Precision:
     """Follows autocast, casts and the compiler; `called`: takes the place of calls of a module that was compiled."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, called: Callable[..., Any]) -> None:
+        self._run, self._called = run, called
         self.compiled: str | None = None
         """"module" or "function" once torch.compile was called on one."""
-        self._called: Callable[..., Any] = _as_it_is
         self._depth = 0
         self._versions: dict[int, int] = {}
 
-    def start(self, called: Callable[..., Any]) -> None:
+    def start(self) -> None:
         """From here on."""
-        self._called, wrap = called, self._run.patches.wrap
+        wrap = self._run.patches.wrap
         wrap(torch.autocast, "__init__", self._made)
         wrap(torch.autocast, "__enter__", self._enter)
         wrap(torch.autocast, "__exit__", self._exit)
@@ -117,7 +116,3 @@ class Precision:
 def regions_entered() -> tuple[str, ...]:
     """Device types for which autocast is on in this thread."""
     return tuple(kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
-
-
-def _as_it_is(module: nn.Module, compiled: Any, args: Any, kwargs: Any) -> Any:
-    return compiled(*args, **kwargs)

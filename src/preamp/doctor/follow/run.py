@@ -1,8 +1,7 @@
-"""What those who follow a run share: its models and optimizers, the tape, the clock; where events and records go."""
+"""What the followers of a run share: its models and optimizers, the tape, the clock; where events and records go."""
 
 from __future__ import annotations
 
-import os
 import signal
 import traceback
 import weakref
@@ -22,7 +21,7 @@ from ..findings.events import Raised
 from ..hooks import Clock, Patches
 from ..names import Names
 from ..places import in_library, is_users, users_line
-from ..records import NOWHERE, Line, Recorder
+from ..records import NOWHERE, Line, Recorder, shown_path
 from ..replay.tape import Tape
 
 
@@ -35,11 +34,11 @@ class Run:
         self.tape = Tape(self.clock, self.raised)
         self.emit = Listeners(checks(), self.report)
         self.optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
-        """By their ids; they and the models are the script's to let go of."""
+        """By their ids. The script decides how long they and the models live."""
         self.places: dict[int, Line] = {}
         """Where each optimizer was made."""
         self.attempts: dict[int, int] = {}
-        """Of each optimizer to step, taken or skipped."""
+        """Attempts to step, taken or skipped, by the optimizer's id."""
         self.losses: list[Tensor] = []
         """What went back in this step."""
         self.backward_at = self.stepped_at = NOWHERE
@@ -47,7 +46,7 @@ class Run:
         self.bad: str | None = None
         """What was not finite in this step, "loss" or "gradients"."""
         self.is_given_up = False
-        """Whether an error of ours has ended the observation."""
+        """Whether an error of the doctor has ended the observation."""
         self.on_failure: list[Callable[[], None]] = []
         self._base = base
         self._most = 0  # attempts of an optimizer that is gone
@@ -60,7 +59,7 @@ class Run:
 
     @property
     def is_ours(self) -> bool:
-        """Whether what runs now is inside of a model's call, of a backward pass, or our doing."""
+        """Whether what runs now is part of a model's call, a backward pass or a replay."""
         return self.in_model or self.in_backward or self.tape.is_replaying
 
     @property
@@ -70,7 +69,7 @@ class Run:
 
     @property
     def turn(self) -> int:
-        """Attempts so far, of the optimizer that made fewest: two optimizers take turns, and each is to be looked at.
+        """Attempts so far, of the optimizer that made fewest: two optimizers take turns, and each is inspected.
 
         One that made next to none while another made many is not used.
         """
@@ -86,22 +85,18 @@ class Run:
         self._most = max(self._most, self.attempts.pop(key, 0))
 
     def parameters(self) -> list[Tensor]:
-        """Those of all models, and those that optimizers step."""
+        """The parameters of all models, and those that optimizers step."""
         owned = self.names.owners
         stepped = [p for one in self.optimizers.values() for g in one.param_groups for p in g["params"]]
         others = {id(p): p for p in stepped if id(p) not in owned}
         return [*self.names.parameters(), *others.values()]
 
     def report(self, finding: Finding) -> None:
-        """Record a finding, once for each place; nothing more once looking has come to an end, half way through."""
+        """Record a finding, once for each place; nothing more once the observation has failed."""
         if self.is_given_up:
             return
-        file = finding.file
-        if file is not None and not file.startswith("<"):  # a cell of a notebook
-            file = os.path.abspath(file)
-            below = os.path.relpath(file, self._base)
-            file = file if below.startswith("..") else below
-        finding = replace(finding, file=file, step=self.step if finding.step is None else finding.step)
+        step = self.step if finding.step is None else finding.step
+        finding = replace(finding, file=shown_path(finding.file, self._base), step=step)
         key = (finding.code, finding.severity, finding.module, finding.op, finding.file, finding.line)
         if key not in self._reported:
             self._reported.add(key)
@@ -116,7 +111,7 @@ class Run:
             self.emit(Raised(type(error).__name__, str(error), at))
 
     def noting_errors(self, around: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, whose errors are seen."""
+        """The same function, with its errors reported."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -137,7 +132,7 @@ class Run:
         original(kind, error, trace)
 
     def _failed(self, error: Exception) -> None:
-        """An error of ours: record it, observe no more, and let the script go on undisturbed."""
+        """Record an error of the doctor, end the observation, and let the script go on undisturbed."""
         if self.is_own and not self.is_given_up:
             lines = traceback.format_exception(type(error), error, error.__traceback__)
             self.recorder.write("failed", step=self.step, error=repr(error)[:500], trace="".join(lines)[-4000:])

@@ -14,12 +14,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...errors import PreampError
 from ...session import Session
+from ...session import _step as session_step
 from ...tree import tensors
-from ..adapter import leaves_true_gradients, wrap_refused_steps
 from ..findings.events import Clipper, GradientsClipped
-from ..hooks import subclasses_with
+from ..hooks import subclasses
 from ..places import users_line
-from .look import Look
+from .inspection import Inspection
 from .run import Run
 from .scales import Scales
 
@@ -30,8 +30,8 @@ Attempt = Callable[..., Any]
 class Scalers:
     """Keeps `Scales` true, and has steps that go by way of a scaler or a session counted as attempts."""
 
-    def __init__(self, run: Run, scales: Scales, look: Look, attempt: Attempt) -> None:
-        self._run, self._scales, self._look, self._attempt = run, scales, look, attempt
+    def __init__(self, run: Run, scales: Scales, inspection: Inspection, attempt: Attempt) -> None:
+        self._run, self._scales, self._inspection, self._attempt = run, scales, inspection, attempt
         self._followed: set[type] = set()
         self._depth = 0
         """Backward passes that are under way: checkpointing goes back inside of one."""
@@ -44,20 +44,22 @@ class Scalers:
         patches = self._run.patches
         scaler = torch.amp.grad_scaler.GradScaler
         patches.wrap(scaler, "__init__", self._made_scaler)
-        for kind in (scaler, *subclasses_with(scaler, "step")):
+        for kind in subclasses(scaler):
             self._follow(kind)
         patches.wrap(torch.autograd, "backward", self._backward)
         patches.on_close(base.register_optimizer_step_pre_hook(self._scales.before_any).remove)
         patches.wrap(Session, "__init__", self._made_session)
-        wrap_refused_steps(patches, self._run.noting_errors(lambda original, *args: original(*args)))
+        # A session refuses a step that went past it: an error that is a finding.
+        patches.wrap(session_step, "check_own_step", self._run.noting_errors(lambda original, *args: original(*args)))
         patches.wrap(Session, "scale", self._session_scale)
         patches.wrap(Session, "backward", self._session_backward)
         patches.wrap(Session, "unscale_", self._session_unscale)
         patches.wrap(Session, "clip_grad_norm_", self._session_clip)
         patches.wrap(Session, "clip_grad_value_", self._session_clip)
         patches.wrap(Session, "step", self._session_step)
-        for kind in (LRScheduler, *subclasses_with(LRScheduler, "step")):
-            patches.wrap(kind, "step", self._schedule)
+        for kind in subclasses(LRScheduler):
+            if "step" in vars(kind):
+                patches.wrap(kind, "step", self._schedule)
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
             for name in ("clip_grad_norm_", "clip_grad_value_"):
                 patches.wrap(owner, name, self._clip)
@@ -86,7 +88,7 @@ class Scalers:
         return out
 
     def _clip(self, original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        self._look.gradients_are_true()
+        self._inspection.gradients_are_true()
         clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)  # it may have been a generator
         scales = self._scales
         if scales.are_still_scaled(clipped):
@@ -128,7 +130,7 @@ class Scalers:
         return out
 
     def _unscale(self, original: Any, scaler: Any, optimizer: Optimizer) -> Any:
-        self._look.gradients_are_true()
+        self._inspection.gradients_are_true()
         if not scaler.is_enabled():
             return original(scaler, optimizer)
         self._scales.step_begins(optimizer, mixed=self._scales.mixed(optimizer))
@@ -179,7 +181,7 @@ class Scalers:
     def _session_backward(self, original: Any, session: Session, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         scales = self._scales
         self._by_session(session, kwargs.get("name"))
-        scales.unscales_itself = leaves_true_gradients(session)
+        scales.unscales_itself = session._losses.separate_scales
         try:
             with self._library():
                 return original(session, loss, *args, **kwargs)
@@ -191,7 +193,7 @@ class Scalers:
         return original(session, *args, **kwargs)
 
     def _session_clip(self, original: Any, session: Session, *args: Any, **kwargs: Any) -> Any:
-        with self._library(), self._look.gradients_may_be_read():  # a session knows what is on them
+        with self._library(), self._inspection.gradients_may_be_read():  # a session knows what is on them
             return original(session, *args, **kwargs)
 
     def _session_step(self, original: Any, session: Session, *args: Any, **kwargs: Any) -> Any:
@@ -216,7 +218,7 @@ class Scalers:
 
     @contextmanager
     def _scale_loss(self, original: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        scales, paused = self._scales, self._look.paused
+        scales, paused = self._scales, self._inspection.paused
         scales.in_apex = True
         region = original(*args, **kwargs)
         try:
@@ -232,7 +234,7 @@ class Scalers:
             else:
                 with paused():  # it flattens and unscales
                     region.__exit__(None, None, None)
-                self._look.gradients_are_true()
+                self._inspection.gradients_are_true()
         finally:
             scales.in_apex = scales.is_pending = False
 

@@ -1,4 +1,4 @@
-"""Which losses and gradients are multiplied by a loss scale: gradients are told apart tensor by tensor.
+"""Which losses and gradients are multiplied by a loss scale: gradients are tracked tensor by tensor.
 
 One flag for all is not enough: two optimizers are unscaled one after the other, and a backward pass adds scaled
 gradients onto whatever the last step left.
@@ -7,8 +7,8 @@ gradients onto whatever the last step left.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...session import Session
 from ..findings.events import LossNotScaled, StepBegins
 from ..findings.pa107 import like_a_scale
-from ..places import users_line
+from ..places import graph_of, users_line
 from ..records import NOWHERE, Line, spell_line
 from .run import Run
 
@@ -30,7 +30,7 @@ _KNOWN_OPTIMIZERS = ("torch", "preamp", "apex", "transformers")
 
 
 class Scales:
-    """What is known of loss scales in this run: the scale in use, who put it on, and where it still is."""
+    """What is known of loss scales in this run: the scale in use, what applied it, and where it still is."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -46,7 +46,7 @@ class Scales:
         self.is_library = False
         """Whether a scaler, a session or a function of torch's is at work on gradients."""
         self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-        """Those that were made, or went back."""
+        """Sessions that were made, or called `backward`."""
         self.by_session = self.in_apex = False
         self.unscales_itself = False
         """Whether a session goes back whose losses have scales of their own: it leaves true gradients."""
@@ -73,11 +73,11 @@ class Scales:
             self._scaled.append((weakref.ref(scaled), scale))
 
     def noted(self, loss: Tensor) -> float | None:
-        """The scale that a scaler put on this very loss, which may be 1; None for one that nobody scaled."""
+        """The scale that a scaler put on this very loss, which may be 1; None for one that was not scaled."""
         return next((scale for ref, scale in self._scaled if ref() is loss), None)
 
     def of(self, loss: Tensor) -> float:
-        """The scale that is on a loss; 1 for one that nobody scaled."""
+        """The scale that is on a loss; 1 for one that was not scaled."""
         noted = self.noted(loss)
         if noted is not None:
             return noted
@@ -97,7 +97,7 @@ class Scales:
         return (factor, True) if factor is not None and like_a_scale(factor) else (scale, False)
 
     def before_backward(self, losses: list[Tensor], low: set[torch.dtype]) -> None:
-        """The second loss of a step may have no model call of its own to be judged by: its graph tells."""
+        """The second loss of a step may have no model call of its own to be judged by: its graph is read instead."""
         if self._ever_scaled and not self.is_library and torch.float16 in low and self._run.step < 3:
             self._half_unscaled |= any(self.noted(loss) is None and goes_back_in_half(loss) for loss in losses)
 
@@ -166,7 +166,7 @@ class Scales:
             self.step_begins(optimizer, factor=factor)
 
     def before_any(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Of every optimizer, also of the second one of a backward pass; a closure brings gradients of its own."""
+        """Before a step of any optimizer, also the second of a backward pass; a closure makes its own gradients."""
         if self.is_library or self.in_apex or self.by_session or len(args) > 1 or kwargs.get("closure"):
             return
         own = [p for group in optimizer.param_groups for p in group["params"]]
@@ -199,7 +199,7 @@ class Scales:
 
 
 def is_well_known(optimizer: Optimizer) -> bool:
-    """Whether it is torch's, ours or Apex's: one that keeps its state in its parameters' dtype unless it says so."""
+    """Whether it is torch's, preamp's or Apex's: which keep state in their parameters' dtype."""
     return type(optimizer).__module__.partition(".")[0] in _KNOWN_OPTIMIZERS
 
 
@@ -216,7 +216,7 @@ class Gradients:
         self._by_hand: Any = WeakTensorKeyDictionary()
 
     def before_backward(self, optimizers: Iterable[Optimizer]) -> None:
-        """Remember what there is. What was cleared in place since it was unscaled is as good as new."""
+        """Remember versions. Gradients that were cleared in place since they were unscaled count as new."""
         there = list(_gradients(optimizers))
         self._versions = WeakTensorKeyDictionary()
         for grad in there:
@@ -272,7 +272,7 @@ class Gradients:
         return sum(grad in self._mixed for grad in _gradients([optimizer]))
 
     def scaled_by_hand(self, optimizer: Optimizer) -> float | None:
-        """The script's own scale, where all gradients are as the backward pass left them: nobody took it off."""
+        """The script's own scale, where all gradients are as the backward pass left them: it was not taken off."""
         kept = [(grad, self._by_hand.get(grad)) for grad in _gradients([optimizer])]
         factors = {seen[1] for grad, seen in kept if seen is not None and seen[0] == grad._version}
         whole = bool(kept) and all(seen is not None and seen[0] == grad._version for grad, seen in kept)
@@ -286,32 +286,14 @@ def _gradients(optimizers: Iterable[Optimizer]) -> Iterable[Tensor]:
 def goes_back_in_half(loss: Tensor, limit: int = 4000) -> bool:
     """Whether any gradient of this loss is float16 on its way: a node gets one in the dtype of what it gave.
 
-    Of a graph larger than `limit` nodes, those next to the loss are looked at.
+    Of a graph larger than `limit` nodes, those next to the loss are read.
     """
-    seen: set[Any] = set()
-    left = deque([loss.grad_fn])
-    while left and len(seen) < limit:
-        node = left.popleft()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if any(one.dtype is torch.float16 for one in node._input_metadata):
-            return True
-        left.extend(before for before, _ in node.next_functions)
-    return False
+    nodes = islice(graph_of(loss), limit)
+    return any(one.dtype is torch.float16 for node in nodes for one in node._input_metadata)
 
 
 def _not_zero(grads: list[Tensor]) -> list[bool]:
-    """For each, whether anything in it is not zero: one wait for each device, seen by no mode."""
-    if not grads:
-        return []
-    by_device: dict[torch.device, list[int]] = {}
-    for index, grad in enumerate(grads):
-        by_device.setdefault(grad.device, []).append(index)
-    found = [False] * len(grads)
+    """For each, whether anything in it is not zero; by one host sync, and unseen by dispatch modes."""
     with torch.no_grad(), _disable_current_modes():
-        for indices in by_device.values():
-            counts = torch.stack([grads[i].detach().count_nonzero() for i in indices]).tolist()
-            for index, count in zip(indices, counts, strict=True):
-                found[index] = bool(count)
-    return found
+        counts = [grad.detach().count_nonzero().to(grads[0].device) for grad in grads]
+        return torch.stack(counts).bool().tolist() if counts else []

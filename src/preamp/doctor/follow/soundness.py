@@ -14,24 +14,24 @@ from .run import Run
 from .scales import Scales
 
 DIAGNOSES = 8
-"""Steps that are not finite and are replayed; the first ones are the informative ones."""
+"""Steps that are not finite and are replayed: the first ones say most."""
 
 
 class Soundness:
-    """Looks after every backward pass; a sick one is done again to see why, the first few times."""
+    """Checks every backward pass; the first few that are not finite are replayed to find out why."""
 
     def __init__(self, run: Run, scales: Scales, replay: bool) -> None:
         self._run, self._scales, self._replay = run, scales, replay
         self.bad_gradients = False
         """Whether a gradient was not finite in this step: a scaler skips for that, not for the loss."""
         self._damaged = False
-        """Whether the weights are: what follows is sick whatever it does."""
+        """Whether the weights are not finite: nothing that follows can be."""
         self._diagnoses = 0
         self._held_back: Diagnosis | None = None
         """What a scale of the script's own brought about: a disease if the step is taken all the same."""
         self._versions: list[int] | None = None
 
-    def look_at(self, losses: list[Tensor]) -> None:
+    def check(self, losses: list[Tensor]) -> None:
         """After a backward pass from these."""
         run = self._run
         sick_loss = not all(map(_is_finite, losses))
@@ -48,7 +48,7 @@ class Soundness:
     def _diagnose(self, losses: list[Tensor]) -> None:
         run = self._run
         scale, by_hand = self._scales.on_losses(losses)
-        # A call of sharded models is one of all processes, and these may be the only gradients that are sick.
+        # All processes must call sharded models together, and only these gradients may be non-finite.
         rows = samples(run.tape, masks=False) if run.names.is_sharded else ()
         found = None
         if not run.names.is_sharded:
@@ -65,7 +65,7 @@ class Soundness:
             self._overflowed(found, scale)
 
     def _overflowed(self, found: Diagnosis, scale: float) -> None:
-        """The scale alone brought it about, which a scaler is there to see."""
+        """The scale alone is the cause: a scaler skips such a step."""
         one = found.origin
         place = {"module": one.module, "op": one.op, "direction": one.direction, "file": one.file, "line": one.line}
         self._run.recorder.write("overflow", step=self._run.step, scale=scale, **place)
@@ -93,5 +93,5 @@ class Soundness:
 
 
 def _is_finite(loss: Tensor) -> bool:
-    """Of one number this takes a tenth of what an operator takes."""
+    """For one number `item` takes a tenth of an operator's time."""
     return cmath.isfinite(loss.item()) if loss.numel() == 1 else bool(loss.isfinite().all())

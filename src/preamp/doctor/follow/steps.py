@@ -1,6 +1,6 @@
 """The steps of a run. One begins with the first call of a model under autograd and ends with an attempt to step.
 
-After each backward pass loss and gradients are looked at, before anything can be done with them.
+Loss and gradients are checked after each backward pass, before anything can be done with them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from torch.optim import Optimizer
 
 from ...autocast import MARKER
 from ...tree import tensors
-from ..adapter import keeps_masters
 from ..findings.events import FirstStep, WithoutMasters
 from ..names import unwrapped
 from ..places import users_line
-from .look import Look
+from .inspection import Inspection
 from .precision import Precision
 from .run import Run
 from .scales import Scales, is_well_known
@@ -30,19 +29,26 @@ class Steps:
     """Takes calls, backward passes and steps from the hooks, and records every attempt."""
 
     def __init__(
-        self, run: Run, scales: Scales, precision: Precision, look: Look, soundness: Soundness, limit: int | None
+        self,
+        run: Run,
+        scales: Scales,
+        precision: Precision,
+        inspection: Inspection,
+        soundness: Soundness,
+        limit: int | None,
     ) -> None:
-        self._run, self._scales, self._precision, self._look, self._soundness = run, scales, precision, look, soundness
+        self._run, self._scales, self._precision = run, scales, precision
+        self._inspection, self._soundness = inspection, soundness
         self._limit, self._updates = limit, Updates(run)
         self._examined: set[int] = set()
-        """Optimizers whose first step was looked at."""
+        """Optimizers whose first step was examined."""
         self._without_state: set[int] = set()
         """Those whose state was not, as there was none yet."""
         self._loss: float | None = None
         self._awaits_attempt = self._went_back = False
         self._in_attempt = self._saw_step = False
         self._versions: list[tuple[int, int]] = []
-        """Of weights and gradients after a backward pass, where no optimizer is known."""
+        """Versions of weights and gradients after a backward pass, where no optimizer is known."""
         self.on_first_gradients: Callable[[float], None] | None = None
         """Called before the first step with the scale that is on the gradients."""
 
@@ -64,11 +70,11 @@ class Steps:
         run.names.is_sharded |= type(module).__name__ == "FullyShardedDataParallel"
         self._precision.model_called()
         call = run.tape.enter_model(unwrapped(module), args, kwargs, ("cpu", "cuda", MARKER))
-        self._look.open(run.turn, module)
+        self._inspection.open(run.turn, module)
         return call
 
     def model_returned(self, call: Any, out: Any) -> None:
-        """What it gave."""
+        """A model has returned `out`."""
         with self._run.clock:
             self._run.tape.leave_model(call, out, self._precision.compiled != "function")
 
@@ -80,7 +86,7 @@ class Steps:
     def _is_stepped_otherwise(self) -> bool:
         """Whether weights or gradients were changed since the backward pass, and by no optimizer of torch's.
 
-        Gradients tell where weights are written through .data, which leaves no trace: they are cleared for the next.
+        Weights that are written through .data keep their version; gradients that are cleared for the next step do not.
         """
         return not self._run.optimizers and self._versions != self._versions_now()
 
@@ -92,8 +98,8 @@ class Steps:
         run.tape.close_window()
         self._note_loss(losses)
         run.losses += losses
-        scales.before_backward(losses, self._look.low)
-        self._look.before_backward(scales.of(losses[0]) if losses else 1.0, losses)
+        scales.before_backward(losses, self._inspection.low)
+        self._inspection.before_backward(scales.of(losses[0]) if losses else 1.0, losses)
 
     def _note_loss(self, losses: list[Tensor]) -> None:
         self._run.backward_at = users_line()
@@ -101,28 +107,28 @@ class Steps:
             self._loss = float(losses[0].detach()) / self._scales.of(losses[0])
 
     def after_backward(self, losses: list[Tensor], keeps_graph: bool) -> None:
-        """Gradients are there."""
+        """Gradients have arrived."""
         run = self._run
         self._awaits_attempt, self._saw_step = True, False
         self._scales.after_backward(losses)
-        self._soundness.look_at(losses)
+        self._soundness.check(losses)
         self._went_back = True
         if not run.optimizers:  # the script, or a library, steps by other means, which no hook sees
-            self._close_look(None)
+            self._close_step(None)
             self._versions = self._versions_now()
-        self._look.after_backward()
+        self._inspection.after_backward()
         if run.tape.is_long and not run.bad and not keeps_graph:
             run.tape.clear()  # of a long accumulation: the inputs of sound micro-batches are the script's memory
 
-    def _close_look(self, optimizer: Optimizer | None) -> None:
+    def _close_step(self, optimizer: Optimizer | None) -> None:
         """The step is whole: nothing more is kept of it, and what was seen is judged."""
         self._run.tape.close_window()
         self._soundness.before_step()
         if self.on_first_gradients is not None:
             self.on_first_gradients(self._scales.on_gradients)
             self.on_first_gradients = None
-        self._look.before_step(optimizer)
-        self._scales.step_is_whole(self._look.low, self._look.low_now)
+        self._inspection.before_step(optimizer)
+        self._scales.step_is_whole(self._inspection.low, self._inspection.low_now)
 
     # -- steps
 
@@ -132,7 +138,7 @@ class Steps:
         run.optimizers[id(optimizer)] = optimizer
         if not run.names.models and run.is_own:
             with run.clock:
-                run.names.look([optimizer])
+                run.names.search([optimizer])
                 self._open_without_model(0)
 
     def forget(self, key: int) -> None:
@@ -143,12 +149,12 @@ class Steps:
 
     def _open_without_model(self, turn: int) -> None:
         """Bare parameters and functions call no model that could be waited for: a step begins where the last ended."""
-        if not self._run.names.models and self._look.every is not None:
-            self._look.open(turn, None)
+        if not self._run.names.models and self._inspection.every is not None:
+            self._inspection.open(turn, None)
             self._run.tape.open_window()
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """An optimizer of torch's is about to step, and its gradients are there."""
+        """An optimizer of torch's is about to step, with its gradients."""
         run, first = self._run, id(optimizer) not in self._examined
         if not self._went_back and any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
             self._awaits_attempt = True  # gradients that the script made without a backward pass
@@ -157,13 +163,13 @@ class Steps:
         with run.clock:
             run.optimizers.setdefault(id(optimizer), optimizer)  # one that was made before the watching began
             if self._awaits_attempt:
-                self._close_look(optimizer)
+                self._close_step(optimizer)
             if first:  # also the second of two that share a backward pass
                 self._first_step(optimizer)
             run.stepped_at = users_line()
             self._scales.before_first_use(optimizer)
-            if self._look.every is not None:
-                self._updates.before(optimizer, close=run.step % self._look.every == 0)
+            if self._inspection.every is not None:
+                self._updates.before(optimizer, close=run.step % self._inspection.every == 0)
 
     def _first_step(self, optimizer: Optimizer) -> None:
         run, at = self._run, self._run.place_of(optimizer)
@@ -171,7 +177,8 @@ class Steps:
         self._without_state.add(id(optimizer))
         optimizers = list(run.optimizers.values())
         run.names.keep_stepped(optimizers)
-        if is_well_known(optimizer) and not keeps_masters(optimizer, self._scales.sessions):
+        by_session = any(optimizer in one.optimizers.values() and one.policy.masters for one in self._scales.sessions)
+        if is_well_known(optimizer) and not by_session and not hasattr(optimizer, "_amp_stash"):  # which Apex leaves
             run.emit(WithoutMasters(optimizer, at, run.names))
         run.emit(FirstStep(optimizer, at, optimizers, run.names))
 
@@ -194,7 +201,7 @@ class Steps:
     def attempt(self, original: Any, *optimizers: Optimizer) -> Any:
         """A step by way of a scaler: `original()` takes it or skips it."""
         with self._run.clock:
-            self._close_look(optimizers[0])
+            self._close_step(optimizers[0])
         self._in_attempt, self._saw_step = True, False
         try:
             out = original()
@@ -217,7 +224,7 @@ class Steps:
             optimizer = optimizer or next(iter(run.optimizers.values()), None)
             step, bad = run.attempts.get(id(optimizer), 0), run.bad
             skipped = self._soundness.stepped(skipped)
-            self._look.attempted(taken=not skipped)
+            self._inspection.attempted(taken=not skipped)
             run.recorder.write(
                 "step",
                 step=step,
@@ -242,7 +249,7 @@ class Steps:
 
 
 def _steps_halves(optimizer: Optimizer) -> bool:
-    """Whether float16 parameters are stepped by an optimizer that somebody wrote, and whose state has no copy of them.
+    """Whether float16 parameters are stepped by an optimizer of unknown origin whose state has no copy of them.
 
     What it keeps is known once it has kept something.
     """

@@ -1,7 +1,8 @@
 """What a step changed of 16-bit numbers: weights, second moments of optimizers, and averages that are kept beside.
 
 Adam moves a second moment by 1 - beta2 of its distance to the squared gradient. With beta2 = 0.999 that is a thousandth
-at the most on the way down, and bfloat16 tells numbers 0.4 % to 0.8 % apart: such a moment can rise, and never fall.
+at the most on the way down, and neighbouring bfloat16 numbers are 0.4 % to 0.8 % apart: such a moment can rise, but
+never fall.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ...formats import LOW_DTYPES, name_of
 from ..findings.events import ChangedBetweenSteps, WeightsStepped
@@ -26,7 +27,7 @@ from .run import Run
 LOOKED_AT = 65536
 """Entries of a tensor that are compared before and after a step."""
 FOLLOWED, TENSORS = 256, 16
-"""Entries of a tensor whose moment is kept in float32 besides, from step to step, and of how many tensors."""
+"""Entries of a tensor whose moment is also kept in float32, from step to step, and of how many tensors."""
 LEAST = 16
 """Tensors of fewer values are counters and the like, and no averages."""
 _MOVES = frozenset({"mul", "add", "sub", "lerp", "addcmul", "addcdiv"})
@@ -35,41 +36,6 @@ _BETAS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
     "square_avg": lambda group: group["alpha"] if "alpha" in group else group["rho"],
 }
 """What of a second moment a step keeps, by the name under which torch's optimizers and their kin have it."""
-
-
-class Updates:
-    """16-bit weights and moments before and after a step."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._before: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._moments = Moments(run)
-
-    def before(self, optimizer: Optimizer, close: bool) -> None:
-        """Keep the 16-bit weights that are about to be stepped, and which of them have a gradient, if `close`."""
-        self._moments.before(optimizer, close)
-        if not close:
-            return
-        self._before = [
-            (p, values_here(p.detach()).clone(), values_here(p.grad) != 0)
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.dtype in LOW_DTYPES and p.grad is not None and p.grad.layout is torch.strided
-        ]
-
-    def after(self, optimizer: Optimizer) -> None:
-        """Count what is as it was."""
-        self._moments.after(optimizer)
-        kept, self._before = self._before, []
-        counted = []
-        for parameter, old, meant in kept:
-            count = int(meant.sum())
-            if count and parameter.dtype in LOW_DTYPES:
-                same = int(((values_here(parameter.detach()) == old) & meant).sum())
-                counted.append((parameter, count, same))
-        if counted:
-            run = self._run
-            run.emit(WeightsStepped(type(optimizer).__name__, run.place_of(optimizer), counted, run.names))
 
 
 @dataclass(slots=True)
@@ -81,24 +47,54 @@ class _Moment:
     exact: Tensor | None
     """In float32, of the entries that are followed; None for a tensor that is not followed."""
     squares: Tensor | None = None
-    """Of the gradients that are about to be stepped."""
+    """Squared gradients of the step that begins."""
     before: Tensor | None = None
     meant: Tensor | None = None
-    """Which of the entries looked at have a gradient."""
+    """Which of the entries compared have a gradient."""
 
 
-class Moments:
-    """Follows optimizers whose second moments are 16-bit. preamp.optim's are float32, or rounded stochastically."""
+class Updates:
+    """16-bit weights and second moments before and after a step.
+
+    Moments of preamp.optim are not followed: they are float32, or rounded stochastically.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._of: weakref.WeakKeyDictionary[Optimizer, list[_Moment]] = weakref.WeakKeyDictionary()
+        self._before: list[tuple[Tensor, Tensor, Tensor]] = []
+        """Weights, their values, and which of these have a gradient."""
+        self._moments: weakref.WeakKeyDictionary[Optimizer, list[_Moment]] = weakref.WeakKeyDictionary()
 
     def before(self, optimizer: Optimizer, close: bool) -> None:
-        """The optimizer is about to step; `close`: in a step whose numbers are looked at."""
+        """The optimizer is about to step; `close`: in a step whose numbers are compared."""
+        self._before_moments(optimizer, close)
+        if not close:
+            return
+        self._before = [
+            (p, values_here(p.detach()).clone(), values_here(p.grad) != 0)
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.dtype in LOW_DTYPES and p.grad is not None and p.grad.layout is torch.strided
+        ]
+
+    def after(self, optimizer: Optimizer) -> None:
+        """Count what is as it was."""
+        self._after_moments(optimizer)
+        kept, self._before = self._before, []
+        counted = []
+        for parameter, old, meant in kept:
+            count = int(meant.sum())
+            if count and parameter.dtype in LOW_DTYPES:
+                same = int(((values_here(parameter.detach()) == old) & meant).sum())
+                counted.append((parameter, count, same))
+        if counted:
+            run = self._run
+            run.emit(WeightsStepped(type(optimizer).__name__, run.place_of(optimizer), counted, run.names))
+
+    def _before_moments(self, optimizer: Optimizer, close: bool) -> None:
         if not optimizer.state or type(optimizer).__module__.startswith("preamp."):
             return
-        if close or optimizer not in self._of:
+        if close or optimizer not in self._moments:
             self._find(optimizer)
         for moment, parameter, value, group in self._live(optimizer):
             grad = parameter.grad
@@ -113,8 +109,8 @@ class Moments:
                 if _changes_gradients(optimizer, group):
                     moment.exact = moment.squares = None
 
-    def after(self, optimizer: Optimizer) -> None:
-        """It has stepped: record what moved."""
+    def _after_moments(self, optimizer: Optimizer) -> None:
+        """Record which moments moved."""
         looked, unmoved, dtypes = [], [], []
         far: list[Tensor] = []
         for moment, parameter, value, group in self._live(optimizer):
@@ -150,7 +146,7 @@ class Moments:
         )
 
     def _find(self, optimizer: Optimizer) -> None:
-        known = {moment.parameter(): moment for moment in self._of.get(optimizer, [])}
+        known = {moment.parameter(): moment for moment in self._moments.get(optimizer, [])}
         found: list[_Moment] = []
         for parameter, state in optimizer.state.items():
             name = next((name for name in _BETAS if name in state), None) if isinstance(state, dict) else None
@@ -161,10 +157,10 @@ class Moments:
                 exact = _part(state[name], FOLLOWED).float().clone() if len(found) < TENSORS else None
                 moment = _Moment(weakref.ref(parameter), name, exact)
             found.append(moment)
-        self._of[optimizer] = found
+        self._moments[optimizer] = found
 
     def _live(self, optimizer: Optimizer) -> Iterator[tuple[_Moment, Tensor, Tensor, Mapping[str, Any]]]:
-        moments = self._of.get(optimizer)
+        moments = self._moments.get(optimizer)
         if not moments:
             return
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -176,7 +172,7 @@ class Moments:
 
 
 def _changes_gradients(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether the optimizer squares something else than the gradient as it is stored."""
+    """Whether the optimizer squares something other than the stored gradient."""
     decoupled = group.get("decoupled_weight_decay", "W" in type(optimizer).__name__)
     return bool(group.get("weight_decay") and not decoupled) or getattr(optimizer, "grad_scale", None) is not None
 
@@ -188,16 +184,11 @@ def _part(tensor: Tensor, count: int) -> Tensor:
 
 
 class StalledAverages(TorchDispatchMode):
-    """Looks at in-place operators on 16-bit tensors, from an attempt to step to the next model call."""
+    """Compares in-place operators on 16-bit tensors, from an attempt to step to the next model call."""
 
     def __init__(self) -> None:
         super().__init__()
         self._lines: dict[Line, tuple[int, int, str, str]] = {}
-
-    def stop(self) -> None:
-        """Look no more, unless somebody else's mode lies on top."""
-        if _get_current_dispatch_mode() is self:
-            self.__exit__(None, None, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -16,7 +16,7 @@ from ...tree import tensors
 from ..names import Names
 from ..places import users_line
 from ..records import Recorder, spell_line
-from .look import Look
+from .inspection import Inspection
 from .precision import Precision
 from .run import Run
 from .scalers import Scalers
@@ -45,13 +45,13 @@ class Watch:
         names: Names | None = None,
     ) -> None:
         run = self.run = Run(recorder, base, names)
-        self.scales, self._precision = Scales(run), Precision(run)
-        self._look = Look(run, self.scales, self._precision, every, replay)
+        self.scales, self._precision = Scales(run), Precision(run, self._compiled)
+        self._inspection = Inspection(run, self.scales, self._precision, every, replay)
         soundness = Soundness(run, self.scales, replay)
-        self.steps = Steps(run, self.scales, self._precision, self._look, soundness, steps)
-        self._scalers = Scalers(run, self.scales, self._look, self.steps.attempt)
+        self.steps = Steps(run, self.scales, self._precision, self._inspection, soundness, steps)
+        self._scalers = Scalers(run, self.scales, self._inspection, self.steps.attempt)
         self._hook: Any = None
-        run.on_failure += [self._unhook, run.tape.clear, self._look.give_up]
+        run.on_failure += [self._unhook, run.tape.clear, self._inspection.give_up]
 
     @classmethod
     def of_this_process(cls) -> Watch | None:
@@ -73,7 +73,7 @@ class Watch:
         ):
             patches.on_close(hook.remove)
         self._scalers.start()
-        self._precision.start(self._compiled)
+        self._precision.start()
         patches.wrap(sys, "excepthook", self.run.uncaught)
         self._silence("Using `torch.compile")
         self._hook_calls()
@@ -95,14 +95,14 @@ class Watch:
         run.patches.close()
         self._unhook()
         run.tape.clear()  # its mode lies above the other's
-        self._look.close()
+        self._inspection.close()
         if run.attempts:
             counts = {**self.scales.since_last(), "scaler_at": spell_line(self.scales.scaler_at)}
             run.recorder.write("end", spent=run.clock.spent, seconds=run.clock.seconds, **counts)
 
     def flush(self) -> None:
         """Record what is known of the steps so far."""
-        self._look.settle()
+        self._inspection.settle()
 
     # -- model calls: the outermost of a model that is trained; what it calls inside is not followed
 
@@ -159,7 +159,7 @@ class Watch:
     def _close(self, call: Any, out: Any) -> None:
         self.run.in_model = False
         if call is None:
-            return  # looking has come to an end
+            return  # the observation has ended
         self._hook_calls()
         if out is not None:
             self.steps.model_returned(call, out)
@@ -178,7 +178,7 @@ class Watch:
             out = original(tensors_, *args, **kwargs)
         finally:
             run.in_backward = False
-        with run.clock, self._look.paused():  # what is done with gradients here is our doing
+        with run.clock, self._inspection.paused():  # it is the doctor that reads gradients here
             self.steps.after_backward(losses, bool(kwargs.get("retain_graph")))
         return out
 

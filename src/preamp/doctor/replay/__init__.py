@@ -1,1 +1,1 @@
-"""A step done again: where its first non-finite value came from, and what its gradients are in float32."""
+"""Replays of a step: where its first non-finite value came from, and what its gradients are in float32."""

@@ -1,4 +1,4 @@
-"""A step of the script done again under observation: why it was not finite, and what float16 lost of its gradients."""
+"""A replay of a step under observation: why it was not finite, and what float16 lost of its gradients."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..findings.pa201 import Diagnosis, Origin
 from ..hooks import Patches
 from ..measure import spread_of
 from ..names import Names
-from ..places import Places
+from ..places import Places, graph_of
 from .origin import trace
 from .tape import Tape
 
 ALIKE = 0.5
-"""Cosine below which the step done again is another step: it drew other random numbers."""
+"""Cosine below which the replay is another step: it drew other random numbers."""
 _SMALL = 16
 """Gradients of fewer values are not compared."""
 
@@ -38,7 +38,7 @@ def diagnose(
         return None
     models = names.models or {str(i): m for i, m in enumerate(tape.models())}
 
-    def look(seed: float) -> Origin | None:
+    def origin_at(seed: float) -> Origin | None:
         def run(places: Places) -> list[Tensor]:
             return [tape.replay(loss, places, names.get) for loss in known]
 
@@ -46,10 +46,10 @@ def diagnose(
 
     try:
         with tape.replaying():
-            origin = look(1.0)
+            origin = origin_at(1.0)
             by_scale = False
             if origin is not None and scale != 1.0 and not origin.from_data:
-                by_scale = look(1.0 / scale) is None
+                by_scale = origin_at(1.0 / scale) is None
     except Exception:  # a model that cannot be called a second time
         return None
     if origin is None:
@@ -62,31 +62,17 @@ def diagnose(
 
 
 def _backward(loss: Tensor, seed: float, parameters: Sequence[Tensor]) -> None:
-    """Gradients without the hooks of those who wait for gradients, such as DistributedDataParallel's."""
+    """Gradients without hooks on their accumulation, such as DistributedDataParallel's."""
     wanted = [p for p in parameters if p.requires_grad]
     grown = torch.full_like(loss, seed)
-    if _goes_back_inside(loss):
+    # Reentrant checkpointing refuses `torch.autograd.grad`, half way through.
+    if any(node.name() == "CheckpointFunctionBackward" for node in graph_of(loss)):
         torch.autograd.backward(loss, grown)
         return
     grads = torch.autograd.grad(loss, wanted, grown, allow_unused=True)
     for parameter, grad in zip(wanted, grads, strict=True):
         if grad is not None:
             parameter.grad = grad.to(parameter.dtype)
-
-
-def _goes_back_inside(loss: Tensor) -> bool:
-    """Whether reentrant checkpointing is in the graph: it refuses `torch.autograd.grad`, half way through."""
-    seen: set[Any] = set()
-    queue: list[Any] = [loss.grad_fn]
-    while queue:
-        node = queue.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "CheckpointFunctionBackward":
-            return True
-        queue += [before for before, _ in node.next_functions]
-    return False
 
 
 def samples(tape: Tape, *, masks: bool = True) -> tuple[int, ...]:
@@ -107,10 +93,10 @@ def samples(tape: Tape, *, masks: bool = True) -> tuple[int, ...]:
 def compare_gradients(
     tape: Tape, names: Names, loss: Tensor, backward_scale: float, scale: float
 ) -> list[GradientSpread] | None:
-    """Gradients against those of the same step in float32, the worst first; None where it cannot be done again so.
+    """Gradients against those of the same step in float32, the worst first; None where it cannot be replayed so.
 
     `backward_scale`: on the loss in the backward pass; `scale`: on the gradients as they are stored now. What is zero
-    in float16 may have been zero before; only the step done again without casts tells.
+    in float16 may have been zero before; only a replay without casts shows that.
     """
     parameters = [p for p in names.parameters() if p.grad is not None and p.grad.layout is torch.strided]
     if not parameters or any(p.dtype is not torch.float32 for p in parameters) or not tape.knows(loss):

@@ -2,7 +2,7 @@
 
 A replay runs under a dispatch mode that sees every operator. Each non-finite tensor gets a trail back to where it
 began; a trail counts only when it reaches the loss or a gradient, since an infinity that a `where`, a `clamp` or a
-softmax removes again harms nobody.
+softmax removes again does no harm.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MOVERS = frozenset({
     "expand", "slice", "select", "squeeze", "unsqueeze", "split", "unbind", "copy_", "cat", "stack",
     "index_select", "narrow", "unfold", "as_strided",
 })  # fmt: skip
-"""Operators that only hand data on: whoever computes with it is its first consumer."""
+"""Operators that only hand data on: the next operator that computes with it is its first consumer."""
 _SAME = ("detach", "alias")
 """Autograd's own handling of saved tensors: not worth a carrier's line."""
 
@@ -224,7 +224,7 @@ def trace(
 
 
 def _readable(tensor: Tensor) -> Tensor | None:
-    """`tensor` in a form that can be counted, None when it has no floating values to look at."""
+    """`tensor` in a form that can be counted, None when it has no floating values."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.layout is not torch.strided:
         return None
     if tensor.device.type == "meta" or tensor.numel() == 0 or tensor.is_quantized:

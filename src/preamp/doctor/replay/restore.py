@@ -22,7 +22,7 @@ State = tuple[Any, ...]
 
 
 def random_state(*, of_all: bool = True) -> State:
-    """Of torch on the CPU and on every GPU in use; with `of_all`, of Python and numpy too, which takes far longer."""
+    """That of torch on the CPU and every GPU in use; with `of_all`, of Python and numpy too, which takes longer."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     python, numpy = _others() if of_all else (None, None)
     return python, numpy, torch.get_rng_state(), cuda
@@ -41,7 +41,7 @@ def _others() -> tuple[Any, Any]:
 
 
 def set_random_state(state: State) -> None:
-    """Put back what `random_state` gave."""
+    """Put back what `random_state` returned."""
     python, numpy, cpu, cuda = state
     if python is not None:
         random.setstate(python)

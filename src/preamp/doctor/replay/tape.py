@@ -1,53 +1,30 @@
-"""What a training step did between two optimizer steps, kept so that it can be done again.
+"""What a training step did between two optimizer steps, kept so that it can be replayed.
 
 Calls of the models are kept with their inputs, random state and buffers; what the script computes from their outputs
 (the loss) is kept operator by operator, with the line that asked for each. A replay calls the models again and runs
-those operators on what they give, with autograd, so that the backward pass can be looked at too.
+those operators on what they give, with autograd, so that the backward pass can be observed too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from ...formats import LOW_DTYPES
 from ...tree import PLAIN, tensors
-from ..hooks import Clock
-from ..places import Place, Places, line_and_modules, users_line, written_by
+from ..hooks import Clock, leave
+from ..places import Place, Places, key_of, line_and_modules, users_line, written_by
 from ..records import NOWHERE, Line
-from .entries import (
-    Grad,
-    KeptTensor,
-    Key,
-    ModelCall,
-    Named,
-    Op,
-    RandomState,
-    Ref,
-    call_again,
-    in_full,
-    said_to_run,
-    tensor_key,
-)
-from .restore import (
-    attributes_of,
-    eager,
-    others_drew,
-    parts_of,
-    put_back,
-    random_kept,
-    random_state,
-    set_random_state,
-    unheard,
-    untouched,
-)
+from . import restore
 
 CALLS = 16
 """Model calls of one step that are kept even when their backward pass was sound."""
@@ -56,16 +33,116 @@ TRIALS = 8
 LIMIT = 4000
 """Operators kept a step; a loss made of more is not replayed."""
 
+Key = tuple[Any, ...]
+Named = Callable[[nn.Module], str | None]
+"""The path of a module."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Stands for a tensor that the replay makes itself."""
+
+    key: Key
+
+
+@dataclass(slots=True)
+class ModelCall:
+    """A model was called."""
+
+    module: nn.Module
+    args: Any
+    kwargs: Any
+    random: Any
+    buffers: list[tuple[nn.Module, str, Tensor, Tensor]]
+    """Owner, name, the tensor and a copy of its numbers: a forward may change it or put another in its place."""
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    attributes: dict[nn.Module, dict[str, Any]]
+    """Plain attributes of every part: a counter, a temperature, `training`."""
+    at: Line
+    """The line that called it."""
+    outputs: list[Key | None] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Op:
+    """An operator ran, or `torch.autograd.grad` with a graph of its own: part of a loss that has gradients in it."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    outputs: list[Key]
+    grad: bool
+    place: Place
+    modules: tuple[nn.Module, ...]
+    """Modules that were running, the innermost first: one without parameters is not kept as a call."""
+
+
+class RandomState(NamedTuple):
+    """Random numbers were about to be drawn."""
+
+    state: Any
+
+
+class KeptTensor(NamedTuple):
+    """A tensor of the script's that an operator was about to change."""
+
+    key: Key
+    value: Tensor
+
+
+def tensor_key(tensor: Tensor) -> Key:
+    """Which numbers a tensor is: views of the same ones have the same key."""
+    if tensor.layout is not torch.strided:
+        return (id(tensor),)
+    return (key_of(tensor), tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+
+def in_full(value: Any) -> Any:
+    """float32 for a 16-bit tensor or dtype."""
+    if isinstance(value, Tensor) and value.dtype in LOW_DTYPES:
+        return value.float()
+    return torch.float32 if isinstance(value, torch.dtype) and value in LOW_DTYPES else value
+
+
+def call_again(call: ModelCall, args: Any, kwargs: Any, *, full: bool) -> Any:
+    """Call a model as it was called, with the random state, buffers and attributes of then; `full`: no autocast."""
+    restore.set_random_state(call.random)
+    with torch.no_grad():
+        for part, name, buffer, before in call.buffers:
+            part._buffers[name] = buffer
+            buffer.copy_(before)
+    restore.put_back(call.attributes)
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        for kind, on, dtype in call.autocast:
+            stack.enter_context(_autocast_as(kind, on and not full, dtype))
+        return call.module(*args, **kwargs)
+
+
+@contextmanager
+def _autocast_as(kind: str, on: bool, dtype: torch.dtype) -> Iterator[None]:
+    before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    torch.set_autocast_enabled(kind, on)
+    torch.set_autocast_dtype(kind, dtype)
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        torch.set_autocast_enabled(kind, before[0])
+        torch.set_autocast_dtype(kind, before[1])
+
 
 @cache
 def _schema_name(func: Any) -> str:
-    """As torch makes the schema anew each time that it is asked."""
-    name: str = func._schema.name
+    """Cached, as torch builds the schema each time; "" of `torch.autograd.grad`, which is no operator."""
+    name: str = func._schema.name if hasattr(func, "_schema") else ""
     return name
 
 
 def _identity(tensor: Tensor) -> StorageWeakRef | None:
-    """Of its storage; None for a tensor without one."""
+    """The identity of its storage; None for a tensor without one."""
     try:
         return StorageWeakRef(tensor.untyped_storage())
     except (RuntimeError, NotImplementedError):
@@ -87,7 +164,7 @@ class Tape:
         self._drew = False
         """Whether random numbers were drawn in this window."""
         self._watched, self._draws = 0, False
-        """Calls after which Python's and numpy's generators were looked at, and whether any had moved one."""
+        """Calls after which Python's and numpy's generators were compared, and whether any had moved one."""
         self.whole = True
         """False when more was done than is kept."""
 
@@ -101,32 +178,32 @@ class Tape:
 
     @property
     def _may_draw(self) -> bool:
-        """Whether models may draw from Python's or numpy's generator; the first calls tell for the later ones."""
+        """Whether models may draw from Python's or numpy's generator; the first calls stand for the later ones."""
         return self._draws or self._watched < TRIALS
 
     @property
     def is_long(self) -> bool:
-        """Whether so many model calls are kept that their inputs should be let go where nobody needs them."""
+        """Whether so many model calls are kept that their inputs should be released where they are not needed."""
         return self._calls >= CALLS
 
     def enter_model(self, module: nn.Module, args: Any, kwargs: Any, device_types: tuple[str, ...]) -> ModelCall:
         """Before a model runs."""
         self.close_window()
-        parts = parts_of(module)
+        parts = restore.parts_of(module)
         held = [(part, name, b) for part in parts for name, b in part._buffers.items() if b is not None]
         call = ModelCall(
             module,
             self._refer(args),
             self._refer(kwargs),
-            random_state(of_all=self._may_draw),
+            restore.random_state(of_all=self._may_draw),
             [(part, name, b, b.detach().clone()) for part, name, b in held],
             tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_types),
-            {part: attributes_of(part) for part in parts},
+            {part: restore.attributes_of(part) for part in parts},
             users_line(),
         )
         self._calls += 1
         if self._calls > 8 * CALLS:
-            self.whole = False  # no step is that long: nobody steps
+            self.whole = False  # no step is that long: there are no steps
             self._entries.clear()
         else:
             self._entries.append(call)
@@ -137,7 +214,7 @@ class Tape:
         call.outputs = list(self._know(out))
         if self._watched < TRIALS:
             self._watched += 1
-            self._draws |= others_drew(call.random)
+            self._draws |= restore.others_drew(call.random)
         if keep_on:
             self.open_window()
 
@@ -149,9 +226,8 @@ class Tape:
             self._mode.__enter__()
 
     def close_window(self) -> None:
-        """Keep no more operators, unless somebody else's mode lies on top."""
-        if self._mode is not None and _get_current_dispatch_mode() is self._mode:
-            self._mode.__exit__(None, None, None)
+        """Keep no more operators, unless another dispatch mode lies on top."""
+        if self._mode is not None and leave(self._mode):
             self._mode = None
 
     def keep(self, func: Any, args: Any, kwargs: Any) -> Op | None:
@@ -166,7 +242,7 @@ class Tape:
                 self._known[key] = _identity(tensor)
         if not self._drew and torch.Tag.nondeterministic_seeded in func.tags:
             self._drew = True  # the first that draws since a model returned; those after it go on from there
-            self._entries.append(RandomState(random_state()))
+            self._entries.append(RandomState(restore.random_state()))
         line, modules = line_and_modules()
         place = Place(None, *line, "forward")
         op = Op(func, self._refer(args), self._refer(kwargs), [], torch.is_grad_enabled(), place, modules)
@@ -179,12 +255,12 @@ class Tape:
             return
         _, modules = line_and_modules()
         place = Place(None, *users_line(), "forward")
-        op = Op(Grad(original), self._refer(args), self._refer(kwargs), [], True, place, modules)
+        op = Op(original, self._refer(args), self._refer(kwargs), [], True, place, modules)
         self._entries.append(op)
         self.made(op, out)
 
     def made(self, op: Op, out: Any) -> None:
-        """What it gave."""
+        """An operator has returned `out`."""
         op.outputs = list(self._know(out))
 
     def _know(self, out: Any) -> Iterator[Key]:
@@ -259,24 +335,24 @@ class Tape:
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """Inside, the models are called by us."""
-        flags = {part: attributes_of(part) for model in self.models() for part in model.modules()}
+        flags = {part: restore.attributes_of(part) for model in self.models() for part in model.modules()}
         self.is_replaying = True
         try:
-            with _disable_current_modes(), random_kept():
+            with _disable_current_modes(), restore.random_kept():
                 yield
         finally:
             self.is_replaying = False
-            put_back(flags)
+            restore.put_back(flags)
 
     @contextmanager
     def done_again(self) -> Iterator[None]:
-        """Inside, models may be called again: nothing is left of it, and nobody looks but who begins to inside."""
+        """Inside, models may be called again: it leaves no trace, and only modes entered inside see it."""
         parts = [part for model in self.models() for part in model.modules()]
-        with self.replaying(), untouched(parts), eager():
+        with self.replaying(), restore.untouched(parts), restore.eager():
             yield
 
     def replay_calls(self, places: Places, named: Named) -> None:
-        """Call the models again, where what was computed from what they gave is not kept."""
+        """Call the models again, where the operators on their outputs are not kept."""
         calls = [i for i, entry in enumerate(self._entries) if isinstance(entry, ModelCall)]
         if calls and self.whole:
             self._again(calls[-1], places, named, False)
@@ -290,17 +366,23 @@ class Tape:
 
         for entry in self._entries[: last + 1]:
             if isinstance(entry, RandomState):
-                set_random_state(entry.state)
+                restore.set_random_state(entry.state)
             elif isinstance(entry, KeptTensor):
                 env[entry.key] = entry.value.clone()
             elif isinstance(entry, ModelCall):
                 given = tree_map(look_up, entry.args), tree_map(look_up, entry.kwargs)
-                with unheard():
+                with restore.unheard():
                     out = list(tensors(call_again(entry, *given, full=full)))
                 env.update({key: t for key, t in zip(entry.outputs, out, strict=False) if key is not None})
             else:
-                with said_to_run(entry, places, named), torch.set_grad_enabled(entry.grad):
-                    out = entry.func(*tree_map(look_up, entry.args), **tree_map(look_up, entry.kwargs))
+                args, kwargs = tree_map(look_up, entry.args), tree_map(look_up, entry.kwargs)
+                if places is not None and named is not None:
+                    inside = next((path for path in map(named, entry.modules) if path is not None), None)
+                    places.forced = replace(entry.place, module=inside)
+                with torch.set_grad_enabled(entry.grad):
+                    out = entry.func(*args, **kwargs)
+                if places is not None:
+                    places.forced = None
                 alias = _schema_name(entry.func).rpartition("::")[2] in ("detach", "alias")
                 for key, tensor in zip(entry.outputs, tensors(out), strict=False):
                     if not (alias and key in env):

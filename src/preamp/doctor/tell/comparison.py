@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import platform
 import statistics
@@ -16,7 +15,6 @@ import numpy as np
 
 from ... import __version__
 from ...report import LineChart, Marker, Report, Section, Series, Snippet, Status, Table, format_number, to_json
-from ...report.files import write_text
 from ..findings import glossary
 from ..findings.pa206 import PA206, Error, Pair, Parity, culprit_of, parity, spell
 from ..records import Rank
@@ -67,21 +65,19 @@ def pairs_of(runs: Sequence[Ran]) -> list[Pair]:
     return [Pair(ran.losses, full[ran.offset].losses) for ran in mixed]
 
 
-@dataclass(frozen=True, slots=True)
-class FirstErrors:
-    """Errors of one first step: what modules gave, in the order in which they gave it, and gradients by parameter."""
+Errors = tuple[Error, ...]
 
-    outputs: tuple[Error, ...] = ()
-    gradients: tuple[Error, ...] = ()
 
-    @classmethod
-    def of(cls, runs: Sequence[Ran]) -> FirstErrors:
-        """How far the first steps of the first seed are apart, in what both have with the same number of values."""
-        kept = {ran.full: ran.first_step for ran in runs if ran.offset == 0 and ran.first_step is not None}
-        if len(kept) < 2 or not all(path.exists() for path in kept.values()):
-            return cls()
-        with np.load(kept[False]) as mixed, np.load(kept[True]) as full:
-            return cls(*(tuple(_errors(mixed, full, part)) for part in ("output", "gradient")))
+def first_errors(runs: Sequence[Ran]) -> tuple[Errors, Errors]:
+    """How far the first steps of the first seed are apart: what modules gave, in order, and gradients by parameter.
+
+    Tensors that only one run has, or with another number of values, are left out.
+    """
+    kept = {ran.full: ran.first_step for ran in runs if ran.offset == 0 and ran.first_step is not None}
+    if len(kept) < 2 or not all(path.exists() for path in kept.values()):
+        return (), ()
+    with np.load(kept[False]) as mixed, np.load(kept[True]) as full:
+        return tuple(_errors(mixed, full, "output")), tuple(_errors(mixed, full, "gradient"))
 
 
 @np.errstate(all="ignore")
@@ -103,8 +99,8 @@ def _errors(mixed: Mapping[str, Any], full: Mapping[str, Any], part: str) -> lis
 
 def build_comparison(runs: Sequence[Ran], margin: float | None, command: list[str]) -> tuple[Report, dict[str, Any]]:
     """The report as a page, and as the content of `compare.json`."""
-    pairs, errors = pairs_of(runs), FirstErrors.of(runs)
-    found, culprit = parity(pairs, margin), culprit_of(errors.outputs)
+    pairs, (outputs, gradients) = pairs_of(runs), first_errors(runs)
+    found, culprit = parity(pairs, margin), culprit_of(outputs)
     line, findings = verdict(found, len(pairs)), PA206().of(found, culprit)
     environment = {
         "command": " ".join(command),
@@ -116,7 +112,15 @@ def build_comparison(runs: Sequence[Ran], margin: float | None, command: list[st
         "preamp": __version__,
     }
     sections = [Section("Result", "", (*findings, _results(runs, found)))]
-    sections += comparison_sections(runs, found, errors, culprit)
+    means = "Lines are means over the seeds, bands reach from the lowest to the highest."
+    sections.append(Section("Loss", means, (_losses(runs, found),)))
+    metrics = _metrics(runs)
+    if metrics is not None:
+        sections.append(
+            Section("What the script printed", "The last number under each name, over the seeds.", (metrics,))
+        )
+    if outputs or gradients:
+        sections.append(_first_step(outputs, gradients, culprit))
     status: Status | None = "good" if found.verdict == "equivalent" else "neutral"
     if any(finding.severity != "info" for finding in findings):
         status = None
@@ -128,8 +132,8 @@ def build_comparison(runs: Sequence[Ran], margin: float | None, command: list[st
             **{name: getattr(found, name) for name in ("difference", "interval", "margin", "parted")},
             "findings": [finding.to_dict() for finding in findings],
             "runs": [ran.to_dict() for ran in runs],
-            "outputs": [asdict(error) for error in errors.outputs],
-            "gradients": [asdict(error) for error in errors.gradients],
+            "outputs": [asdict(error) for error in outputs],
+            "gradients": [asdict(error) for error in gradients],
             "environment": environment,
         }
     )
@@ -154,16 +158,6 @@ def with_comparison(report: Report, content: dict[str, Any], runs: Sequence[Ran]
     findings = to_json([finding.to_dict() for finding in items])
     content = {**content, "verdict": merged.verdict, "findings": findings, "comparison": kept}
     return replace(merged, data=content), content
-
-
-def write_comparison(report: Report, content: dict[str, Any], folder: Path, also: Path | None) -> Path:
-    """Write `compare.html` and `compare.json` into a folder, whole or not at all; returns the page's path."""
-    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-    page = report.write_html(folder / "compare.html")
-    write_text(folder / "compare.json", text)
-    if also is not None:
-        write_text(also, text)
-    return page
 
 
 def verdict(found: Parity, pairs: int) -> str:
@@ -196,21 +190,6 @@ def _results(runs: Sequence[Ran], found: Parity) -> Table:
     return Table("Final loss", ("seed", "mixed", "full", "difference", "skipped", "steps"), rows, notes=notes)
 
 
-def comparison_sections(
-    runs: Sequence[Ran], found: Parity, errors: FirstErrors, culprit: Error | None
-) -> list[Section]:
-    """Losses over time, printed metrics, and the first step."""
-    means = "Lines are means over the seeds, bands reach from the lowest to the highest."
-    sections = [Section("Loss", means, (_losses(runs, found),))]
-    metrics = _metrics(runs)
-    if metrics is not None:
-        text = "The last number under each name, over the seeds."
-        sections.append(Section("What the script printed", text, (metrics,)))
-    if errors.outputs or errors.gradients:
-        sections.append(_first_step(errors, culprit))
-    return sections
-
-
 def _losses(runs: Sequence[Ran], found: Parity) -> LineChart:
     series = []
     for name, full in (("mixed precision", False), ("full precision", True)):
@@ -240,7 +219,7 @@ def _span(values: Sequence[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _first_step(errors: FirstErrors, culprit: Error | None) -> Section:
+def _first_step(outputs: Errors, gradients: Errors, culprit: Error | None) -> Section:
     text = (
         "Both runs begin with the same weights and the same batch, so their first step is one function in two "
         "precisions. A rounding to 16 bits is off by a percent at most; a relative error near 1, or a direction "
@@ -248,19 +227,23 @@ def _first_step(errors: FirstErrors, culprit: Error | None) -> Section:
     )
     items: list[Any] = []
     for title, name, many in (
-        ("What modules gave, mixed against full", "module", errors.outputs),
-        ("Gradients, mixed against full", "parameter", errors.gradients),
+        ("What modules gave, mixed against full", "module", outputs),
+        ("Gradients, mixed against full", "parameter", gradients),
     ):
         worst = sorted(many, key=lambda e: -e.relative)[:SHOWN]
-        rows = [_row(error) for error in many if error in worst]
+        rows = [
+            (
+                e.name or "(root)",
+                "inf" if math.isinf(e.relative) else f"{e.relative:.2%}",
+                f"{e.cosine:.5f}",
+                f"{e.lost:.2%}",
+            )
+            for e in many
+            if e in worst
+        ]
         if rows:
             items.append(Table(title, (name, "relative error (L2)", "cosine", "lost to zero"), rows))
     if culprit is not None and culprit.name:
         line = f'preamp.prepare(model, optimizer, policy="O4; {culprit.name} -> full")'
         items.append(Snippet("The first module that gives something else; in full precision:", line))
     return Section("The first step", text, items)
-
-
-def _row(error: Error) -> tuple[str, ...]:
-    relative = "inf" if math.isinf(error.relative) else f"{error.relative:.2%}"
-    return error.name or "(root)", relative, f"{error.cosine:.5f}", f"{error.lost:.2%}"

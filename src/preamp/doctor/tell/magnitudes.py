@@ -60,7 +60,7 @@ def _words(
     gradients = together(row.true for row in rows if row.kind in GRADIENTS)
     window = scale_window(gradients, FLUSHED)
     if window is not None and measured and measured["rows"]:
-        # What was flushed is zero by now: how small it was only the step in float32 tells.
+        # What was flushed is zero by now: only the step in float32 shows how small it was.
         window = max(window[0], *(row["window"][0] for row in measured["rows"])), window[1]
     if window is None:
         return words
@@ -91,7 +91,7 @@ def _underflow_table(record: Mapping[str, Any] | None) -> list[Table]:
 
 
 def _worst(rows: Iterable[Row], value: Any, worse: Any) -> dict[str, dict[str, float]]:
-    """By module and kind, the worst over the steps."""
+    """The worst over the steps, by module and kind."""
     found: dict[str, dict[str, float]] = {}
     for row in rows:
         new = value(row)
@@ -110,15 +110,15 @@ def _shown(worst: dict[str, dict[str, float]], harm: Any) -> tuple[list[str], st
 
 
 def _heat(
-    title: str, worst: dict[str, dict[str, float]], columns: Sequence[str], label: str, harm: Any, **look: Any
+    title: str, worst: dict[str, dict[str, float]], columns: Sequence[str], label: str, harm: Any, **options: Any
 ) -> HeatMap:
     modules, note = _shown(worst, harm)
     values = [[worst[module].get(kind) for kind in KINDS[: len(columns)]] for module in modules]
-    return HeatMap(title, [m or "(root)" for m in modules], columns, values, label, note=note, **look)
+    return HeatMap(title, [m or "(root)" for m in modules], columns, values, label, note=note, **options)
 
 
 def _lost(row: Row) -> float:
-    """Of values that float16 is to hold, the share below its normal range; of weights, the share left unchanged."""
+    """The share below float16's normal range; for updates, the share of weights left unchanged."""
     if row.kind == UPDATE:
         return row.stored.zeros / max(row.stored.total, 1)
     return below_normal(row.in_backward)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.resources import files
@@ -11,24 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...report import (
-    Column,
-    Finding,
-    Item,
-    LineChart,
-    Marker,
-    Report,
-    Section,
-    Series,
-    Snippet,
-    Table,
-    count_severities,
-    to_json,
-)
+from ...report import Column, Finding, Item, LineChart, Marker, Report, Section, Series, Snippet, Table, to_json
 from ...report.files import write_text
 from ..findings import checks_at_end, glossary
+from ..findings.check import counted
 from ..findings.pa203 import PA203
-from ..records import Rank
+from ..records import Rank, shown_path
 from .magnitudes import magnitudes, spread
 
 STRICT = 3
@@ -51,7 +38,7 @@ def all_findings(ranks: list[Rank], base: Path) -> tuple[Finding, ...]:
     """Findings of all processes, most harmful first; one that several have is reported once, of the earliest step."""
     found: dict[Any, list[tuple[Finding, int]]] = {}
     for rank in ranks:
-        for finding in (*rank.findings, *(_relative(one, base) for one in judge(rank))):
+        for finding in (*rank.findings, *(replace(one, file=shown_path(one.file, base)) for one in judge(rank))):
             key = (finding.code, finding.severity, finding.module, finding.op, finding.file, finding.line)
             found.setdefault(key, []).append((finding, rank.rank))
     several = len({rank.rank for rank in ranks}) > 1
@@ -73,28 +60,19 @@ def _as_one(same: list[tuple[Finding, int]]) -> Finding:
     return replace(finding, evidence=evidence)
 
 
-def _relative(finding: Finding, base: Path) -> Finding:
-    if finding.file is None:
-        return finding
-    below = os.path.relpath(finding.file, base)
-    return finding if below.startswith("..") else replace(finding, file=below)
-
-
 def verdict(findings: tuple[Finding, ...], steps: int, ended: str, precision: str) -> str:
     """The one line to remember."""
     if not steps:
         return f"No optimizer step was seen: {ended}. There is nothing to judge the precision by."
-    counts = count_severities(findings)
     tail = f" {steps} steps; {ended}."
-    if not counts["error"] and not counts["warning"]:
+    if all(finding.severity == "info" for finding in findings):
         if precision == UNSEEN:
             return f"Nothing was found, but no operator could be looked at: compiled code, or no model called.{tail}"
         return f"Nothing is wrong with the precision of this run ({precision}).{tail}"
-    counted = [f"{n} {kind}{'s' if n > 1 and kind != 'info' else ''}" for kind, n in counts.items() if n]
     worst = findings[0]
     where = f" in {worst.module}" if worst.module else ""
     where += f" at {worst.file}:{worst.line}" if worst.file and worst.line else ""
-    return f"{', '.join(counted)} ({precision}). The worst is {worst.code}{where}: {worst.message}.{tail}"
+    return f"{counted(findings)} ({precision}). The worst is {worst.code}{where}: {worst.message}.{tail}"
 
 
 def policy_seen(rank: Rank | None) -> str:
@@ -204,14 +182,17 @@ def _advice(findings: tuple[Finding, ...]) -> Section | None:
     return Section("What to write", "", (snippet,))
 
 
-def write(report: Report, content: dict[str, Any], folder: Path, also: Path | None) -> tuple[Path, Path]:
-    """Write `report.html` and `report.json` into a folder, whole or not at all; returns their paths."""
+def write(report: Report, content: dict[str, Any], folder: Path, name: str, also: Path | None) -> Path:
+    """Write `NAME.html` and `NAME.json` into a folder, whole or not at all; returns the page's path.
+
+    `also`: another file to write the JSON to.
+    """
     text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-    page = report.write_html(folder / "report.html")
-    data = write_text(folder / "report.json", text)
+    page = report.write_html(folder / f"{name}.html")
+    write_text(folder / f"{name}.json", text)
     if also is not None:
         write_text(also, text)
-    return page, data
+    return page
 
 
 def _really_running(audit: Mapping[str, Any] | None, held: Mapping[str, Any] | None) -> Section | None:

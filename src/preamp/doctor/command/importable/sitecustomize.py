@@ -24,9 +24,9 @@ def _run_the_one_that_we_hide() -> None:
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):
-    """Steps aside when torch is asked for, and wraps the loader that another finder gives.
+    """Steps aside when torch is imported, and has the loader that another finder gives call `begin` afterwards.
 
-    preamp imports torch, and the watching needs preamp whole: where preamp is asked for first, it waits for that.
+    The watching needs preamp whole: where the script imports preamp first, it begins after that.
     """
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
@@ -35,26 +35,18 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                loader.exec_module = execute
+                execute(module)
+                from preamp.doctor.command.child import begin
+
+                begin()
+
+            loader.exec_module = exec_module
         return spec
-
-
-class _Loader(importlib.abc.Loader):
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: Any) -> Any:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: Any) -> None:
-        module.__spec__.loader = module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        from preamp.doctor.command.child import begin
-
-        begin()
 
 
 if os.environ.get("PREAMP_DOCTOR"):

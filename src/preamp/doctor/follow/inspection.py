@@ -1,4 +1,4 @@
-"""What is looked at in a training step: operators in a few of them, magnitudes in every N-th."""
+"""What is inspected in a training step: operators in a few steps, magnitudes in every N-th."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...autocast import MARKER
 from ..findings.check import without_repeats
 from ..findings.events import GradientSpread, GradientsRead, Observed, Prepared, RanInThread
 from ..findings.pa202 import row_of
+from ..hooks import leave
 from ..measure import spread_of, values_here
 from ..names import unwrapped
 from ..places import key_of
 from ..replay.diagnose import compare_gradients
-from .audit import Held, audit
+from .audit import Held, Recomputation, StepObservation, audit
 from .magnitudes import Pending, Telemetry
-from .observation import Recomputation, StepObservation
 from .precision import Precision, regions_entered
 from .run import Run
 from .scales import Scales
 from .updates import StalledAverages
 
 ENOUGH = 64
-"""Model calls of one step that are looked at."""
+"""Model calls of one step that are inspected."""
 _SMALL = 16
 """Gradients of fewer values are not judged."""
 
 
-class Look:
-    """Begins with a model call of a step that is to be looked at, and is over with the attempt to step."""
+class Inspection:
+    """Begins with a model call of a step that is inspected, and ends with the attempt to step."""
 
     def __init__(self, run: Run, scales: Scales, precision: Precision, every: int | None, replay: bool) -> None:
         self._run, self._scales, self._precision = run, scales, precision
@@ -43,24 +44,24 @@ class Look:
         self._recomputation: Recomputation | None = None
         self._averages: StalledAverages | None = None
         self._held: Held | None = None
-        """Where operators were looked at in this step."""
+        """Where operators were observed in this step."""
         self._telemetry: Telemetry | None = None
         self._done: Telemetry | None = None
-        """Of a step that is over, until the weights are seen that it left."""
+        """That of the last step, until the weights that it left are seen."""
         self._pending: Pending | None = None
         """Counts that are on their way to the host."""
-        self._left: list[StepObservation | StalledAverages] = []
+        self._left: list[TorchDispatchMode] = []
         self._taken = False
         self._turn, self._opened = -1, 0
         self._again, self._again_in, self._replayed = False, -1, False
-        """Whether this step is to be done again to be looked at, the last turn of which that was so, and whether what
-        is looked at was."""
+        """Whether this step is to be replayed for observation, the last turn that was, and whether the observation is
+        one of a replay."""
         self._regions = False, False
         """Whether the model was called in a region, and in one of preamp's."""
         self.low: set[torch.dtype] = set()
         """16-bit dtypes of matrix products seen."""
         self.low_now: set[torch.dtype] = set()
-        """The same, of this step only; empty where operators were not looked at."""
+        """The same, of this step only; empty where operators were not observed."""
 
     def open(self, turn: int, module: nn.Module | None) -> None:
         """A model is about to run, in this turn of its optimizer; its call has begun already."""
@@ -94,7 +95,7 @@ class Look:
             self._telemetry.regions = regions
 
     def _is_close(self, turn: int) -> bool:
-        """Whether operators are looked at: in the first step, and then more and more rarely.
+        """Whether operators are observed: in the first step, and then more and more rarely.
 
         Not in compiled code, which would run as written under the observation, with other roundings.
         """
@@ -112,10 +113,10 @@ class Look:
         observation.autocast_on, ours = self._regions
         observation.torchs_own = observation.autocast_on and not ours
 
-    def _look_again(self, loss: Tensor) -> None:
-        """Do a step of compiled code again, as written and with autograd, and look at that."""
+    def _replay_observed(self, loss: Tensor) -> None:
+        """Replay a step of compiled code, as written and with autograd, and observe that."""
         tape, names = self._run.tape, self._run.names
-        observation = StepObservation(self._run, lambda: False, Look._look_again.__code__)
+        observation = StepObservation(self._run, lambda: False, Inspection._replay_observed.__code__)
         self._note_regions(observation)
         if self._telemetry is not None:
             self._telemetry.open()
@@ -137,10 +138,10 @@ class Look:
                 self._telemetry.close()
 
     def before_backward(self, scale: float, losses: Sequence[Tensor]) -> None:
-        """The losses are there, with this scale on them."""
+        """A backward pass from these losses begins, with this scale on them."""
         if self._again and losses:
             self._again = False
-            self._look_again(losses[0])
+            self._replay_observed(losses[0])
         self.gradients_are_true()  # what autograd and we do with gradients is no reading of the script's
         if self._observation is not None:
             self._observation.backward_scale = scale
@@ -149,7 +150,7 @@ class Look:
             self._telemetry.backward_scale = scale
 
     def after_backward(self) -> None:
-        """Gradients are there; who reads them may read scaled ones."""
+        """Gradients have arrived; code that reads them may read scaled ones."""
         if self._telemetry is not None:
             self._telemetry.close()
             for path in self._telemetry.outside[:1]:
@@ -159,13 +160,13 @@ class Look:
             self._observation.gradients = frozenset(key_of(grad) for grad in grads)
 
     def gradients_are_true(self) -> None:
-        """They have been unscaled, or are about to be: who reads them now reads what he means."""
+        """They have been unscaled, or are about to be: code that reads them now reads true gradients."""
         if self._observation is not None:
             self._observation.gradients = frozenset()
 
     @contextmanager
     def gradients_may_be_read(self) -> Iterator[None]:
-        """Who reads them inside knows that they are scaled."""
+        """Code that reads them inside takes the scale into account."""
         observation = self._observation
         kept = observation.gradients if observation is not None else frozenset()
         self.gradients_are_true()
@@ -188,7 +189,7 @@ class Look:
                 observation.paused = False
 
     def before_step(self, optimizer: Optimizer | None) -> None:
-        """The step is whole; its gradients are there."""
+        """All gradients of the step have arrived."""
         run = self._run
         was_close = self._observation is not None
         self.low_now = set()
@@ -205,7 +206,7 @@ class Look:
             telemetry.weights(own or run.names.parameters(), self._scales.on_gradients)
 
     def _read_gradients(self) -> None:
-        """What float16 lost of them: measured where the step can be done again, and else told from what is left."""
+        """What float16 lost of them: measured where the step can be replayed, else estimated from what is left."""
         run, scale, stored = self._run, self._scales.of_backward, self._scales.on_gradients
         rows = None
         if self._replay and len(run.losses) == 1 and not run.names.is_sharded:
@@ -229,7 +230,7 @@ class Look:
         return found
 
     def attempted(self, taken: bool) -> None:
-        """The step was taken or skipped. What it changed is looked at later: masters may not be copied back yet."""
+        """The step was taken or skipped. What it changed is counted later: masters may not be copied back yet."""
         self._sweep()
         if self._telemetry is not None:
             self._telemetry.close()
@@ -245,12 +246,12 @@ class Look:
     def _close_averages(self) -> None:
         averages, self._averages = self._averages, None
         if averages is not None:
-            averages.stop()
+            leave(averages)
             for event in averages.events():
                 self._run.emit(event)
 
     def close(self) -> None:
-        """Look no more, and record what there is."""
+        """End the inspection, and record what there is."""
         self._sweep()
         self._close_averages()
         self._judge()
@@ -260,7 +261,7 @@ class Look:
         self.settle()
 
     def give_up(self) -> None:
-        """Look no more and judge nothing."""
+        """End the inspection and judge nothing."""
         observation, self._observation = self._observation, None
         averages, self._averages = self._averages, None
         recomputation, self._recomputation = self._recomputation, None
@@ -268,6 +269,7 @@ class Look:
         self._done = self._pending = self.every = None
         if observation is not None:
             observation.paused = True
+            observation.places.close()
         self._left += [one for one in (averages, observation) if one is not None]
         self._sweep()
         for other in (recomputation, telemetry):
@@ -275,9 +277,9 @@ class Look:
                 other.close()
 
     def _sweep(self) -> None:
-        """Take away modes that could not be when an error of ours came up inside of them."""
+        """Leave the modes that could not be left when an error of the doctor ended the observation inside them."""
         for one in self._left:
-            one.stop()
+            leave(one)
 
     def settle(self) -> None:
         """Record the counts that have arrived, and send those of the last step."""
@@ -287,11 +289,11 @@ class Look:
         if self._done is not None:
             self._done.updates(self._taken)
             self._pending, self._done = self._done.send(), None
-            if not self._pending.is_under_way:
+            if self._pending.event is None:
                 self.settle()
 
     def _judge(self) -> None:
-        """Stop looking at operators, and say what they showed."""
+        """Stop observing operators, and report what they showed."""
         seen, self._observation = self._observation, None
         if seen is None:
             return
