@@ -1,0 +1,120 @@
+"""Stock loops of timm and Ignite, which take a scaler, train under a session."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import preamp
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+TIMM = Path(sys.prefix) / "timm" / "bin" / "python"
+"""Made by `./dev`: timm wants torchvision, which does not load beside this torch and breaks others that try."""
+
+IN_TIMM = """
+import sys, torch
+names = "nms roi_align _roi_align_backward ps_roi_align _ps_roi_align_backward roi_pool _roi_pool_backward "
+names += "ps_roi_pool _ps_roi_pool_backward deform_conv2d _deform_conv2d_backward qnms"
+if not torch.backends.cuda.is_built():  # or torchvision loads its own
+    missing = torch.library.Library("torchvision", "DEF")  # for torchvision to be imported; never called
+    for name in names.split():
+        missing.define(f"{name}(Tensor input) -> Tensor")
+import preamp, timm
+from timm.optim import create_optimizer_v2
+from timm.utils import CheckpointSaver, NativeScaler
+from preamp.integrations.timm import PreampScaler
+
+level, mode, folder = sys.argv[1:]
+limit = {"norm": 1.0, "value": 0.01, "agc": 0.1}[mode]
+
+def trained(ours):
+    torch.manual_seed(0)
+    model = timm.create_model("test_vit", num_classes=4, img_size=160)
+    optimizer = create_optimizer_v2(model, opt="momentum", lr=0.02)
+    session = preamp.prepare(model, optimizer, level=level)
+    scaler = PreampScaler(session)
+    assert isinstance(scaler, NativeScaler) and scaler.state_dict_key == "amp_scaler"
+    x, y, losses = torch.randn(4, 3, 160, 160), torch.arange(4), []
+    for step in range(6):
+        for part in (0, 1):  # as train.py accumulates
+            with session.autocast():
+                loss = torch.nn.functional.cross_entropy(model(x).float(), y) / 2
+            if ours:
+                parameters = timm.models.model_parameters(model, exclude_head="agc" in mode)
+                scaler(loss, optimizer, limit, mode, parameters, need_update=part == 1)
+            else:
+                session.backward(loss)
+        if not ours:
+            session.unscale_()
+            parameters = timm.models.model_parameters(model, exclude_head="agc" in mode)
+            timm.utils.dispatch_clip_grad(parameters, limit, mode=mode)
+            session.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    state = scaler.state_dict()
+    scaler.load_state_dict(state)
+    CheckpointSaver(model, optimizer, amp_scaler=scaler, checkpoint_dir=folder).save_checkpoint(0, 1.0)
+    session.close()
+    return losses, [p.detach().clone() for p in model.parameters()]
+
+(mine, a), (plain, b) = trained(True), trained(False)
+assert mine == plain and all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+print(mine[0], mine[-1])
+"""
+
+
+@pytest.mark.parametrize(("level", "clip"), [("O1", "norm"), ("O2", "value"), ("O5", "agc")])
+def test_timms_scaler(tmp_path: Path, level: str, clip: str) -> None:
+    if not TIMM.exists():
+        pytest.skip("made by ./dev setup, which needs a package registry")
+    script = tmp_path / "train.py"
+    script.write_text(IN_TIMM)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCE)}
+    command = [str(TIMM), str(script), level, clip, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, last = map(float, done.stdout.splitlines()[-1].split())
+    assert last < first
+
+
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_ignites_trainer(level: str) -> None:
+    """`amp_mode="amp"` with a scaler, as its documentation has it."""
+    engine: Any = pytest.importorskip("ignite.engine")
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer, preamp.Session]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 2))
+        optimizer = preamp.optim.SGD(model.parameters(), 0.1)
+        return model, optimizer, preamp.prepare(model, optimizer, level=level)
+
+    generator = torch.Generator().manual_seed(0)
+    data = [(torch.randn(32, 8, generator=generator), torch.randint(2, (32,), generator=generator)) for _ in range(30)]
+    data[7] = (data[7][0] * float("inf"), data[7][1])
+
+    def loss_of(outputs: Tensor, wanted: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs.float(), wanted)
+
+    model, optimizer, session = made()
+    with session:
+        trainer = engine.create_supervised_trainer(
+            model, optimizer, loss_of, amp_mode="amp", scaler=preamp.SessionScaler(session)
+        )
+        trainer.run(data, max_epochs=1)
+        assert (session.steps, session.skipped) == (30, 1)
+    plain, _, session = made()
+    with session:
+        for x, y in data:
+            session.zero_grad()
+            session.backward(loss_of(plain(x), y))
+            session.step()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
