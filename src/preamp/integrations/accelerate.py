@@ -26,6 +26,7 @@ class Attachment:
         self._accelerator, self._session, self._options = accelerator, session, options
         self._prepare = accelerator.prepare
         accelerator.prepare = self._prepared
+        self._forwards: list[tuple[nn.Module, Any]] = []
         accelerator.autocast = lambda *_, **__: self.session.autocast()
         accelerator.unscale_gradients = self._unscale
         if session is not None:
@@ -37,6 +38,22 @@ class Attachment:
         if self._session is None:
             raise SessionError("no session yet: call accelerator.prepare(model, optimizer, ...) first")
         return self._session
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a session now."""
+        return self._session is not None
+
+    def close(self) -> None:
+        """Close the session, which restores model and optimizer; the next `accelerator.prepare` makes a new one."""
+        if self._session is not None:
+            for model, forward in self._forwards:
+                for name in ("forward", "_original_forward"):
+                    vars(model).pop(name, None)
+                if forward is not None:
+                    model.forward = forward
+            self._session.close()
+            self._session, self._forwards, self._accelerator.scaler = None, [], None
 
     def _prepared(self, *args: Any, **kwargs: Any) -> Any:
         """`accelerator.prepare`, then the session, and both as the accelerator's loop uses them."""
@@ -50,10 +67,11 @@ class Attachment:
         if self._session is None:
             return results
         for optimizer in optimizers:
-            if not isinstance(optimizer, _SessionOptimizer):
-                optimizer.__class__, optimizer.scaler = _SessionOptimizer, accelerator.scaler
+            optimizer.__class__, optimizer.scaler = _SessionOptimizer, accelerator.scaler
         for model in models:
-            _enter_region(model, self._session)
+            if self._session.policy.has_regions and "_original_forward" not in vars(model):
+                self._forwards.append((model, vars(model).get("forward")))
+                _enter_region(model, self._session)
         return results
 
     def _unscale(self, optimizer: Any = None) -> None:
@@ -125,8 +143,6 @@ class _SessionOptimizer(AcceleratedOptimizer):
 def _enter_region(model: nn.Module, session: Session) -> None:
     """Run a model's forward in the session's region, with float32 outputs: as Accelerate does for its own."""
     forward: Any = model.forward
-    if not session.policy.has_regions or hasattr(model, "_original_forward"):
-        return
     function = getattr(forward, "__func__", forward)
 
     @functools.wraps(function)

@@ -1,0 +1,181 @@
+"""HF Trainer under `attach` trains as a plain loop with a session, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+import preamp
+from preamp.errors import SessionError
+
+pytest.importorskip("accelerate")
+transformers: Any = pytest.importorskip("transformers")
+from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments  # noqa: E402
+
+from preamp.integrations.transformers import attach  # noqa: E402
+
+CASES = [*((level, "preamp") for level in ("O0", "O1", "O2", "O4", "O5")), ("O2", "fused"), ("O5", "foreach")]
+MAKERS: dict[str, Any] = {
+    "preamp": lambda params: preamp.optim.AdamW(params, 1e-2, eps=1e-4),
+    "fused": lambda params: torch.optim.AdamW(params, 1e-2, eps=1e-4, fused=True),
+    "foreach": lambda params: torch.optim.SGD(params, 1e-2, momentum=0.9),
+}
+STEPS, MICRO, BAD, CLIP = 50, 2, 7, 0.05
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """Accelerate keeps one state for the process."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        out = self.net(x).float()
+        return {"loss": nn.functional.mse_loss(out, labels.float()), "logits": out}
+
+
+def rows() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    found = [
+        {"x": torch.randn(6, generator=generator), "labels": torch.randn(3, generator=generator)}
+        for _ in range(STEPS * MICRO * 4)
+    ]
+    found[BAD * MICRO * 4]["x"] *= float("inf")
+    return found
+
+
+class Stream(IterableDataset[Any]):
+    """The rows in their order."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(rows())
+
+
+def trainer_of(model: nn.Module, kind: str, folder: Path, data: Any, steps: int = STEPS, **more: Any) -> Any:
+    arguments = TrainingArguments(
+        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=4, gradient_accumulation_steps=MICRO,
+        max_grad_norm=CLIP, logging_steps=5, report_to=[], use_cpu=True, disable_tqdm=True,
+        remove_unused_columns=False, **{"save_strategy": "no", **more},
+    )  # fmt: skip
+    optimizer = MAKERS[kind](model.parameters())
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)
+    return Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, schedule))
+
+
+class Rates(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """The learning rate after each step, and the session's state at the end."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+        self.state: dict[str, Any] = {}
+        self.attached: Any = None
+
+    def on_step_end(self, _: Any, state: Any, control: Any, optimizer: Any = None, **__: Any) -> None:
+        self.rates.append(optimizer.param_groups[0]["lr"])
+        self.state = copy.deepcopy(self.attached.session.state_dict())
+
+
+def plain(level: str, kind: str) -> tuple[list[Tensor], dict[str, Any], list[float]]:
+    """A loop that knows sessions."""
+    model = Network()
+    optimizer = MAKERS[kind](model.parameters())
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)
+    rates, data = [], rows()
+    with preamp.prepare(model, optimizer, level=level) as session:
+        for step in range(STEPS):
+            for part in range(MICRO):
+                begin = (step * MICRO + part) * 4
+                batch = {key: torch.stack([row[key] for row in data[begin : begin + 4]]) for key in ("x", "labels")}
+                with session.autocast():
+                    loss = model(**batch)["loss"]
+                session.backward(loss.float() / MICRO)
+            session.unscale_()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            if not session.step().skipped:
+                schedule.step()
+            session.zero_grad()
+            rates.append(optimizer.param_groups[0]["lr"])
+        state = copy.deepcopy(session.state_dict())
+    return [p.detach().clone() for p in model.parameters()], state, rates
+
+
+@pytest.mark.parametrize(("level", "kind"), CASES)
+def test_its_loop_is_a_session_loop(level: str, kind: str, tmp_path: Path) -> None:
+    model, seen = Network(), Rates()
+    trainer = trainer_of(model, kind, tmp_path, Stream())
+    trainer.add_callback(seen)
+    seen.attached = attach(trainer, level)
+    trainer.train()
+    parameters, state, rates = plain(level, kind)
+    torch.testing.assert_close([p.detach() for p in model.parameters()], parameters, rtol=0, atol=0)
+    torch.testing.assert_close(seen.state["masters"], state["masters"], rtol=0, atol=0)
+    assert {**seen.state, "masters": 0} == {**state, "masters": 0} and seen.rates == rates
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["skipped_steps"] for entry in logged] == [0] + [1] * 9
+    assert all(entry["loss_scale"] > 0 for entry in logged)
+    assert "forward" not in vars(model) and {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def bert() -> Any:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return BertForSequenceClassification(config)
+
+
+def sentences() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    return [
+        {"input_ids": torch.randint(50, (12,), generator=generator), "labels": torch.tensor(i % 2)} for i in range(240)
+    ]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_bert_resumes_bit_for_bit_and_is_saved_in_float32(level: str, tmp_path: Path) -> None:
+    def trained(folder: Path, resume: Path | None) -> Any:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+        trainer = trainer_of(bert(), "preamp", folder, sentences(), 30, save_strategy="steps", save_steps=10)
+        attach(trainer, level)
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        return trainer
+
+    whole = trained(tmp_path / "whole", None)
+    resumed = trained(tmp_path / "resumed", tmp_path / "whole" / "checkpoint-10")
+    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert whole.state.log_history[-2]["loss"] == resumed.state.log_history[-2]["loss"]
+    saved = BertForSequenceClassification.from_pretrained(tmp_path / "whole" / "checkpoint-30", dtype="auto")
+    assert {p.dtype for p in saved.parameters()} == {torch.float32}
+    assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), whole.model.parameters(), strict=True))
+    again = whole.train()  # a second training makes a second session
+    assert again.global_step == 30
+
+
+def test_what_it_refuses(tmp_path: Path) -> None:
+    with pytest.raises(SessionError, match="takes a Trainer; this is"):
+        attach(nn.Linear(2, 2), "O5")
+    low = trainer_of(Network(), "preamp", tmp_path, Stream(), bf16=True)
+    with pytest.raises(SessionError, match=r"TrainingArguments\(bf16=True\) casts by itself"):
+        attach(low, "O5")
