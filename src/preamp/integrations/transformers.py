@@ -1,4 +1,4 @@
-"""preamp in HF Trainer, and in what is made of it: TRL's trainers, sentence-transformers'."""
+"""preamp in HF Trainer, and in trainers that are subclasses of it."""
 
 from __future__ import annotations
 
