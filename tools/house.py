@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import sys
+import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -188,6 +189,69 @@ def steps() -> Iterator[tuple[str, Callable[[], Any]]]:
     session.close()
 
 
+class Path202:
+    """Files of preamp that PA202 (gradients vanish) goes through: reading gradients, and writing the page.
+
+    The judgements of other findings are left out.
+    """
+
+    READING, WRITING, JUDGING = ("_read_gradients", "_underflow"), "write", "judge"
+
+    def __init__(self, source: Path) -> None:
+        self._root, self.files = f"{source}/", set[str]()
+        self._depth = self._judged = 0
+
+    def __call__(self, frame: Any, event: str, _: Any) -> None:
+        """What `sys.setprofile` calls."""
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        inside = file.startswith(f"{self._root}doctor/")
+        begins = inside and (name in self.READING or (name == self.WRITING and file.endswith("watching.py")))
+        change = {"call": 1, "return": -1}.get(event, 0)
+        if inside and name == self.JUDGING:
+            self._judged += change
+        if begins and change == 1 and not self._depth:
+            caller = frame
+            while caller is not None:
+                self._add(caller)
+                caller = caller.f_back
+        elif change == 1 and self._depth and not self._judged:
+            self._add(frame)
+        if begins:
+            self._depth += change
+
+    def _add(self, frame: Any) -> None:
+        if frame.f_code.co_filename.startswith(self._root):
+            self.files.add(frame.f_code.co_filename.removeprefix(self._root))
+
+
+def files_of_pa202() -> set[str]:
+    """The files of `doctor` and `report` on the way of a finding from the tensor to the page."""
+    import torch
+
+    import preamp
+
+    torch.manual_seed(60)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    walk = Path202(Path(preamp.__file__).parent)
+    with preamp.doctor.watch(model) as watching:
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = 1e-4 * model(torch.randn(64, 16)).float().square().mean()
+        scaled = scaler.scale(loss)
+        sys.setprofile(walk)
+        scaled.backward()
+        scaler.step(optimizer)
+        scaler.update()
+        sys.setprofile(None)
+    with tempfile.TemporaryDirectory() as folder:
+        sys.setprofile(walk)
+        page = watching.write(folder)
+        sys.setprofile(None)
+        assert "PA202" in page.read_text(encoding="utf-8")
+    return {file for file in walk.files if file.split("/")[0] in ("doctor", "report")}
+
+
 def main() -> None:
     """Print the figures."""
     source = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT / "src" / "preamp"
@@ -209,6 +273,7 @@ def main() -> None:
     print(f"circles: {len(found)}{''.join(f'{chr(10)}  {len(each)}: ' + ', '.join(each) for each in found)}")
     for name, run in steps():
         print(f"one step, {name}: {walked(run)}")
+    print(f"PA202 from tensor to page: {len(files_of_pa202())} files of doctor and report")
 
 
 if __name__ == "__main__":
