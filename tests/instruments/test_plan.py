@@ -88,7 +88,7 @@ def trained(model: nn.Module, name: str, level: str, *, shadow: bool = False, **
             "gradients": gradients,
             "masters": held(map(masters.stored, mastered)),
             "states": held(t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)),
-            "shadows": held(masters.copies(parameters) or []),
+            "shadows": held(masters.leaves_of(parameters).stored() if masters.shadows else []),
             "buffers": held([*model.buffers(), *wide_buffers]) + counts,
             "cast weights": casts.bytes,
             "float32 gradients": wide[-1],
@@ -133,7 +133,7 @@ def test_split_masters_are_planned_or_refused(level: str, states: str, name: str
 
 
 @pytest.mark.parametrize("states", ["float32", "8bit"])
-def test_rounding_by_chance_has_wide_states(states: str) -> None:
+def test_stochastic_rounding_has_wide_states(states: str) -> None:
     real = {"master": None, "rounding": "stochastic", "states": states}
     paper = plan(build(), level="O5,masters=no", master="none", rounding="stochastic", states=states)
     assert planned(paper) == trained(build(), "adamw", "O5,masters=no", **real)

@@ -110,7 +110,7 @@ def test_chances_are_even_and_apart() -> None:
             assert abs(float(torch.corrcoef(torch.stack([one.double(), other.double()]))[0, 1])) < 0.02
 
 
-def test_rounding_by_chance_has_the_right_mean() -> None:
+def test_stochastic_rounding_has_the_right_mean() -> None:
     values = torch.tensor([1.0 + 2.0**-10, -3.0 - 2.0**-9, 2.0**-130 * 1.3, 1e30, 0.1, -0.0, torch.inf, 2.0])
     many = values.repeat(20_000, 1)
     rounded = fused.round_stochastically(many, fused.chances_like(many, 5, torch.tensor(3.0), 0)).double()

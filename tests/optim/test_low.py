@@ -145,7 +145,7 @@ def test_a_weight_written_from_outside_moves_its_master() -> None:
     assert (param.detach().float() - 3).abs().max() <= 3 * 2.0**-7
 
 
-def test_rounding_by_chance_keeps_what_rounding_to_nearest_loses() -> None:
+def test_stochastic_rounding_keeps_what_rounding_to_nearest_loses() -> None:
     moved = {}
     for rounding in ("nearest", "stochastic"):
         param = Parameter(torch.ones(20_000, dtype=BF16))
