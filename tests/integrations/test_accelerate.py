@@ -10,50 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 import preamp
 from preamp.errors import SessionError
 
 accelerate: Any = pytest.importorskip("accelerate")
-from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
-
 from preamp.integrations.accelerate import attach  # noqa: E402
 
-MAKERS: dict[str, Any] = {
-    "preamp": lambda params: preamp.optim.AdamW(params, 1e-2, eps=1e-4),
-    "fused": lambda params: torch.optim.AdamW(params, 1e-2, eps=1e-4, fused=True),
-    "foreach": lambda params: torch.optim.SGD(params, 1e-2, momentum=0.9),
-}
-CASES = [*((level, "preamp") for level in ("O0", "O1", "O2", "O3", "O4", "O5")), ("O2", "fused"), ("O5", "foreach")]
-STEPS, MICRO = 50, 2
-BAD = 7
-"""The step whose first micro-batch overflows."""
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Any:
-    """Accelerate keeps one state for the process."""
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-    yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3))
-
-
-def data() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    rows = [
-        (torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator)) for _ in range(STEPS * MICRO)
-    ]
-    rows[BAD * MICRO] = (rows[BAD * MICRO][0] * float("inf"), rows[BAD * MICRO][1])
-    return rows
+from .conftest import forget_accelerate  # noqa: E402
+from .loops import BAD, CASES, CLIP, MAKERS, MICRO, STEPS, data, network, schedule_of  # noqa: E402
 
 
 def loader(start: int = 0) -> DataLoader[Any]:
@@ -82,7 +49,7 @@ def plain(level: str, kind: str, steps: int = STEPS) -> Trained:
     """A loop that knows sessions."""
     model = network()
     optimizer = MAKERS[kind](model.parameters())
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)
+    schedule = schedule_of(optimizer)
     losses, rates, rows = [], [], data()
     with preamp.prepare(model, optimizer, level=level) as session:
         for i in range(steps):
@@ -93,7 +60,7 @@ def plain(level: str, kind: str, steps: int = STEPS) -> Trained:
                 session.backward(loss / MICRO)
                 losses.append(loss.item())
             session.unscale_()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             report = session.step()
             if not report.skipped:
                 schedule.step()
@@ -114,7 +81,7 @@ def by_accelerate(
         attached = attach(accelerator, preamp.prepare(model, optimizer, level=level))
     else:
         attached = attach(accelerator, level)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)
+    schedule = schedule_of(optimizer)
     model, optimizer, rows, schedule = accelerator.prepare(model, optimizer, loader(start), schedule)
     if load is not None:
         accelerator.load_state(str(load))
@@ -124,7 +91,7 @@ def by_accelerate(
             loss = nn.functional.mse_loss(model(x), y)
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 0.05)
+                accelerator.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
@@ -153,9 +120,7 @@ def test_its_loop_is_a_session_loop(level: str, kind: str, own: bool) -> None:
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_a_resumed_run_goes_on_bit_for_bit(level: str, kind: str, tmp_path: Path) -> None:
     by_accelerate(level, kind, 20, folder=tmp_path / "state")
-    fresh_state = (AcceleratorState, GradientState, PartialState)
-    for state in fresh_state:
-        state._reset_state()
+    forget_accelerate()
     resumed, whole = by_accelerate(level, kind, start=20, load=tmp_path / "state"), plain(level, kind)
     assert_same(resumed, {**whole, "rates": whole["rates"][20:], "losses": whole["losses"][20 * MICRO :]})
 
@@ -184,8 +149,7 @@ def test_what_it_refuses() -> None:
     low = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     with pytest.raises(SessionError, match="leave mixed_precision out"):
         attach(low, "O5")
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    forget_accelerate()
     accelerator = accelerate.Accelerator(cpu=True)
     session = preamp.prepare(model, optimizer, level="O2")
     with session:
@@ -233,7 +197,7 @@ print("equal", type(model).__name__)
 """
 
 
-@pytest.mark.parametrize("level", ["O2", "O4"])
+@pytest.mark.parametrize("level", ["O2", pytest.param("O4", marks=pytest.mark.slow)])
 def test_two_ranks(level: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TWO)

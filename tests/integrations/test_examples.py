@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "needs"),
     [("lightning_trainer", "lightning"), ("accelerate_loop", "accelerate"), ("hf_trainer", "transformers")],

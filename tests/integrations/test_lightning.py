@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +21,9 @@ from lightning.pytorch.callbacks import Callback  # noqa: E402
 
 from preamp.integrations.lightning import PreampPrecision  # noqa: E402
 
-MAKERS: dict[str, Any] = {
-    "preamp": lambda params: preamp.optim.AdamW(params, 1e-2, eps=1e-4),
-    "fused": lambda params: torch.optim.AdamW(params, 1e-2, eps=1e-4, fused=True),
-    "foreach": lambda params: torch.optim.SGD(params, 1e-2, momentum=0.9),
-}
-CASES = [*((level, "preamp") for level in ("O0", "O1", "O2", "O3", "O4", "O5")), ("O2", "fused"), ("O5", "foreach")]
-STEPS, MICRO, BAD, CLIP = 50, 2, 7, 0.05
+from .loops import BAD, CASES, CLIP, MAKERS, MICRO, STEPS, data, network, schedule_of  # noqa: E402
+
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3))
-
-
-@cache
-def data() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    rows = [
-        (torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator)) for _ in range(STEPS * MICRO)
-    ]
-    rows[BAD * MICRO] = (rows[BAD * MICRO][0] * float("inf"), rows[BAD * MICRO][1])
-    return rows
 
 
 class Module(L.LightningModule):
@@ -77,7 +56,7 @@ class Module(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = MAKERS[self.kind](self.parameters())
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)
+        schedule = schedule_of(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
@@ -114,7 +93,7 @@ def plain(level: str, kind: str, clips: str = "session") -> tuple[dict[str, Any]
     """A loop that knows sessions."""
     model = network()
     optimizer = MAKERS[kind](model.parameters())
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)
+    schedule = schedule_of(optimizer)
     rates, rows = [], data()
     with preamp.prepare(model, optimizer, level=level) as session:
         for i in range(STEPS):
@@ -257,7 +236,7 @@ trainer.fit(Module(), DataLoader(rows, batch_size=4))
 """
 
 
-@pytest.mark.parametrize("level", ["O2", "O4"])
+@pytest.mark.parametrize("level", ["O2", pytest.param("O4", marks=pytest.mark.slow)])
 def test_two_ranks(level: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TWO)

@@ -70,7 +70,10 @@ print(mine[0], mine[-1])
 """
 
 
-@pytest.mark.parametrize(("level", "clip"), [("O1", "norm"), ("O2", "value"), ("O5", "agc")])
+@pytest.mark.parametrize(
+    ("level", "clip"),
+    [pytest.param("O1", "norm", marks=pytest.mark.slow), ("O2", "value"), ("O5", "agc")],
+)
 def test_timms_scaler(tmp_path: Path, level: str, clip: str) -> None:
     if not TIMM.exists():
         pytest.skip("made by ./dev setup, which needs a package registry")
