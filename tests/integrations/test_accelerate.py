@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import preamp
@@ -139,6 +139,63 @@ def test_autocast_and_outputs_are_the_sessions() -> None:
         bare = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
         assert bare is given and bare(torch.randn(2, 6)).dtype is torch.float32
         assert "_original_forward" not in vars(bare)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["level", "session"])
+def test_after_close_the_loop_is_accelerates_own(own: bool) -> None:
+    def trained(accelerator: Any, model: nn.Module, optimizer: Any) -> list[Tensor]:
+        for x, y in data()[:6]:
+            with accelerator.autocast():
+                loss = nn.functional.mse_loss(model(x), y)
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert not optimizer.step_was_skipped
+        return [p.detach().clone() for p in model.parameters()]
+
+    accelerator, given = accelerate.Accelerator(cpu=True), network()
+    optimizer = torch.optim.AdamW(given.parameters(), 1e-2)
+    attached = attach(accelerator, preamp.prepare(given, optimizer, level="O5") if own else "O5")
+    model, optimizer = accelerator.prepare(given, optimizer)
+    attached.close()
+    attached.close()
+    assert type(optimizer) is accelerate.optimizer.AcceleratedOptimizer and accelerator.scaler is None
+    assert model is given and "forward" not in vars(model)
+    after = trained(accelerator, model, optimizer)
+    forget_accelerate()
+    plainly, other = accelerate.Accelerator(cpu=True), network()
+    wanted = trained(plainly, *plainly.prepare(other, torch.optim.AdamW(other.parameters(), 1e-2)))
+    assert_same(after, wanted)
+    if own:  # the user's session is closed, and no other takes its place
+        accelerator.prepare(network())
+        assert not attached.is_open
+
+
+def test_a_second_optimizer_that_comes_later_is_refused_before_it_steps() -> None:
+    accelerator, one, two = accelerate.Accelerator(cpu=True), network(), network()
+    attached = attach(accelerator, "O2")
+    accelerator.prepare(one, torch.optim.SGD(one.parameters(), 0.1))
+    with attached.session, pytest.raises(SessionError, match=r"to one call of accelerator\.prepare"):
+        accelerator.prepare(two, torch.optim.SGD(two.parameters(), 0.1))
+
+
+def test_two_networks_of_a_gan() -> None:
+    accelerator, one, two = accelerate.Accelerator(cpu=True), network(), network()
+    attached = attach(accelerator, "O2", scale=8.0)
+    one, two, first, second = accelerator.prepare(
+        one, two, torch.optim.SGD(one.parameters(), 0.1), torch.optim.SGD(two.parameters(), 0.1)
+    )
+    before = [p.detach().clone() for p in (*one.parameters(), *two.parameters())]
+    for x, y in data()[:4]:
+        for model, optimizer in ((one, first), (two, second)):
+            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert attached.session.steps == 8 and attached.session.skipped == 0
+    attached.close()
+    after = [*one.parameters(), *two.parameters()]
+    assert all(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def test_what_it_refuses() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -13,6 +14,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from ..errors import SessionError, kind_of
+from ..frameworks import unwrap
 from ..session import Session, SessionScaler, StepReport, prepare
 from ..tree import cast_floating
 
@@ -22,12 +24,11 @@ _REFUSED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedT
 class Attachment:
     """What `attach` returns; `session` is there once the accelerator has prepared a model and an optimizer."""
 
-    def __init__(self, accelerator: Accelerator, session: Session | None, options: dict[str, Any]) -> None:
+    def __init__(self, accelerator: Accelerator, session: Session | None, options: dict[str, Any] | None) -> None:
         self._accelerator, self._session, self._options = accelerator, session, options
-        self._prepare = accelerator.prepare
-        accelerator.prepare = self._prepared
         self._forwards: list[tuple[nn.Module, Any]] = []
-        accelerator.autocast = lambda *_, **__: self.session.autocast()
+        self._prepare = accelerator.prepare
+        accelerator.prepare, accelerator.autocast = self._prepared, self._autocast
         accelerator.unscale_gradients = self._unscale
         if session is not None:
             accelerator.scaler = SessionScaler(session)
@@ -45,15 +46,23 @@ class Attachment:
         return self._session is not None
 
     def close(self) -> None:
-        """Close the session, which restores model and optimizer; the next `accelerator.prepare` makes a new one."""
-        if self._session is not None:
-            for model, forward in self._forwards:
-                for name in ("forward", "_original_forward"):
-                    vars(model).pop(name, None)
-                if forward is not None:
-                    model.forward = forward
-            self._session.close()
-            self._session, self._forwards, self._accelerator.scaler = None, [], None
+        """Close the session, which restores model and optimizer: the accelerator's loop goes on without one.
+
+        If `attach` was given a level, the next `accelerator.prepare` makes a new session.
+        """
+        if self._session is None:
+            return
+        for model, forward in self._forwards:
+            for name in ("forward", "_original_forward"):
+                vars(model).pop(name, None)
+            if forward is not None:
+                model.forward = forward
+        for optimizer in self._accelerator._optimizers:
+            if isinstance(optimizer, _SessionOptimizer):
+                optimizer.__class__, optimizer.scaler = AcceleratedOptimizer, None
+                optimizer.__dict__.pop("_last", None)
+        self._session.close()
+        self._session, self._forwards, self._accelerator.scaler = None, [], None
 
     def _prepared(self, *args: Any, **kwargs: Any) -> Any:
         """`accelerator.prepare`, then the session, and both as the accelerator's loop uses them."""
@@ -61,11 +70,17 @@ class Attachment:
         results = self._prepare(*args, **kwargs)
         optimizers = list(accelerator._optimizers)
         models = [model for model in accelerator._models if any(p.requires_grad for p in model.parameters())]
-        if self._session is None and models and optimizers:
+        if self._session is None and models and optimizers and self._options is not None:
             self._session = prepare(models, optimizers, **self._options)
             accelerator.scaler = SessionScaler(self._session)
         if self._session is None:
             return results
+        own = list(self._session.optimizers.values())
+        if any(all(unwrap(optimizer) is not each for each in own) for optimizer in optimizers):
+            raise SessionError(
+                "accelerator.prepare() was given an optimizer that is not the session's, which would step without loss "
+                "scale and masters: give all models and optimizers to one call of accelerator.prepare()"
+            )
         for optimizer in optimizers:
             optimizer.__class__, optimizer.scaler = _SessionOptimizer, accelerator.scaler
         for model in models:
@@ -74,11 +89,15 @@ class Attachment:
                 _enter_region(model, self._session)
         return results
 
+    def _autocast(self, *_: Any, **__: Any) -> AbstractContextManager[Any]:
+        """The session's region, whatever handler the caller gives."""
+        return nullcontext() if self._session is None else self._session.autocast()
+
     def _unscale(self, optimizer: Any = None) -> None:
         """True gradients, which the accelerator's clipping reads and changes: of all optimizers, or of some."""
-        given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-        for each in given:
-            self.session.unscale_(each)
+        for each in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
+            if self._session is not None:
+                self._session.unscale_(each)
 
 
 def attach(accelerator: Accelerator, session: Session | str = "auto", **options: Any) -> Attachment:
@@ -119,7 +138,7 @@ def attach(accelerator: Accelerator, session: Session | str = "auto", **options:
                 "accelerator.prepare() shards the model, so that a session made before has none of its parameters: "
                 "give attach() a level"
             )
-        return Attachment(accelerator, session, {})
+        return Attachment(accelerator, session, None)
     return Attachment(accelerator, None, {"level": session, **options})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
@@ -50,9 +49,7 @@ def attach(trainer: Trainer, level: str = "auto", **options: Any) -> accelerate.
 
     methods: Any = trainer
     methods.log, methods._save = with_scale, in_float32
-    methods.autocast_smart_context_manager = lambda *_, **__: (
-        attachment.session.autocast() if attachment.is_open else nullcontext()
-    )
+    methods.autocast_smart_context_manager = lambda *_, **__: trainer.accelerator.autocast()
     trainer.add_callback(_Close(attachment))
     return attachment
 
