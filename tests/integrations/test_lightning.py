@@ -137,6 +137,11 @@ def test_checkpoints_have_float32_weights_and_resume_bit_for_bit(level: str, tmp
     resumed, _, _ = fitted(level, "preamp", tmp_path, load=tmp_path / "at20.ckpt")
     wanted, parameters, _ = plain(level, "preamp")
     assert_same(resumed, wanted, parameters)
+    rows = DataLoader(data()[-4:], batch_size=None)  # type: ignore[arg-type]
+    silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    for plugins in ([PreampPrecision(level)], []):  # where no session is made
+        other = L.Trainer(plugins=plugins, default_root_dir=tmp_path, **silent)
+        assert other.validate(Module("preamp"), rows, ckpt_path=str(tmp_path / "at20.ckpt"), verbose=False) == [{}]
     fresh = Module("preamp")
     fresh.load_state_dict(saved["state_dict"])  # without preamp
     assert trainer.validate(module, DataLoader(data()[-4:], batch_size=None), verbose=False) == [{}]  # type: ignore[arg-type]

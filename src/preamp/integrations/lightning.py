@@ -116,8 +116,9 @@ class PreampPrecision(Precision):
         return {} if self._session is None else self._session.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore it."""
-        self.session.load_state_dict(state_dict)
+        """Restore it; outside of a fit there is nothing to restore, since checkpoints have float32 weights."""
+        if self._session is not None:
+            self._session.load_state_dict(state_dict)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Put masters in the place of the 16-bit weights that they were rounded to."""
