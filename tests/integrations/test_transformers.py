@@ -154,6 +154,11 @@ def test_bert_resumes_bit_for_bit_and_is_saved_in_float32(level: str, tmp_path: 
     saved = BertForSequenceClassification.from_pretrained(tmp_path / "whole" / "checkpoint-30", dtype="auto")
     assert {p.dtype for p in saved.parameters()} == {torch.float32}
     assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), whole.model.parameters(), strict=True))
+    whole.evaluate(sentences()[:8])  # prepares a loader, and no session
+    assert "forward" not in vars(whole.model) and whole.accelerator.scaler is None
+    whole.save_model(str(tmp_path / "final"))
+    final = BertForSequenceClassification.from_pretrained(tmp_path / "final", dtype="auto")
+    assert all(torch.equal(a, b) for a, b in zip(final.parameters(), whole.model.parameters(), strict=True))
     again = whole.train()  # a second training makes a second session
     assert again.global_step == 30
 

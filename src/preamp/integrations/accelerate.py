@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.optim import Optimizer
 
 from ..errors import SessionError, kind_of
 from ..frameworks import unwrap
@@ -70,7 +71,8 @@ class Attachment:
         results = self._prepare(*args, **kwargs)
         optimizers = list(accelerator._optimizers)
         models = [model for model in accelerator._models if any(p.requires_grad for p in model.parameters())]
-        if self._session is None and models and optimizers and self._options is not None:
+        began = any(isinstance(each, Optimizer) for each in args)  # not of a loader, for an evaluation after training
+        if self._session is None and began and models and self._options is not None:
             self._session = prepare(models, optimizers, **self._options)
             accelerator.scaler = SessionScaler(self._session)
         if self._session is None:
