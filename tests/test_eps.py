@@ -193,3 +193,8 @@ def test_prepare_is_silent_where_the_state_is_float32(level: str) -> None:
 def test_prepare_is_silent_when_the_epsilon_survives() -> None:
     assert _prepare("O3", eps=1e-4) == []
     assert len(_prepare("O3", fused=True)) == 1
+
+
+def test_muons_epsilon_is_in_bfloat16() -> None:
+    (row,) = safe_eps(preamp.optim.Muon([nn.Parameter(torch.ones(3, 3, dtype=torch.float16))]), LOW_FP16)
+    assert row.dtype is torch.bfloat16 and row.fine

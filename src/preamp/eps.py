@@ -68,6 +68,8 @@ def safe_eps(optimizer: Optimizer, policy: Policy, *, apply: bool = False) -> tu
 
 
 def _arithmetic(group: dict[str, object], policy: Policy) -> torch.dtype:
+    if "ns_steps" in group:  # Muon's bounds a norm from below, in the bfloat16 of its iteration
+        return torch.bfloat16
     members: Any = group["params"]
     parameters = [p for p in members if p.is_floating_point()]
     if policy.masters or policy.params is torch.float32 or not parameters:

@@ -6,6 +6,7 @@ Nothing here imports `torch.distributed.tensor`, which takes long: code with a D
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -63,6 +64,31 @@ def full_tensor(tensor: Tensor) -> Tensor:
     parts: Any = tensor
     gathered: Tensor = parts.full_tensor()
     return gathered
+
+
+@dataclass(frozen=True, slots=True)
+class Parted:
+    """A DTensor's shard and the whole: gathering one, cutting the other."""
+
+    like: Any
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole tensor."""
+        found: torch.Size = self.like.shape
+        return found
+
+    def gather(self, part: Tensor) -> Tensor:
+        """The whole tensor that has `part` where the DTensor has this process's shard; all ranks call it."""
+        return full_tensor(placed_like(self.like, part.contiguous(), tuple(self.shape)))
+
+    def part(self, whole: Tensor) -> Tensor:
+        """The shard for this process of `whole`, which all ranks have: a copy, without communication."""
+        from torch.distributed.tensor import DTensor, Replicate
+
+        mesh = self.like.device_mesh
+        copied = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return held_here(copied.redistribute(mesh, self.like.placements))
 
 
 def mesh_groups(tensor: Any) -> tuple[Any, ...]:

@@ -23,16 +23,23 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "LAMB": lambda params, lr: preamp.optim.LAMB(params, lr / 10, weight_decay=0.05),
     "NovoGrad": lambda params, lr: preamp.optim.NovoGrad(params, lr / 10, weight_decay=0.05),
     "AdamW in 8 bits": lambda params, lr: preamp.optim.AdamW(params, lr / 100, eps=1e-6, states="8bit"),
+    "Lion": lambda params, lr: preamp.optim.Lion(params, lr / 10),
+    "Muon": lambda params, lr: _muon(list(params), lr),
     "NovoGrad, largest": lambda params, lr: preamp.optim.NovoGrad(params, lr / 10, norm_type=0),
 }
 CASES = [
     *[("O0", maker) for maker in MAKERS],
     *[("O2", maker) for maker in ("SGD", "torch SGD", "LAMB", "NovoGrad", "AdamW in 8 bits")],
     *[("O4", maker) for maker in ("torch SGD", "LAMB")],
-    *[("O1", "SGD"), ("O5", "NovoGrad")],
+    *[("O1", "SGD"), ("O5", "NovoGrad"), ("O2", "Muon"), ("O5", "Muon")],
 ]
 KINDS = ("flat", "hybrid", "tensor")
 """Shards over all ranks; copies of shards; shards of tensor-parallel parts."""
+
+
+def _muon(params: list[nn.Parameter], lr: float) -> list[torch.optim.Optimizer]:
+    matrices, others = ([p for p in params if (p.dim() == 2) is two] for two in (True, False))
+    return [preamp.optim.Muon(matrices, lr / 10), preamp.optim.SGD(others, lr)]
 
 
 def build() -> nn.Sequential:

@@ -15,6 +15,9 @@ from .together import told_by
 BOUNDS = {"O0": 1e-5, "O1": 5e-3, "O2": 5e-3, "O4": 3e-2, "O5": 3e-2}
 """How far the end may be from that of one process, over the way trained."""
 
+ROUGH = {"AdamW in 8 bits": 3e-2, "Muon": 3e-2, "Lion": 3e-2}
+"""What rounds by chances of each rank's own, in bfloat16, or to a sign."""
+
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
@@ -34,8 +37,10 @@ def test_ranks_agree_and_step_as_one_process(told: list[dict[str, Any]], kind: s
     assert not math.isfinite(sick[-1])  # copies of a shard differ there, as only the last rank's was spoilt
     assert kind == "hybrid" or not any(map(math.isfinite, sick))
     wanted = [norm for index, norm in enumerate(alone["norms"]) if index != 3]
-    bound = max(BOUNDS[level], 3e-2 if "8 bits" in maker else 0)  # rounded by chances of each rank's own
+    bound = max(BOUNDS[level], ROUGH.get(maker, 0))
     assert every[0]["norms"] == pytest.approx(wanted, rel=bound)
     start = torch.cat([p.detach().flatten() for p in build().parameters()])
     mine, theirs = (torch.tensor([*chain(*each["weights"])]) for each in (every[0], alone))
+    if maker == "Muon" and level != "O0":  # gradients of rank 4: of their rounding Muon makes directions like any other
+        bound = 0.3
     assert float((mine - theirs).norm() / (theirs - start).norm()) <= bound

@@ -82,6 +82,20 @@ def lamb_(
     kernels.lamb(storage, grads, _options(kernels.LambOptions, options))
 
 
+def lion_(
+    params: Tensors, grads: Tensors, first: Tensors, copies: Copies, step: Tensor | None, *,
+    bits: Tensors | None = None, **options: Any,
+) -> None:  # fmt: skip
+    kernels.lion(Storage(params, (first,), step, copies, bits), grads, _options(kernels.LionOptions, options))
+
+
+def muon_(
+    params: Tensors, grads: Tensors, first: Tensors, copies: Copies, step: Tensor | None, *,
+    bits: Tensors | None = None, **options: Any,
+) -> None:  # fmt: skip
+    kernels.muon(Storage(params, (first,), step, copies, bits), grads, _options(kernels.MuonOptions, options))
+
+
 def novograd_(
     params: Tensors, grads: Tensors, first: Tensors, norms: Tensor, copies: Copies, step: Tensor, **options: Any
 ) -> None:

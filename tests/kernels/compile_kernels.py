@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from preamp.kernels.triton import eight_bit, elementwise, launch, layerwise, read, sums
+from preamp.kernels.triton import eight_bit, elementwise, launch, layerwise, momentum, read, sums
 from preamp.kernels.triton.read import BLOCK, KINDS, LONG
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -47,6 +47,12 @@ CASES: list[tuple[Any, dict[str, Any], int]] = [
                                      "ALIGNED": True, "CHUNK": 1024}, WARPS)
         for rule in range(4)
     ],
+    *[
+        (kernel, {"LOW": low, "KIND": kind, "ALIGNED": True, "CHUNK": 1024, **grad}, WARPS)
+        for kernel, grad in ((momentum.lion_kernel, {"GRAD": tl.bfloat16}), (momentum.muon_apply, {}))
+        for kind, low in ((0, tl.bfloat16), (1, None), (2, None))
+    ],
+    (momentum.muon_moments, {"GRAD": tl.bfloat16, "NESTEROV": True, "ALIGNED": True, "CHUNK": 1024}, WARPS),
     (launch.prepare_numbers, dict.fromkeys(
         ("DRAWS", "COUNTS", "HAS_FOUND", "HAS_FACTOR", "HAS_RATE", "CLIPS", "UPHILL", "CORRECTS", "FOLDS"), True), 1),
     (sums.chunk_norms_kernel, {"GRAD": tl.float16, "HAS_FACTOR": True, "SQUARES": True, "BLOCK": 256,

@@ -115,3 +115,29 @@ class NovoGrad(Plain):
         if not o["reg_inside_moment"]:
             update = update / below + o["weight_decay"] * p
         p -= o["lr"] * update
+
+
+class Lion(Plain):
+    def one(self, i: int, p: Tensor, g: Tensor) -> None:
+        o, m, (b1, b2) = self.options, self.states["m"][i], self.options["betas"]
+        update = (b1 * m + (1 - b1) * g).sign()
+        p -= o["lr"] * (update + o["weight_decay"] * p)
+        m.copy_(b2 * m + (1 - b2) * g)
+
+
+class Muon(Plain):
+    """In float64 throughout, where the iteration may be in bfloat16: so only near."""
+
+    def one(self, i: int, p: Tensor, g: Tensor) -> None:
+        o, m = self.options, self.states["m"][i]
+        m.copy_(o["momentum"] * m + (1 - o["momentum"]) * g)
+        x = o["momentum"] * m + (1 - o["momentum"]) * g if o["nesterov"] else m
+        x = x / max(float(x.norm()), o["eps"])
+        a, b, c = o["ns_coefficients"]
+        for _ in range(o["ns_steps"]):
+            x = a * x + b * (x @ x.T @ x) + c * (x @ x.T @ x @ x.T @ x)
+        rows, columns = p.shape
+        ratio = (
+            0.2 * max(rows, columns) ** 0.5 if o["adjust_lr_fn"] == "match_rms_adamw" else max(1, rows / columns) ** 0.5
+        )
+        p -= o["lr"] * (ratio * x + o["weight_decay"] * p)

@@ -27,6 +27,7 @@ NOVOGRAD = {
     **COMMON, "betas": (0.95, 0.98), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True,
     "grad_averaging": True, "reg_inside_moment": False, "norm_type": 2, "init_zero": False,
 }  # fmt: skip
+LION = {**COMMON, "betas": (0.9, 0.99), "weight_decay": 0.0}
 
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("adam", ADAM),
@@ -46,9 +47,14 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
         "novograd",
         {**NOVOGRAD, "weight_decay": 0.1, "reg_inside_moment": True, "norm_type": 0, "bias_correction": False},
     ),
+    ("lion", LION),
+    ("lion", {**LION, "weight_decay": 0.1, "betas": (0.95, 0.98), "maximize": True}),
 ]
 NAMES = [f"{name}-{i}" for i, (name, _) in enumerate(SETTINGS)]
-PLAIN = {"adam": plain.Adam, "sgd": plain.SGD, "adagrad": plain.Adagrad, "lamb": plain.Lamb, "novograd": plain.NovoGrad}
+PLAIN = {
+    "adam": plain.Adam, "sgd": plain.SGD, "adagrad": plain.Adagrad, "lamb": plain.Lamb, "novograd": plain.NovoGrad,
+    "lion": plain.Lion,
+}  # fmt: skip
 
 
 @dataclass
@@ -83,6 +89,8 @@ class Run:
             fused.adagrad_(p, grads, s[0], lows, self.step, **o)
         elif self.name == "lamb":
             fused.lamb_(p, grads, s[0], s[1], lows, self.step, **o)
+        elif self.name == "lion":
+            fused.lion_(p, grads, s[0], lows, self.step, **o)
         else:
             fused.novograd_(p, grads, s[0], self.norms, lows, self.step, **o)
 

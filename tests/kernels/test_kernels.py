@@ -28,7 +28,7 @@ triton = pytest.importorskip("triton")
 OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 FILES = [
     str(Path(__file__).with_name(name))
-    for name in ("test_kernels.py", "test_read_kernel.py", "test_eight_bit_kernels.py", "test_parts.py")
+    for name in ("test_kernels.py", "test_read_kernel.py", "test_eight_bit_kernels.py", "test_muon.py", "test_parts.py")
 ]
 LOWS = [None, torch.float16, torch.bfloat16]
 

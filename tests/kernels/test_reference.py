@@ -128,7 +128,7 @@ def test_gate_without_reading_the_flag(
     if not flag:
         twin.take(grads, torch.tensor(0.5))
     gate = foreach.Gate((torch.tensor(flag) > 0).float())
-    for module in ("adam", "first_order", "layerwise", "foreach"):
+    for module in ("adam", "first_order", "layerwise", "momentum", "foreach"):
         monkeypatch.setattr(sys.modules[f"preamp.kernels.{module}"], "gate_of", lambda *_: gate)
     run.take(grads, torch.tensor(0.5))
     if flag:

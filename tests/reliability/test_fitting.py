@@ -66,7 +66,7 @@ TORCHS = (
     "Rprop",
     "SGD",
 )
-OURS = ("Adagrad", "Adam", "AdamW", "LAMB", "NovoGrad", "SGD")
+OURS = ("Adagrad", "Adam", "AdamW", "LAMB", "Lion", "NovoGrad", "SGD")
 KINDS = [*(f"torch.{name}" for name in TORCHS), *(f"preamp.{name}" for name in OURS)]
 
 

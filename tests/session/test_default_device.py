@@ -28,13 +28,14 @@ MAKERS: dict[str, Callable[[Any], Optimizer]] = {
     "AdamW, by chance": lambda p: preamp.optim.AdamW(p, 1e-2, master=None, rounding="stochastic"),
     "SGD": lambda p: preamp.optim.SGD(p, 1e-2, momentum=0.9),
     "Adagrad": lambda p: preamp.optim.Adagrad(p, 1e-2),
+    "Lion": lambda p: preamp.optim.Lion(p, 1e-3, master=None, rounding="stochastic"),
     "LAMB": lambda p: preamp.optim.LAMB(p, 1e-2),
     "NovoGrad": lambda p: preamp.optim.NovoGrad(p, 1e-2, eps=1e-3),
     "torch AdamW, fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
 }
 CASES = [(level, maker) for level in ("O0", "O1", "O2", "O4", "O5") for maker in ("AdamW", "SGD", "torch AdamW, fused")]
 CASES += [("O3", "NovoGrad"), ("O2", "LAMB"), ("O1", "Adagrad"), ("O4", "AdamW, flat"), ("O5", "AdamW, split")]
-CASES += [("O5", "AdamW, 8 bits"), ("O5", "AdamW, by chance")]
+CASES += [("O5", "AdamW, 8 bits"), ("O5", "AdamW, by chance"), ("O5", "Lion")]
 
 
 @pytest.fixture(autouse=True)

@@ -319,6 +319,7 @@ FUSED = {
     "LAMB": lambda p: preamp.optim.LAMB(p, 1e-2, eps=1e-4),
     "NovoGrad": lambda p: preamp.optim.NovoGrad(p, 1e-2, eps=1e-4),
     "Adagrad": lambda p: preamp.optim.Adagrad(p, 1e-2, eps=1e-4),
+    "Lion, split": lambda p: preamp.optim.Lion(p, 1e-3, master="split"),
 }
 
 

@@ -52,7 +52,7 @@ def train(session: preamp.Session, model: nn.Module, steps: range, micro: int = 
 
 
 @LEVELS
-@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adagrad", "LAMB", "NovoGrad"])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adagrad", "LAMB", "NovoGrad", "Lion"])
 def test_it_trains_as_without(level: str, kind: str) -> None:
     """Bit for bit in the first forward pass; then up to the rounding of gradients, which rest in 16 bits."""
     runs = []

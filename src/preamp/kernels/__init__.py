@@ -21,15 +21,19 @@ from .eight_bit import BLOCK, adam_8bit, blocks_of, dequantize, quantize
 from .first_order import adagrad, sgd
 from .layerwise import lamb, novograd
 from .lists import TensorList, batches, chained, count_writes, listed
+from .momentum import lion, muon
 from .norms import l2_norms
 from .read import Reading, read
 from .storage import (
     AdagradOptions,
     AdamOptions,
     LambOptions,
+    LionOptions,
+    MuonOptions,
     NovoGradOptions,
     Options,
     SGDOptions,
+    Shard,
     ShardSum,
     Storage,
     Tensors,
@@ -41,10 +45,13 @@ __all__ = [
     "AdagradOptions",
     "AdamOptions",
     "LambOptions",
+    "LionOptions",
+    "MuonOptions",
     "NovoGradOptions",
     "Options",
     "Reading",
     "SGDOptions",
+    "Shard",
     "ShardSum",
     "Storage",
     "TensorList",
@@ -65,8 +72,10 @@ __all__ = [
     "join",
     "l2_norms",
     "lamb",
+    "lion",
     "listed",
     "multiply_",
+    "muon",
     "novograd",
     "present_in",
     "quantize",

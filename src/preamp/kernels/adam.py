@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .bits import chances_like, join, round_stochastically, split
-from .dispatch import Backend, Backends, dispatch
+from .dispatch import Backend, Backends
 from .foreach import by_torch_fused, descend, gate_of, gradients_of, number_of, root, single
+from .rounding import Kinds
 from .storage import AdamOptions, Storage, Tensors
 
 
@@ -24,14 +24,8 @@ def adam(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
     multiplied by the factor. Where Triton runs, there is one launch for each dtype of gradients, and one that
     computes the few numbers that all of them need.
     """
-    if not storage.params:
-        return
-    if storage.bits:
-        dispatch(storage, gradients, o, _SPLIT)
-    elif o.stochastic_rounding and storage.params[0].dtype is torch.bfloat16:
-        dispatch(storage, gradients, o, _STOCHASTIC)
-    else:
-        dispatch(storage, gradients, o, _ADAM)
+    if storage.params:
+        _ADAM.dispatch(storage, gradients, o)
 
 
 def reference(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
@@ -75,38 +69,10 @@ def _torch_fused(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
     )  # fmt: skip
 
 
-def _split_reference(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
-    """Join, step, split."""
-    assert storage.bits is not None
-    gate = gate_of(storage.params[0].device, o.found)
-    if gate is None:
-        return
-    masters = [join(weight, bits) for weight, bits in zip(storage.params, storage.bits, strict=True)]
-    dispatch(Storage(masters, storage.states, storage.step), gradients, o, _ADAM)
-    halves = [split(master) for master in masters]
-    gate.write(storage.params, [weight for weight, _ in halves])
-    gate.write(storage.bits, [bits for _, bits in halves])
-
-
-def _stochastic_reference(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
-    """Widen, step, round."""
-    assert storage.step is not None
-    gate = gate_of(storage.params[0].device, o.found)
-    if gate is None:
-        return
-    wide = [param.to(torch.float32) for param in storage.params]
-    taken = storage.step + 1
-    dispatch(Storage(wide, storage.states, storage.step), gradients, o, _ADAM)
-    rounded = [round_stochastically(each, chances_like(each, o.seed, taken, i)) for i, each in enumerate(wide)]
-    gate.write(storage.params, rounded)
-
-
 def _kernel() -> Backend:
     from .triton import elementwise
 
     return elementwise.adam
 
 
-_ADAM = Backends(reference, _kernel, ("_fused_adam_", _torch_fused))
-_SPLIT = Backends(_split_reference, _kernel, elementwise=False, low=True)
-_STOCHASTIC = Backends(_stochastic_reference, _kernel, elementwise=False, low=True)
+_ADAM = Kinds(Backends(reference, _kernel, ("_fused_adam_", _torch_fused)))

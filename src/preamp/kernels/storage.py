@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -14,6 +15,20 @@ ShardSum = Callable[[Tensor, bool], Tensor]
 """Combines numbers of shards into those of whole tensors. It takes (parameters, n) float64, and whether to take the
 largest instead of the sum; it returns the same shape. Call it once a step, whatever the shards: ranks wait for it.
 """
+
+
+class Shard(Protocol):
+    """How this process's part of a matrix, which is what it steps, relates to the whole."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Of the whole matrix."""
+
+    def gather(self, part: Tensor) -> Tensor:
+        """The whole of a matrix from the parts of all processes, which wait for each other."""
+
+    def part(self, whole: Tensor) -> Tensor:
+        """The part of a whole matrix that this process has."""
 
 
 @dataclass(slots=True)
@@ -68,17 +83,56 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AdamOptions(Options):
+class RoundedOptions(Options):
+    """The options of algorithms that step bfloat16 parameters without masters, too."""
+
+    stochastic_rounding: bool = False
+    """Of bfloat16 parameters without masters."""
+    seed: int = 0
+    """For stochastic rounding, of parameters or of 8-bit states; 62 bits of it are used."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdamOptions(RoundedOptions):
     """Adam (Kingma and Ba 2015), AdamW (Loshchilov and Hutter 2019) if the weight decay is decoupled."""
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     decoupled_weight_decay: bool = False
     amsgrad: bool = False
-    stochastic_rounding: bool = False
-    """Of bfloat16 parameters without masters."""
-    seed: int = 0
-    """For stochastic rounding, of parameters or of 8-bit states; 62 bits of it are used."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LionOptions(RoundedOptions):
+    """Lion (Chen et al. 2023). Weight decay is decoupled."""
+
+    betas: tuple[float, float] = (0.9, 0.99)
+    """The weight of the old moment in the update, and in the new moment."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MuonOptions(RoundedOptions):
+    """Muon (Jordan et al. 2024), with the options of `torch.optim.Muon`. Weight decay is decoupled."""
+
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315)
+    eps: float = 1e-7
+    ns_steps: int = 5
+    adjust_lr_fn: str | None = None
+    shards: Sequence[Shard] | None = None
+    """Where this process has parts of the matrices, one for each."""
+
+    def ratio(self, shape: Sequence[int]) -> float:
+        """What the learning rate of a matrix is multiplied by.
+
+        "original" (Jordan): sqrt(max(1, rows / columns)). "match_rms_adamw" (Liu et al. 2025, arXiv 2502.16982): 0.2
+        sqrt(max(rows, columns)), for which the learning rates of AdamW fit.
+        """
+        rows, columns = shape
+        if self.adjust_lr_fn == "match_rms_adamw":
+            return 0.2 * math.sqrt(max(rows, columns))
+        return math.sqrt(max(1.0, rows / columns))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

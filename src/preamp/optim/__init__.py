@@ -3,6 +3,7 @@
 from ._adam import Adam, AdamW
 from ._base import FusedOptimizer
 from ._layerwise import LAMB, NovoGrad
+from ._momentum import Lion, Muon
 from ._sgd import SGD, Adagrad
 
-__all__ = ["LAMB", "SGD", "Adagrad", "Adam", "AdamW", "FusedOptimizer", "NovoGrad"]
+__all__ = ["LAMB", "SGD", "Adagrad", "Adam", "AdamW", "FusedOptimizer", "Lion", "Muon", "NovoGrad"]

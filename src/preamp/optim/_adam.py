@@ -13,11 +13,12 @@ from ..errors import OptimizerError
 from ..kernels import AdamOptions, adam, adam_8bit, blocks_of
 from ..ledger import Bucket
 from ..sharding import held_here
-from ._base import FusedOptimizer, check_hyper, refuse_differentiable
+from ._base import check_hyper, refuse_differentiable
 from ._eight_bit import CODES, NAMES, SCALES, as_8bit, as_float32, new_8bit, takes_8bit
+from ._rounded import RoundedOptimizer
 
 
-class Adam(FusedOptimizer):
+class Adam(RoundedOptimizer):
     """Adam (Kingma and Ba 2015) with the arguments, groups and state_dict of `torch.optim.Adam`.
 
     `foreach`, `capturable` and `fused` are accepted for compatibility: every step is fused and may be captured.
@@ -33,7 +34,6 @@ class Adam(FusedOptimizer):
 
     kept = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", *SCALES)
     options = AdamOptions
-    master_kinds: tuple[str | None, ...] = ("float32", "split", None)
 
     def __init__(
         self,
@@ -66,15 +66,10 @@ class Adam(FusedOptimizer):
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad,
             "maximize": maximize, "capturable": capturable, "decoupled_weight_decay": decoupled_weight_decay,
         }  # fmt: skip
-        if rounding not in ("nearest", "stochastic") or (rounding == "stochastic" and master is not None):
-            raise OptimizerError(
-                f"rounding={rounding!r} with master={master!r}: write 'nearest', or 'stochastic' with master=None, "
-                "since masters lose nothing that stochastic rounding could save"
-            )
         if states not in ("float32", "8bit"):
             raise OptimizerError(f"states={states!r}: write 'float32', or '8bit' for moments in 8 bits")
-        self.rounding, self.states, self.seed, self.flat = rounding, states, seed, flat
-        super().__init__(params, defaults, master)
+        self.states, self.flat = states, flat
+        super().__init__(params, defaults, master, rounding, seed)
         for group in self.param_groups:
             self._refuse_amsgrad(group)
 
@@ -99,10 +94,8 @@ class Adam(FusedOptimizer):
         return new_8bit(name, param) if self._is_coded(param) else super().new_state(name, group, param, dtype)
 
     def state_dtype(self, name: str, param: Parameter) -> torch.dtype:
-        """float32 too for what is rounded stochastically; codes and scales where they are in 8 bits."""
-        if self._is_coded(param):
-            return CODES.get(name, torch.float32)
-        return torch.float32 if self._stochastic(param) else super().state_dtype(name, param)
+        """Codes and scales where they are in 8 bits."""
+        return CODES.get(name, torch.float32) if self._is_coded(param) else super().state_dtype(name, param)
 
     def state_form(self, name: str, param: Tensor) -> torch.Size | int:
         """As many scales as there are blocks."""
@@ -111,11 +104,8 @@ class Adam(FusedOptimizer):
     def _is_coded(self, param: Tensor) -> bool:
         return self.states == "8bit" and takes_8bit(param)
 
-    def _stochastic(self, param: Tensor) -> bool:
-        return self.rounding == "stochastic" and param.dtype is torch.bfloat16
-
     def _has_wide_states(self, param: Parameter) -> bool:
-        return self._is_coded(param) or self._stochastic(param) or super()._has_wide_states(param)
+        return self._is_coded(param) or super()._has_wide_states(param)
 
     def _mend(self, param: Parameter, state: dict[str, Any]) -> None:
         if self._is_coded(param):
@@ -124,9 +114,7 @@ class Adam(FusedOptimizer):
             as_float32(state)
 
     def _advance(self, bucket: Bucket, gradients: list[Tensor], factor: Tensor | None, found: Tensor | None) -> None:
-        o = self._options(
-            bucket, factor=factor, found=found, stochastic_rounding=self.rounding == "stochastic", seed=self.seed
-        )
+        o = self._options(bucket, factor=factor, found=found)
         if "exp_avg_scale" not in bucket.names:
             adam(bucket.storage, gradients, o)
             return
@@ -137,7 +125,7 @@ class Adam(FusedOptimizer):
         adam_8bit(replace(storage, states=(first, second, first_scales, second_scales)), gradients, o)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "rounding": self.rounding, "states": self.states, "seed": self.seed}
+        return {**super().__getstate__(), "states": self.states}
 
 
 class AdamW(Adam):

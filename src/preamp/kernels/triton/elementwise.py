@@ -35,7 +35,7 @@ STOCHASTIC = tl.constexpr(2)  # bfloat16 weights, rounded stochastically
 
 def adam(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
     """Adam on float32 parameters, on split ones, or on bfloat16 ones with stochastic rounding."""
-    kind = SPLIT if storage.bits else PLAIN if storage.params[0].dtype is torch.float32 else STOCHASTIC
+    kind = kind_of(storage)
     with on(storage.params[0].device):
         scalars = adam_numbers(storage, o, o.seed if kind is STOCHASTIC else None)
         for each, part in parts(storage, gradients):
@@ -44,6 +44,11 @@ def adam(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
                 KIND=int(kind.value), DECAY=decay_of(o), AMSGRAD=o.amsgrad,
             )  # fmt: skip
     wrote(storage)
+
+
+def kind_of(storage: Storage) -> tl.constexpr:
+    """The kernels' code for the kind of parameters."""
+    return SPLIT if storage.bits else PLAIN if storage.params[0].dtype is torch.float32 else STOCHASTIC
 
 
 def adam_numbers(storage: Storage, o: AdamOptions, seed: int | None) -> Tensor:
@@ -132,6 +137,47 @@ def publish(table, row, tensors, tensor, places, values, size, LOW: tl.constexpr
 
 
 @triton.jit
+def take_param(table, row, tensors, tensor, places, size, KIND: tl.constexpr, FULL: tl.constexpr,
+               ALIGNED: tl.constexpr):  # fmt: skip
+    """Parameters in float32, and where they and their low bits lie. `row`: that of the low bits."""
+    if KIND == PLAIN:
+        param_at = address(table, 0, tensors, tensor, tl.float32, ALIGNED)
+        bits_at = param_at
+        param = take(param_at, places, size, FULL)
+    else:
+        param_at = address(table, 0, tensors, tensor, tl.int16, ALIGNED)
+        bits_at = param_at
+        bits = take(param_at, places, size, FULL).to(tl.int32) << 16
+        if KIND == SPLIT:
+            bits_at = address(table, row, tensors, tensor, tl.int16, ALIGNED)
+            bits = joined(bits, take(bits_at, places, size, FULL).to(tl.int32))
+        param = bits.to(tl.float32, bitcast=True)
+    return param, param_at, bits_at
+
+
+@triton.jit
+def put_param(scalars, table, row, tensors, tensor, param, param_at, bits_at, places, size, LOW: tl.constexpr,
+              KIND: tl.constexpr, FULL: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip
+    """Store parameters, and their copies or low bits, which are in `row`. All loads come before, since a later one
+    would have to wait for the stores.
+    """
+    if KIND == PLAIN:
+        if LOW is not None:
+            publish(table, row, tensors, tensor, places, param, size, LOW, FULL, ALIGNED)
+        put(param_at, places, param, size, FULL)
+    else:
+        bits = one_nan(param.to(tl.int32, bitcast=True))
+        if KIND == SPLIT:
+            put(bits_at, places, bits.to(tl.int16), size, FULL)
+            bits = bits + 0x8000
+        else:
+            key = tl.load(scalars + KEY).to(tl.uint32, bitcast=True)
+            chance = chances(key, tl.load(table + row * tensors + tensor), places)
+            bits = bits + (chance >> 16).to(tl.int32)
+        put(param_at, places, (bits >> 16).to(tl.int16), size, FULL)
+
+
+@triton.jit
 def adam_chunk(
     scalars, table, tensors, tensor, start, size, one_beta1, beta2, one_beta2, eps, decay,
     GRAD: tl.constexpr, LOW: tl.constexpr, KIND: tl.constexpr, DECAY: tl.constexpr, AMSGRAD: tl.constexpr,
@@ -142,16 +188,7 @@ def adam_chunk(
     f32: tl.constexpr = tl.float32
     extra: tl.constexpr = 5 if AMSGRAD else 4
     grad = take(address(table, 1, tensors, tensor, GRAD, ALIGNED), places, size, FULL).to(f32)
-    if KIND == PLAIN:
-        param_at = address(table, 0, tensors, tensor, f32, ALIGNED)
-        param = take(param_at, places, size, FULL)
-    else:
-        param_at = address(table, 0, tensors, tensor, tl.int16, ALIGNED)
-        bits = take(param_at, places, size, FULL).to(tl.int32) << 16
-        if KIND == SPLIT:
-            bits_at = address(table, extra, tensors, tensor, tl.int16, ALIGNED)
-            bits = joined(bits, take(bits_at, places, size, FULL).to(tl.int32))
-        param = bits.to(f32, bitcast=True)
+    param, param_at, bits_at = take_param(table, extra, tensors, tensor, places, size, KIND, FULL, ALIGNED)
     first_at = address(table, 2, tensors, tensor, f32, ALIGNED)
     second_at = address(table, 3, tensors, tensor, f32, ALIGNED)
     first = take(first_at, places, size, FULL)
@@ -171,20 +208,7 @@ def adam_chunk(
     below = tl.sqrt_rn(most) * tl.load(scalars + ROOT) + eps
     param = param - tl.load(scalars + RATE) * tl.div_rn(first, below)
 
-    if KIND == PLAIN:  # all loads come before the first store, for which a later load would have to wait
-        if LOW is not None:
-            publish(table, extra, tensors, tensor, places, param, size, LOW, FULL, ALIGNED)
-        put(param_at, places, param, size, FULL)
-    else:
-        bits = one_nan(param.to(tl.int32, bitcast=True))
-        if KIND == SPLIT:
-            put(bits_at, places, bits.to(tl.int16), size, FULL)
-            bits = bits + 0x8000
-        else:
-            key = tl.load(scalars + KEY).to(tl.uint32, bitcast=True)
-            chance = chances(key, tl.load(table + extra * tensors + tensor), places)
-            bits = bits + (chance >> 16).to(tl.int32)
-        put(param_at, places, (bits >> 16).to(tl.int16), size, FULL)
+    put_param(scalars, table, extra, tensors, tensor, param, param_at, bits_at, places, size, LOW, KIND, FULL, ALIGNED)
     put(first_at, places, first, size, FULL)
     put(second_at, places, second, size, FULL)
     if AMSGRAD:

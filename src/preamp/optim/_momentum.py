@@ -1,0 +1,126 @@
+"""Lion and Muon."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import OptimizerError
+from ..kernels import LionOptions, MuonOptions, lion, muon
+from ..ledger import Bucket
+from ..sharding import Parted
+from ._base import check_hyper
+from ._rounded import RoundedOptimizer
+
+
+class _OneMoment(RoundedOptimizer):
+    """An optimizer with one moment, which counts steps only for the random numbers of stochastic rounding."""
+
+    moment: str
+
+    @property
+    def counts_steps(self) -> bool:  # type: ignore[override]
+        """Whether steps are counted."""
+        return self.rounding == "stochastic"
+
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The moment."""
+        return (self.moment,)
+
+
+class Lion(_OneMoment):
+    """Lion (Chen et al. 2023, arXiv 2302.06675): each weight moves by `lr` along the sign of a moving average.
+
+    p <- (1 - lr weight_decay) p - lr sign(beta1 m + (1 - beta1) g); m <- beta2 m + (1 - beta2) g. A tenth to a third
+    of AdamW's learning rate, and three to ten times its weight decay, are usual. `master`, `rounding`, `seed`: as in
+    `Adam`. Raises `OptimizerError`, a ValueError, for hyper-parameters out of range.
+    """
+
+    kept = ("exp_avg",)
+    moment = "exp_avg"
+    options = LionOptions
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        master: str | None = "float32",
+        rounding: str = "nearest",
+        seed: int = 0,
+    ) -> None:
+        check_hyper("lr", lr)
+        check_hyper("weight_decay", weight_decay)
+        for i, beta in enumerate(betas):
+            check_hyper(f"betas[{i}]", beta, high=1.0)
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, master, rounding, seed)
+
+    def _advance(self, bucket: Bucket, gradients: list[Tensor], factor: Tensor | None, found: Tensor | None) -> None:
+        lion(bucket.storage, gradients, self._options(bucket, factor=factor, found=found))
+
+
+class Muon(_OneMoment):
+    """Muon (Jordan et al. 2024) with the arguments, groups and state_dict of `torch.optim.Muon`: for weight matrices.
+
+    The momentum of each matrix is orthogonalized, in bfloat16, by `ns_steps` iterations of Newton and Schulz. Matrices
+    of one shape are orthogonalized together, where torch takes them one by one; shards (DTensors) are gathered for it.
+    Give embeddings, biases, norms and the output layer to an optimizer of their own, as `AdamW`; a session takes both.
+    `adjust_lr_fn`: None or "original", or "match_rms_adamw", with which AdamW's learning rate and weight decay fit.
+    `master`, `rounding`, `seed`: as in `Adam`. Raises `OptimizerError`, a ValueError, for hyper-parameters out of range
+    and for parameters that are no matrices.
+    """
+
+    kept = ("momentum_buffer",)
+    moment = "momentum_buffer"
+    options = MuonOptions
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        master: str | None = "float32",
+        rounding: str = "nearest",
+        seed: int = 0,
+    ) -> None:
+        check_hyper("lr", lr)
+        check_hyper("weight_decay", weight_decay)
+        check_hyper("momentum", momentum)
+        check_hyper("eps", eps)
+        check_hyper("ns_steps", ns_steps, high=100)
+        if len(ns_coefficients) != 3:
+            raise OptimizerError(f"ns_coefficients={ns_coefficients!r}: write three numbers, (a, b, c)")
+        if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
+            raise OptimizerError(f"adjust_lr_fn={adjust_lr_fn!r}: write 'original' or 'match_rms_adamw'")
+        defaults = {
+            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
+        }  # fmt: skip
+        super().__init__(params, defaults, master, rounding, seed)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, for matrices."""
+        super().add_param_group(param_group)
+        for param in self.param_groups[-1]["params"]:
+            if param.dim() != 2:
+                del self.param_groups[-1]
+                raise OptimizerError(
+                    f"a parameter has shape {tuple(param.shape)}, and Muon orthogonalizes matrices: give it "
+                    "[p for p in ... if p.dim() == 2], and the others to preamp.optim.AdamW"
+                )
+
+    def _advance(self, bucket: Bucket, gradients: list[Tensor], factor: Tensor | None, found: Tensor | None) -> None:
+        shards = list(map(Parted, bucket.params)) if bucket.sharded else None
+        muon(bucket.storage, gradients, self._options(bucket, factor=factor, found=found, shards=shards))

@@ -1,0 +1,47 @@
+"""Optimizers whose bfloat16 weights may have split masters, or be rounded stochastically."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..errors import OptimizerError
+from ..ledger import Bucket
+from ._base import FusedOptimizer
+
+
+class RoundedOptimizer(FusedOptimizer):
+    """A `FusedOptimizer` with `master="split"`, or with `rounding="stochastic"` and no masters.
+
+    Raises `OptimizerError`, a ValueError, for a rounding that it does not know, or that masters make pointless.
+    """
+
+    master_kinds: tuple[str | None, ...] = ("float32", "split", None)
+
+    def __init__(self, params: Any, defaults: dict[str, Any], master: str | None, rounding: str, seed: int) -> None:
+        if rounding not in ("nearest", "stochastic") or (rounding == "stochastic" and master is not None):
+            raise OptimizerError(
+                f"rounding={rounding!r} with master={master!r}: write 'nearest', or 'stochastic' with master=None, "
+                "since masters lose nothing that stochastic rounding could save"
+            )
+        self.rounding, self.seed = rounding, seed
+        super().__init__(params, defaults, master)
+
+    def _options(self, bucket: Bucket, **more: Any) -> Any:
+        return super()._options(bucket, stochastic_rounding=self.rounding == "stochastic", seed=self.seed, **more)
+
+    def state_dtype(self, name: str, param: Parameter) -> torch.dtype:
+        """float32 too for what is rounded stochastically."""
+        return torch.float32 if self._stochastic(param) else super().state_dtype(name, param)
+
+    def _stochastic(self, param: Tensor) -> bool:
+        return self.rounding == "stochastic" and param.dtype is torch.bfloat16
+
+    def _has_wide_states(self, param: Parameter) -> bool:
+        return self._stochastic(param) or super()._has_wide_states(param)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "rounding": self.rounding, "seed": self.seed}

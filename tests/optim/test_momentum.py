@@ -1,0 +1,248 @@
+"""Muon as torch's, Lion as its paper's; both with masters, split masters and stochastic rounding, under a session."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+import preamp
+from preamp.errors import OptimizerError
+from preamp.kernels import join
+from preamp.optim import Lion, Muon
+
+from ..session.toys import same
+
+BF16 = torch.bfloat16
+SHAPES = [(8, 16), (16, 8), (8, 16), (5, 5), (3, 1)]
+MAKERS: dict[str, Callable[..., Any]] = {"Lion": partial(Lion, lr=1e-3), "Muon": partial(Muon, lr=1e-2)}
+EACH = pytest.mark.parametrize("name", MAKERS)
+
+
+def made(dtype: torch.dtype = torch.float32) -> list[Parameter]:
+    torch.manual_seed(5)
+    return [Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
+
+
+def give(params: list[Parameter], step: int) -> None:
+    torch.manual_seed(1000 + step)
+    for p in params:
+        p.grad = torch.randn(p.shape).to(p.dtype)
+
+
+def run(optimizer: Any, params: list[Parameter], *steps: int) -> None:
+    for step in steps:
+        give(params, step)
+        optimizer.step()
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on")
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"nesterov": False, "weight_decay": 0.0}, {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3, "momentum": 0.8}],
+    ids=str,
+)
+def test_muon_is_torchs(arguments: dict[str, Any]) -> None:
+    """The same moments bit for bit; products of bfloat16 matrices may be summed in another order."""
+    params, twins = made(), made()
+    ours, theirs = Muon(params, 0.02, **arguments), torch.optim.Muon(twins, 0.02, **arguments)
+    run(ours, params, *range(10)), run(theirs, twins, *range(10))
+    for p, q in zip(params, twins, strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=2e-3)
+        assert torch.equal(ours.state[p]["momentum_buffer"], theirs.state[q]["momentum_buffer"])
+    swapped, back = Muon(made(), 1.0), torch.optim.Muon(made(), 1.0)
+    swapped.load_state_dict(theirs.state_dict())
+    back.load_state_dict(ours.state_dict())
+    for one, other in ((swapped, theirs), (back, ours)):
+        assert {name: one.param_groups[0][name] for name in theirs.defaults} == {
+            name: other.param_groups[0][name] for name in theirs.defaults
+        }
+        mine, others = ([s["momentum_buffer"] for s in each.state_dict()["state"].values()] for each in (one, other))
+        assert same(mine, others)
+
+
+def test_lion_is_the_papers() -> None:
+    """A step is `lr` along the sign of the blend, whatever its size; the gradient's size is in the moment only."""
+    p = Parameter(torch.tensor([1.0, 1.0, 1.0, 1.0]))
+    optimizer = Lion([p], 0.5, betas=(0.75, 0.5), weight_decay=0.5)
+    p.grad = torch.tensor([1e-8, -100.0, 0.0, 1.0])
+    optimizer.step()
+    assert p.tolist() == [0.25, 1.25, 0.75, 0.25]
+    p.grad = torch.tensor([-1e-9, 40.0, 0.0, -0.1])
+    optimizer.step()  # blends: 0.75 m + 0.25 g, where m is half of the first gradient
+    assert p.tolist() == pytest.approx([0.25 * 0.75 - 0.5, 1.25 * 0.75 + 0.5, 0.75 * 0.75, 0.25 * 0.75 - 0.5])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_bad_gradient_is_seen_in_the_weights(bad: float) -> None:
+    """In torch the sign of NaN is 0: weights would stand still, and nobody would know."""
+    p = Parameter(torch.ones(3))
+    optimizer = Lion([p], 0.1)
+    p.grad = torch.tensor([1.0, bad, 1.0])
+    optimizer.step()
+    assert p.isnan().tolist() == [False, True, False]
+
+
+@EACH
+def test_split_masters_are_float32_masters_bit_for_bit(name: str) -> None:
+    params, twins = made(BF16), made(BF16)
+    split, whole = MAKERS[name](params, master="split"), MAKERS[name](twins)
+    run(split, params, *range(50)), run(whole, twins, *range(50))
+    joined = [join(p.detach(), split.state[p]["master_bits"]) for p in params]
+    assert same(joined, [whole.state[p]["master"] for p in twins])
+
+
+@EACH
+def test_bytes_a_parameter(name: str) -> None:
+    """For weight, gradient, master and moment."""
+
+    def size(**arguments: Any) -> float:
+        params = [Parameter(torch.randn(1000, 100).to(BF16))]
+        optimizer = MAKERS[name](params, **arguments)
+        run(optimizer, params, 0)
+        held = [v for s in optimizer.state.values() for v in s.values()] + [*params, *(p.grad for p in params)]
+        return sum(t.numel() * t.element_size() for t in held) // 100_000
+
+    assert size() == 12 and size(master="split") == 10 and size(master=None, rounding="stochastic") == 8
+
+
+@EACH
+def test_small_updates_are_not_lost(name: str) -> None:
+    """Without masters, rounding to nearest loses updates below half of a weight's spacing; by chance it does not."""
+    ends = {}
+    for kind, arguments in {
+        "float32": {}, "lost": {"master": None}, "by chance": {"master": None, "rounding": "stochastic"},
+    }.items():  # fmt: skip
+        weight = Parameter(torch.full((32, 32), 1.0, dtype=BF16))
+        optimizer = MAKERS[name]([weight], lr=2e-4, weight_decay=0.0, **arguments)
+        torch.manual_seed(0)
+        direction = torch.randn(32, 32).to(BF16)
+        for _ in range(60):
+            weight.grad = direction.clone()
+            optimizer.step()
+        ends[kind] = optimizer.state[weight].get("master", weight).detach().float() - 1
+    length = float((ends["float32"] * ends["float32"]).sum())
+    assert float((ends["lost"] * ends["float32"]).sum()) < 0.1 * length
+    assert float((ends["by chance"] * ends["float32"]).sum()) == pytest.approx(length, rel=0.1)
+
+
+@EACH
+@pytest.mark.parametrize("arguments", [{}, {"master": "split"}, {"master": None, "rounding": "stochastic"}], ids=str)
+@pytest.mark.parametrize("way", ["state_dict", "deepcopy"])
+def test_going_on(name: str, arguments: dict[str, Any], way: str) -> None:
+    params = made(BF16)
+    optimizer = MAKERS[name](params, **arguments)
+    run(optimizer, params, 0, 1, 2)
+    if way == "deepcopy":
+        params_, twin = copy.deepcopy((params, optimizer))
+    else:
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        params_ = [Parameter(p.detach().clone()) for p in params]
+        twin = MAKERS[name](params_, **arguments)
+        twin.load_state_dict(torch.load(file, weights_only=True))
+    run(optimizer, params, 3, 4), run(twin, params_, 3, 4)
+    assert same([p.detach() for p in params], [p.detach() for p in params_])
+
+
+@EACH
+def test_torchs_scaler(name: str) -> None:
+    """Scaled gradients and a flag, as torch.amp.GradScaler hands them over."""
+    params, twins = made(), made()
+    ours, plain = MAKERS[name](params), MAKERS[name](twins)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(4):
+        give(params, step), give(twins, step)
+        for p in params:
+            assert p.grad is not None
+            p.grad.mul_(scaler.get_scale())
+        scaler.scale(torch.ones(()))
+        if step == 2:
+            assert params[1].grad is not None
+            params[1].grad[0, 0] = torch.inf
+        else:
+            plain.step()
+        scaler.step(ours)
+        scaler.update()
+    assert same([p.detach() for p in params], [p.detach() for p in twins])
+
+
+def test_what_muon_refuses() -> None:
+    weight, bias = Parameter(torch.ones(2, 3)), Parameter(torch.ones(3))
+    with pytest.raises(OptimizerError, match=r"shape \(3,\).*p.dim\(\) == 2.*AdamW"):
+        Muon([weight, bias])
+    optimizer = Muon([weight])
+    with pytest.raises(OptimizerError, match="matrices"):
+        optimizer.add_param_group({"params": [bias]})
+    assert len(optimizer.param_groups) == 1
+    for arguments, told in (
+        ({"adjust_lr_fn": "moonshot"}, "match_rms_adamw"), ({"ns_steps": 100}, "ns_steps"), ({"lr": -1.0}, "lr"),
+        ({"ns_coefficients": (1.0, 2.0)}, "three numbers"), ({"rounding": "stochastic"}, "master=None"),
+    ):  # fmt: skip
+        with pytest.raises(OptimizerError, match=told):
+            Muon([weight], **arguments)
+    with pytest.raises(OptimizerError, match="betas"):
+        Lion([weight], betas=(0.9, 1.0))
+
+
+def blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 3))
+
+
+def optimizers(model: nn.Module, master: str) -> list[torch.optim.Optimizer]:
+    hidden = [p for n, p in model.named_parameters() if p.dim() == 2 and not n.startswith("5")]
+    others = [p for p in model.parameters() if all(p is not h for h in hidden)]
+    return [Muon(hidden, 0.02, master=master), Lion(others, 5e-3, master=master)]
+
+
+@pytest.mark.parametrize(("level", "master"), [*((level, "float32") for level in ("O1", "O2", "O4", "O5")), ("O5", "split")])
+def test_a_session_of_both(level: str, master: str) -> None:
+    """It learns, a bad batch is skipped by both, and a resumed run goes on bit for bit."""
+    torch.manual_seed(1)
+    x, target = torch.randn(64, 6), torch.randn(6, 3)
+    y = (x @ target).tanh()
+
+    def train(session: Any, model: nn.Module, steps: range) -> list[float]:
+        losses = []
+        for step in steps:
+            bad = step == 3
+            with session.autocast():
+                loss = nn.functional.mse_loss(model(x * torch.inf if bad else x).float(), y)
+            session.backward(loss)
+            assert session.step().skipped is bad
+            session.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    model = blocks()
+    used = optimizers(model, master)
+    session = preamp.prepare(model, used, level=level)
+    losses = train(session, model, range(20))
+    assert losses[-1] < 0.4 * losses[0]
+    kept, weights = copy.deepcopy(session.state_dict()), copy.deepcopy(model.state_dict())
+    states = [copy.deepcopy(each.state_dict()) for each in used]
+    ahead = train(session, model, range(20, 24))
+
+    def end(of: Any) -> list[Tensor]:
+        of.close()
+        return [p.detach() for p in model.parameters()]
+
+    wanted = [p.clone() for p in end(session)]
+    model = blocks()
+    used = optimizers(model, master)
+    session = preamp.prepare(model, used, level=level)
+    model.load_state_dict(weights)
+    for each, state in zip(used, states, strict=True):
+        each.load_state_dict(state)
+    session.load_state_dict(kept)
+    assert train(session, model, range(20, 24)) == ahead
+    assert same(end(session), wanted)
