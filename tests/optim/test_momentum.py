@@ -204,7 +204,9 @@ def optimizers(model: nn.Module, master: str) -> list[torch.optim.Optimizer]:
     return [Muon(hidden, 0.02, master=master), Lion(others, 5e-3, master=master)]
 
 
-@pytest.mark.parametrize(("level", "master"), [*((level, "float32") for level in ("O1", "O2", "O4", "O5")), ("O5", "split")])
+@pytest.mark.parametrize(
+    ("level", "master"), [*((level, "float32") for level in ("O1", "O2", "O4", "O5")), ("O5", "split")]
+)
 def test_a_session_of_both(level: str, master: str) -> None:
     """It learns, a bad batch is skipped by both, and a resumed run goes on bit for bit."""
     torch.manual_seed(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -50,6 +51,27 @@ class OptimizerSteps:
                 each.register_load_state_dict_post_hook(self._after_load),
             )
         ]
+
+        self._modes = [
+            (each, name, *self._in_float32(each, name)) for each in self._optimizers for name in modes_of(each)
+        ]
+
+    def _in_float32(self, optimizer: Any, name: str) -> tuple[Any, Any]:
+        """Have `optimizer.train` or `eval` find masters in the parameters, which it writes.
+
+        Returns what stands in its place now, and what stood in the instance before, if anything.
+        """
+        method, before = getattr(optimizer, name), vars(optimizer).get(name)
+
+        @wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not self._full.depth:
+                self._gradients.rest()
+            with self._full:
+                return method(*args, **kwargs)
+
+        setattr(optimizer, name, run)
+        return run, before
 
     def take(self, optimizer: Optimizer, found: Tensor) -> bool | None:
         """Step unless `found`; returns whether it skipped, or None when only the device knows."""
@@ -119,12 +141,23 @@ class OptimizerSteps:
         """Release the optimizers; those of `preamp.optim` get their own masters again by `take_masters_back`."""
         for handle in self._handles:
             handle.remove()
+        for optimizer, name, ours, before in self._modes:
+            if vars(optimizer).get(name) is ours:
+                delattr(optimizer, name)
+                if before is not None:
+                    setattr(optimizer, name, before)
 
     def take_masters_back(self) -> None:
         """Call it once masters are back in the parameters."""
         for each in self._optimizers:
             if isinstance(each, FusedOptimizer):
                 each.lend(None)
+
+
+def modes_of(optimizer: Optimizer) -> tuple[str, ...]:
+    """The methods of an optimizer (of schedulefree, say) that exchange weights of training and of evaluation."""
+    both = ("train", "eval")
+    return both if all(callable(getattr(optimizer, name, None)) for name in both) else ()
 
 
 def _size(group: Mapping[str, Any]) -> int:
