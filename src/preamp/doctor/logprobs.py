@@ -1,0 +1,205 @@
+"""How far the log-probabilities that two engines, or two precisions, give the same tokens are apart.
+
+In reinforcement learning one engine samples and another trains. Where they give a token other probabilities, the
+gradient is that of another policy than the one that sampled (Qi et al. 2025, arXiv 2510.26788). A sampled token's
+ratio is r = exp(trainer - sampler).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import PreampError
+from ..report import Table, format_number
+from ..report.values import Fields
+
+CLIP = 0.2
+"""How far PPO (Schulman et al. 2017) lets a ratio go from 1."""
+SHOWN = 5
+"""Tokens in the list of those that are farthest apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Apart(Fields):
+    """A token whose log-probabilities differ."""
+
+    sequence: int
+    position: int
+    sampler: float
+    trainer: float
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobComparison(Fields):
+    """Of the same tokens, natural logarithms. Means are over tokens whose numbers are finite on both sides."""
+
+    tokens: int
+    sequences: int
+    not_finite: int
+    """Tokens left out because a side has no finite number for them."""
+    bias: float
+    """The mean of trainer - sampler."""
+    mean_apart: float
+    """The mean of |trainer - sampler|."""
+    largest: float
+    """The largest |trainer - sampler|."""
+    kl: float
+    """KL(sampler || trainer) by the estimator r - 1 - log r, never negative and without bias for tokens that the
+    sampler drew (Schulman 2020, "Approximating KL Divergence")."""
+    clipped: float
+    """Share of tokens whose ratio is more than 0.2 away from 1, where PPO would clip before any training."""
+    sequence_apart: float
+    """The mean over sequences of |sum of trainer - sampler|: the logarithm of a sequence's importance weight."""
+    worst: tuple[Apart, ...]
+    """The tokens that are farthest apart."""
+
+    def tables(self) -> tuple[Table, ...]:
+        """What a terminal shows."""
+        rows = [
+            ("tokens, sequences", f"{self.tokens}, {self.sequences}"),
+            ("bias: mean of trainer - sampler", f"{self.bias:+.3g}"),
+            ("mean of |trainer - sampler|", format_number(self.mean_apart, 3)),
+            ("largest |trainer - sampler|", format_number(self.largest, 3)),
+            ("KL(sampler || trainer) a token", format_number(self.kl, 3)),
+            (f"ratio more than {CLIP} from 1", f"{self.clipped:.3%}"),
+            ("|log importance weight| of a sequence, mean", format_number(self.sequence_apart, 3)),
+        ]
+        if self.not_finite:
+            rows.insert(1, ("tokens left out: not finite", str(self.not_finite)))
+        worst = [(w.sequence, w.position, f"{w.sampler:.4f}", f"{w.trainer:.4f}") for w in self.worst]
+        columns = ("sequence", "position", "sampler", "trainer")
+        return Table("Log-probabilities", ("what", "nats"), rows), Table("Farthest apart", columns, worst)
+
+    def __str__(self) -> str:
+        return "\n\n".join(table.to_text() for table in self.tables())
+
+
+def compare_logprobs(sampler: Any, trainer: Any, mask: Any = None) -> LogprobComparison:
+    """Compare what two engines gave the same tokens.
+
+    `sampler`, `trainer`: natural log-probabilities of the tokens that the sampler drew: a tensor or an array, (tokens,)
+    or (sequences, tokens), or a list of one for each sequence, of any lengths. `mask`: of the same form; False or 0
+    where a token does not count (prompts, padding). Raises `PreampError` if they are not of the same tokens, if numbers
+    are above 0, or if nothing is left.
+    """
+    ones, others = _sequences(sampler, "sampler"), _sequences(trainer, "trainer")
+    masks = [np.ones(len(one), bool) for one in ones] if mask is None else _sequences(mask, "mask", np.bool_)
+    for name, many in (("trainer", others), ("mask", masks)):
+        _check_alike(ones, many, name)
+    at = np.concatenate([np.full(len(one), i) for i, one in enumerate(ones)]) if ones else np.zeros(0, int)
+    place = np.concatenate([np.arange(len(one)) for one in ones]) if ones else np.zeros(0, int)
+    a, b = (np.concatenate(many) if many else np.zeros(0) for many in (ones, others))
+    counts: Any = np.concatenate(masks) if masks else np.zeros(0, bool)
+    for name, values in (("sampler", a), ("trainer", b)):
+        if (values[counts] > 1e-3).any():
+            raise PreampError(
+                f"the {name} has a log-probability of {values[counts].max():.4g}, and none is above 0: give logarithms "
+                "of probabilities, log_softmax(logits), not logits"
+            )
+    finite = np.isfinite(a) & np.isfinite(b)
+    used = counts & finite
+    if not used.any():
+        raise PreampError("no token is left to compare: the mask has no True, or no number is finite")
+    difference = (b - a)[used]
+    sums = np.bincount(at[used], difference)[np.unique(at[used])]
+    farthest = np.argsort(-np.abs(difference), kind="stable")[:SHOWN]
+    indices = np.flatnonzero(used)[farthest]
+    with np.errstate(over="ignore"):
+        kl = float(np.mean(np.expm1(difference) - difference))
+        ratio = np.expm1(difference)
+    return LogprobComparison(
+        tokens=int(used.sum()),
+        sequences=len(sums),
+        not_finite=int((counts & ~finite).sum()),
+        bias=float(difference.mean()),
+        mean_apart=float(np.abs(difference).mean()),
+        largest=float(np.abs(difference).max()),
+        kl=kl,
+        clipped=float((np.abs(ratio) > CLIP).mean()),
+        sequence_apart=float(np.abs(sums).mean()),
+        worst=tuple(Apart(int(at[i]), int(place[i]), float(a[i]), float(b[i])) for i in indices),
+    )
+
+
+def _sequences(given: Any, name: str, dtype: Any = np.float64) -> list[Any]:
+    """One array for each sequence."""
+    given = _array(given)
+    try:
+        if isinstance(given, np.ndarray) and given.dtype != object:
+            many = [given] if given.ndim < 2 else list(given)
+        elif all(isinstance(each, (int, float)) or each is None for each in given):
+            many = [given]
+        else:
+            many = list(map(_array, given))
+        found = [np.asarray(each, dtype) for each in many]
+    except (TypeError, ValueError):
+        raise PreampError(f"the {name} is a {type(given).__name__} that holds no lists of numbers") from None
+    if any(each.ndim != 1 for each in found):
+        raise PreampError(
+            f"the {name} has shape {np.shape(given)}: write (tokens,) or (sequences, tokens), one number for each token"
+        )
+    return found
+
+
+def _array(given: Any) -> Any:
+    """A tensor as an array (bfloat16, which numpy lacks, as float64); anything else itself."""
+    if not hasattr(given, "detach"):
+        return given
+    tensor = given.detach().cpu()
+    return (tensor.double() if tensor.is_floating_point() else tensor).numpy()
+
+
+def _check_alike(ones: Sequence[Any], others: Sequence[Any], name: str) -> None:
+    if len(ones) != len(others):
+        raise PreampError(f"the sampler has {len(ones)} sequences, and the {name} {len(others)}: give both the same")
+    for i, (one, other) in enumerate(zip(ones, others, strict=True)):
+        if len(one) != len(other):
+            raise PreampError(
+                f"sequence {i} has {len(one)} tokens from the sampler and {len(other)} in the {name}: they are not the "
+                "same tokens. Leave out prompts on both sides, or on neither; the first token of a text has none"
+            )
+
+
+def read(path: Path) -> Any:
+    """Log-probabilities, or a mask, from a file: .npy, .pt, .safetensors, .json or .jsonl.
+
+    A file with names has them under "logprobs" (or "mask"), or has one name; .jsonl has one sequence a line. Raises
+    `PreampError` for any other file.
+    """
+    try:
+        if path.suffix == ".npy":
+            return np.load(path, allow_pickle=False)
+        if path.suffix in (".pt", ".pth"):
+            import torch
+
+            return _named(torch.load(path, map_location="cpu", weights_only=True), path)
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return _named(load_file(path), path)
+        if path.suffix == ".jsonl":
+            return [_named(json.loads(line), path) for line in path.read_text().splitlines() if line.strip()]
+        if path.suffix == ".json":
+            return _named(json.loads(path.read_text()), path)
+    except PreampError:
+        raise
+    except Exception as error:
+        raise PreampError(f"{path} cannot be read: {error}") from None
+    raise PreampError(f"{path} is no .npy, .pt, .safetensors, .json or .jsonl: write log-probabilities to one of these")
+
+
+def _named(content: Any, path: Path) -> Any:
+    if not isinstance(content, dict):
+        return content
+    for name in ("logprobs", "mask"):
+        if name in content:
+            return content[name]
+    if len(content) == 1:
+        return next(iter(content.values()))
+    raise PreampError(f"{path} has {', '.join(map(str, content))}: name the log-probabilities 'logprobs'")
