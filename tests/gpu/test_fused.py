@@ -12,6 +12,7 @@ from torch import Tensor
 
 from preamp.kernels.triton.tables import parts_of, ready_for_capture
 from tests.kernels import calls as fused
+from tests.kernels import test_muon as muon
 from tests.kernels import test_parts as parts
 from tests.kernels.steps import (
     ADAM,
@@ -232,3 +233,51 @@ def test_captures_find_pinned_memory() -> None:
             (part,) = parts_of([kept[number:]], 256)
         graph.replay()
         assert part.table.tolist() == [[kept[number].data_ptr()], [0]]
+
+
+@pytest.mark.parametrize("kind", ["copies", "split", "stochastic"])
+@pytest.mark.parametrize("options", muon.SETTINGS, ids=range(len(muon.SETTINGS)))
+def test_muon_does_what_operators_do(options: dict[str, Any], kind: str) -> None:
+    (got, moments), (wanted, others) = (
+        muon.stepped(options, kind, operators, 4, "cuda") for operators in (False, True)
+    )
+    assert far(moments, others) <= 4
+    if kind == "stochastic":  # up or down by chance, near the same number
+        assert max(float((a - b).abs().max()) for a, b in zip(got, wanted, strict=True) if a.numel()) <= 2**-6
+    else:
+        assert far(got, wanted) <= 20 * muon.FLIPPED
+
+
+def test_a_captured_step_of_muon_is_the_step_and_nothing_waits() -> None:
+    params = [
+        torch.randn(64, 96, device="cuda"),
+        torch.randn(96, 64, device="cuda"),
+        torch.randn(64, 96, device="cuda"),
+    ]
+    runs = [([p.clone() for p in params], [torch.zeros_like(p) for p in params]) for _ in range(2)]
+    options = {**muon.MUON, "lr": number(0.02), "factor": number(0.5), "found": number(0.0)}
+    source = [torch.zeros_like(p, dtype=torch.bfloat16) for p in params]
+
+    def take(run: Any, grads: Any) -> None:
+        fused.muon_(run[0], grads, run[1], None, None, **options)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        warm = ([p.clone() for p in params], [torch.zeros_like(p) for p in params])
+        take(warm, source), take(warm, source)
+    torch.cuda.current_stream().wait_stream(side)
+    with no_waiting():
+        take(warm, source)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        take(runs[0], [s * 1 for s in source])
+    for i in range(4):
+        values = gradients(params, torch.bfloat16, i)
+        for s, value in zip(source, values, strict=True):
+            s.copy_(value)
+        options["found"].fill_(float(i == 2))
+        graph.replay()
+        take(runs[1], values)
+        for a, b in zip((*runs[0][0], *runs[0][1]), (*runs[1][0], *runs[1][1]), strict=True):
+            assert torch.equal(a, b), i

@@ -108,12 +108,13 @@ def test_matrices_are_taken_in_portions(monkeypatch: pytest.MonkeyPatch) -> None
     """A large model's matrices are not copied at once, and no two draw the same random numbers."""
     for kind in ("copies", "stochastic"):
         at_once, _ = stepped(MUON, kind, True)
-        monkeypatch.setattr(momentum, "TOGETHER", 1)
+        monkeypatch.setattr(momentum, "TOGETHER_ON_CPU", 1)
         one_by_one, _ = stepped(MUON, kind, True)
         monkeypatch.undo()
         apart = [float((a - b).abs().max()) for a, b in zip(at_once, one_by_one, strict=True) if a.numel()]
         assert max(apart) <= (2**-7 * 4 if kind == "stochastic" else 2e-4)
-    assert list(momentum.alike(SHAPES)) == [[0, 2], [1], [3], [4], [5], [6], [7]]
+    assert list(momentum.alike(SHAPES, 17 * 61)) == [[0], [2], [1], [3], [4], [5], [6], [7]]
+    assert list(momentum.alike(SHAPES, 2**20)) == [[0, 2], [1], [3], [4], [5], [6], [7]]
 
 
 @inside

@@ -14,8 +14,10 @@ from .foreach import Gate, descend, gate_of, gradients_of, number_of, single
 from .rounding import Kinds
 from .storage import LionOptions, MuonOptions, RoundedOptions, Storage, Tensors
 
-TOGETHER = 2**26
-"""Elements of matrices that are orthogonalized together: enough for a GPU, and little memory beside the model's."""
+TOGETHER, TOGETHER_ON_CPU = 2**26, 2**20
+"""Elements of matrices that are orthogonalized together: enough for a GPU, and little memory beside the model's. A
+CPU's products of many large matrices are slower than those of each.
+"""
 
 
 def lion(storage: Storage, gradients: Tensors, o: LionOptions) -> None:
@@ -33,7 +35,10 @@ def muon(storage: Storage, gradients: Tensors, o: MuonOptions) -> None:
     Matrices of one shape are orthogonalized together.
     """
     before = None if storage.step is None else storage.step.clone()
-    for places in alike(shapes_of(storage, o)):
+    if not storage.params:
+        return
+    most = TOGETHER_ON_CPU if storage.params[0].device.type == "cpu" else TOGETHER
+    for places in alike(shapes_of(storage, o), most):
         part = storage.at(places)
         if before is not None and places[0]:
             part.step = before.clone()  # the first call counts the step
@@ -47,13 +52,13 @@ def shapes_of(storage: Storage, o: MuonOptions) -> list[tuple[int, ...]]:
     return [tuple(each.shape) for each in o.shards or storage.params]
 
 
-def alike(shapes: Sequence[tuple[int, ...]]) -> Iterator[list[int]]:
-    """Positions of matrices of one shape, together of `TOGETHER` elements at most, or single matrices."""
+def alike(shapes: Sequence[tuple[int, ...]], most: int) -> Iterator[list[int]]:
+    """Positions of matrices of one shape, together of `most` elements at most, or single matrices."""
     places: dict[tuple[int, ...], list[int]] = {}
     for i, shape in enumerate(shapes):
         places.setdefault(shape, []).append(i)
     for shape, own in places.items():
-        count = max(1, TOGETHER // max(1, math.prod(shape)))
+        count = max(1, most // max(1, math.prod(shape)))
         yield from (own[i : i + count] for i in range(0, len(own), count))
 
 
