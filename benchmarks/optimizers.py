@@ -80,7 +80,8 @@ def train(task: Any, name: str, way: str, seed: int) -> dict[str, float]:
     made = MAKERS[name](model, recipe.max_lr, way)
     optimizers = made if isinstance(made, list) else [made]
     losses = []
-    with preamp.prepare(model, made, level=None, policy=WAYS[way]) as session:
+    policy = "O5,masters=no" if way == "O5" and "stochastic" in name else WAYS[way]
+    with preamp.prepare(model, made, policy=policy) as session:
         switch(optimizers, "train")
         batches = task.batches("ci", seed=seed, steps=recipe.steps, batch_size=recipe.batch_size)
         for inputs, target in batches:

@@ -18,6 +18,7 @@ from preamp.report.files import write_text
 from preamp.rules import TABLE
 
 from .docs_results import (
+    any_optimizer,
     apex_door,
     apex_levels,
     bench,
@@ -84,6 +85,7 @@ GENERATORS: dict[str, Callable[[Path], str]] = {
     "formats": formats,
     "host_time": host_time,
     "levels": levels,
+    "any_optimizer": any_optimizer,
     "option_losses": option_losses,
     "option_times": option_times,
     "rules": rules,

@@ -273,6 +273,27 @@ def option_losses(results: dict[str, Any]) -> tuple[Table, str]:
     return Table("", columns, rows), text
 
 
+@committed("optimizers", "python benchmarks/optimizers.py")
+def any_optimizer(results: dict[str, Any]) -> tuple[Table, str]:
+    """What training comes to in float32, with masters and without, by many optimizers."""
+    ways = list(dict.fromkeys(row["way"] for row in results["rows"]))
+
+    def mean(name: str, way: str, what: str) -> float:
+        return statistics.fmean(row[what] for row in results["rows"] if (row["optimizer"], row["way"]) == (name, way))
+
+    rows = [
+        (name, *(mean(name, way, what) for way in ways for what in ("loss", "metric")))
+        for name in dict.fromkeys(row["optimizer"] for row in results["rows"])
+    ]
+    columns = ("optimizer", *(Column(f"{way}: {what}", digits=4) for way in ways for what in ("loss", "AUC")))
+    machine = results["environment"]
+    text = (
+        "Flights, size ci, 400 steps, means over two seeds. Loss: training loss over the last tenth of the steps; AUC: "
+        f"on flights that were not trained on. {machine['cpu']}, torch {machine['torch']}, preamp at {machine['commit']}"
+    )
+    return Table("", columns, rows), text
+
+
 @committed("sessions", "./dev bench --suite sessions")
 def sessions(results: dict[str, Any]) -> tuple[Table, str]:
     """Whole training steps by sessions beside a loop by hand with torch.amp."""

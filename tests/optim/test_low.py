@@ -204,3 +204,17 @@ def test_misuse() -> None:
     with pytest.raises(PolicyError, match="level='O5'"):
         preamp.prepare(model, Adam(model.parameters(), master="split"), level="O2")
     assert same(weights(model), before)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_masters_do_not_take_the_place_of_stochastic_rounding(level: str) -> None:
+    """Nobody would notice that the rounding is not used, but for the memory."""
+    model = mlp()
+    optimizer = AdamW(model.parameters(), master=None, rounding="stochastic")
+    with pytest.raises(PolicyError, match="O5,masters=no"):
+        preamp.prepare(model, optimizer, level=level)
+    assert all(p.dtype is torch.float32 for p in model.parameters())
+    with preamp.prepare(model, optimizer, policy="O5,masters=no") as session:
+        session.backward(loss_of(model, 0))
+        session.step()
+        assert not session.state_dict()["masters"] and not [s for s in optimizer.state.values() if "master" in s]

@@ -14,7 +14,7 @@ from .foreach import Gate, descend, gate_of, gradients_of, number_of, single
 from .rounding import Kinds
 from .storage import LionOptions, MuonOptions, RoundedOptions, Storage, Tensors
 
-TOGETHER, TOGETHER_ON_CPU = 2**26, 2**20
+TOGETHER, TOGETHER_ON_CPU = 2**26, 2**18
 """Elements of matrices that are orthogonalized together: enough for a GPU, and little memory beside the model's. A
 CPU's products of many large matrices are slower than those of each.
 """

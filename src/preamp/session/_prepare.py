@@ -138,6 +138,11 @@ def prepare(
 def _masters_for(policy: Policy, optimizers: Mapping[str, Optimizer]) -> Masters:
     if not policy.masters:
         return NoMasters()
+    if any(getattr(optimizer, "rounding", "nearest") == "stochastic" for optimizer in optimizers.values()):
+        raise PolicyError(
+            "an optimizer has rounding='stochastic', for weights without masters, and the policy has masters, which "
+            "would take its place: write policy='O5,masters=no', or leave the rounding out"
+        )
     wanted = {getattr(optimizer, "master", "float32") or "float32" for optimizer in optimizers.values()}
     if wanted == {"split"} and policy.params is torch.bfloat16:
         return SplitMasters()
