@@ -285,7 +285,8 @@ def any_optimizer(results: dict[str, Any]) -> tuple[Table, str]:
         (name, *(mean(name, way, what) for way in ways for what in ("loss", "metric")))
         for name in dict.fromkeys(row["optimizer"] for row in results["rows"])
     ]
-    columns = ("optimizer", *(Column(f"{way}: {what}", digits=4) for way in ways for what in ("loss", "AUC")))
+    numbers = [Column(f"{way}: {what}", digits=4) for way in ways for what in ("loss", "AUC")]
+    columns: list[Column | str] = ["optimizer", *numbers]
     machine = results["environment"]
     text = (
         "Flights, size ci, 400 steps, means over two seeds. Loss: training loss over the last tenth of the steps; AUC: "
