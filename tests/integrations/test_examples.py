@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
     ("name", "needs"),
     [
         ("lightning_trainer", "lightning"), ("accelerate_loop", "accelerate"), ("hf_trainer", "transformers"),
-        ("fastai_tabular", "fastai"),
+        ("fastai_tabular", "fastai"), ("keras_fit", "keras"),
     ],
 )  # fmt: skip
 def test_an_example_learns(name: str, needs: str) -> None:
