@@ -176,7 +176,10 @@ def test_frozen_groups_and_new_optimizers(kind: str, tmp_path: Path) -> None:
     assert "step" not in vars(opt) and "step" not in vars(learn.opt)
 
 
-@pytest.mark.parametrize(("level", "kind"), [("O2", "Adam"), ("O2", "ranger"), ("O5", "preamp")])
+@pytest.mark.parametrize(
+    ("level", "kind"),
+    [("O2", "ranger"), pytest.param("O2", "Adam", marks=pytest.mark.slow), ("O5", "preamp")],
+)
 @pytest.mark.parametrize("trained", [False, True], ids=["fresh", "trained"])
 def test_lr_find_leaves_no_trace(level: str, kind: str, trained: bool, tmp_path: Path) -> None:
     rows, held = data()[: 9 * MICRO], data()[-12:]
@@ -216,7 +219,7 @@ def test_files_have_float32_weights_and_load_without_preamp(level: str, kind: st
     assert torch.equal(wanted, stock.get_preds(dl=held)[0]) and learn.validate()[0] == stock.validate()[0]
 
 
-@pytest.mark.parametrize("level", ["O2", "O4"])
+@pytest.mark.parametrize("level", ["O2", pytest.param("O4", marks=pytest.mark.slow)])
 def test_a_tabular_learner_predicts_and_is_exported(level: str, tmp_path: Path) -> None:
     tabular: Any = pytest.importorskip("fastai.tabular.all")
     torch.manual_seed(0)
@@ -265,7 +268,7 @@ class Interrupts(callbacks.Callback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.slow), "O2"])
 def test_an_interrupt_and_the_way_back(level: str, tmp_path: Path) -> None:
     learn = learner(tmp_path, "preamp", data()[-12:])
     assert learn.to_preamp(level) is learn
