@@ -290,7 +290,8 @@ def any_optimizer(results: dict[str, Any]) -> tuple[Table, str]:
     machine = results["environment"]
     text = (
         "Flights, size ci, 400 steps, means over two seeds. Loss: training loss over the last tenth of the steps; AUC: "
-        f"on flights that were not trained on. {machine['cpu']}, torch {machine['torch']}, preamp at {machine['commit']}"
+        "on flights that were not trained on. "
+        f"{machine['cpu']}, torch {machine['torch']}, preamp at {machine['commit']}"
     )
     return Table("", columns, rows), text
 

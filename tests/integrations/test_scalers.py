@@ -1,4 +1,4 @@
-"""Stock loops of timm and Ignite, which take a scaler, train under a session."""
+"""Stock loops of timm and Ignite, which take a scaler, train under a session; and fastai's tests, where fastai is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 import preamp
 
-SOURCE = Path(__file__).resolve().parents[2] / "src"
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "src"
+FASTAI = Path(sys.prefix) / "fastai" / "bin" / "python"
 TIMM = Path(sys.prefix) / "timm" / "bin" / "python"
 """Made by `./dev`: timm wants torchvision, which does not load beside this torch and breaks others that try."""
 
@@ -121,3 +123,15 @@ def test_ignites_trainer(level: str) -> None:
             session.step()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_fastais_learner(marks: str) -> None:
+    if not FASTAI.exists():
+        pytest.skip("made by ./dev setup, which needs a package registry")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCE)}
+    command = [str(FASTAI), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marks]
+    command.append("tests/integrations/test_fastai.py")
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=250)
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout

@@ -1,0 +1,248 @@
+"""preamp in fastai: `learn.to_preamp("O5")`, in the place of `learn.to_fp16()`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from fastai.callback.core import Callback, CancelStepException
+from fastai.callback.fp16 import MixedPrecision, ModelToHalf, NonNativeMixedPrecision
+from fastai.learner import Learner, ValueMetric
+from fastai.optimizer import OptimWrapper
+from torch.optim import Optimizer
+
+from ..errors import SessionError
+from ..session import Session, prepare
+from ..tree import cast_floating
+
+_METHODS = ("fit", "save", "load", "export", "to_fp32")
+"""The methods of a learner that its callback wraps."""
+
+_KEPT = ("version", "policy", "losses", "steps", "skipped")
+"""What goes from fit to fit and into files, of a session's state; its masters are the weights."""
+
+
+def to_preamp(learn: Learner, level: str = "auto", *, log: bool = True, **options: Any) -> Learner:
+    """Have a learner train under a session, and return it: `learn.to_preamp("O5")`. `learn.to_fp32()` undoes it.
+
+    `level`: "O0" to "O5" or "auto"; `log` and `options`: see `PreampCallback`.
+    """
+    return learn.add_cb(PreampCallback(level, log=log, **options))
+
+
+Learner.to_preamp = to_preamp
+
+
+class PreampCallback(Callback):
+    """Trains a learner under a session: `Learner(dls, model, cbs=PreampCallback("O5"))`, or `learn.to_preamp("O5")`.
+
+    `level`: "O0" to "O5" or "auto". `options` go to `preamp.prepare`. `log=False`: the progress table has no columns
+    `loss_scale` and `skipped_steps`.
+
+    There is a session while `fit` runs, or what calls it: `fit_one_cycle`, `fine_tune`, `lr_find`. The loss scale and
+    the counts of steps go on from fit to fit. Between fits the model is float32, and so `validate`, `get_preds`,
+    `predict` and `export` are as without preamp. Files of `learn.save` have float32 weights, and the session's state
+    beside the optimizer's, with which a run resumes bit for bit. `SessionError` for a learner that casts by itself.
+    """
+
+    order = MixedPrecision.order  # after GradientAccumulation, before GradientClip
+    _session: Session | None = None
+    _last: Session | None = None
+    _opt: Any = None
+    _region: Any = None
+    _kept: dict[str, Any] | None = None
+    _stateattrs = ("_session", "_last", "_opt", "_region")
+
+    def __init__(self, level: str = "auto", *, log: bool = True, **options: Any) -> None:
+        self._level, self._log, self._options = level, log, options
+
+    @property
+    def session(self) -> Session:
+        """The session of the fit that runs, or the closed one of the last fit; `SessionError` before the first."""
+        if self._last is None:
+            raise SessionError("no session yet: learn.fit makes one")
+        return self._last
+
+    @property
+    def learn(self) -> Any:
+        """The learner; None after `remove_cb`, which closes the session of a fit that runs."""
+        return vars(self).get("_learner")
+
+    @learn.setter
+    def learn(self, learner: Any) -> None:
+        if learner is not None:
+            self._check(learner)
+        if self.learn is not None:
+            self._close()
+            for name in _METHODS:
+                vars(self.learn).pop(name, None)
+        self.__dict__["_learner"] = learner
+        if learner is not None:
+            for name in _METHODS:
+                setattr(learner, name, getattr(self, f"_{name}"))
+
+    def _check(self, learner: Any) -> None:
+        for other in learner.cbs:
+            if isinstance(other, (MixedPrecision, ModelToHalf, NonNativeMixedPrecision)):
+                raise SessionError(
+                    f"the learner has fastai's {type(other).__name__}, which casts by itself, and the level says what "
+                    "is 16-bit: leave out to_fp16(), to_bf16() and their kin, or call learn.to_fp32() first"
+                )
+            if isinstance(other, PreampCallback) and other is not self:
+                raise SessionError("the learner has a PreampCallback already: call learn.to_fp32() first")
+
+    # -- a session
+
+    def _begin(self) -> None:
+        self._check(self.learn)  # for what was added later
+        opt = self.learn.opt
+        optimizer = opt.opt if isinstance(opt, OptimWrapper) else FastaiOptimizer(opt)
+        with ExitStack() as stack:
+            session = stack.enter_context(prepare(self.learn.model, optimizer, level=self._level, **self._options))
+            if self._kept is not None:
+                session.load_state_dict({**self._kept, "masters": session.state_dict()["masters"]})
+            stack.pop_all()
+        self._session = self._last = session
+        self._opt, opt.step = opt, self._step
+
+    def _close(self) -> None:
+        self._leave()
+        if self._session is None:
+            return
+        self._kept, session = self._to_keep(), self._session
+        vars(self._opt).pop("step", None)
+        self._session = self._opt = None
+        session.close()
+
+    def _to_keep(self) -> dict[str, Any] | None:
+        """What a later session goes on with."""
+        if self._session is None:
+            return self._kept
+        state = self._session.state_dict()
+        return {name: state[name] for name in _KEPT}
+
+    # -- a batch
+
+    def before_batch(self) -> None:
+        """The region begins; before the first batch that trains, or trains a new optimizer, the session."""
+        if self.learn.training and (self._session is None or self._opt is not self.learn.opt):
+            self._close()
+            self._begin()
+        if self._session is not None:
+            self._region = self._session.autocast()
+            self._region.__enter__()
+
+    def after_pred(self) -> None:
+        """Predictions are float32, as fastai's own mixed precision gives them."""
+        if self._session is not None:
+            self.learn.pred = cast_floating(self.learn.pred, torch.float32)
+
+    def after_loss(self) -> None:
+        """The region ends."""
+        self._leave()
+
+    def after_cancel_batch(self) -> None:
+        """The region ends, if a callback has cancelled the batch inside."""
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._region is not None:
+            region, self._region = self._region, None
+            region.__exit__(None, None, None)
+
+    def before_backward(self) -> None:
+        """The loss, scaled."""
+        if self._session is not None:
+            self.learn.loss_grad = self._session.scale(self.learn.loss_grad)
+
+    def before_step(self) -> None:
+        """True gradients, if a later callback may read them."""
+        if self._session is not None and self.learn.ordered_cbs("before_step")[-1] is not self:
+            self._session.unscale_()
+
+    def _step(self, closure: Any = None) -> None:
+        """In the place of the optimizer's `step`."""
+        if self._session is not None and self._session.step().skipped:
+            raise CancelStepException
+
+    # -- methods of the learner
+
+    def _fit(self, *args: Any, **kwargs: Any) -> Any:
+        learner = self.learn
+        columns = [
+            ValueMetric(lambda: self.session.loss_scale(), "loss_scale"),
+            ValueMetric(lambda: self.session.skipped, "skipped_steps"),
+        ]
+        if self._log:
+            learner.metrics = [*learner.metrics, *columns]
+        try:
+            return type(learner).fit(learner, *args, **kwargs)
+        finally:
+            learner.metrics = [metric for metric in learner.metrics if metric not in columns]
+            if self.learn is learner:
+                self._close()
+
+    def _save(self, *args: Any, **kwargs: Any) -> Any:
+        learner, state = self.learn, self._to_keep()
+        with ExitStack() as stack:
+            if self._session is not None:
+                stack.enter_context(self._session.full_precision(values_only=True))
+            if learner.opt is not None and state is not None:
+                own = learner.opt.state_dict
+                stack.enter_context(_replaced(learner.opt, "state_dict", lambda: {**own(), "preamp": state}))
+            return type(learner).save(learner, *args, **kwargs)
+
+    def _load(self, *args: Any, **kwargs: Any) -> Any:
+        learner = self.learn
+        self._close()
+        if learner.opt is None:
+            learner.create_opt()
+        own = learner.opt.load_state_dict
+
+        def load(state: dict[str, Any]) -> None:
+            self._kept = state.pop("preamp", None)
+            own(state)
+
+        with _replaced(learner.opt, "load_state_dict", load):
+            return type(learner).load(learner, *args, **kwargs)
+
+    def _export(self, *args: Any, **kwargs: Any) -> Any:
+        learner = self.learn
+        with learner.removed_cbs(self):  # the file is to load without preamp
+            return learner.export(*args, **kwargs)
+
+    def _to_fp32(self) -> Any:
+        return self.learn.remove_cb(self).to_fp32()
+
+
+class FastaiOptimizer(Optimizer):
+    """An optimizer of fastai's own, as one of torch: with its parameters and state, and stepped by it."""
+
+    def __init__(self, opt: Any) -> None:
+        self.opt = opt
+        super().__init__(opt.param_groups, {})
+
+    @property
+    def state(self) -> Any:
+        """Fastai's state, by parameter."""
+        return self.opt.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        """Nothing: torch's constructor sets an empty one."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step with fastai's present hyper-parameters."""
+        type(self.opt).step(self.opt)
+
+
+@contextmanager
+def _replaced(thing: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Inside, a method of one object is another function."""
+    setattr(thing, name, function)
+    try:
+        yield
+    finally:
+        delattr(thing, name)

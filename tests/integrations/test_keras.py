@@ -1,0 +1,311 @@
+"""Keras's `model.fit` with the torch backend trains as a plain loop with a session, bit for bit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import preamp
+from preamp.errors import PolicyError, SessionError
+
+os.environ.setdefault("KERAS_BACKEND", "torch")  # read when keras is imported
+keras: Any = pytest.importorskip("keras")
+if keras.backend.backend() != "torch":
+    pytest.skip("another backend of Keras is in use", allow_module_level=True)
+
+from preamp.integrations.keras import KerasOptimizer, attach, dtype_policy_map, policy_of  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+
+BATCH, STEPS, AT, BAD = 4, 50, 20, 7
+MAKERS: dict[str, Any] = {
+    "adam": lambda: keras.optimizers.Adam(1e-2),
+    "accumulating": lambda: keras.optimizers.SGD(
+        keras.optimizers.schedules.CosineDecay(1e-2, STEPS), 0.9, gradient_accumulation_steps=2, global_clipnorm=0.05
+    ),
+    "preamp": lambda params: preamp.optim.AdamW(params, 1e-2),
+    "fused": lambda params: torch.optim.AdamW(params, 1e-2, fused=True),
+}
+OURS = ("preamp", "fused")
+CASES = [
+    ("O1", "adam"), ("O4", "accumulating"), ("O1", "preamp"), ("O4", "fused"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("O0", "adam"), ("O1", "accumulating"))),
+]  # fmt: skip
+
+
+def network(policy: Any = "float32") -> Any:
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((6,)), layers.Dense(8, dtype=policy, name="first"),
+            layers.LayerNormalization(dtype=policy, name="norm"),
+            layers.Activation("gelu", dtype=policy), layers.Dense(3, name="head"),
+        ],
+        name="net",
+    )  # fmt: skip
+
+
+def rows(first: int = 0, last: int = STEPS) -> tuple[np.ndarray, np.ndarray]:
+    """Batches of four; one overflows."""
+    random = np.random.RandomState(1)
+    x, y = random.randn(STEPS * BATCH, 6).astype("float32"), random.randn(STEPS * BATCH, 3).astype("float32")
+    x[BAD * BATCH] = np.inf
+    return x[first * BATCH : last * BATCH], y[first * BATCH : last * BATCH]
+
+
+def compiled(kind: str, level: str | None, model: Any = None, **options: Any) -> tuple[Any, Any, Any]:
+    """A model, its attachment, and the torch optimizer that steps it, if one does."""
+    model = network() if model is None else model
+    own = MAKERS[kind](model.parameters()) if kind in OURS else None
+    model.compile(optimizer=None if own else MAKERS[kind](), loss="mse", metrics=["mae"])
+    return model, level and attach(model, level, own, **options), own
+
+
+def fit(model: Any, first: int = 0, last: int = STEPS, **options: Any) -> Any:
+    return model.fit(*rows(first, last), batch_size=BATCH, shuffle=False, verbose=0, **options)
+
+
+def bits(model: Any) -> list[Tensor]:
+    return [variable.value.detach().clone() for variable in model.variables]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) > 0 and all(map(torch.equal, one, other))
+
+
+def plain(level: str, kind: str) -> tuple[list[Tensor], tuple[int, int, float]]:
+    """A loop that knows sessions."""
+    model, loss_of = network(), keras.losses.MeanSquaredError()
+    if kind in OURS:
+        optimizer = MAKERS[kind](model.parameters())
+    else:
+        optimizer = KerasOptimizer(MAKERS[kind](), model.trainable_variables)
+    with preamp.prepare(model, optimizer, level=level) as session:
+        for i in range(STEPS):
+            x, y = map(torch.from_numpy, rows(i, i + 1))
+            with session.autocast():
+                loss = loss_of(y, model(x, training=True))
+            session.backward(loss)
+            session.step()
+            session.zero_grad()
+        return bits(model), (session.steps, session.skipped, session.loss_scale())
+
+
+@pytest.mark.parametrize(("level", "kind"), CASES)
+def test_a_resumed_fit_is_a_session_loop(level: str, kind: str, tmp_path: Path) -> None:
+    """20 steps, files, and 30 steps by a model that has loaded them; one of the 50 is skipped."""
+    model, first, own = compiled(kind, level)
+    history = fit(model, 0, AT, validation_data=rows(AT, AT + 2)).history
+    skipped = first.session.skipped
+    assert history["skipped_steps"] == [skipped] and history["loss_scale"] == [first.session.loss_scale()]
+    assert kind != "adam" or int(model.optimizer.iterations) == AT - skipped
+    model.save(tmp_path / "model.keras")
+    torch.save({"amp": first.session.state_dict(), "own": own and own.state_dict()}, tmp_path / "rest.pt")
+    first.close()
+    loaded = keras.saving.load_model(tmp_path / "model.keras", compile=own is None)
+    rest = torch.load(tmp_path / "rest.pt", weights_only=True)
+    if own is None:
+        resumed = attach(loaded, level)
+    else:
+        _, resumed, own = compiled(kind, level, loaded)
+        own.load_state_dict(rest["own"])
+    resumed.session.load_state_dict(rest["amp"])
+    fit(loaded, AT)
+    session = resumed.session
+    counts = session.steps, session.skipped, session.loss_scale()
+    resumed.close()
+    wanted, its = plain(level, kind)
+    assert same(bits(loaded), wanted) and counts == its and its[1] >= 1
+
+
+@pytest.mark.parametrize("kind", ["adam", "accumulating"])
+def test_at_O0_a_model_trains_as_without_preamp(kind: str) -> None:
+    def trained(level: str | None) -> tuple[list[Tensor], dict[str, Any]]:
+        model, attached, _ = compiled(kind, level, **({"log": False} if level else {}))
+        stops = keras.callbacks.EarlyStopping(patience=1, restore_best_weights=True)
+        falls = [keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)] if kind == "adam" else []
+        options = {"epochs": 3, "callbacks": [stops, *falls], "validation_data": rows(BAD + 1, BAD + 5)}
+        history = fit(model, BAD + 1, BAD + 20, **options).history
+        history["evaluated"] = model.evaluate(*rows(BAD + 1, BAD + 5), verbose=0)
+        history["predicted"] = model.predict(rows(BAD + 1, BAD + 5)[0], verbose=0).tolist()
+        if attached is not None:
+            attached.close()
+        return [*bits(model), *(v.value.clone() for v in model.optimizer.variables)], history
+
+    (ours, log), (stock, its) = trained("O0"), trained(None)
+    assert same(ours, stock) and log == its
+
+
+def test_callbacks_set_the_rate_of_an_optimizer_of_torch(tmp_path: Path) -> None:
+    model, attached, own = compiled("preamp", "O4")
+    saves = keras.callbacks.ModelCheckpoint(tmp_path / "best.keras", monitor="loss")
+    falls = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+    fit(model, BAD + 1, callbacks=[saves, falls], epochs=2)
+    assert own.param_groups[0]["lr"] == 1e-2 / 4
+    stock = keras.saving.load_model(tmp_path / "best.keras", compile=False)
+    assert same(bits(stock), bits(model)) and {v.dtype for v in stock.variables} == {"float32"}
+    own.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 1.0})
+    with pytest.raises(SessionError, match="different learning rates"):
+        model.optimizer.learning_rate = 1.0
+    attached.close()
+    assert model.optimizer is None and "train_step" not in vars(model)
+
+
+def test_a_training_step_of_ones_own_and_the_way_back() -> None:
+    """As Keras's guide writes it; built by its first batch."""
+    seen = []
+
+    class Own(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(3)
+
+        def call(self, x: Any) -> Any:
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return self.dense(x)
+
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            self.zero_grad()
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+            loss = self.optimizer.scale_loss(loss)
+            assert not torch.is_autocast_enabled("cpu")
+            loss.backward()
+            weights = list(self.trainable_weights)
+            with torch.no_grad():
+                self.optimizer.apply([v.value.grad for v in weights], weights)
+            return {"loss": loss}
+
+    model = Own()
+    model.compile("adam", "mse")
+    attached = attach(model, "O1")
+    with pytest.raises(SessionError, match="no session yet"):
+        attached.session
+    fit(model)
+    assert attached.session.steps == STEPS and 1 <= attached.session.skipped < 5 and seen[-1]
+    attached.close()
+    attached.close()
+    assert not {"train_step", "test_step", "predict_step", "compute_metrics"} & set(vars(model))
+    assert not {"apply", "scale_loss"} & set(vars(model.optimizer))
+    fit(model, BAD + 1)
+    assert not seen[-1]
+
+
+def test_a_step_that_fails_leaves_no_region_open() -> None:
+    model, attached, _ = compiled("adam", "O4")
+    with pytest.raises(Exception, match=r"(?i)shape"):
+        model.train_step((torch.zeros(2, 5), torch.zeros(2, 3)))
+    assert not torch.is_autocast_enabled("cpu")
+    attached.close()
+
+
+def test_kerass_own_casting_takes_a_loss_scale_from_a_session() -> None:
+    """Keras's mixed_float16 says what is 16-bit; a level without regions scales and skips."""
+    model = network("mixed_float16")
+    model.compile("adam", "mse", auto_scale_loss=False)
+    with pytest.raises(SessionError, match="computes in float16 by its dtype policy"):
+        attach(model, "O1")
+    assert "train_step" not in vars(model)
+    attached = attach(model, "O0", scale="dynamic")
+    fit(model)
+    assert attached.session.skipped >= 1 and 1 < attached.session.loss_scale() < 2**16
+    assert all(variable.value.isfinite().all() for variable in model.variables)
+    attached.close()
+
+
+def test_what_cannot_be_is_refused() -> None:
+    model = network()
+    with pytest.raises(SessionError, match="is not compiled"):
+        attach(model)
+    with pytest.raises(SessionError, match="takes a model of Keras"):
+        attach(torch.nn.Linear(2, 2))
+    model.compile("adam", "mse")
+    for level in ("O2", "O3", "O5"):
+        with pytest.raises(SessionError, match="is a layer of Keras"):
+            attach(model, level)
+    with pytest.raises(SessionError, match="which would not step"):
+        attach(model, "O1", MAKERS["preamp"](model.parameters()))
+    attached = attach(model, "O1")
+    with pytest.raises(SessionError, match="attached already"):
+        attach(model, "O1")
+    model.compile("adam", "mse")
+    with pytest.raises(SessionError, match="compiled after attach"):
+        fit(model)
+    attached.close()
+    model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()), "mse")
+    with pytest.raises(SessionError, match="a loss scale of its own"):
+        attach(model, "O1")
+    model.compile("adam", "mse", jit_compile=True)
+    with pytest.raises(SessionError, match="jit_compile"):
+        attach(model, "O1")
+    model.compile(None, "mse")
+    with pytest.raises(SessionError, match="without an optimizer"):
+        attach(model, "O1")
+
+
+POLICIES = ["O0", "O1", "O4", r"O4; decoder\.\d+\.norm -> full; head -> fp16", "O1; a.b -> bf16; c -> low"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_there_and_back(policy: str) -> None:
+    there = dtype_policy_map(policy)
+    saved = keras.saving.serialize_keras_object(there)
+    assert policy_of(there) == preamp.policy(policy) == policy_of(keras.saving.deserialize_keras_object(saved))
+
+
+def test_a_policy_of_preamp_in_a_model_of_keras() -> None:
+    policies = dtype_policy_map(r"O4; net\.head -> full; .*norm -> fp16")
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policies)
+    try:
+        layers = {layer.path: layer for layer in network(None)._flatten_layers()}
+    finally:
+        keras.config.set_dtype_policy(before)
+    seen = {path: layer.compute_dtype for path, layer in layers.items()}
+    assert seen["net/first"] == "bfloat16" and seen["net/head"] == "float32"
+    assert seen["net/norm"] == "float16" and layers["net/first"].kernel.dtype == "float32"
+    assert policies["net/head/inside"].name == "float32" and policies["net/header"].name == "mixed_bfloat16"
+
+
+def test_policies_that_cannot_be_said() -> None:
+    for policy in ("O2", "O5", "O1,scale=512", "O1; op softmax -> low", "O0; head -> bf16"):
+        with pytest.raises(PolicyError, match="has no counterpart in Keras"):
+            dtype_policy_map(policy)
+    for name in ("float16", "float64", "bfloat16"):
+        with pytest.raises(PolicyError, match="no counterpart in preamp"):
+            policy_of(name)
+    mixed = keras.dtype_policies.DTypePolicy("mixed_float16")
+    with pytest.raises(PolicyError, match="default is 'float32'"):
+        policy_of(keras.dtype_policies.DTypePolicyMap("float32", {"a": mixed}))
+    assert policy_of("mixed_bfloat16") == preamp.policy("O4")
+
+
+def test_the_doctor_lints_dtype_policies() -> None:
+    def codes(model: Any, optimizer: Any = None, level: str = "O0") -> list[str]:
+        findings = preamp.doctor.examine(model, optimizer, level).findings
+        return [f"{each.code} {each.module}" for each in findings if each.code in ("PA102", "PA107")]
+
+    layers = keras.layers
+    first = layers.Dense(8, dtype="mixed_float16", name="first")
+    last = layers.Dense(2, activation="sigmoid", dtype="mixed_float16", name="last")
+    sick = keras.Sequential([keras.Input((6,)), first, last], name="net")
+    assert codes(sick) == ["PA102 net/last"]  # nothing is known about who steps
+    sick.compile("adam", "mse", auto_scale_loss=False)
+    assert codes(sick) == ["PA102 net/last", "PA107 net/first"]
+    optimizer = MAKERS["preamp"](sick.parameters())
+    assert "PA107 net/first" in codes(sick, optimizer)
+    assert codes(sick, optimizer, "O0,scale=dynamic") == ["PA102 net/last"]
+    sick.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()), "mse")
+    assert codes(sick) == ["PA102 net/last"] and "PA107 net/first" in codes(sick, optimizer)
+    for end in (layers.Softmax(dtype="mixed_bfloat16"), layers.Activation("softmax", dtype="mixed_bfloat16")):
+        assert codes(keras.Sequential([keras.Input((6,)), end])) == [f"PA102 {end.path}"]
+    healthy = keras.Sequential([keras.Input((6,)), layers.Dense(2), layers.Activation("sigmoid", dtype="float32")])
+    healthy.compile("adam", "mse")
+    assert codes(healthy) == [] == codes(network("mixed_float16")) == codes(torch.nn.Linear(2, 2))
