@@ -93,7 +93,8 @@ def policies(draw: Any) -> Policy:
         ),
         ops=draw(st.none() | st.just(rules)),
     )
-    for pattern, precision in draw(st.lists(st.tuples(PATTERN, PRECISION), max_size=3)):
+    precisions = st.sampled_from(["full", "low"]) if made.compute is FP32 else PRECISION
+    for pattern, precision in draw(st.lists(st.tuples(PATTERN, precisions), max_size=3)):
         made = made.override(pattern, precision)
     return made
 
@@ -183,6 +184,7 @@ WRONG = [
     ("scale=inf", "finite number above 0"),
     ("scale=nan", "finite number above 0"),
     ("scale=lots", "scale='lots': a loss scale is a finite number above 0"),
+    ("O0; head -> bf16", "head -> bf16 with compute=fp32: nothing is cast in such a policy"),
     ("ops=all", "ops='all': write 'rules', 'none', or an OpRules"),
     (3, "a policy is a level such as 'O2', a string of fields, a mapping or a Policy; got 3"),
 ]

@@ -139,6 +139,12 @@ def _validate(policy: Policy) -> None:
         )
     if policy.output is not None and policy.output not in {torch.float32, *LOW_DTYPES}:
         raise PolicyError(f"output={name_of(policy.output)}: output is fp32, fp16, bf16 or as-is")
+    for pattern, precision in policy.modules if policy.compute is torch.float32 else ():
+        if isinstance(precision, torch.dtype) and precision in LOW_DTYPES:
+            raise PolicyError(
+                f"{pattern} -> {name_of(precision)} with compute=fp32: nothing is cast in such a policy, and the rule "
+                "would have no effect; write O1 or O4, and '-> full' for the other modules"
+            )
     _validate_scale(policy.scale)
 
 
