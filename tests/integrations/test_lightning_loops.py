@@ -14,6 +14,7 @@ from preamp.errors import SessionError
 
 L: Any = pytest.importorskip("lightning")
 from lightning.pytorch.callbacks import Callback  # noqa: E402
+from lightning.pytorch.strategies import FSDPStrategy  # noqa: E402
 
 from preamp.integrations.lightning import PreampPrecision  # noqa: E402
 
@@ -176,6 +177,11 @@ def test_optimizers_that_are_refused_are_named_before_harm(tmp_path: Path) -> No
 
     with pytest.raises(SessionError, match="LBFGS evaluates the loss several times"):
         fitted(Quasi, tmp_path, [PreampPrecision("O4")])
+
+
+def test_fsdp1_says_which_strategy_shards_instead() -> None:
+    with pytest.raises(TypeError, match="shard by ModelParallelStrategy"):
+        FSDPStrategy(precision_plugin=PreampPrecision("O5"))
 
 
 def test_tied_weights_are_saved_in_float32_under_both_names(tmp_path: Path) -> None:

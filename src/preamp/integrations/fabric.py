@@ -172,15 +172,16 @@ class PreampPrecision(Precision):
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The session's state."""
+        """The session's state without masters, which are the model's weights in a checkpoint."""
         session = self._begun()
-        return {} if session is None else session.state_dict()
+        state = {} if session is None else session.state_dict()
+        return {name: value for name, value in state.items() if name != "masters"}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore it; without a session there is nothing to restore, since weights are saved in float32."""
+        """Restore it; without a session there is nothing to restore."""
         session = self._begun()
         if session is not None and state_dict:
-            session.load_state_dict(state_dict)
+            session.load_state_dict({"masters": session.state_dict()["masters"], **state_dict})
 
 
 _SESSIONS: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Session], str]] = weakref.WeakKeyDictionary()
