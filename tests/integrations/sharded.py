@@ -106,7 +106,8 @@ def trainer(level: str, at: Path, together: bool, load: Path | None) -> Keep:
         plugins=[PreampPrecision(level)], accelerator="cpu", devices=2, max_steps=STEPS, logger=False,
         strategy=ModelParallelStrategy(2, 1, save_distributed_checkpoint=not together), callbacks=[kept],
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-        use_distributed_sampler=False, accumulate_grad_batches=MICRO, gradient_clip_val=CLIP, max_epochs=1, default_root_dir=at.parent,
+        use_distributed_sampler=False, accumulate_grad_batches=MICRO, gradient_clip_val=CLIP, max_epochs=1,
+        default_root_dir=at.parent,
     )  # fmt: skip
     made.fit(Module(level), DataLoader(range(16), batch_size=None), ckpt_path=load and str(load))  # type: ignore[arg-type]
     return kept

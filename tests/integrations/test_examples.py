@@ -16,7 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "needs"),
-    [("lightning_trainer", "lightning"), ("accelerate_loop", "accelerate"), ("hf_trainer", "transformers")],
+    [
+        ("lightning_trainer", "lightning"),
+        ("fabric_loop", "lightning"),
+        ("accelerate_loop", "accelerate"),
+        ("hf_trainer", "transformers"),
+    ],
 )
 def test_an_example_learns(name: str, needs: str) -> None:
     pytest.importorskip(needs)

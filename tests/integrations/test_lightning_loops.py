@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from preamp.errors import SessionError
 
 L: Any = pytest.importorskip("lightning")
-from lightning.pytorch.callbacks import Callback  # noqa: E402
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging  # noqa: E402
 from lightning.pytorch.strategies import FSDPStrategy  # noqa: E402
 
 from preamp.integrations.lightning import PreampPrecision  # noqa: E402
@@ -133,10 +133,25 @@ class Trace(Callback):
         return super().__getattribute__(name)
 
 
-MODULES = [Plain, StepsItself, LosesSome, Dictionary, Backwards, Twins]
+class Idle(Plain):
+    """Manual optimization that steps also where it has no gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        if index % 2:
+            self.manual_backward(self.loss(batch))
+        optimizer.step()
 
 
-def fitted(kind: Any, folder: Path, plugins: list[Any], **options: Any) -> tuple[Any, list[str], Any]:
+MODULES = [Plain, StepsItself, LosesSome, Dictionary, Backwards, Twins, Idle]
+
+
+def fitted(kind: Any, folder: Path, plugins: list[Any], more: Any = (), **options: Any) -> tuple[Any, list[str], Any]:
     torch.manual_seed(0)
     module, trace = kind(), Trace()
     if module.automatic_optimization:
@@ -146,7 +161,7 @@ def fitted(kind: Any, folder: Path, plugins: list[Any], **options: Any) -> tuple
             **options,
         }
     options = {"max_epochs": 2, "log_every_n_steps": 3, "enable_checkpointing": False, **options}
-    trainer = L.Trainer(plugins=plugins, callbacks=[trace], default_root_dir=folder, **SILENT, **options)
+    trainer = L.Trainer(plugins=plugins, callbacks=[trace, *more], default_root_dir=folder, **SILENT, **options)
     rows: Any = DataLoader(ROWS, batch_size=None)  # type: ignore[arg-type]
     trainer.fit(module, rows, rows if kind is Plain else None)
     return module, trace.calls, trainer
@@ -163,6 +178,28 @@ def test_a_module_trains_as_without_the_plugin(kind: Any, tmp_path: Path) -> Non
         rates = [[s.scheduler.get_last_lr() for s in t.lr_scheduler_configs] for t in (trainer, other)]
         assert rates[0] == rates[1]
         assert all(p.requires_grad and p.dtype is torch.float32 for p in module.parameters())
+
+
+@pytest.mark.parametrize(
+    "average", [lambda: EMAWeightAveraging(decay=0.9), lambda: StochasticWeightAveraging(0.01, swa_epoch_start=1)]
+)
+def test_averages_of_weights_are_those_of_masters(average: Any, tmp_path: Path) -> None:
+    wanted, _, _ = fitted(Plain, tmp_path, [], more=[average()], max_epochs=4)
+    for level in ("O2", "O5"):
+        callback = average()
+        module, _, _ = fitted(Plain, tmp_path, [PreampPrecision(level)], more=[callback], max_epochs=4)
+        torch.testing.assert_close(module.state_dict(), wanted.state_dict(), rtol=0, atol=0.02)
+        weight = module.net[0].weight
+        assert weight.bfloat16().float().ne(weight).float().mean() > 0.9  # not rounded on the way
+        assert not [name for name in vars(callback) if name.startswith("on_")]
+
+
+def test_a_compiled_module(tmp_path: Path) -> None:
+    module = Plain()
+    trainer = L.Trainer(plugins=[PreampPrecision("O5")], max_steps=2, default_root_dir=tmp_path, **SILENT)
+    trainer.fit(torch.compile(module, backend="eager"), DataLoader(ROWS, batch_size=None))  # type: ignore[arg-type]
+    other, _, _ = fitted(Plain, tmp_path, [PreampPrecision("O5")], max_steps=2, gradient_clip_val=None)
+    torch.testing.assert_close(module.state_dict(), other.state_dict(), rtol=0, atol=0)
 
 
 def test_a_trainer_that_logs_nothing(tmp_path: Path) -> None:

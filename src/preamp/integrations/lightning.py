@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..ledger import gradients_of
 from . import fabric
 
 if not fabric.IS_APART:
+    from lightning.pytorch import callbacks
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.utilities.model_helpers import is_overridden
 else:
+    from pytorch_lightning import callbacks  # type: ignore[no-redef]
     from pytorch_lightning.plugins.precision import Precision  # type: ignore[assignment]
     from pytorch_lightning.utilities.model_helpers import is_overridden
 
@@ -33,7 +37,8 @@ class PreampPrecision(fabric.PreampPrecision, Precision):
     def __init__(self, level: str = "auto", *, log: bool = True, **options: Any) -> None:
         super().__init__(level, **options)
         self._log, self._in_trainer, self._ran = log, False, False
-        self._held: Any = None
+        self._module: Any = None
+        self._wrapped: list[tuple[Any, str]] = []
 
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
         """A session of the model and its optimizers; none where the Trainer does not fit."""
@@ -49,8 +54,8 @@ class PreampPrecision(fabric.PreampPrecision, Precision):
         """The loss, scaled, after the hooks that see it unscaled."""
         if not self._in_trainer:
             return None
-        if self._held is not module:
-            self._hold(module)
+        if self._module is not module:
+            self._attend(module)
         self._ran = True
         return self.session.scale(Precision.pre_backward(self, tensor, module))
 
@@ -75,8 +80,8 @@ class PreampPrecision(fabric.PreampPrecision, Precision):
         if _reads_gradients(model):
             self.session.unscale_(optimizer)
         self._after_closure(model, optimizer)
-        if model.automatic_optimization and not self._ran:  # training_step returned None: there is nothing to step
-            return result
+        if not self._ran and (model.automatic_optimization or not gradients_of(optimizer)):
+            return result  # training_step returned None, or gradients were cleared: there is nothing to step
         report, self._ran = self.session.step(optimizer), False
         interval = model.trainer.log_every_n_steps
         if self._log and interval and model.trainer.training and (report.index + 1) % interval == 0:
@@ -91,27 +96,39 @@ class PreampPrecision(fabric.PreampPrecision, Precision):
         """Clamp true gradients."""
         self.session.clip_grad_value_(clip_val, optimizer=optimizer)
 
-    def _hold(self, module: Any) -> None:
-        """Have the module's schedules stand still after a skipped step."""
-        step = module.lr_scheduler_step
+    def _attend(self, module: Any) -> None:
+        """Have the module's schedules stand still after a skipped step, and averages of weights see masters."""
+        self._unwrap()
+        self._module = module
 
-        def unless_skipped(scheduler: Any, metric: Any) -> None:
+        def unless_skipped(step: Any, *args: Any) -> None:
             report = None if self._session is None else self._session.last_step
             if report is None or not report.skipped:
-                step(scheduler, metric)
+                step(*args)
 
-        if self._held is not None:
-            self._release()
-        module.lr_scheduler_step, self._held = unless_skipped, module
+        def with_masters(hook: Any, *args: Any, **kwargs: Any) -> None:
+            with nullcontext() if self._session is None else self._session.full_precision(values_only=True):
+                hook(*args, **kwargs)
 
-    def _release(self) -> None:
-        vars(self._held).pop("lr_scheduler_step", None)
-        self._held = None
+        self._wrap(module, "lr_scheduler_step", unless_skipped)
+        if self.session.policy.masters:
+            for callback in module.trainer.callbacks:
+                for name in _AVERAGING if isinstance(callback, _AVERAGES) else ():
+                    self._wrap(callback, name, with_masters)
+
+    def _wrap(self, owner: Any, name: str, around: Any) -> None:
+        setattr(owner, name, partial(around, getattr(owner, name)))
+        self._wrapped.append((owner, name))
+
+    def _unwrap(self) -> None:
+        while self._wrapped:
+            owner, name = self._wrapped.pop()
+            vars(owner).pop(name, None)
+        self._module = None
 
     def teardown(self) -> None:
         """Close the session: the model is float32 again."""
-        if self._held is not None:
-            self._release()
+        self._unwrap()
         self.close()
         self._in_trainer = self._ran = False
 
@@ -119,6 +136,18 @@ class PreampPrecision(fabric.PreampPrecision, Precision):
     def module_init_context(self) -> Iterator[None]:
         """Modules are made in float32; `connect` brings them under the level."""
         yield
+
+
+_AVERAGES = tuple(
+    getattr(callbacks, name) for name in ("WeightAveraging", "StochasticWeightAveraging") if hasattr(callbacks, name)
+)
+"""Callbacks that average weights, and write them into the model."""
+
+_AVERAGING = (
+    "on_train_epoch_start", "on_train_batch_end", "on_train_epoch_end", "on_train_end", "on_validation_epoch_start",
+    "on_validation_epoch_end",
+)  # fmt: skip
+"""Their hooks that do."""
 
 
 def _reads_gradients(model: Any) -> bool:
