@@ -21,20 +21,15 @@ TASK = TASKS["flights"]
 RECIPE = TASK.recipe("ci")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--level", default="O5")
-    parser.add_argument("--steps", type=int, default=RECIPE.steps)
-    given = parser.parse_args()
-
-    precision = PreampPrecision(given.level)
+def main(level: str, steps: int) -> None:
+    precision = PreampPrecision(level)
     fabric = Fabric(plugins=[precision], devices=1)
     fabric.launch()
 
-    batches = list(TASK.batches("ci", seed=0, steps=given.steps, batch_size=RECIPE.batch_size))
+    batches = list(TASK.batches("ci", seed=0, steps=steps, batch_size=RECIPE.batch_size))
     model = TASK.build("ci", seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), RECIPE.max_lr, weight_decay=RECIPE.weight_decay)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RECIPE.max_lr, total_steps=given.steps)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RECIPE.max_lr, total_steps=steps)
     model, optimizer = fabric.setup(model, optimizer)
     for inputs, late in fabric.setup_dataloaders(DataLoader(batches, batch_size=None)):
         fabric.backward(TASK.loss(model(*inputs), late))
@@ -52,4 +47,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--level", default="O5")
+    parser.add_argument("--steps", type=int, default=RECIPE.steps)
+    main(**vars(parser.parse_args()))

@@ -325,7 +325,8 @@ print("equal\\n", end="", flush=True)
 """
 
 
-@pytest.mark.parametrize("level", ["O2", pytest.param("O4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O2", "O4", "O5"])
 def test_two_ranks(level: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TWO)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,7 @@ def test_a_module_trains_as_without_the_plugin(kind: Any, tmp_path: Path) -> Non
         module, traced, other = fitted(kind, tmp_path, [PreampPrecision(level, log=level != "O0")])
         bounds = {"rtol": 0.0, "atol": 1e-6 if level == "O0" else 0.02}
         torch.testing.assert_close(module.state_dict(), wanted.state_dict(), **bounds)
+        pickle.dumps(other.precision_plugin)
         assert traced == calls and other.global_step == trainer.global_step
         rates = [[s.scheduler.get_last_lr() for s in t.lr_scheduler_configs] for t in (trainer, other)]
         assert rates[0] == rates[1]
@@ -214,6 +216,13 @@ def test_optimizers_that_are_refused_are_named_before_harm(tmp_path: Path) -> No
 
     with pytest.raises(SessionError, match="LBFGS evaluates the loss several times"):
         fitted(Quasi, tmp_path, [PreampPrecision("O4")])
+
+    class Odd(Idle):
+        def training_step(self, batch: Any, index: int) -> None:
+            self.optimizers().step(how="fast")
+
+    with pytest.raises(SessionError, match="got how"):
+        fitted(Odd, tmp_path, [PreampPrecision("O4")])
 
 
 def test_fsdp1_says_which_strategy_shards_instead() -> None:

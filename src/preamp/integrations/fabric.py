@@ -62,6 +62,7 @@ class PreampPrecision(Precision):
     def close(self) -> None:
         """Close the session: models and optimizers go on in float32, until others are set up."""
         self._waits = False
+        self._set_up.clear()
         while self._hooks:
             self._hooks.pop().remove()
         if self._session is not None:
@@ -89,6 +90,7 @@ class PreampPrecision(Precision):
     def _begin(self, models: Any, optimizers: list[Any]) -> None:
         session = prepare(models, optimizers, level=self._level, **self._options)
         self._session, self._waits = session, False
+        self._set_up.clear()
         for name, each in session.models.items():
             model = unwrapped(each)
             _SESSIONS[model] = (weakref.ref(session), f"{name}:" if name else "")

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..errors import SessionError
 from ..ledger import gradients_of
 from . import fabric
 
@@ -76,6 +77,8 @@ class PreampPrecision(fabric.PreampPrecision, Precision):
         """Backward, hooks, clipping, and the session's step."""
         if closure is None or not self._in_trainer:
             return super().optimizer_step(optimizer, closure, **kwargs)
+        if kwargs:
+            raise SessionError(f"step() got {', '.join(kwargs)}: a session steps an optimizer without arguments")
         result = closure()
         if _reads_gradients(model):
             self.session.unscale_(optimizer)
