@@ -17,10 +17,14 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     ("name", "needs"),
     [
-        ("lightning_trainer", "lightning"), ("accelerate_loop", "accelerate"), ("hf_trainer", "transformers"),
-        ("fastai_tabular", "fastai"), ("keras_fit", "keras"),
+        ("lightning_trainer", "lightning"),
+        ("fabric_loop", "lightning"),
+        ("accelerate_loop", "accelerate"),
+        ("hf_trainer", "transformers"),
+        ("fastai_tabular", "fastai"),
+        ("keras_fit", "keras"),
     ],
-)  # fmt: skip
+)
 def test_an_example_learns(name: str, needs: str) -> None:
     interpreter = Path(sys.prefix) / needs / "bin" / "python"  # of an environment of its own, as `dev` makes some
     if not interpreter.exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -41,9 +42,43 @@ def test_an_optimizer_of_another_model_is_refused(level: str) -> None:
         pass
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_parameter_of_two_optimizers_is_refused(level: str) -> None:
-    """Each would unscale its gradient."""
+@pytest.mark.parametrize("level", ["O0", "O4"])
+@pytest.mark.parametrize("kind", [torch.optim, preamp.optim])
+def test_optimizers_may_have_parameters_in_common_where_gradients_are_true(level: str, kind: Any) -> None:
+    """An encoder that two optimizers step, as torch does it: clipped by each, and stepped in turn or at once."""
+
+    def optimizers(model: torch.nn.Module) -> list[Any]:
+        parameters = [*model.parameters()]
+        return [kind.SGD(parameters[:4], 0.1, momentum=0.9), kind.Adam(parameters[2:], 1e-2, eps=1e-4)]
+
+    model, twin = mlp(), mlp()
+    one, two = optimizers(model)
+    session = preamp.prepare(model, [one, two], level=level)
+    first, second = optimizers(twin)
+    for step in range(6):
+        session.backward(loss_in_region(session, model))
+        loss_of(twin, 0).backward()
+        for mine, theirs in ((one, first), (two, second)):
+            session.clip_grad_norm_(0.05, optimizer=mine)
+            torch.nn.utils.clip_grad_norm_([p for group in theirs.param_groups for p in group["params"]], 0.05)
+            if step % 2:
+                session.step(mine)
+                theirs.step()
+        if not step % 2:
+            session.step()
+            first.step(), second.step()
+        session.zero_grad()
+        twin.zero_grad()
+    session.backward(loss_in_region(session, model))
+    with pytest.raises(SessionError, match="have parameters in common"):
+        session.clip_grad_norm_(0.05)
+    session.close()
+    bound = 1e-6 if level == "O0" else 5e-3
+    torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("level", [each for each in LEVELS if each not in ("O0", "O4")])
+def test_a_parameter_of_two_optimizers_is_refused_where_each_would_unscale_it(level: str) -> None:
     model = mlp()
     with pytest.raises(SessionError, match=r"'0\.weight' is in the SGD '0' and in the Adam '1'"):
         preamp.prepare(model, [sgd(model), torch.optim.Adam(model.parameters(), eps=1e-4)], level=level)

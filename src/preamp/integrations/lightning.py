@@ -1,86 +1,93 @@
-"""preamp in Lightning's Trainer: a precision plugin."""
+"""preamp in Lightning's Trainer: a precision plugin, which Fabric takes too."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-try:
+from ..errors import SessionError
+from ..ledger import gradients_of
+from . import fabric
+
+if not fabric.IS_APART:
+    from lightning.pytorch import callbacks
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.utilities.model_helpers import is_overridden
-except ImportError:  # the same code, in a package of its own
+else:
+    from pytorch_lightning import callbacks  # type: ignore[no-redef]
     from pytorch_lightning.plugins.precision import Precision  # type: ignore[assignment]
     from pytorch_lightning.utilities.model_helpers import is_overridden
 
-from ..errors import SessionError
-from ..session import Session, prepare
-from ..tree import cast_floating
 
-
-class PreampPrecision(Precision):
+class PreampPrecision(fabric.PreampPrecision, Precision):
     """Trains a `Trainer`'s model under a session: `Trainer(plugins=[PreampPrecision("O5")])`.
 
     `level`: "O0" to "O5" or "auto". `options` go to `preamp.prepare`. `log=False`: `loss_scale` and `skipped_steps` are
     not logged; else they are, at the Trainer's interval. Automatic and manual optimization, the Trainer's accumulation
-    and clipping, and its strategies for one device and DistributedDataParallel work as they are. Schedules stand still
-    after a skipped step. Checkpoints have float32 weights, and the session's state, with which a run resumes bit for
-    bit. Validation, test and prediction run in the level's precision during `fit`, and in float32 outside it.
+    and clipping, and its strategies for one device, DistributedDataParallel and FSDP2 work as they are. Schedules stand
+    still after a skipped step. Checkpoints have float32 weights, and the session's state, with which a run resumes bit
+    for bit. Validation, test and prediction run in the level's precision during `fit`, and in float32 outside it. In a
+    `Fabric` it is `preamp.integrations.fabric.PreampPrecision`.
     """
 
     def __init__(self, level: str = "auto", *, log: bool = True, **options: Any) -> None:
-        self.precision = f"preamp-{level}"  # type: ignore[assignment]  # what the Trainer shows
-        self._level, self._log, self._options = level, log, options
-        self._session: Session | None = None
-        self._held: Any = None
-
-    @property
-    def session(self) -> Session:
-        """The session of the fit that runs; `SessionError` outside of one."""
-        if self._session is None:
-            raise SessionError("there is no session outside of Trainer.fit")
-        return self._session
+        super().__init__(level, **options)
+        self._log, self._in_trainer, self._ran = log, False, False
+        self._module: Any = None
+        self._wrapped: list[tuple[Any, str]] = []
 
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
         """A session of the model and its optimizers; none where the Trainer does not fit."""
         self.teardown()
+        self._in_trainer = True
         if optimizers:
-            self._session = prepare(model, list(optimizers), level=self._level, **self._options)
+            self._begin(model, list(optimizers))
         return model, optimizers, lr_schedulers
 
     # -- a step
 
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """The session's region."""
-        return nullcontext() if self._session is None else self._session.autocast()
-
-    def convert_input(self, data: Any) -> Any:
-        """A batch, cast where there are no regions: a step calls layers of the module that have 16-bit weights."""
-        if self._session is None or self._session.policy.has_regions:
-            return data
-        return cast_floating(data, self._session.policy.compute)
-
-    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+    def pre_backward(self, tensor: Tensor, module: Any) -> Any:
         """The loss, scaled, after the hooks that see it unscaled."""
-        if self._held is not module:
-            self._hold(module)
-        return self.session.scale(super().pre_backward(tensor, module))
+        if not self._in_trainer:
+            return None
+        if self._module is not module:
+            self._attend(module)
+        self._ran = True
+        return self.session.scale(Precision.pre_backward(self, tensor, module))
 
-    def optimizer_step(  # type: ignore[override]  # as the Trainer's own plugins
-        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        """The module's own `backward`."""
+        if self._in_trainer:
+            Precision.backward(self, tensor, model, *args, **kwargs)
+        else:
+            super().backward(tensor, model, *args, **kwargs)
+
+    def post_backward(self, tensor: Tensor, module: Any) -> Any:
+        """The hooks after it."""
+        return Precision.post_backward(self, tensor, module) if self._in_trainer else None
+
+    def optimizer_step(  # type: ignore[override]  # a Fabric gives no model
+        self, optimizer: Any, closure: Callable[[], Any] | None = None, *, model: Any = None, **kwargs: Any
     ) -> Any:
         """Backward, hooks, clipping, and the session's step."""
+        if closure is None or not self._in_trainer:
+            return super().optimizer_step(optimizer, closure, **kwargs)
+        if kwargs:
+            raise SessionError(f"step() got {', '.join(kwargs)}: a session steps an optimizer without arguments")
         result = closure()
-        if result is None and model.automatic_optimization:  # training_step returned None: there is nothing to step
-            return result
         if _reads_gradients(model):
             self.session.unscale_(optimizer)
         self._after_closure(model, optimizer)
-        report = self.session.step(optimizer)
-        if self._log and model.trainer.training and (report.index + 1) % model.trainer.log_every_n_steps == 0:
+        if not self._ran and (model.automatic_optimization or not gradients_of(optimizer)):
+            return result  # training_step returned None, or gradients were cleared: there is nothing to step
+        report, self._ran = self.session.step(optimizer), False
+        interval = model.trainer.log_every_n_steps
+        if self._log and interval and model.trainer.training and (report.index + 1) % interval == 0:
             model.log_dict({"loss_scale": report.scale, "skipped_steps": float(self.session.skipped)})
         return result
 
@@ -92,56 +99,58 @@ class PreampPrecision(Precision):
         """Clamp true gradients."""
         self.session.clip_grad_value_(clip_val, optimizer=optimizer)
 
-    def _hold(self, module: Any) -> None:
-        """Have the module's schedules stand still after a skipped step."""
-        step = module.lr_scheduler_step
+    def _attend(self, module: Any) -> None:
+        """Have the module's schedules stand still after a skipped step, and averages of weights see masters."""
+        self._unwrap()
+        self._module = module
 
-        def unless_skipped(scheduler: Any, metric: Any) -> None:
+        def unless_skipped(step: Any, *args: Any) -> None:
             report = None if self._session is None else self._session.last_step
             if report is None or not report.skipped:
-                step(scheduler, metric)
+                step(*args)
 
-        if self._held is not None:
-            self._release()
-        module.lr_scheduler_step, self._held = unless_skipped, module
+        def with_masters(hook: Any, *args: Any, **kwargs: Any) -> None:
+            with nullcontext() if self._session is None else self._session.full_precision(values_only=True):
+                hook(*args, **kwargs)
 
-    def _release(self) -> None:
-        vars(self._held).pop("lr_scheduler_step", None)
-        self._held = None
+        self._wrap(module, "lr_scheduler_step", unless_skipped)
+        if self.session.policy.masters:
+            for callback in module.trainer.callbacks:
+                for name in _AVERAGING if isinstance(callback, _AVERAGES) else ():
+                    self._wrap(callback, name, with_masters)
 
-    # -- checkpoints
+    def _wrap(self, owner: Any, name: str, around: Any) -> None:
+        setattr(owner, name, partial(around, getattr(owner, name)))
+        self._wrapped.append((owner, name))
 
-    def state_dict(self) -> dict[str, Any]:
-        """The session's state."""
-        return {} if self._session is None else self._session.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore it; outside of a fit there is nothing to restore, since checkpoints have float32 weights."""
-        if self._session is not None:
-            self._session.load_state_dict(state_dict)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Put masters in the place of the 16-bit weights that they were rounded to."""
-        if self._session is None:
-            return
-        masters: Mapping[str, Tensor] = self._session.state_dict()["masters"]
-        weights = checkpoint["state_dict"]
-        for name, master in masters.items():
-            if name in weights:
-                weights[name] = master
+    def _unwrap(self) -> None:
+        while self._wrapped:
+            owner, name = self._wrapped.pop()
+            vars(owner).pop(name, None)
+        self._module = None
 
     def teardown(self) -> None:
         """Close the session: the model is float32 again."""
-        if self._held is not None:
-            self._release()
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+        self._unwrap()
+        self.close()
+        self._in_trainer = self._ran = False
 
     @contextmanager
     def module_init_context(self) -> Iterator[None]:
         """Modules are made in float32; `connect` brings them under the level."""
         yield
+
+
+_AVERAGES = tuple(
+    getattr(callbacks, name) for name in ("WeightAveraging", "StochasticWeightAveraging") if hasattr(callbacks, name)
+)
+"""Callbacks that average weights, and write them into the model."""
+
+_AVERAGING = (
+    "on_train_epoch_start", "on_train_batch_end", "on_train_epoch_end", "on_train_end", "on_validation_epoch_start",
+    "on_validation_epoch_end",
+)  # fmt: skip
+"""Their hooks that do."""
 
 
 def _reads_gradients(model: Any) -> bool:

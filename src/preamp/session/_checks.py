@@ -29,6 +29,15 @@ def check_loss(loss: Any) -> None:
         raise SessionError(f"backward() takes one number and got the shape {tuple(loss.shape)}: reduce it, .mean()")
 
 
+def check_clipped_once(chosen: Sequence[Optimizer], share: bool) -> None:
+    """Optimizers that have parameters in common clip one by one."""
+    if share and len(chosen) > 1:
+        raise SessionError(
+            "optimizers of this session have parameters in common, whose gradients would be clipped once for each: "
+            "clip by one, clip_grad_norm_(max_norm, optimizer=optimizer)"
+        )
+
+
 def check_no_sync(models: Iterable[nn.Module]) -> None:
     """`backward(sync=False)` needs a forward pass that ran without synchronisation."""
     for model in models:

@@ -108,6 +108,8 @@ def prepare(
     chosen = _choose_policy(level, policy, device_type, overrides)
     scales = _scales(chosen, losses, scale)
     _check_wrapping(models, chosen)
+    plain = chosen.params is torch.float32 and not shadow and all(each.kind == "none" for each in scales.values())
+    shares = _share(models, optimizers, plain)
     masters = _shadows(chosen, models, optimizers, len(scales)) if shadow else _masters_for(chosen, optimizers)
     conversions: list[Conversion] = []
     earlier = {p: p.grad for each in optimizers.values() for p in parameters_of(each) if p.grad is not None}
@@ -119,8 +121,9 @@ def prepare(
             rebuild_reducers(lowered, models=models.values(), strict=True)
         group = flat_group(models.values()) if group is None else group
         session = Session(
-            models, optimizers, chosen, Losses(scales), masters, conversions, device_type, skip, group, given, earlier
-        )
+            models, optimizers, chosen, Losses(scales), masters, conversions, device_type, skip, group, given, earlier,
+            shares,
+        )  # fmt: skip
     except BaseException:
         for conversion in conversions:
             conversion.undo()
@@ -221,25 +224,41 @@ def _check_kinds(models: dict[str, Any], optimizers: dict[str, Any]) -> None:
 
 
 def _check_parameters(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> None:
-    """Every optimizer steps something of the models, and nothing is stepped by two."""
+    """Every optimizer steps something of the models."""
     known = {p: path for path, p in named_parameters(models)}
-    owners: dict[nn.Parameter, str] = {}
     for name, optimizer in optimizers.items():
-        called = f"the {type(optimizer).__name__}{f' {name!r}' if name else ''}"
         own = list(parameters_of(optimizer))
         if known and own and not any(p in known for p in own):
             raise SessionError(
-                f"{called} has {len(own)} parameters and none of them is the model's: it would step tensors that the "
-                "model does not use. A model that is made anew, copied, or moved by assignment after its optimizer was "
-                "made has other parameters: make the optimizer from model.parameters() last, then prepare() both"
+                f"{_called(name, optimizer)} has {len(own)} parameters and none of them is the model's: it would step "
+                "tensors that the model does not use. A model that is made anew, copied, or moved by assignment after "
+                "its optimizer was made has other parameters: make the optimizer from model.parameters() last, then "
+                "prepare() both"
             )
-        for parameter in own:
-            if owners.setdefault(parameter, called) != called:
+
+
+def _share(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], plain: bool) -> bool:
+    """Whether optimizers have parameters in common; `SessionError` if so and gradients are not `plain`."""
+    known = {p: path for path, p in named_parameters(models)}
+    owners: dict[nn.Parameter, str] = {}
+    shares = False
+    for name, optimizer in optimizers.items():
+        called = _called(name, optimizer)
+        for parameter in parameters_of(optimizer):
+            if owners.setdefault(parameter, called) == called:
+                continue
+            if not plain:
                 raise SessionError(
                     f"the parameter {known.get(parameter, 'given')!r} is in {owners[parameter]} and in {called}: each "
-                    "would unscale and clip its gradient once more. Give it to one of them, or make one optimizer with "
-                    "two groups"
+                    "would unscale its gradient once more, and swap its master. Give it to one of them, or make one "
+                    "optimizer with two groups, or use level='O4' or 'O0', which have neither scale nor masters"
                 )
+            shares = True
+    return shares
+
+
+def _called(name: str, optimizer: Optimizer) -> str:
+    return f"the {type(optimizer).__name__}{f' {name!r}' if name else ''}"
 
 
 def _check_wrapping(models: dict[str, nn.Module], policy: Policy) -> None:

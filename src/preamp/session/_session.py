@@ -25,6 +25,7 @@ from ..sharding import flat_group, is_sharded, sharded_parts
 from ._capture import CapturedStep, Rates
 from ._checks import (
     STATE_VERSION,
+    check_clipped_once,
     check_gathered_full,
     check_loss,
     check_no_sync,
@@ -66,6 +67,7 @@ class Session:
         group: Any = None,
         given: Mapping[str, Any] | None = None,
         earlier: Mapping[nn.Parameter, Tensor] | None = None,
+        shares: bool = False,
     ) -> None:
         self.policy = policy
         """The policy in force."""
@@ -76,7 +78,7 @@ class Session:
         """The report of the last `step`."""
         self._models, self._optimizers = dict(models), dict(optimizers)
         self._losses, self._masters, self._conversions = losses, masters, list(conversions)
-        self._group = group
+        self._group, self._shares = group, shares
         own = list(self._optimizers.values())
         self._gradients = Gradients(masters, own, device_type, group)
         self._pending = PendingScales(losses, self._gradients, own)
@@ -234,9 +236,12 @@ class Session:
         """
         self._check_open()
         chosen = selected(self._optimizers, optimizer)
+        check_clipped_once(chosen, self._shares)
         for each in chosen:
             self._read(each)
             self._gradients.norm(each)  # the report has the norm before clipping
+            if self._shares:
+                self._gradients.make_true(each)  # so that they are clipped now, and not by each step
         norms = [self._gradients.norm_now(each, norm_type) for each in chosen]
         norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
         self._gradients.clip(chosen, (max_norm / (norm + 1e-6)).clamp(max=1.0))

@@ -1,0 +1,336 @@
+"""Lightning Fabric's loop with the plugin trains as a plain loop with a session, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import preamp
+from preamp.errors import PreampWarning, SessionError
+
+pytest.importorskip("lightning")
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import FSDPStrategy
+
+from preamp.integrations.fabric import PreampPrecision
+from preamp.integrations.lightning import PreampPrecision as TrainerPrecision
+
+from .loops import CASES, CLIP, MAKERS, MICRO, STEPS, data, network
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::FutureWarning", f"error::{PreampWarning.__module__}.PreampWarning"
+)
+HALF = 20
+"""The step after which a run is saved."""
+
+
+MADE: list[PreampPrecision] = []
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    while MADE:
+        MADE.pop().close()
+
+
+def fabric_with(precision: PreampPrecision) -> Fabric:
+    MADE.append(precision)
+    return Fabric(plugins=[precision], accelerator="cpu", devices=1)
+
+
+class Run:
+    """A Fabric with the plugin, a model and an optimizer. `apart`: set up by calls of their own."""
+
+    def __init__(self, level: str, kind: str = "preamp", kept: Any = PreampPrecision, apart: bool = False) -> None:
+        self.precision = kept(level)
+        self.fabric = fabric_with(self.precision)
+        self.net = network()
+        raw = MAKERS[kind](self.net.parameters())
+        if apart:
+            self.model, self.optimizer = self.fabric.setup_module(self.net), self.fabric.setup_optimizers(raw)
+        else:
+            self.model, self.optimizer = self.fabric.setup(self.net, raw)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "precision": self.precision}
+
+    def train(self, steps: range, clip: str = "norm") -> None:
+        rows = data()
+        for i in steps:
+            for j, (x, y) in enumerate(rows[i * MICRO : (i + 1) * MICRO]):
+                with self.fabric.no_backward_sync(self.model, enabled=j < MICRO - 1):
+                    loss = nn.functional.mse_loss(self.model(x), y)
+                    self.fabric.backward(loss / MICRO)
+            if clip == "norm":
+                self.fabric.clip_gradients(self.model, self.optimizer, max_norm=CLIP, error_if_nonfinite=False)
+            elif clip == "value":
+                self.fabric.clip_gradients(self.model, self.optimizer, clip_val=CLIP / 10)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def plain(level: str, kind: str, clip: str = "norm") -> tuple[dict[str, Any], list[Tensor]]:
+    """A loop that knows sessions."""
+    model = network()
+    optimizer = MAKERS[kind](model.parameters())
+    rows = data()
+    with preamp.prepare(model, optimizer, level=level) as session:
+        for i in range(STEPS):
+            for x, y in rows[i * MICRO : (i + 1) * MICRO]:
+                with session.autocast():
+                    predicted = model(x.half() if level == "O3" else x).float()
+                session.backward(nn.functional.mse_loss(predicted, y) / MICRO)
+            if clip:
+                session.unscale_()
+            if clip == "norm":
+                nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            elif clip == "value":
+                nn.utils.clip_grad_value_(model.parameters(), CLIP / 10)
+            session.step()
+            session.zero_grad()
+        return copy.deepcopy(session.state_dict()), [p.detach().clone() for p in model.parameters()]
+
+
+def assert_same(run: Run, wanted: dict[str, Any], parameters: list[Tensor]) -> None:
+    state = run.precision.session.state_dict()
+    torch.testing.assert_close(state["masters"], wanted["masters"], rtol=0, atol=0)
+    torch.testing.assert_close([p.detach() for p in run.net.parameters()], parameters, rtol=0, atol=0)
+    assert {**state, "masters": 0} == {**wanted, "masters": 0} and wanted["skipped"] == 1
+
+
+@pytest.mark.parametrize(("level", "kind"), CASES)
+def test_a_loop_is_a_session_loop(level: str, kind: str) -> None:
+    run = Run(level, kind, apart=kind == "fused")
+    run.train(range(STEPS))
+    assert_same(run, *plain(level, kind))
+    run.precision.close()
+    assert {p.dtype for p in run.net.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("clip", ["value", ""])
+@pytest.mark.parametrize("kept", [PreampPrecision, TrainerPrecision])
+def test_clipping_by_value_or_not_by_either_class(kept: Any, clip: str) -> None:
+    run = Run("O2", kept=kept)
+    run.train(range(STEPS), clip)
+    assert_same(run, *plain("O2", "preamp", clip))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_run_resumes_bit_for_bit(level: str, begun: bool, tmp_path: Path) -> None:
+    run = Run(level)
+    run.train(range(HALF))
+    run.fabric.save(tmp_path / "at.ckpt", run.state)
+    saved = torch.load(tmp_path / "at.ckpt", weights_only=True)
+    assert {value.dtype for value in saved["model"].values()} == {torch.float32}
+    network().load_state_dict(saved["model"])  # without preamp
+    resumed = Run(level)
+    if begun:
+        resumed.train(range(2))
+    resumed.fabric.load(tmp_path / "at.ckpt", resumed.state)
+    resumed.train(range(HALF, STEPS))
+    assert_same(resumed, *plain(level, "preamp"))
+
+
+def test_weights_and_optimizer_alone_resume_bit_for_bit_where_there_is_no_scale(tmp_path: Path) -> None:
+    run = Run("O5")
+    run.train(range(HALF))
+    run.fabric.save(tmp_path / "at.ckpt", {"model": run.model, "optimizer": run.optimizer})
+    for begun in (False, True):
+        resumed = Run("O5")
+        if begun:
+            resumed.train(range(2))
+        resumed.fabric.load(tmp_path / "at.ckpt", {"model": resumed.model, "optimizer": resumed.optimizer})
+        resumed.train(range(HALF, STEPS))
+        masters = resumed.precision.session.state_dict()["masters"]
+        torch.testing.assert_close(masters, plain("O5", "preamp")[0]["masters"], rtol=0, atol=0)
+
+
+def test_tied_weights_are_saved_in_float32_under_both_names() -> None:
+    fabric = fabric_with(PreampPrecision("O5"))
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net[1].weight = net[0].weight
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+    fabric.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    state = model.state_dict()
+    assert {value.dtype for value in state.values()} == {torch.float32}
+    assert (
+        torch.equal(state["0.weight"], state["1.weight"])
+        and state["0.weight"].bfloat16().float().ne(state["0.weight"]).any()
+    )
+    copied = copy.deepcopy(net)  # an average of weights, say, is not the session's
+    assert copied.state_dict()["0.weight"].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("level", ["O2", "O4"])
+def test_two_models_and_optimizers(level: str) -> None:
+    """Steps of a GAN: each optimizer steps by itself, and the second one only every other time."""
+
+    def loop(first: Any, second: Any, one: Any, two: Any, backward: Any, step: Any) -> None:
+        for i in range(12):
+            x, y = data()[i]
+            backward(nn.functional.mse_loss(first(x), y))
+            step(one)
+            one.zero_grad(), two.zero_grad()
+            if i % 2:
+                backward(nn.functional.mse_loss(second(torch.cat([first(x).detach()] * 2, 1)), y))
+                step(two)
+                two.zero_grad()
+
+    def nets() -> list[nn.Module]:
+        return [network(), network()]
+
+    precision = PreampPrecision(level)
+    fabric = fabric_with(precision)
+    mine = nets()
+    first, one = fabric.setup(mine[0], MAKERS["preamp"](mine[0].parameters()))
+    second, two = fabric.setup(mine[1], MAKERS["preamp"](mine[1].parameters()))
+    loop(first, second, one, two, fabric.backward, lambda optimizer: optimizer.step())
+
+    theirs = nets()
+    makers = [MAKERS["preamp"](net.parameters()) for net in theirs]
+    session = preamp.prepare(theirs, makers, level=level)
+    called = [lambda x, net=net: session.autocast()(net)(x).float() for net in theirs]
+    loop(*called, *makers, session.backward, session.step)
+    mine_state, wanted = precision.session.state_dict(), session.state_dict()
+    torch.testing.assert_close(mine_state.pop("masters"), wanted.pop("masters"), rtol=0, atol=0)
+    torch.testing.assert_close([*mine[1].parameters()], [*theirs[1].parameters()], rtol=0, atol=0)
+    assert mine_state == wanted
+    session.close()
+    assert list(precision.session.models.values()) == mine
+
+
+def test_losses_with_scales_of_their_own_and_autocast() -> None:
+    precision = PreampPrecision("O1", losses=("d", "g"))
+    fabric = fabric_with(precision)
+    net = network()
+    model, optimizer = fabric.setup(net, MAKERS["preamp"](net.parameters()))
+    x, y = data()[0]
+    with fabric.autocast():
+        hidden = net[0](x)  # part of the model, called by itself
+    assert hidden.dtype is torch.float16 and model(x).dtype is torch.float32
+    fabric.backward(nn.functional.mse_loss(model(x), y), name="d")
+    with pytest.raises(SessionError, match="several losses"):
+        fabric.backward(model(x).sum())
+    optimizer.step(lambda: fabric.backward(nn.functional.mse_loss(model(x), y), name="g"))
+    assert precision.session.steps == 1
+
+
+@pytest.mark.parametrize("level", ["O2", "O4"])
+def test_a_gradient_penalty(level: str) -> None:
+    precision = PreampPrecision(level, scale=128.0)
+    fabric = fabric_with(precision)
+    net = network()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+    x = data()[0][0].requires_grad_()
+    with fabric.autocast():
+        (slope,) = precision.session.grad(net(x).float().sum(), x)
+    fabric.backward(model(x).square().mean() + slope.square().mean())
+    optimizer.step()
+    exact = network()
+    (wanted,) = torch.autograd.grad(exact(x).sum(), x, create_graph=True)
+    (exact(x).square().mean() + wanted.square().mean()).backward()
+    torch.optim.SGD(exact.parameters(), 0.1).step()
+    precision.close()
+    torch.testing.assert_close(net.state_dict(), exact.state_dict(), rtol=0, atol=5e-3)
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"(?i)received both .precision"):
+        Fabric(plugins=[PreampPrecision("O5")], precision="bf16-mixed")
+    with pytest.raises(TypeError, match="shard by ModelParallelStrategy"):
+        FSDPStrategy(precision=PreampPrecision("O5"))
+    run = Run("O2")
+    assert run.precision.session.steps == 0
+    with pytest.raises(RuntimeError, match=r"fabric\.backward"):
+        run.model(data()[0][0]).sum().backward()
+    with pytest.raises(SessionError, match=r"session\.step"):
+        run.fabric.backward(run.model(data()[0][0]).sum())
+        run.optimizer.optimizer.step()
+    late = run.fabric.setup(other := network(), torch.optim.SGD(other.parameters(), 0.1))
+    run.fabric.backward(late[0](data()[0][0]).sum() * 0 + run.model(data()[0][0]).sum())
+    with pytest.raises(SessionError, match="not one of the session's optimizers"):
+        late[1].step()
+
+
+def test_no_session_without_an_optimizer_and_none_after_close() -> None:
+    precision = PreampPrecision("O5")
+    fabric = fabric_with(precision)
+    net = network()
+    model = fabric.setup_module(net)
+    x, y = data()[0]
+    assert model(x).dtype is torch.float32 and precision.state_dict() == {}
+    with pytest.raises(SessionError, match="set up the optimizer too"):
+        fabric.backward(nn.functional.mse_loss(model(x), y))
+    with pytest.raises(SessionError, match=r"nor before fabric\.setup"):
+        precision.session
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(net.parameters(), 0.1))
+    with pytest.raises(RuntimeError, match="mat1"):
+        model(x[:, :3])  # an exception leaves nothing behind
+    assert not torch.is_autocast_enabled("cpu") and net[0].weight.dtype is torch.bfloat16
+    fabric.backward(nn.functional.mse_loss(model(x), y))
+    optimizer.step()
+    precision.close()
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
+    before = net[0].weight.clone()
+    fabric.backward(nn.functional.mse_loss(model(x), y))
+    optimizer.step()
+    assert net[0].weight.ne(before).any() and type(net[0]) is nn.Linear
+
+
+TWO = """
+import sys, torch
+from torch import nn
+from lightning.fabric import Fabric
+import preamp
+from preamp.integrations.fabric import PreampPrecision
+
+precision = PreampPrecision(sys.argv[1])
+fabric = Fabric(plugins=[precision], accelerator="cpu", devices=2, strategy="ddp")
+fabric.launch()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3))
+model, optimizer = fabric.setup(net, preamp.optim.AdamW(net.parameters(), 1e-2))
+for i in range(10):
+    for j in range(2):
+        x = torch.randn(4, 6) + fabric.global_rank
+        if i == 3 and fabric.global_rank == 1:
+            x = x * float("inf")
+        with fabric.no_backward_sync(model, enabled=j == 0):
+            fabric.backward(model(x).square().mean() / 2)
+    fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
+    optimizer.step()
+    optimizer.zero_grad()
+state = {"model": model, "optimizer": optimizer, "precision": precision}
+fabric.save(sys.argv[2], state)
+mine = torch.cat([p.detach().float().flatten() for p in net.parameters()])
+fabric.load(sys.argv[2], state)
+assert torch.equal(mine, torch.cat([p.detach().float().flatten() for p in net.parameters()]))
+both = fabric.all_gather(mine)
+assert both.shape[0] == 2 and torch.equal(both[0], both[1]), both
+assert (precision.session.skipped, precision.session.steps) == (1, 10)
+assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
+print("equal\\n", end="", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O2", "O4", "O5"])
+def test_two_ranks(level: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TWO)
+    command = [sys.executable, str(script), level, str(tmp_path / "two.ckpt")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("equal") == 2
