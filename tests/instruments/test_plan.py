@@ -26,6 +26,7 @@ LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5", "O5,masters=no", "O2,norms=fp16")
 OPTIMIZERS: dict[str, Any] = {
     "adam": preamp.optim.Adam, "adamw": preamp.optim.AdamW, "sgd": preamp.optim.SGD, "sgd-momentum": preamp.optim.SGD,
     "adagrad": preamp.optim.Adagrad, "lamb": preamp.optim.LAMB, "novograd": preamp.optim.NovoGrad,
+    "lion": preamp.optim.Lion,
     "torch.adam": torch.optim.Adam, "torch.adamw": torch.optim.AdamW, "torch.sgd": torch.optim.SGD,
     "torch.sgd-momentum": torch.optim.SGD, "torch.adagrad": torch.optim.Adagrad,
 }  # fmt: skip
@@ -121,7 +122,7 @@ def test_a_plan_is_what_a_run_holds_or_both_refuse(level: str) -> None:
         options: dict[str, Any] = {"states": states} if states == "8bit" else {}
         taken += attempt(level, name, **options, **({"shadow": True} if shadow else {}))
     shadows = SHADOWS and level in ("O1", "O4")
-    assert taken == (12 + 2) + (7 + 2 if shadows else 0)
+    assert taken == (13 + 2) + (8 + 2 if shadows else 0)
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
@@ -200,6 +201,9 @@ def test_shared_weights_attention_and_buffers(level: str) -> None:
         ({"level": "O5", "states": "8bit"}, 10 + 2 / 64),
         ({"level": "O5", "optimizer": "sgd"}, 8),
         ({"level": "O5", "optimizer": "novograd"}, 12),
+        ({"level": "O5", "optimizer": "lion"}, 12),
+        ({"level": "O5", "optimizer": "lion", "master": "split"}, 10),
+        ({"level": "O5,masters=no", "optimizer": "lion", "master": "none", "rounding": "stochastic"}, 8),
         ({"level": "O5,masters=no", "rounding": "stochastic", "states": "8bit"}, 6 + 2 / 64),
         ({"level": "O5", "world": 64, "shard": "fsdp2"}, 16 / 64),
         ({"level": "O5", "world": 64, "shard": "ddp"}, 16 + 2),

@@ -288,8 +288,8 @@ def plan(
         str | None,
         typer.Option(
             "--optimizer",
-            help="adam, adamw, sgd, sgd-momentum, adagrad, lamb, novograd of preamp.optim; torch.adamw and so on of "
-            "torch, as fsdp2 has it; else AdamW.",
+            help="adam, adamw, sgd, sgd-momentum, adagrad, lamb, novograd, lion of preamp.optim; torch.adamw and so on "
+            "of torch, as fsdp2 has it; else AdamW.",
         ),
     ] = None,
     states: Annotated[str, typer.Option("--states", help="float32, or 8bit (adam, adamw).")] = "float32",

@@ -45,6 +45,7 @@ KINDS: dict[str, Kind] = {
     "adagrad": Kind(optim.Adagrad, 1),
     "lamb": Kind(optim.LAMB, 2),
     "novograd": Kind(optim.NovoGrad, 1),
+    "lion": Kind(optim.Lion, 1),
     "torch.adam": Kind(torch.optim.Adam, 2),
     "torch.adamw": Kind(torch.optim.AdamW, 2),
     "torch.sgd": Kind(torch.optim.SGD, 0),
@@ -179,12 +180,15 @@ def _check_sharded(asked: Asked) -> None:
 
 
 def _check_optimizer(asked: Asked) -> None:
-    own, adam = asked.kind.fused, issubclass(asked.kind.make, optim.Adam)
-    for what, value, plain in (("states", asked.states, "float32"), ("rounding", asked.rounding, "nearest")):
-        if value != plain and not adam:
+    own, rounds = asked.kind.fused, (optim.Adam, optim.Lion)
+    for what, value, plain, having in (
+        ("states", asked.states, "float32", rounds[:1]), ("rounding", asked.rounding, "nearest", rounds),
+    ):  # fmt: skip
+        if value != plain and not issubclass(asked.kind.make, having):
+            names = "adam, adamw and lion" if len(having) > 1 else "adam and adamw"
             raise OptimizerError(
-                f"{what}={value!r} with optimizer={asked.optimizer!r}: only adam and adamw of preamp.optim have it; "
-                f"write one of them, or {what}={plain!r}"
+                f"{what}={value!r} with optimizer={asked.optimizer!r}: only {names} of preamp.optim have it; write one "
+                f"of them, or {what}={plain!r}"
             )
     if asked.master == "split" and not own and not asked.sharded:
         raise OptimizerError(
