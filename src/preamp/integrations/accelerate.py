@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any
@@ -182,21 +181,6 @@ class _SessionOptimizer(AcceleratedOptimizer):
             )
         self.scaler.step(self.optimizer, closure)
         self._is_overflow = self.scaler.session.last_step
-
-    def train(self) -> None:
-        """Turn an optimizer without schedule to the weights it trains."""
-        self._turn(AcceleratedOptimizer.train, True)
-
-    def eval(self) -> None:
-        """Turn an optimizer without schedule to the weights it averages."""
-        self._turn(AcceleratedOptimizer.eval, False)
-
-    def _turn(self, turn: Callable[[AcceleratedOptimizer], None], training: bool) -> None:
-        """Its masters are what it turns. HF Trainer asks before each batch, so only if there is something to do."""
-        turned = all(group.get("train_mode") is training for group in self.param_groups)
-        if not turned and self.scaler is not None and hasattr(self.optimizer, "train"):
-            with self.scaler.session.full_precision(values_only=True):
-                turn(self)
 
     @property
     def step_was_skipped(self) -> bool:

@@ -29,8 +29,8 @@ def attach(trainer: Trainer, level: str = "auto", **options: Any) -> accelerate.
     _check(trainer)
     trainer.accelerator._models.clear()  # of reference models, and evaluations; train() forgets them too
     attachment = accelerate.attach(trainer.accelerator, level, **options)
-    log, save, load_best = trainer.log, trainer.save_model, trainer._load_best_model
-    run, make_accelerator = trainer._inner_training_loop, trainer.create_accelerator_and_postprocess
+    log, save, run = trainer.log, trainer.save_model, trainer._inner_training_loop
+    make_accelerator = trainer.create_accelerator_and_postprocess
 
     def with_scale(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if attachment.is_open and "loss" in logs:
@@ -45,10 +45,6 @@ def attach(trainer: Trainer, level: str = "auto", **options: Any) -> accelerate.
         with attachment.session.full_precision(values_only=True):
             save(*args, **kwargs)
 
-    def into_float32() -> None:
-        attachment.close()  # loaded into 16-bit parameters, the best weights would be rounded
-        load_best()
-
     @functools.wraps(run)  # whose arguments are looked at
     def until_closed(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -61,8 +57,8 @@ def attach(trainer: Trainer, level: str = "auto", **options: Any) -> accelerate.
         attachment.follow(trainer.accelerator)
 
     methods: Any = trainer
-    methods.log, methods.save_model, methods._load_best_model = with_scale, in_float32, into_float32
-    methods._inner_training_loop, methods.create_accelerator_and_postprocess = until_closed, followed
+    methods.log, methods.save_model, methods._inner_training_loop = with_scale, in_float32, until_closed
+    methods.create_accelerator_and_postprocess = followed
     methods.autocast_smart_context_manager = lambda *_, **__: trainer.accelerator.autocast()
     trainer.callback_handler.callbacks.insert(0, _Close(attachment))
     return attachment
