@@ -39,35 +39,44 @@ def tokenizer_of(text: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--level", default="O5")
-    parser.add_argument("--steps", type=int, default=300)
-    given = parser.parse_args()
-
-    train, test = passages(held_out=False), passages(held_out=True)[:200]
-    tokenizer = tokenizer_of(train[:500])
+def model_of(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """Two layers, 130 thousand parameters."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=LENGTH, tie_word_embeddings=True, bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def trained(level: str, steps: int) -> tuple[SFTTrainer, float, float]:
+    """The trainer after training, and the loss on plays held out, before and after."""
+    train, test = passages(held_out=False), passages(held_out=True)[:200]
+    tokenizer = tokenizer_of(train[:500])
     with tempfile.TemporaryDirectory() as folder:
         arguments = SFTConfig(
-            output_dir=folder, bf16=False, max_length=LENGTH, max_steps=given.steps, per_device_train_batch_size=16,
-            learning_rate=3e-3, warmup_steps=given.steps // 10, logging_steps=max(1, given.steps // 5), report_to=[],
+            output_dir=folder, bf16=False, max_length=LENGTH, max_steps=steps, per_device_train_batch_size=16,
+            learning_rate=3e-3, warmup_steps=steps // 10, logging_steps=max(1, steps // 5), report_to=[],
             save_strategy="no", gradient_checkpointing=False,
         )  # fmt: skip
         trainer = SFTTrainer(
-            LlamaForCausalLM(config), arguments, processing_class=tokenizer,
-            train_dataset=Dataset.from_dict({"text": train[: 16 * given.steps]}),
-            eval_dataset=Dataset.from_dict({"text": test}),
+            model_of(tokenizer), arguments, processing_class=tokenizer,
+            train_dataset=Dataset.from_dict({"text": train}), eval_dataset=Dataset.from_dict({"text": test}),
         )  # fmt: skip
         before = trainer.evaluate()["eval_loss"]
-        attach(trainer, given.level)
+        attach(trainer, level)
         trainer.train()
-        after = trainer.evaluate()["eval_loss"]
+        return trainer, before, trainer.evaluate()["eval_loss"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--level", default="O5")
+    parser.add_argument("--steps", type=int, default=300)
+    given = parser.parse_args()
+
+    _, before, after = trained(given.level, given.steps)
     print(f"loss on plays held out, before and after: {before:.4f}, {after:.4f}")
     print(f"it fell by: {before - after:.4f}")
 
