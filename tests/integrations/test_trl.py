@@ -136,7 +136,7 @@ def test_o0_is_the_trainer_itself(make: Callable[..., Any], tmp_path: Path) -> N
     assert not all(map(torch.equal, parameters, first)) and ours.state.log_history[0]["skipped_steps"] == 0
 
 
-@pytest.mark.parametrize("level", ["O2", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O5", *(pytest.param(level, marks=pytest.mark.slow) for level in ("O2", "O4"))])
 @pytest.mark.parametrize("make", [sft, dpo, reward, sentences])
 def test_it_is_a_plain_loop_with_a_session(make: Callable[..., Any], level: str, tmp_path: Path) -> None:
     trainer, parameters = trained(make, tmp_path / "a", level, lr_scheduler_type="constant")
