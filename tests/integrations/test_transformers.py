@@ -64,7 +64,9 @@ def trainer_of(model: nn.Module, kind: str, folder: Path, data: Any, steps: int 
     )  # fmt: skip
     optimizer = MAKERS[kind](model.parameters())
     schedule = schedule_of(optimizer)
-    return Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, schedule))
+    return Trainer(
+        model, arguments, train_dataset=data, eval_dataset=sentences()[:16], optimizers=(optimizer, schedule)
+    )
 
 
 class Rates(transformers.TrainerCallback):  # type: ignore[misc, name-defined]

@@ -26,13 +26,20 @@ class Attachment:
     """What `attach` returns; `session` is there once the accelerator has prepared a model and an optimizer."""
 
     def __init__(self, accelerator: Accelerator, session: Session | None, options: dict[str, Any] | None) -> None:
-        self._accelerator, self._session, self._options = accelerator, session, options
+        self._session: Session | None = None
+        self._options = options
         self._forwards: list[tuple[nn.Module, Any]] = []
-        self._prepare = accelerator.prepare
-        accelerator.prepare, accelerator.autocast = self._prepared, self._autocast
-        accelerator.unscale_gradients = self._unscale
+        self._optimizers: list[AcceleratedOptimizer] = []
+        self.follow(accelerator)
         if session is not None:
-            accelerator.scaler = SessionScaler(session)
+            self._session, accelerator.scaler = session, SessionScaler(session)
+
+    def follow(self, accelerator: Accelerator) -> None:
+        """Take part in an accelerator's loop: that of another one than before, if a framework makes a new one."""
+        self.close()
+        self._accelerator, self._prepare, self._free = accelerator, accelerator.prepare, accelerator.free_memory
+        accelerator.prepare, accelerator.autocast = self._prepared, self._autocast
+        accelerator.unscale_gradients, accelerator.free_memory = self._unscale, self._freed
 
     @property
     def session(self) -> Session:
@@ -58,12 +65,10 @@ class Attachment:
                 vars(model).pop(name, None)
             if forward is not None:
                 model.forward = forward
-        for optimizer in self._accelerator._optimizers:
-            if isinstance(optimizer, _SessionOptimizer):
-                optimizer.__class__, optimizer.scaler = AcceleratedOptimizer, None
-                optimizer.__dict__.pop("_last", None)
+        for optimizer in self._optimizers:
+            optimizer.__class__, optimizer.scaler, optimizer._is_overflow = AcceleratedOptimizer, None, False
         self._session.close()
-        self._session, self._forwards, self._accelerator.scaler = None, [], None
+        self._session, self._forwards, self._optimizers, self._accelerator.scaler = None, [], [], None
 
     def _prepared(self, *args: Any, **kwargs: Any) -> Any:
         """`accelerator.prepare`, then the session, and both as the accelerator's loop uses them."""
@@ -72,7 +77,11 @@ class Attachment:
         optimizers = list(accelerator._optimizers)
         models = [model for model in accelerator._models if any(p.requires_grad for p in model.parameters())]
         began = any(isinstance(each, Optimizer) for each in args)  # not of a loader, for an evaluation after training
-        if self._session is None and began and models and self._options is not None:
+        waiting = any(isinstance(each, _SessionOptimizer) for each in optimizers)  # for its model
+        if self._session is None and (began or waiting) and self._options is not None:
+            if not models:
+                self._hold(optimizers)
+                return results
             self._session = prepare(models, optimizers, **self._options)
             accelerator.scaler = SessionScaler(self._session)
         if self._session is None:
@@ -83,13 +92,22 @@ class Attachment:
                 "accelerator.prepare() was given an optimizer that is not the session's, which would step without loss "
                 "scale and masters: give all models and optimizers to one call of accelerator.prepare()"
             )
-        for optimizer in optimizers:
-            optimizer.__class__, optimizer.scaler = _SessionOptimizer, accelerator.scaler
+        self._hold(optimizers)
         for model in models:
             if self._session.policy.has_regions and "_original_forward" not in vars(model):
                 self._forwards.append((model, vars(model).get("forward")))
                 _enter_region(model, self._session)
         return results
+
+    def _hold(self, optimizers: list[AcceleratedOptimizer]) -> None:
+        for optimizer in optimizers:
+            optimizer.__class__, optimizer.scaler = _SessionOptimizer, self._accelerator.scaler
+        self._optimizers = optimizers
+
+    def _freed(self, *args: Any) -> Any:
+        """`accelerator.free_memory`, before which the session lets go of the model and the optimizer."""
+        self.close()
+        return self._free(*args)
 
     def _autocast(self, *_: Any, **__: Any) -> AbstractContextManager[Any]:
         """The session's region, whatever handler the caller gives."""
@@ -147,18 +165,27 @@ def attach(accelerator: Accelerator, session: Session | str = "auto", **options:
 class _SessionOptimizer(AcceleratedOptimizer):
     """Accelerate's optimizer, which a session steps."""
 
-    _last: StepReport | None = None
+    _is_overflow: bool | StepReport
 
     def step(self, closure: Any = None) -> None:
-        """Step when the accumulation of gradients is complete."""
-        if self.gradient_state.sync_gradients:
-            self.scaler.step(self.optimizer, closure)
-            self._last = self.scaler.session.last_step
+        """Step when the accumulation of gradients is complete. Without gradients there is nothing to step."""
+        if not self.gradient_state.sync_gradients:
+            return
+        if closure is None and all(p.grad is None for group in self.param_groups for p in group["params"]):
+            self._is_overflow = False
+            return
+        if self.scaler is None:
+            raise SessionError(
+                "this optimizer has no session, because accelerator.prepare() was given no model that trains: give "
+                "model and optimizer to one call of accelerator.prepare()"
+            )
+        self.scaler.step(self.optimizer, closure)
+        self._is_overflow = self.scaler.session.last_step
 
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was skipped, also of an optimizer that is fused; a host sync."""
-        return self._last is not None and self._last.skipped
+        return self._is_overflow.skipped if isinstance(self._is_overflow, StepReport) else self._is_overflow
 
 
 def _enter_region(model: nn.Module, session: Session) -> None:
