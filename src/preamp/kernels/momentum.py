@@ -135,4 +135,4 @@ def _muon_kernel() -> Backend:
 
 
 _LION = Kinds(Backends(_lion, _lion_kernel))
-_MUON = Kinds(Backends(_muon, _muon_kernel))
+_MUON = Kinds(Backends(_muon, _muon_kernel, elementwise=False))  # shards are given for all
