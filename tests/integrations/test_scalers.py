@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -23,52 +24,68 @@ TIMM = Path(sys.prefix) / "timm" / "bin" / "python"
 IN_TIMM = """
 import sys, torch
 import preamp, timm
+from timm.models import resume_checkpoint
 from timm.optim import create_optimizer_v2
 from timm.utils import CheckpointSaver, NativeScaler
 from preamp.integrations.timm import PreampScaler
 
 level, mode, folder = sys.argv[1:]
 limit = {"norm": 1.0, "value": 0.01, "agc": 0.1}[mode]
+STEPS, BAD, SAVED = 50, 7, 20
+torch.manual_seed(1)
+x, y = torch.randn(4, 3, 160, 160), torch.arange(4)
 
-def trained(ours):
+def made():
     torch.manual_seed(0)
     model = timm.create_model("test_vit", num_classes=4, img_size=160)
     optimizer = create_optimizer_v2(model, opt="momentum", lr=0.02)
-    session = preamp.prepare(model, optimizer, level=level)
-    scaler = PreampScaler(session)
-    assert isinstance(scaler, NativeScaler) and scaler.state_dict_key == "amp_scaler"
-    x, y, losses = torch.randn(4, 3, 160, 160), torch.arange(4), []
-    for step in range(6):
+    return model, optimizer, preamp.prepare(model, optimizer, level=level)
+
+def train(model, optimizer, session, scaler, steps):
+    for step in steps:
         for part in (0, 1):  # as train.py accumulates
+            bad = step == BAD and part == 0
             with session.autocast():
-                loss = torch.nn.functional.cross_entropy(model(x).float(), y) / 2
-            if ours:
+                loss = torch.nn.functional.cross_entropy(model(x * torch.inf if bad else x).float(), y) / 2
+            if scaler is not None:
                 parameters = timm.models.model_parameters(model, exclude_head="agc" in mode)
                 scaler(loss, optimizer, limit, mode, parameters, need_update=part == 1)
             else:
                 session.backward(loss)
-        if not ours:
+        if scaler is None:
             session.unscale_()
             parameters = timm.models.model_parameters(model, exclude_head="agc" in mode)
             timm.utils.dispatch_clip_grad(parameters, limit, mode=mode)
             session.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
-    state = scaler.state_dict()
-    scaler.load_state_dict(state)
-    CheckpointSaver(model, optimizer, amp_scaler=scaler, checkpoint_dir=folder).save_checkpoint(0, 1.0)
-    session.close()
-    return losses, [p.detach().clone() for p in model.parameters()]
+        losses.append(loss.item())
 
-(mine, a), (plain, b) = trained(True), trained(False)
-assert mine == plain and all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
-print(mine[0], mine[-1])
+plain, optimizer, session = made()
+losses = []
+train(plain, optimizer, session, None, range(STEPS))
+wanted, skipped = losses, session.skipped
+session.close()
+
+model, optimizer, session = made()
+scaler, losses = PreampScaler(session), []
+assert isinstance(scaler, NativeScaler) and scaler.state_dict_key == "amp_scaler"
+train(model, optimizer, session, scaler, range(SAVED))
+CheckpointSaver(model, optimizer, amp_scaler=scaler, checkpoint_dir=folder).save_checkpoint(0, 1.0)
+session.close()
+model, optimizer, session = made()
+scaler = PreampScaler(session)
+resume_checkpoint(model, folder + "/last.pth.tar", optimizer, scaler)
+train(model, optimizer, session, scaler, range(SAVED, STEPS))
+assert session.skipped == skipped >= 1 and losses == wanted, (losses, wanted)
+session.close()
+assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+print(losses[0], losses[-1])
 """
 
 
 @pytest.mark.parametrize(
     ("level", "clip"),
-    [pytest.param("O1", "norm", marks=pytest.mark.slow), ("O2", "value"), ("O5", "agc")],
+    [*(pytest.param(*each, marks=pytest.mark.slow) for each in (("O1", "norm"), ("O2", "value"))), ("O5", "agc")],
 )
 def test_timms_scaler(tmp_path: Path, level: str, clip: str) -> None:
     if not TIMM.exists():
@@ -96,25 +113,33 @@ def test_ignites_trainer(level: str) -> None:
         return model, optimizer, preamp.prepare(model, optimizer, level=level)
 
     generator = torch.Generator().manual_seed(0)
-    data = [(torch.randn(32, 8, generator=generator), torch.randint(2, (32,), generator=generator)) for _ in range(30)]
-    data[7] = (data[7][0] * float("inf"), data[7][1])
+    data = [(torch.randn(32, 8, generator=generator), torch.randint(2, (32,), generator=generator)) for _ in range(100)]
+    data[14] = (data[14][0] * float("inf"), data[14][1])
 
     def loss_of(outputs: Tensor, wanted: Tensor) -> Tensor:
         return nn.functional.cross_entropy(outputs.float(), wanted)
 
-    model, optimizer, session = made()
-    with session:
-        trainer = engine.create_supervised_trainer(
-            model, optimizer, loss_of, amp_mode="amp", scaler=preamp.SessionScaler(session)
-        )
-        trainer.run(data, max_epochs=1)
-        assert (session.steps, session.skipped) == (30, 1)
+    saved: list[Any] = []
+    for part in (data[:40], data[40:]):
+        model, optimizer, session = made()
+        with session:
+            scaler = preamp.SessionScaler(session)
+            trainer = engine.create_supervised_trainer(
+                model, optimizer, loss_of, amp_mode="amp", scaler=scaler, gradient_accumulation_steps=2
+            )
+            for each, state in zip((model, optimizer, scaler), saved, strict=False):
+                each.load_state_dict(state)
+            trainer.run(part, max_epochs=1)
+            saved = copy.deepcopy([each.state_dict() for each in (model, optimizer, scaler)])
+            counts = (session.steps, session.skipped)
     plain, _, session = made()
     with session:
-        for x, y in data:
-            session.zero_grad()
-            session.backward(loss_of(plain(x), y))
-            session.step()
+        for i, (x, y) in enumerate(data):
+            session.backward(loss_of(plain(x), y) / 2)
+            if i % 2:
+                session.step()
+                session.zero_grad()
+        assert counts == (session.steps, session.skipped) == (50, 1)
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one, other)
 
