@@ -348,3 +348,16 @@ def test_float32_weights_are_saved_between_steps(tmp_path: Path) -> None:
     attached.close()
     assert_same(saved, dict(given.state_dict()))
     assert (tmp_path / "model.safetensors").stat().st_size > 4 * sum(p.numel() for p in given.parameters())
+
+
+def test_another_session_has_a_loss_scale_of_its_own() -> None:
+    accelerator, x = accelerate.Accelerator(cpu=True), data()[0][0]
+    attached = attach(accelerator, "O2", scale=preamp.DynamicScale(init_scale=2.0**40))
+    for _ in range(2):
+        net = network()
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+        assert attached.session.loss_scale() == 2.0**40
+        accelerator.backward(model(x).sum())
+        optimizer.step()
+        assert optimizer.step_was_skipped and attached.session.loss_scale() < 2.0**40
+        accelerator.free_memory()

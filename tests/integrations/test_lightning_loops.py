@@ -297,3 +297,12 @@ def test_a_checkpoint_saved_after_the_fit_resumes_bit_for_bit(level: str, tmp_pa
     assert states[0] == states[1] and states[0]["skipped"] > 0
     fitted(Plain, tmp_path, [other.precision_plugin])  # another fit has a state of its own
     assert other.precision_plugin.state_dict()["steps"] == len(ROWS) * 2
+
+
+def test_another_fit_has_a_loss_scale_of_its_own(tmp_path: Path) -> None:
+    plugin = PreampPrecision("O2", scale=preamp.DynamicScale(init_scale=2.0**30))
+    first, _, _ = fitted(Plain, tmp_path, [plugin])
+    state = plugin.state_dict()
+    second, _, _ = fitted(Plain, tmp_path, [plugin])
+    assert plugin.state_dict() == state and state["skipped"] > 0
+    torch.testing.assert_close(second.state_dict(), first.state_dict(), rtol=0, atol=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
@@ -82,7 +83,8 @@ class Attachment:
             if not models:
                 self._hold(optimizers)
                 return results
-            self._session = prepare(models, optimizers, **self._options)
+            scale = copy.deepcopy(self._options.get("scale"))  # a later session has another
+            self._session = prepare(models, optimizers, **{**self._options, "scale": scale})
             accelerator.scaler = SessionScaler(self._session)
         if self._session is None:
             return results

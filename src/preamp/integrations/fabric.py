@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 import weakref
@@ -98,7 +99,8 @@ class PreampPrecision(Precision):
         return self._session
 
     def _begin(self, models: Any, optimizers: list[Any]) -> None:
-        session = prepare(models, optimizers, level=self._level, **self._options)
+        options = {**self._options, "scale": copy.deepcopy(self._options.get("scale"))}  # a later session has another
+        session = prepare(models, optimizers, level=self._level, **options)
         self._session, self._waits = session, False
         self._set_up.clear()
         for name, each in session.models.items():
