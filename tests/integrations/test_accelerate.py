@@ -310,3 +310,54 @@ def test_two_ranks(level: str, tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run([*launcher, str(script), level], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_copies_of_a_model_run_after_close_too(level: str) -> None:
+    accelerator, x = accelerate.Accelerator(cpu=True), data()[0][0]
+    attached, given = attach(accelerator, level), network()
+    model, _ = accelerator.prepare(given, torch.optim.SGD(given.parameters(), 0.1))
+    early = copy.deepcopy(model)
+    with attached.session.full_precision(values_only=True):
+        whole = copy.deepcopy(model)
+    attached.close()
+    assert {p.dtype for p in whole.parameters()} == {torch.float32}
+    torch.testing.assert_close(whole(x), model(x), rtol=0, atol=1e-6)
+    torch.testing.assert_close(early(x), model(x), rtol=0, atol=0.05)
+
+
+def test_an_accelerator_is_attached_once() -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    attach(accelerator, "O5")
+    with pytest.raises(SessionError, match="attach once"):
+        attach(accelerator, "O2")
+
+
+def test_float32_weights_are_saved_between_steps(tmp_path: Path) -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    attached, given = attach(accelerator, "O5"), network()
+    model, optimizer = accelerator.prepare(given, MAKERS["preamp"](given.parameters()))
+    x, y = data()[0]
+    accelerator.backward(nn.functional.mse_loss(model(x), y))
+    accelerator.unscale_gradients()
+    assert {p.grad.dtype for p in given.parameters()} == {torch.float32}
+    optimizer.step()
+    with attached.session.full_precision(values_only=True):
+        accelerator.save_model(model, tmp_path)
+        saved = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    attached.close()
+    assert_same(saved, dict(given.state_dict()))
+    assert (tmp_path / "model.safetensors").stat().st_size > 4 * sum(p.numel() for p in given.parameters())
+
+
+def test_another_session_has_a_loss_scale_of_its_own() -> None:
+    accelerator, x = accelerate.Accelerator(cpu=True), data()[0][0]
+    attached = attach(accelerator, "O2", scale=preamp.DynamicScale(init_scale=2.0**40))
+    for _ in range(2):
+        net = network()
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+        assert attached.session.loss_scale() == 2.0**40
+        accelerator.backward(model(x).sum())
+        optimizer.step()
+        assert optimizer.step_was_skipped and attached.session.loss_scale() < 2.0**40
+        accelerator.free_memory()

@@ -334,3 +334,24 @@ def test_two_ranks(level: str, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("equal") == 2
+
+
+def test_after_close_others_can_be_set_up_beside_the_first() -> None:
+    precision = PreampPrecision("O2")
+    fabric = fabric_with(precision)
+    weights, kept = [], []
+    for _ in range(2):
+        net = network()
+        model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+        kept.append((model, optimizer))
+        for x, y in data()[:3]:
+            fabric.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert list(precision.session.optimizers.values()) == [optimizer.optimizer]
+        precision.close()
+        weights.append(net.state_dict())
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
+    again = fabric.setup(kept[0][0].module, kept[0][1].optimizer)
+    again[0](data()[0][0])
+    assert list(precision.session.optimizers.values()) == [kept[0][1].optimizer]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+import preamp
 from preamp.errors import SessionError
 
 L: Any = pytest.importorskip("lightning")
@@ -242,3 +244,65 @@ def test_tied_weights_are_saved_in_float32_under_both_names(tmp_path: Path) -> N
     assert {value.dtype for value in saved.values()} == {torch.float32}
     torch.testing.assert_close(saved, module.state_dict(), rtol=0, atol=0)
     assert "_with_masters" not in str(module._state_dict_hooks)
+
+
+class ClipsItself(Plain):
+    """A module that clips without the Trainer, and so reads gradients."""
+
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        self.norm = float(nn.utils.clip_grad_norm_(self.parameters(), 0.1))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_module_that_clips_by_itself_sees_true_gradients(level: str, tmp_path: Path) -> None:
+    wanted, _, _ = fitted(ClipsItself, tmp_path, [])
+    module, _, _ = fitted(ClipsItself, tmp_path, [PreampPrecision(level)])
+    assert module.norm == pytest.approx(wanted.norm, rel=0.05)
+    torch.testing.assert_close(module.state_dict(), wanted.state_dict(), rtol=0, atol=0.02)
+
+
+class Copies(Callback):
+    """Copies and pickles the module while it trains."""
+
+    def on_train_batch_end(self, _: Any, module: Any, *__: Any) -> None:
+        self.copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
+
+
+def test_a_module_can_be_copied_and_pickled_while_it_trains(tmp_path: Path) -> None:
+    callback = Copies()
+    fitted(Plain, tmp_path, [PreampPrecision("O4")], more=[callback])
+    for each in callback.copies:
+        step = each.lr_scheduler_step
+        assert step.__self__ is each and step.__func__ is L.LightningModule.lr_scheduler_step
+        trainer = L.Trainer(max_steps=2, default_root_dir=tmp_path, **SILENT)
+        trainer.fit(each, DataLoader(ROWS, batch_size=None))  # type: ignore[arg-type]
+        assert trainer.global_step == 2
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_checkpoint_saved_after_the_fit_resumes_bit_for_bit(level: str, tmp_path: Path) -> None:
+    def plugin() -> Any:
+        return PreampPrecision(level, scale=preamp.DynamicScale(init_scale=2.0**30))
+
+    wanted, _, whole = fitted(Plain, tmp_path, [plugin()], max_epochs=2)
+    _, _, trainer = fitted(Plain, tmp_path, [plugin()], max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    torch.manual_seed(0)
+    module = Plain()
+    other = L.Trainer(plugins=[plugin()], max_epochs=2, gradient_clip_val=0.1, default_root_dir=tmp_path, **SILENT)
+    rows: Any = DataLoader(ROWS, batch_size=None)  # type: ignore[arg-type]
+    other.fit(module, rows, rows, ckpt_path=str(tmp_path / "after.ckpt"), weights_only=True)
+    torch.testing.assert_close(module.state_dict(), wanted.state_dict(), rtol=0, atol=0)
+    states = [each.precision_plugin.state_dict() for each in (whole, other)]
+    assert states[0] == states[1] and states[0]["skipped"] > 0
+    fitted(Plain, tmp_path, [other.precision_plugin])  # another fit has a state of its own
+    assert other.precision_plugin.state_dict()["steps"] == len(ROWS) * 2
+
+
+def test_another_fit_has_a_loss_scale_of_its_own(tmp_path: Path) -> None:
+    plugin = PreampPrecision("O2", scale=preamp.DynamicScale(init_scale=2.0**30))
+    first, _, _ = fitted(Plain, tmp_path, [plugin])
+    state = plugin.state_dict()
+    second, _, _ = fitted(Plain, tmp_path, [plugin])
+    assert plugin.state_dict() == state and state["skipped"] > 0
+    torch.testing.assert_close(second.state_dict(), first.state_dict(), rtol=0, atol=0)

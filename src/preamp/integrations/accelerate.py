@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
@@ -82,7 +83,8 @@ class Attachment:
             if not models:
                 self._hold(optimizers)
                 return results
-            self._session = prepare(models, optimizers, **self._options)
+            scale = copy.deepcopy(self._options.get("scale"))  # a later session has another
+            self._session = prepare(models, optimizers, **{**self._options, "scale": scale})
             accelerator.scaler = SessionScaler(self._session)
         if self._session is None:
             return results
@@ -96,7 +98,7 @@ class Attachment:
         for model in models:
             if self._session.policy.has_regions and "_original_forward" not in vars(model):
                 self._forwards.append((model, vars(model).get("forward")))
-                _enter_region(model, self._session)
+                _enter_region(model, self._session, self)
         return results
 
     def _hold(self, optimizers: list[AcceleratedOptimizer]) -> None:
@@ -146,7 +148,8 @@ def attach(accelerator: Accelerator, session: Session | str = "auto", **options:
             f"{accelerator.distributed_type.value} has its own optimizer step and precision, which a session cannot "
             "take part in: use DistributedDataParallel or FSDP2"
         )
-    if isinstance(accelerator.scaler, SessionScaler):
+    # which is a method of the attachment from the first call on
+    if isinstance(getattr(accelerator.prepare, "__self__", None), Attachment):
         raise SessionError("this accelerator has a session already: attach once, before accelerator.prepare")
     if accelerator._models or accelerator._optimizers:
         raise SessionError("attach() came after accelerator.prepare(), which has wrapped the model: call it before")
@@ -188,13 +191,15 @@ class _SessionOptimizer(AcceleratedOptimizer):
         return self._is_overflow.skipped if isinstance(self._is_overflow, StepReport) else self._is_overflow
 
 
-def _enter_region(model: nn.Module, session: Session) -> None:
+def _enter_region(model: nn.Module, session: Session, attachment: Attachment) -> None:
     """Run a model's forward in the session's region, with float32 outputs: as Accelerate does for its own."""
     forward: Any = model.forward
     function = getattr(forward, "__func__", forward)
 
     @functools.wraps(function)
     def in_region(*args: Any, **kwargs: Any) -> Any:
+        if attachment._session is not session:  # it is closed, and this is a copy of the model: an average, say
+            return function(*args, **kwargs)
         with session.autocast():
             return cast_floating(function(*args, **kwargs), torch.float32)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 import weakref
@@ -44,6 +45,8 @@ class PreampPrecision(Precision):
         self._level, self._options = level, options
         self._session: Session | None = None
         self._set_up: list[weakref.ref[nn.Module]] = []
+        self._earlier: list[weakref.ref[Any]] = []
+        self._in_fabric = False
         self._waits = False
         self._hooks: list[Any] = []
 
@@ -66,8 +69,15 @@ class PreampPrecision(Precision):
         while self._hooks:
             self._hooks.pop().remove()
         if self._session is not None:
+            if self._in_fabric:  # what is there now goes on without a session, when others are set up later
+                self._earlier = [weakref.ref(each) for each in self._wrappers(_FabricModule, _FabricOptimizer)]
+                self._in_fabric = False
             self._session.close()
             self._session = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, without references to what is set up here."""
+        return {**vars(self), "_set_up": [], "_earlier": []}
 
     def teardown(self) -> None:
         """`close`, called by the framework."""
@@ -85,10 +95,12 @@ class PreampPrecision(Precision):
             models, optimizers = self._found()
             if optimizers:
                 self._begin(models, optimizers)
+                self._in_fabric = True
         return self._session
 
     def _begin(self, models: Any, optimizers: list[Any]) -> None:
-        session = prepare(models, optimizers, level=self._level, **self._options)
+        options = {**self._options, "scale": copy.deepcopy(self._options.get("scale"))}  # a later session has another
+        session = prepare(models, optimizers, level=self._level, **options)
         self._session, self._waits = session, False
         self._set_up.clear()
         for name, each in session.models.items():
@@ -102,9 +114,9 @@ class PreampPrecision(Precision):
         Fabric tells a plugin of modules, and of optimizers only when they step. That is too late for masters, so what
         it has wrapped is searched for.
         """
-        kinds = (_FabricModule, _FabricOptimizer)
-        own = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
-        own = [each for each in own if each._strategy.precision is self]
+        own = self._wrappers(_FabricModule, _FabricOptimizer)
+        earlier = {id(made()) for made in self._earlier}
+        own = [each for each in own if id(each) not in earlier]
         wrapped = {id(each._original_module): each for each in own if issubclass(type(each), _FabricModule)}
         ordered = [wrapped[id(made())] for made in self._set_up if id(made()) in wrapped]
         place: dict[nn.Parameter, int] = {}
@@ -115,6 +127,11 @@ class PreampPrecision(Precision):
         optimizers.sort(key=lambda each: min((place.get(p, len(place)) for p in parameters_of(each)), default=0))
         stepped = {p for each in optimizers for p in parameters_of(each)}
         return [model for model in ordered if any(p in stepped for p in model.parameters())], optimizers
+
+    def _wrappers(self, *kinds: type) -> list[Any]:
+        """What a Fabric that has this plugin has wrapped."""
+        own = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
+        return [each for each in own if each._strategy.precision is self]
 
     def _running(self) -> Session | None:
         """The session of the forward pass that came before; None where there is none to be."""

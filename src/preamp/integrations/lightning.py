@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,7 @@ class PreampPrecision(fabric.PreampPrecision, Precision):
         super().__init__(level, **options)
         self._log, self._in_trainer, self._ran = log, False, False
         self._module: Any = None
+        self._last: dict[str, Any] = {}
         self._wrapped: list[tuple[Any, str]] = []
 
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
@@ -46,6 +47,7 @@ class PreampPrecision(fabric.PreampPrecision, Precision):
         self.teardown()
         self._in_trainer = True
         if optimizers:
+            self._last = {}
             self._begin(model, list(optimizers))
         return model, optimizers, lr_schedulers
 
@@ -104,16 +106,12 @@ class PreampPrecision(fabric.PreampPrecision, Precision):
         self._unwrap()
         self._module = module
 
-        def unless_skipped(step: Any, *args: Any) -> None:
-            report = None if self._session is None else self._session.last_step
-            if report is None or not report.skipped:
-                step(*args)
-
         def with_masters(hook: Any, *args: Any, **kwargs: Any) -> None:
             with nullcontext() if self._session is None else self._session.full_precision(values_only=True):
                 hook(*args, **kwargs)
 
-        self._wrap(module, "lr_scheduler_step", unless_skipped)
+        module.lr_scheduler_step = _UnlessSkipped(self, module)
+        self._wrapped.append((module, "lr_scheduler_step"))
         if self.session.policy.masters:
             for callback in module.trainer.callbacks:
                 for name in _AVERAGING if isinstance(callback, _AVERAGES) else ():
@@ -130,15 +128,41 @@ class PreampPrecision(fabric.PreampPrecision, Precision):
         self._module = None
 
     def teardown(self) -> None:
-        """Close the session: the model is float32 again."""
+        """Close the session: the model is float32 again. Checkpoints that are saved later still have its state."""
         self._unwrap()
+        if self._in_trainer and self._session is not None:
+            with suppress(Exception):  # of a scale that has collapsed, or a device that failed: the fit has raised it
+                self._last = super().state_dict()
         self.close()
         self._in_trainer = self._ran = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The session's state without masters; after a fit that of its session, as the optimizers' is still there."""
+        return super().state_dict() if self._session is not None or not self._last else dict(self._last)
 
     @contextmanager
     def module_init_context(self) -> Iterator[None]:
         """Modules are made in float32; `connect` brings them under the level."""
         yield
+
+
+class _UnlessSkipped:
+    """A module's `lr_scheduler_step`, which does nothing after a skipped step.
+
+    A copy or a pickle of the module has the method itself: what the plugin adds ends with the fit, and is not in them.
+    """
+
+    def __init__(self, plugin: PreampPrecision, module: Any) -> None:
+        self._plugin, self._module, self._step = plugin, module, module.lr_scheduler_step
+
+    def __call__(self, *args: Any) -> None:
+        session = self._plugin._session
+        report = None if session is None else session.last_step
+        if report is None or not report.skipped:
+            self._step(*args)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._module, "lr_scheduler_step")  # of the copy, which has no attribute of that name yet
 
 
 _AVERAGES = tuple(
@@ -154,6 +178,10 @@ _AVERAGING = (
 
 
 def _reads_gradients(model: Any) -> bool:
-    """Whether a hook of the module or of a callback sees gradients before the step, so that they have to be true."""
+    """Whether a hook of the module or of a callback sees gradients before the step, so that they have to be true.
+
+    A module may also clip them by itself.
+    """
     hook = "on_before_optimizer_step"
-    return is_overridden(hook, model) or any(is_overridden(hook, each) for each in model.trainer.callbacks)
+    own = is_overridden(hook, model) or is_overridden("configure_gradient_clipping", model)
+    return own or any(is_overridden(hook, each) for each in model.trainer.callbacks)
