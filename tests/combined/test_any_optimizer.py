@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import preamp
+from preamp.errors import SessionError
 from preamp.zoo import TASKS
 
 from ..session.toys import same
@@ -155,6 +156,25 @@ def test_schedule_free_exchanges_masters(level: str) -> None:
     for p, mean in zip(model.parameters(), averaged, strict=True):
         assert not torch.equal(p, mean)  # one step more
     assert inside.isfinite().all()
+
+
+@pytest.mark.parametrize("level", ["O3", "O5,masters=no"])
+def test_schedule_free_without_masters(level: str) -> None:
+    """Its states are 16-bit then, as the parameters are, which float32 parameters would not fit."""
+    schedulefree: Any = pytest.importorskip("schedulefree")
+    model = small()
+    optimizer = schedulefree.SGDScheduleFree(model.parameters(), lr=0.05)
+    session = preamp.prepare(model, optimizer, level=level)
+    optimizer.train()
+    step(session, model, 0)
+    now = [p.detach().clone() for p in model.parameters()]
+    optimizer.eval(), optimizer.train()
+    for p, q in zip(model.parameters(), now, strict=True):
+        torch.testing.assert_close(p, q, rtol=0.02, atol=0.01)
+    with session.full_precision(), pytest.raises(SessionError, match="call it outside"):
+        optimizer.eval()
+    session.close()
+    assert not {"train", "eval"} & set(vars(optimizer))
 
 
 def weights(session: Any, model: nn.Module) -> list[Tensor]:

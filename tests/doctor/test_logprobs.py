@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from preamp.cli._app import app
 from preamp.doctor import compare_logprobs, compare_precisions
+from preamp.doctor.precisions import _distances
 from preamp.errors import PreampError
 
 NUMBERS = st.floats(-8, -0.1)
@@ -67,9 +68,18 @@ def test_forms() -> None:
     assert "left out" in str(found) and "KL(sampler || trainer)" in str(found)
 
 
+def test_lists_of_scalars() -> None:
+    """What engines append one by one: scalars of numpy or of torch."""
+    assert compare_logprobs([np.float32(-1), None], [torch.tensor(-1.0), torch.tensor(-2.0)]).tokens == 1
+
+
 @pytest.mark.parametrize(
     ("sampler", "trainer", "mask", "told"),
     [
+        ([[[-1.0]], [[-1.0, -2.0]]], [[-1.0]], None, r"a sequence of shape \(1, 1\)"),
+        ([[-1.0], -2.0], [[-1.0], -2.0], None, r"a sequence of shape \(\)"),
+        ([-1.0, -2.0], [-1.0, -2.0], ["False", "True"], "no lists of numbers"),
+        (torch.ones(2).to_sparse(), [-1.0, -1.0], None, "no lists of numbers"),
         ([[-1.0]], [[-1.0], [-1.0]], None, "1 sequences, and the trainer 2"),
         ([[-1.0, -2.0]], [[-1.0]], None, "sequence 0 has 2 tokens from the sampler and 1 in the trainer"),
         ([-1.0], [2.0], None, "log_softmax"),
@@ -109,9 +119,9 @@ def test_precisions_of_a_model() -> None:
     assert [layer.name for layer in bf16.layers] == ["embed", "hidden", "drop", "head"]
     assert bf16.layers[0].relative < 2**-8 and bf16.worst_layer in bf16.layers
     with torch.no_grad():
-        wanted = model.eval()(tokens)[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None]).flatten()
+        wanted = model.eval()(tokens)[:, :-1].double().log_softmax(-1).gather(-1, tokens[:, 1:, None]).flatten()
     model.train()
-    assert {w.sampler for w in bf16.logprobs.worst} <= set(wanted.double().tolist())
+    assert {w.sampler for w in bf16.logprobs.worst} <= set(wanted.tolist())
     mask[:, :10] = 0
     (part,) = compare_precisions(model, tokens, ["O5"], mask=mask)
     assert part.logprobs.tokens == 20 and part.kl != bf16.kl
@@ -143,6 +153,45 @@ def test_models_that_are_refused(model: nn.Module, tokens: Tensor, told: str | N
     assert all(not module._forward_hooks for module in model.modules())
 
 
+class Encoder(Language):
+    """Each position sees all tokens, as in BERT."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = super().forward(tokens)
+        return logits + logits.mean(1, keepdim=True)
+
+
+ROW = torch.arange(6).view(1, 6)
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "options", "told"),
+    [
+        (Encoder(), ROW, {}, "no causal language model"),
+        (nn.Embedding(9, 3), ROW, {}, "from 1 to 5, and the model gives 3 logits"),
+        (Language(), [[1, 2]], {}, "no tensor"),
+        (Language(), ROW[:0], {}, "length >= 2"),
+        (Language(), ROW.bool(), {}, "int64"),
+        (Language(), ROW, {"mask": torch.ones(1, 5)}, r"mask has shape \(1, 5\)"),
+        (Language(), ROW, {"levels": "O5"}, r"\['O5'\]"),
+    ],
+)
+def test_what_would_give_no_figures_is_refused(model: nn.Module, tokens: Any, options: Any, told: str) -> None:
+    with pytest.raises(PreampError, match=told):
+        compare_precisions(model, tokens, **options)
+
+
+def test_a_small_divergence_is_no_rounding() -> None:
+    """In float32 the sum rounds away what float16 does to log-probabilities, and was below 0 at times."""
+    generator = torch.Generator().manual_seed(0)
+    exact, noise = (torch.randn(64, 500, generator=generator) for _ in range(2))
+    low, tokens = exact + 1e-4 * noise, torch.zeros(64, dtype=torch.int64)
+    _, _, found = _distances(exact, low, tokens)
+    p, gap = exact.double().softmax(-1), (low - exact).double()
+    variance = (p * gap.square()).sum(-1) - (p * gap).sum(-1).square()
+    torch.testing.assert_close(found, variance / 2, rtol=0.01, atol=0)  # a divergence is half the variance, if small
+
+
 def command(*arguments: Any) -> Any:
     return CliRunner().invoke(app, ["compare", "--logprobs", *map(str, arguments)])
 
@@ -171,6 +220,16 @@ def test_the_command_on_files(tmp_path: Path) -> None:
     ):  # fmt: skip
         ran = command(*(tmp_path / name for name in names))
         assert ran.exit_code != 0 and isinstance(ran.exception, PreampError) and told in str(ran.exception)
+
+
+def test_what_the_command_refuses(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("[-1.0]")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "text").write_bytes(b"\xff\xfe")
+    one, model = tmp_path / "a.json", tmp_path / "model"
+    assert "options stand before" in str(command(one, one, "--mask", one).exception)
+    assert "is no text" in str(command(model, tmp_path / "text").exception)
+    assert "is no text" in str(command(model, model).exception)
 
 
 def test_the_command_on_a_model(tmp_path: Path) -> None:

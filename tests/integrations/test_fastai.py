@@ -260,6 +260,16 @@ def test_the_progress_table(tmp_path: Path) -> None:
     assert "loss_scale" not in silent.recorder.metric_names and silent.preamp.session.loss_scale() == 8.0
 
 
+def test_a_fit_without_a_batch_that_trains(tmp_path: Path) -> None:
+    class Validates(callbacks.Callback):
+        def before_train(self) -> None:
+            raise basics.CancelTrainException
+
+    learn = learner(tmp_path).to_preamp("O2")
+    learn.fit(1, LR, cbs=Validates())
+    assert list(learn.recorder.values[-1][-2:]) == [None, None]
+
+
 class Interrupts(callbacks.Callback):
     """Presses Ctrl-C in the middle of a batch."""
 
@@ -291,6 +301,11 @@ def test_what_casts_by_itself_is_refused(tmp_path: Path) -> None:
     learn = learner(tmp_path).to_preamp("O2").to_bf16()
     with pytest.raises(SessionError, match="leave out to_fp16"):
         learn.fit(1, LR)
+    learn = learner(tmp_path).to_preamp("O2")
+    learn.add_cb(callbacks.ModelToHalf())
+    with pytest.raises(SessionError, match="ModelToHalf, which casts"):
+        learn.fit(1, LR)
+    assert {p.dtype for p in learn.model.parameters()} == {torch.float32}
     learn = learner(tmp_path).to_preamp("O2")
     with pytest.raises(SessionError, match="has a PreampCallback already"):
         learn.to_preamp("O5")

@@ -206,6 +206,38 @@ def test_a_step_that_fails_leaves_no_region_open() -> None:
     attached.close()
 
 
+def test_layers_frozen_and_unfrozen_after_attach() -> None:
+    """Keras trains what is still trainable, and refuses what its optimizer has not seen. So does a session."""
+    model, attached, _ = compiled("adam", "O4")
+    model.layers[0].trainable = False
+    before = [weight.copy() for weight in model.layers[0].get_weights()]
+    fit(model, 0, 2)
+    assert all((a == b).all() for a, b in zip(before, model.layers[0].get_weights(), strict=True))
+    attached.close()
+    model, attached, _ = compiled("adam", "O4", model)
+    model.layers[0].trainable = True
+    with pytest.raises(SessionError, match="made trainable after attach"):
+        fit(model, 0, 2)
+    attached.close()
+
+
+def test_a_subclass_that_is_built_before_its_layers() -> None:
+    class Own(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = keras.layers.Dense(rows(0, 1)[1].shape[1])
+
+        def call(self, x: Any) -> Any:
+            return self.inner(x)
+
+    model = Own()
+    model.build(rows(0, 1)[0].shape)
+    _, attached, _ = compiled("adam", "O4", model)
+    fit(model, 0, 2)
+    assert attached.session.steps == 2
+    attached.close()
+
+
 def test_kerass_own_casting_takes_a_loss_scale_from_a_session() -> None:
     """Keras's mixed_float16 says what is 16-bit; a level without regions scales and skips."""
     model = network("mixed_float16")

@@ -68,6 +68,29 @@ def test_muon_is_torchs(arguments: dict[str, Any]) -> None:
         assert same(mine, others)
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on")
+@pytest.mark.parametrize("master", ["float32", "split"])
+def test_a_master_that_torch_kept_is_not_the_weights(master: str) -> None:
+    """Torch's Muon loads our state with its masters and does not step them: they would put old weights back."""
+    params = made(BF16)
+    ours = Muon(params, 0.02, master=master)
+    run(ours, params, 0)
+    theirs = torch.optim.Muon(params, 0.02)
+    theirs.load_state_dict(copy.deepcopy(ours.state_dict()))
+    run(theirs, params, 1, 2)
+    trained = [p.detach().clone() for p in params]
+    again = Muon(params, 0.02, master=master)
+    again.load_state_dict(theirs.state_dict())
+    assert same(params, trained)
+    run(again, params, 3)
+    assert all((p - q).abs().max() < 0.2 for p, q in zip(params, trained, strict=True))
+
+
+def test_an_empty_matrix_is_stepped() -> None:
+    params = [Parameter(torch.ones(4, 0)), Parameter(torch.ones(0, 4))]
+    run(Muon(params, 0.02), params, 0)
+
+
 def test_lion_is_the_papers() -> None:
     """A step is `lr` along the sign of the blend, whatever its size; the gradient's size is in the moment only."""
     p = Parameter(torch.tensor([1.0, 1.0, 1.0, 1.0]))

@@ -21,6 +21,11 @@ def run_logprobs(
     target: str, arguments: Sequence[str], *, mask: Path | None, levels: str, json_file: Path | None
 ) -> None:
     """Compare, print, and write JSON if asked. Raises `PreampError`."""
+    late = next((each for each in arguments if each.startswith("--")), None)
+    if late is not None:  # what comes after a script is the script's, and so typer leaves it
+        raise PreampError(
+            f"{late} comes after the files: options stand before them, preamp compare --logprobs {late} ..."
+        )
     if len(arguments) != 1:
         raise PreampError(
             f"--logprobs takes two things, and got {1 + len(arguments)}: write the files of sampler and trainer, or "
@@ -50,6 +55,10 @@ def _of_model(folder: str, text: Path, levels: list[str]) -> tuple[tuple[Table, 
     from ..doctor.precisions import compare_precisions, tables
 
     try:
+        content = text.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PreampError(f"{text} is no text: {error}") from None
+    try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError:
         raise PreampError("a model's folder is read by transformers: pip install transformers") from None
@@ -58,7 +67,7 @@ def _of_model(folder: str, text: Path, levels: list[str]) -> tuple[tuple[Table, 
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise PreampError(f"transformers cannot load a language model from {folder}: {error}") from None
-    ids = tokenizer(text.read_text(), return_tensors="pt").input_ids[0]
+    ids = tokenizer(content, return_tensors="pt").input_ids[0]
     length = min(LENGTH, getattr(model.config, "max_position_embeddings", LENGTH), len(ids))
     if length < 2:
         raise PreampError(f"{text} has {len(ids)} tokens: two are needed, since the first has no log-probability")

@@ -129,21 +129,23 @@ def compare_logprobs(sampler: Any, trainer: Any, mask: Any = None) -> LogprobCom
 
 def _sequences(given: Any, name: str, dtype: Any = np.float64) -> list[Any]:
     """One array for each sequence."""
-    given = _array(given)
     try:
+        given = _array(given)
         if isinstance(given, np.ndarray) and given.dtype != object:
             many = [given] if given.ndim < 2 else list(given)
-        elif all(isinstance(each, (int, float)) or each is None for each in given):
-            many = [given]
+        elif not isinstance(given, (list, tuple, np.ndarray)) or any(isinstance(each, str) for each in given):
+            raise TypeError("sets have no order, and of strings numpy would read True out of 'False'")
+        elif all(each is None or np.ndim(each) == 0 for each in given):  # None, numbers, and scalars of numpy or torch
+            many = [list(map(_array, given))]
         else:
             many = list(map(_array, given))
         found = [np.asarray(each, dtype) for each in many]
     except (TypeError, ValueError):
         raise PreampError(f"the {name} is a {type(given).__name__} that holds no lists of numbers") from None
-    if any(each.ndim != 1 for each in found):
-        raise PreampError(
-            f"the {name} has shape {np.shape(given)}: write (tokens,) or (sequences, tokens), one number for each token"
-        )
+    odd = [each.shape for each in found if each.ndim != 1]
+    if odd:
+        seen = f"shape {given.shape}" if isinstance(given, np.ndarray) else f"a sequence of shape {odd[0]}"
+        raise PreampError(f"the {name} has {seen}: write (tokens,) or (sequences, tokens), one number for each token")
     return found
 
 

@@ -62,8 +62,16 @@ def compare_precisions(
     count. The model runs in evaluation mode and is left as it was.
     Raises `PreampError` for anything else, and if a level gives no finite number.
     """
-    if tokens.dim() != 2 or tokens.is_floating_point() or tokens.shape[1] < 2:
+    if not isinstance(tokens, Tensor) or not isinstance(mask, Tensor | None):
+        raise PreampError("tokens or mask are no tensor: write torch.tensor([[...], ...])")
+    whole = tokens.dtype in (torch.int64, torch.int32)
+    if tokens.dim() != 2 or not whole or tokens.shape[1] < 2 or not tokens.numel():
         raise PreampError(f"tokens are {tokens.dtype} {tuple(tokens.shape)}: write int64 (batch, length), length >= 2")
+    if mask is not None and mask.shape != tokens.shape:
+        raise PreampError(f"the mask has shape {tuple(mask.shape)}, and tokens {tuple(tokens.shape)}: give both one")
+    if isinstance(levels, str):
+        raise PreampError(f"levels={levels!r}: write a list of levels, [{levels!r}]")
+    tokens = tokens.long()
     low = [name for name, p in model.named_parameters() if p.is_floating_point() and p.dtype is not torch.float32]
     if low:
         raise PreampError(
@@ -71,14 +79,18 @@ def compare_precisions(
             "with. Load the model with dtype=torch.float32"
         )
     exact, outputs = _run(model, tokens, "O0")
-    wanted = exact.log_softmax(-1)
+    if (least := int(tokens[:, 1:].min())) < 0 or int(tokens[:, 1:].max()) >= exact.shape[-1]:
+        raise PreampError(
+            f"tokens go from {least} to {int(tokens[:, 1:].max())}, and the model gives {exact.shape[-1]} logits for "
+            "each: it has to give one for every token of its vocabulary"
+        )
+    _check_causal(model, tokens[:1], exact[:1])
     counts = None if mask is None else mask[:, 1:]
     found = []
     for level in levels:
         logits, others = _run(model, tokens, level)
-        given = logits.log_softmax(-1)
-        sampled, trained = (each.gather(-1, tokens[:, 1:, None]).squeeze(-1) for each in (wanted, given))
-        every = (wanted.exp() * (wanted - given)).nansum(-1)  # 0 log 0 is 0
+        rows = [_distances(*row) for row in zip(exact, logits, tokens[:, 1:], strict=True)]
+        sampled, trained, every = map(torch.stack, zip(*rows, strict=True))
         kl = every.mean() if counts is None else every[counts.bool()].mean()
         layers = _layers(outputs, others)
         if not trained.isfinite().any():
@@ -90,6 +102,28 @@ def compare_precisions(
         comparison = compare_logprobs(sampled, trained, counts)
         found.append(PrecisionComparison(level, comparison, kl.item(), layers))
     return tuple(found)
+
+
+def _distances(exact: Tensor, low: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a sequence: the log-probabilities of its tokens, and KL(exact || low) at each position.
+
+    In float64: a divergence of 1e-7 a token, which float16 makes, is smaller than what float32 rounds away in the sum.
+    """
+    wanted, given = exact.double().log_softmax(-1), low.double().log_softmax(-1)
+    sampled, trained = (each.gather(-1, tokens[:, None]).squeeze(-1) for each in (wanted, given))
+    return sampled, trained, (wanted.exp() * (wanted - given)).nansum(-1)  # 0 log 0 is 0
+
+
+def _check_causal(model: nn.Module, tokens: Tensor, logits: Tensor) -> None:
+    """`PreampError` if logits depend on later tokens: those of an encoder (BERT) are no probabilities of the next."""
+    other = tokens.clone()
+    other[0, -1] = tokens[0, tokens[0] != tokens[0, -1]][:1].sum()  # another token of the text, or token 0
+    changed, _ = _run(model, other, "O0")
+    if not torch.allclose(changed, logits, rtol=1e-4, atol=1e-4 * float(logits.nan_to_num(0, 0, 0).abs().max())):
+        raise PreampError(
+            "another last token changes what the model gives for those before it, so it is no causal language model: "
+            "an encoder (BERT) gives no probability of the next token. Compare a decoder"
+        )
 
 
 def tables(found: Sequence[PrecisionComparison]) -> tuple[Table, ...]:

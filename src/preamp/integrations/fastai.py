@@ -171,10 +171,11 @@ class PreampCallback(Callback):
 
     def _fit(self, *args: Any, **kwargs: Any) -> Any:
         learner = self.learn
+        self._check(learner)  # before fastai's ModelToHalf makes the model 16-bit, and after an error leaves it so
         columns = [
-            ValueMetric(lambda: self.session.loss_scale(), "loss_scale"),
-            ValueMetric(lambda: self.session.skipped, "skipped_steps"),
-        ]
+            ValueMetric(lambda: self._last and self._last.loss_scale(), "loss_scale"),
+            ValueMetric(lambda: self._last and self._last.skipped, "skipped_steps"),
+        ]  # None in a fit without a batch that trains, before any session
         if self._log:
             learner.metrics = [*learner.metrics, *columns]
         try:

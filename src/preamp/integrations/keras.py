@@ -35,7 +35,7 @@ class Attachment:
         for name in _STEPS:
             vars(model)[name] = self._in_region(getattr(model, name), trains=name == "train_step")
         vars(model)["compute_metrics"] = self._outside(model.compute_metrics)
-        if model.built:
+        if model.built and model.variables:  # a subclass may be built before its layers are
             try:
                 self._begin()
             except BaseException:
@@ -73,6 +73,7 @@ class Attachment:
                 "float16), which leaves the casting to Keras"
             )
         self._session = session
+        self._known = {id(p) for group in optimizer.param_groups for p in group["params"]}
 
     # -- a step
 
@@ -118,6 +119,11 @@ class Attachment:
 
     def _apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """In the place of the optimizer's, which the session calls with true gradients, unless it skips."""
+        if any(id(variable.value) not in self._known for variable in trainable_variables or ()):
+            raise SessionError(
+                "a layer was made trainable after attach(), and the optimizer has none of its variables: close() the "
+                "attachment, compile(), and attach() again"
+            )
         self.session.step()
 
 
@@ -179,8 +185,8 @@ class KerasOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Apply the parameters' gradients."""
-        gradients = [variable.value.grad for variable in self.variables]
-        type(self.keras).apply(self.keras, gradients, self.variables)
+        trained = [variable for variable in self.variables if variable.trainable]  # others were frozen since
+        type(self.keras).apply(self.keras, [variable.value.grad for variable in trained], trained)
 
 
 class _Rates:

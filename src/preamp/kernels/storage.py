@@ -132,7 +132,7 @@ class MuonOptions(RoundedOptions):
         rows, columns = shape
         if self.adjust_lr_fn == "match_rms_adamw":
             return 0.2 * math.sqrt(max(rows, columns))
-        return math.sqrt(max(1.0, rows / columns))
+        return math.sqrt(max(1.0, rows / max(1, columns)))  # a matrix may be empty
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

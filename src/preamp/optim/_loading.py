@@ -107,15 +107,21 @@ class Loading(Optimizer):
         `OptimizerError`, a ValueError, changing nothing, for states of other shapes than the parameters'.
         """
         self.check_loadable(state_dict)
-        low = self._low_params()
+        low, key = self._low_params(), self._master_key
+        wanted = torch.int16 if key == "master_bits" else torch.float32
+        strangers = {  # torch's optimizers keep a master in the parameter's dtype, and do not step it
+            param
+            for param, number in self._saved(state_dict)
+            if (kept := state_dict["state"].get(number, {}).get(key)) is not None and kept.dtype != wanted
+        }
         super().load_state_dict(self._kept(state_dict, low))
         self._masters = self._masters if self._lent else self._own_masters()
         with torch.no_grad():
             for param in low if self.master is not None and not self._lent else ():
                 master = self.state.get(param, {}).get(self._master_key)
-                if master is not None and self.master == "split":
-                    self.state[param][self._master_key] = master.to(torch.int16)  # a float, if torch loaded it before
-                elif master is not None:
+                if param in strangers:  # its master is as old as that optimizer, and the weight was stepped since
+                    self.state[param].pop(self._master_key, None)
+                elif master is not None and self.master == "float32":
                     param.copy_(master)
             for group in self.param_groups:
                 for param in group["params"]:

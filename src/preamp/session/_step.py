@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import SessionError
+from ..formats import LOW_DTYPES
 from ..frameworks import framework_hooks, tell_skipped
 from ..ledger import Gradients, Masters, parameters_of
 from ..optim import FusedOptimizer
@@ -62,9 +63,17 @@ class OptimizerSteps:
         Returns what stands in its place now, and what stood in the instance before, if anything.
         """
         method, before = getattr(optimizer, name), vars(optimizer).get(name)
+        low = not self._masters.wanted and any(p.dtype in LOW_DTYPES for p in parameters_of(optimizer))
 
         @wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
+            if low:  # without masters its states are 16-bit, as the parameters are
+                if self._full.depth:
+                    raise SessionError(
+                        f"{name}() of {type(optimizer).__name__} inside full_precision(), where parameters are float32 "
+                        "and without masters its states are 16-bit: call it outside"
+                    )
+                return method(*args, **kwargs)
             if not self._full.depth:
                 self._gradients.rest()
             with self._full:
