@@ -177,6 +177,38 @@ def test_schedule_free_without_masters(level: str) -> None:
     assert not {"train", "eval"} & set(vars(optimizer))
 
 
+class Switched(torch.optim.SGD):
+    """An optimizer whose `train` and `eval` are no methods."""
+
+    train = property(lambda self: True)
+    eval = property(lambda self: False)
+
+
+def test_attributes_that_are_called_train_and_eval() -> None:
+    model = small()
+    optimizer = Switched(model.parameters(), 0.1)
+    with preamp.prepare(model, optimizer, level="O5") as session:
+        step(session, model, 0)
+        assert optimizer.train and not optimizer.eval
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_a_mode_that_it_has_already_exchanges_nothing() -> None:
+    """Trainers call `train()` before each step; gradients of that step are not put aside, nor masters swapped."""
+    schedulefree: Any = pytest.importorskip("schedulefree")
+    model = small()
+    optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=0.05)
+    with preamp.prepare(model, optimizer, level="O5") as session:
+        optimizer.train()
+        step(session, model, 0)
+        before = [p.data_ptr() for p in model.parameters()]
+        session.backward(model(torch.ones(1, 6)).float().sum())
+        optimizer.train()
+        assert [p.data_ptr() for p in model.parameters()] == before
+        assert all(p.grad is not None for p in model.parameters())
+        assert not session.step().skipped
+
+
 def weights(session: Any, model: nn.Module) -> list[Tensor]:
     with session.full_precision(values_only=True):
         return [p.detach().clone() for p in model.parameters()]

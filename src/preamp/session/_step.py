@@ -67,6 +67,8 @@ class OptimizerSteps:
 
         @wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
+            if {group.get("train_mode") for group in optimizer.param_groups} == {name == "train"}:
+                return method(*args, **kwargs)  # nothing to exchange: trainers call it before each step
             if low:  # without masters its states are 16-bit, as the parameters are
                 if self._full.depth:
                     raise SessionError(
@@ -166,7 +168,7 @@ class OptimizerSteps:
 def modes_of(optimizer: Optimizer) -> tuple[str, ...]:
     """The methods of an optimizer (of schedulefree, say) that exchange weights of training and of evaluation."""
     both = ("train", "eval")
-    return both if all(callable(getattr(optimizer, name, None)) for name in both) else ()
+    return both if all(callable(getattr(type(optimizer), name, None)) for name in both) else ()
 
 
 def _size(group: Mapping[str, Any]) -> int:
