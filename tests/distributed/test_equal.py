@@ -42,6 +42,7 @@ def test_two_ranks_end_where_one_does(tmp_path: Path) -> None:
     check(run(tmp_path, 2, "ddp", *LEVELS))
 
 
+@pytest.mark.slow
 def test_two_ranks_that_share_one_model_end_where_one_does(tmp_path: Path) -> None:
     check(run(tmp_path, 2, "fsdp2", "O0", "O5"))  # all levels with four ranks
 

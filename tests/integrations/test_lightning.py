@@ -241,7 +241,8 @@ trainer.fit(Module(), DataLoader(rows, batch_size=4))
 """
 
 
-@pytest.mark.parametrize("level", ["O2", pytest.param("O4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O2", "O4"])
 def test_two_ranks(level: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TWO)
