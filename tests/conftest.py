@@ -12,9 +12,6 @@ from preamp.autocast import REGISTRY
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if "/distributed/" in str(item.path):  # several processes are started once for a file: keep it on one worker
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

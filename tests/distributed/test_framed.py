@@ -9,6 +9,8 @@ import pytest
 from .framed import LEVELS, MAKERS, ORDERS
 from .together import told_by
 
+pytestmark = pytest.mark.slow  # several processes train for half a minute
+
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:

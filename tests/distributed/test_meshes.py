@@ -18,6 +18,8 @@ BOUNDS = {"O0": 1e-5, "O1": 5e-3, "O2": 5e-3, "O4": 3e-2, "O5": 3e-2}
 ROUGH = {"AdamW in 8 bits": 3e-2, "Muon": 3e-2, "Lion": 3e-2}
 """What rounds by chances of each rank's own, in bfloat16, or to a sign."""
 
+pytestmark = pytest.mark.slow  # several processes train for half a minute
+
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
