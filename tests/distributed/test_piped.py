@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from .piped import LEVELS, SCHEDULES, SICK, STEPS
-from .together import told_by
+from .together import told_once
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each stage saw."""
-    return told_by("piped", 2, tmp_path_factory.mktemp("piped"))
+    return told_once("piped", 2, tmp_path_factory.mktemp("piped"))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

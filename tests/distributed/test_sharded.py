@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from .together import told_by
+from .together import told_once
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What rank 0 and rank 1 saw."""
-    return told_by("sharded", 2, tmp_path_factory.mktemp("sharded"))
+    return told_once("sharded", 2, tmp_path_factory.mktemp("sharded"))
 
 
 @pytest.mark.parametrize("scale", ["dynamic", "window", "hysteresis"])

@@ -6,6 +6,7 @@ without CUDA it is the fake CUDA device, and its process group (`tests/pretend`)
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -27,6 +28,19 @@ def told_by(script: str, ranks: int, folder: Path, *arguments: str) -> list[dict
     ran = launch(script, ranks, str(out), *arguments)
     assert ran.returncode == 0, ran.stderr[-3000:]
     every: list[dict[str, Any]] = json.loads(out.read_text())
+    return every
+
+
+def told_once(script: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
+    """`told_by`, once for all workers of a test run, which have folders side by side."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return told_by(script, ranks, folder)
+    shared = folder.parent.parent / f"{script}-told"
+    shared.mkdir(exist_ok=True)
+    with (shared / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        out = shared / "told.json"
+        every: list[dict[str, Any]] = json.loads(out.read_text()) if out.exists() else told_by(script, ranks, shared)
     return every
 
 
