@@ -41,3 +41,22 @@ def test_damage_is_told_once(kind: str, checks: bool) -> None:
     (finding,) = [finding for finding in watch.findings if finding.code == "PA201"]
     assert finding.step == 3 and "mul" in str(finding.op)
     assert bool(model.weight.isfinite().all()) is checks
+
+
+def test_a_scale_that_has_fallen_to_zero_is_observed_on() -> None:
+    """torch's scaler halves without an end; one that starts a few halvings above 0 is there after as many steps."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**-147)
+    with preamp.doctor.watch(model, every=1) as watch:
+        for _ in range(8):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = torch.log(model(torch.randn(8, 4)) * 0).mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert scaler.get_scale() == 0.0
+    assert "failed" not in watch.report().verdict
+    assert {"PA201", "PA203"} <= {finding.code for finding in watch.findings}

@@ -96,15 +96,14 @@ class Steps:
         """The script goes back from these."""
         run, scales = self._run, self._scales
         run.tape.close_window()
-        self._note_loss(losses)
+        # a scaler that only ever skips halves its scale down to 0, by which nothing can be divided
+        scale = scales.of(losses[0]) if losses else 1.0
+        run.backward_at = users_line()
+        if losses and losses[0].numel() == 1:
+            self._loss = float(losses[0].detach()) / scale if scale else None
         run.losses += losses
         scales.before_backward(losses, self._inspection.low)
-        self._inspection.before_backward(scales.of(losses[0]) if losses else 1.0, losses)
-
-    def _note_loss(self, losses: list[Tensor]) -> None:
-        self._run.backward_at = users_line()
-        if losses and losses[0].numel() == 1:
-            self._loss = float(losses[0].detach()) / self._scales.of(losses[0])
+        self._inspection.before_backward(scale or 1.0, losses)
 
     def after_backward(self, losses: list[Tensor], keeps_graph: bool) -> None:
         """Gradients have arrived."""

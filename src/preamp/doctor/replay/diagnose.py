@@ -48,7 +48,8 @@ def diagnose(
         with tape.replaying():
             origin = origin_at(1.0)
             by_scale = False
-            if origin is not None and scale != 1.0 and not origin.from_data:
+            # a scale that has halved down to 0 is not what makes an inf, and nothing can be divided by it
+            if origin is not None and scale not in (0.0, 1.0) and not origin.from_data:
                 by_scale = origin_at(1.0 / scale) is None
     except Exception:  # a model that cannot be called a second time
         return None
