@@ -133,7 +133,7 @@ def test_a_loss_that_16_bits_spoil_is_found_with_its_module(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "style", [pytest.param(s, marks=pytest.mark.slow if s in ("accelerate", "casts") else ()) for s in STYLES]
+    "style", [pytest.param(s, marks=() if s in ("autocast", "preamp") else pytest.mark.slow) for s in STYLES]
 )
 def test_every_way_to_ask_for_16_bits_is_answered_with_32(style: str, tmp_path: Path) -> None:
     text = HEAD + STYLES[style] + "\nopen(__import__('sys').argv[1], 'w').write(' '.join(map(str, seen)))\n"
@@ -160,6 +160,7 @@ def test_a_script_that_never_steps_or_fails_is_one_clear_error(tmp_path: Path) -
     assert "there is no script" in ran.stderr
 
 
+@pytest.mark.slow
 def test_the_doctor_compares_when_asked(tmp_path: Path) -> None:
     line = [sys.executable, "-m", "preamp", "doctor", "--compare", "--seeds", "2", "--out", str(tmp_path / "out")]
     ran = subprocess.run([*line, str(SICK)], capture_output=True, text=True, timeout=300, cwd=tmp_path)

@@ -16,7 +16,7 @@ from .finding_pages import CODES, PAGES, alike, made, run, said, script, shown, 
 
 ROOT = Path(__file__).resolve().parents[2]
 
-EVERY_TIME = frozenset({"PA107", "PA201", "PA204"})
+EVERY_TIME = frozenset({"PA201"})
 """The others take minutes together and run with `./dev test --all`."""
 
 

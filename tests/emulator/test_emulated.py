@@ -35,6 +35,7 @@ def test_kernels() -> None:
     on_the_emulator("--deselect", f"{KERNELS[0]}::test_in_the_interpreter", *KERNELS)
 
 
+@pytest.mark.slow
 def test_captures() -> None:
     """No kernel is loaded while a graph is captured, and replays compute what was captured."""
     files = ["tests/gpu/test_fused.py", "tests/gpu/test_captured.py"]

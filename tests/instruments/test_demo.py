@@ -177,6 +177,7 @@ def test_what_cannot_be_run_is_told() -> None:
     assert make_plan(None, "fp32,bf16-mixed,O4", "ci", False, None, "cpu").whole == ("O0", "O4")
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_does(flights: Path, tmp_path: Path) -> None:
     options = ["--quick", "-m", "flights", "--levels", "O0,O5", "--device", "cpu", "--nproc", "2"]
     line = [sys.executable, "-m", "preamp", "demo", *options, "--out", str(tmp_path / "out")]

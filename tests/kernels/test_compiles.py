@@ -37,7 +37,7 @@ OTHER = Path(sys.prefix) / "triton-3.6" / "bin" / "python"
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="Triton's compiler comes with Linux wheels")
-@pytest.mark.parametrize("other", [False, True], ids=["installed", "3.6"])
+@pytest.mark.parametrize("other", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["installed", "3.6"])
 def test_kernels_compile_and_vectorise(other: bool, tmp_path: Path) -> None:
     if other and not OTHER.exists():
         pytest.skip(f"no {OTHER}: ./dev setup makes it, unless PREAMP_PYTHON says which Python to use")
