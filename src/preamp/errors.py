@@ -69,7 +69,7 @@ class MissingExtra(PreampError, ImportError):
     """A package that only an extra of preamp installs is missing."""
 
     def __init__(self, package: str, extra: str, why: str) -> None:
-        super().__init__(f"{why} needs the package {package!r}, which is not installed: pip install 'preamp[{extra}]'")
+        super().__init__(f'{why} needs the package {package!r}, which is not installed: pip install "preamp[{extra}]"')
         self.package = package
         self.extra = extra
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -76,6 +79,31 @@ def test_a_step_with_a_fused_optimizer_never_waits_for_the_device(level: str) ->
                 raise
         torch.cuda.set_sync_debug_mode("default")
         assert session.last_step is not None and not session.last_step.skipped
+
+
+@pytest.mark.parametrize("logged", [False, True])
+def test_logging_skips_costs_no_wait(logged: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The row of skips is read once in `patience` steps, and what else is told comes with it."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3, fused=True)
+    x, y = batch(0)
+    caplog.set_level(logging.INFO if logged else logging.ERROR, logger="preamp")
+    waits = []
+    with preamp.prepare(model, optimizer, level="O1", scale=preamp.DynamicScale(patience=5)) as session:
+        for step in range(20):
+            with session.autocast():
+                loss = F.cross_entropy(model(x), y) * (float("inf") if step in (6, 12, 13) else 1.0)
+            session.backward(loss)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+                session.step()
+                torch.cuda.set_sync_debug_mode("default")
+            waits.append(len(caught))
+            session.zero_grad()
+    assert waits[5:] == [0, 0, 0, 0, 1] * 3
+    wanted = [f"{n} of the last 5 steps were skipped: a gradient was not finite" for n in (1, 2)]
+    assert [record.getMessage() for record in caplog.records] == (wanted if logged else [])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

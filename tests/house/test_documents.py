@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from tools import docs
 
 from ..session.toys import batch, mlp
@@ -71,3 +72,25 @@ def test_doctests(module: str) -> None:
     globs = {"preamp": preamp, "torch": torch, **vars(importlib.import_module(module))}
     result = doctest.testmod(importlib.import_module(module), extraglobs=globs)
     assert result.attempted and not result.failed
+
+
+def test_the_citation_names_what_is_published() -> None:
+    told = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert told["cff-version"] == "1.2.0" and {"message", "title"} <= told.keys() and "version" not in told
+    assert all(f'"{author["name"]}"' in project for author in told["authors"])
+    for key, name in (("url", "Homepage"), ("repository-code", "Repository")):
+        assert f'{name} = "{told[key]}"' in project
+    assert f'license = "{told["license"]}"' in project
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda p: p.name)
+def test_workflows_run_what_is_there(path: Path) -> None:
+    told = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert told["name"] == path.stem and told[True]  # YAML takes the word on for a truth value
+    assert "permissions" in told, "else a job may do everything"
+    for job in told["jobs"].values():
+        assert job["runs-on"] and all(("run" in step) != ("uses" in step) for step in job["steps"])
+        for word in " ".join(step.get("run", "") for step in job["steps"]).split():
+            if word.startswith(("tests/", ".ci/", "./")):
+                assert (ROOT / word).exists(), word

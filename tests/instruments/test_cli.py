@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import platform
 import re
 import subprocess
@@ -15,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import preamp
-from preamp.cli._app import app, show
+from preamp.cli._app import FIRST, app, show
 from preamp.report import Column, Table
 from preamp.rules import TABLE
 
@@ -41,12 +42,57 @@ def test_version() -> None:
 
 
 @pytest.mark.parametrize("how", ["-m", "-c"])
-def test_the_version_is_told_without_torch(how: str) -> None:
+def test_the_version_is_told_at_once(how: str) -> None:
     installed = "import sys; sys.argv[0] = '/bin/preamp'; from preamp.cli import main; main()"
     line = [sys.executable, "-X", "importtime", how, {"-m": "preamp", "-c": installed}[how], "--version"]
     ran = subprocess.run(line, capture_output=True, text=True, check=True)
     assert ran.stdout == f"preamp {preamp.__version__}\n"
-    assert "preamp._version" in ran.stderr and " torch" not in ran.stderr
+    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in ran.stderr.splitlines()}
+    assert "preamp" in loaded and not loaded & {"torch", "numpy", "typer", "rich", "jinja2"}
+
+
+def test_the_command_alone_shows_what_to_do_first() -> None:
+    assert invoke() == FIRST
+    verbs = {command.name or command.callback.__name__ for command in app.registered_commands}
+    asked = re.findall(r"\bpreamp ([a-z]+)", FIRST)
+    assert asked[:4] == ["env", "demo", "doctor", "compare"] and set(asked) <= verbs
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [("preamp d", ["demo", "doctor"]), ("preamp doctor --s", ["--steps", "--strict", "--seeds"])],
+)
+def test_completion_does_not_wait_for_torch(words: str, found: list[str]) -> None:
+    asked = {"_PREAMP_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    installed = "import sys; sys.argv[0] = '/bin/preamp'; from preamp.cli import main; main()"
+    line = [sys.executable, "-X", "importtime", "-c", installed]
+    ran = subprocess.run(line, capture_output=True, text=True, check=True, env={**os.environ, **asked})
+    assert ran.stdout.split() == found
+    assert "preamp.cli._app" in ran.stderr and " torch" not in ran.stderr
+
+
+WITHOUT = """
+import sys
+for name in {names!r}:
+    sys.modules[name] = None  # Python's way to say that it cannot be imported
+sys.argv = ["preamp", "levels"]
+from preamp.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("names", [("typer", "rich"), ("rich", "rich.box", "rich.console")])
+def test_the_command_without_its_extra_is_one_line_and_status_2(names: tuple[str, ...]) -> None:
+    ran = subprocess.run([sys.executable, "-c", WITHOUT.format(names=names)], capture_output=True, text=True)
+    assert ran.returncode == 2 and ran.stdout == "" and ran.stderr.count("\n") == 1
+    assert f"needs the package '{names[0]}'" in ran.stderr and 'pip install "preamp[cli]"' in ran.stderr
+
+
+def test_another_missing_package_is_not_blamed_on_the_extra() -> None:
+    ran = subprocess.run([sys.executable, "-c", WITHOUT.format(names=["jinja2"])], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr  # levels writes no page
+    ran = subprocess.run([sys.executable, "-c", WITHOUT.format(names=["torch"])], capture_output=True, text=True)
+    assert ran.returncode == 1 and "preamp[cli]" not in ran.stderr
 
 
 def test_help_shows_code_as_code() -> None:

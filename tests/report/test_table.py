@@ -32,6 +32,8 @@ def test_text_is_aligned():
 def test_wide_characters_take_two_cells():
     lines = Table("", ["name", "n"], [("\u6f22\u5b57", 1), ("ab", 10)]).to_text().splitlines()
     assert lines[2:] == ["\u6f22\u5b57   1", "ab    10"]
+    lines = Table("", ["name", "n"], [("e\u0301", 1), ("abcd", 10)]).to_text().splitlines()
+    assert lines[2:] == ["e\u0301      1", "abcd  10"]  # the accent stands on the letter
 
 
 def test_a_table_without_rows_is_its_headings():

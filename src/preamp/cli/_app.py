@@ -23,8 +23,6 @@ from ..report.files import write_json
 app = typer.Typer(
     name="preamp",
     help="Automatic mixed precision for PyTorch: train faster, run what was written for Apex, know what it did.",
-    no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -50,11 +48,32 @@ def main() -> None:
         sys.exit(error.exit_status)
 
 
+FIRST = """\
+preamp: automatic mixed precision for PyTorch. To begin with:
+
+  preamp env                What this machine can do in 16 bits, and the level that suits it.
+  preamp demo --quick       Train four real networks at several levels, and write a report.
+  preamp doctor train.py    Run your training script as it is, and say what is wrong with its precision.
+  preamp compare train.py   Run it as it is and in full precision, and say whether 16 bits cost anything.
+
+In your own training loop: session = preamp.prepare(model, optimizer, level="auto")
+A script that imports apex runs as it is: preamp run train.py
+
+All commands: preamp --help. Completion in your shell: preamp --install-completion
+"""
+"""What `preamp` alone prints."""
+
+
 @app.callback(invoke_without_command=True)
-def _top(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+def _top(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
     if version:
         print(f"preamp {__version__}")
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(FIRST, end="")
 
 
 @app.command()

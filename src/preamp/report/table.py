@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
-
-from rich.cells import cell_len
 
 from .values import Cell, format_cell, to_json
 
@@ -96,7 +95,7 @@ class Table:
         """Aligned columns for a terminal; the title above, the notes below."""
         layout, cells = self.layout, self.cells
         grid = [tuple(column.heading for column in layout), *cells]
-        widths = [max(cell_len(row[index]) for row in grid) for index in range(len(layout))]
+        widths = [max(_width(row[index]) for row in grid) for index in range(len(layout))]
         grid.insert(1, tuple("-" * width for width in widths))
         lines = [self.title] if self.title else []
         for row in grid:
@@ -122,9 +121,17 @@ class Table:
         return {"kind": "table", "title": self.title, **parts, "notes": list(self.notes)}
 
 
+def _width(text: str) -> int:
+    """How many cells of a terminal `text` takes: two for wide characters, none for accents that combine."""
+    if text.isascii():
+        return len(text)
+    bare = (each for each in text if unicodedata.category(each) not in ("Mn", "Me", "Cf"))
+    return sum(2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in bare)
+
+
 def _pad(text: str, width: int, align: Align) -> str:
     """`text` filled with spaces to `width` terminal cells."""
-    fill = " " * (width - cell_len(text))
+    fill = " " * (width - _width(text))
     return fill + text if align == "right" else text + fill
 
 

@@ -6,19 +6,23 @@ from ..errors import ScaleError
 from ._dynamic import DynamicScale, HysteresisScale
 from ._fixed import LossScale, NoScale, StaticScale
 from ._grad_scaler import GradScaler, ScaleEvent
+from ._log import LOG, Rows, tell_row
 from ._window import WindowScale
 
 __all__ = [
+    "LOG",
     "SCHEDULES",
     "DynamicScale",
     "GradScaler",
     "HysteresisScale",
     "LossScale",
     "NoScale",
+    "Rows",
     "ScaleEvent",
     "StaticScale",
     "WindowScale",
     "loss_scale",
+    "tell_row",
 ]
 
 SCHEDULES: dict[str, type[DynamicScale] | type[HysteresisScale] | type[WindowScale]] = {

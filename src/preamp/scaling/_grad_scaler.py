@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from operator import attrgetter
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..parallel import Agreement
 from ..sharding import any_sharded
 from ._checks import LARGEST_SCALE, PATIENCE, SMALLEST_SCALE, check_bounds, check_count, check_factors, check_scale
 from ._dynamic import HysteresisScale, Moving, Reciprocal
+from ._log import LOG, Rows, tell_row
 from ._window import WindowScale
 
 HISTORY = 1000
@@ -82,7 +84,7 @@ class GradScaler(torch.amp.GradScaler):
         self._in_a_row: Tensor | int = 0
         self._history: deque[tuple[Tensor | float, Tensor]] = deque(maxlen=HISTORY)
         self._seen: list[Optimizer] = []
-        self._updates = 0
+        self._updates, self._rows = 0, Rows()
 
     def _scheduled(
         self, schedule: str | Moving, start: float, min_scale: float | None, max_scale: float | None
@@ -275,28 +277,39 @@ class GradScaler(torch.amp.GradScaler):
         return flags[0] if len(flags) == 1 else torch.stack(flags).amax()
 
     def _watch_for_collapse(self, found: Tensor, used: Tensor | float) -> None:
-        if self._patience is None:
-            return
         self._updates += 1
-        run: Tensor | int
         if found.device.type == "cpu":
-            run = self._in_a_row = int(self._in_a_row) + 1 if found.item() else 0
-            due = True
+            run = int(self._in_a_row) + 1 if found.item() else 0
+            self._in_a_row = run
+            if run:
+                LOG.info("update %d: the step was skipped, since a gradient is not finite", self._updates - 1)
+        elif self._patience is None:
+            return
         else:
             earlier = self._in_a_row if isinstance(self._in_a_row, Tensor) else found.new_full((), self._in_a_row)
-            run = self._in_a_row = torch.addcmul(found, earlier, found)  # (earlier + 1) * found
-            due = self._updates % self._patience == 0  # read once in so many updates, so that no step waits for it
-        if due and int(run) >= self._patience:
-            skipped = int(run)
+            self._in_a_row = torch.addcmul(found, earlier, found)  # (earlier + 1) * found
+            if self._updates % self._patience:
+                return  # it is read once in so many updates, so that no step waits for it
+            recent = [
+                flag for _, flag in islice(reversed(self._history), self._patience) if flag.device == found.device
+            ]
+            run, *flags = map(int, torch.stack([self._in_a_row, *recent]).tolist())
+            if any(flags):
+                LOG.info("%d of the last %d steps were skipped: a gradient was not finite", sum(flags), len(flags))
+        if self._rows.are_long(run):
+            tell_row("the loss scale", run, float(used), self._patience)
+        if self._patience is not None and run >= self._patience:
             self._in_a_row = 0
             parameter = _first_nonfinite(self._seen)
-            raise ScaleCollapse(
-                f"{skipped} updates in a row were skipped because gradients were not finite, and the loss scale fell "
+            error = ScaleCollapse(
+                f"{run} updates in a row were skipped because gradients were not finite, and the loss scale fell "
                 f"to {float(used):g}; the first such gradient: {parameter or 'none now'}. No scale cures "
                 "that: look for NaN in the data or the loss, compute in bfloat16, or keep the layer in float32 "
                 "(preamp.float_function). patience=None lets training go on.",
-                name="loss", scale=float(used), skipped=skipped, parameter=parameter,
+                name="loss", scale=float(used), skipped=run, parameter=parameter,
             )  # fmt: skip
+            LOG.warning("%s", error)
+            raise error
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; with another schedule also that one's state, under "schedule"."""

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from ..errors import ScaleCollapse, SessionError, StateError
 from ..kernels import Reading, multiply_
 from ..ledger import Gradients, gradients_of
-from ..scaling import LossScale
+from ..scaling import LOG, LossScale, Rows, tell_row
+from ._report import Skips
 
 
 class Losses:
@@ -21,6 +22,8 @@ class Losses:
     def __init__(self, scales: Mapping[str, LossScale]) -> None:
         self._scales = dict(scales)
         self._runs = {name: _Run() for name in scales}
+        self.skips = Skips()
+        """Of the session's steps."""
         self.separate_scales = len(scales) > 1 and any(scale.kind != "none" for scale in scales.values())
         """Whether losses have scales of their own, so that their gradients must be unscaled before they are added."""
         self.need_statistics = any(scale.needs_statistics for scale in scales.values())
@@ -59,26 +62,31 @@ class Losses:
         if scale.kind == "none":
             return
         scale.after_step(found, reading if scale.needs_statistics else None)
-        self._give_up(name, self._runs[name].add(found, host_skipped, scale.patience), found.device, offender)
+        run = self._runs[name].add(found, host_skipped, scale.patience, self.skips)
+        self._judge(name, run, found.device, offender)
 
     def replayed(self, steps: int, offender: Callable[[], str | None]) -> None:
         """A CUDA graph takes steps that the host does not see: now and then, read the number of skips in a row."""
         for name, scale in self._scales.items():
-            run = self._runs[name].replayed(steps, scale.patience)
-            if run is not None:
-                self._give_up(name, run, self._runs[name].device, offender)
+            run = self._runs[name].replayed(steps, scale.patience, self.skips)
+            self._judge(name, run, self._runs[name].device, offender)
 
-    def _give_up(
+    def _judge(
         self, name: str, run: int | None, device: torch.device, offender: Callable[[], str | None]
     ) -> None:  # fmt: skip
+        """Warn of a long row of skips, if the host knows of it, and give up at the end of the scale's patience."""
         scale = self._scales[name]
-        if scale.patience is None or run is None or run < scale.patience:
+        if run is None:
+            return
+        if self._runs[name].rows.are_long(run):
+            tell_row(f"the scale of loss {name!r}", run, float(scale.current(device)), scale.patience)
+        if scale.patience is None or run < scale.patience:
             return
         self._runs[name].reset()
         stands = float(scale.current(device))
         parameter = offender()
         layer = (parameter or "").rpartition(".")[0]
-        raise ScaleCollapse(
+        error = ScaleCollapse(
             f"loss scale {name!r} stands at {stands:g} after {run} skipped steps in a row; first gradient that is "
             f"not finite: {parameter or 'none now'}. No scale cures that: look for inf or nan in the data or in the "
             f"loss, compute in bfloat16 (level='O4'), or keep the layer in full precision"
@@ -86,6 +94,8 @@ class Losses:
             + " A scale with patience=None goes on for ever.",
             name=name, scale=stands, skipped=run, parameter=parameter,
         )  # fmt: skip
+        LOG.warning("%s", error)
+        raise error
 
     def state_dict(self) -> dict[str, Any]:
         """The state of every scale, by name, with its number of skips in a row."""
@@ -121,6 +131,7 @@ class _Run:
         self._host = start
         self._device: Tensor | None = None
         self._unread = 0
+        self.rows = Rows()
 
     @property
     def device(self) -> torch.device:
@@ -131,7 +142,7 @@ class _Run:
     def length(self) -> int:
         return self._host if self._device is None else int(self._device)
 
-    def add(self, found: Tensor, host_skipped: bool | None, patience: int | None) -> int | None:
+    def add(self, found: Tensor, host_skipped: bool | None, patience: int | None, skips: Skips) -> int | None:
         """The run's length after a step; None if only the device knows it and a read is not yet due."""
         if host_skipped is not None:
             self._host = self.length + 1 if host_skipped else 0
@@ -140,7 +151,7 @@ class _Run:
         if self._device is None:
             self._device = torch.full_like(found, float(self._host))
         torch.addcmul(found, self._device, found, out=self._device)  # (run + 1) * found, in place: a graph counts too
-        return self.replayed(1, patience)
+        return self.replayed(1, patience, skips)
 
     def reset(self) -> None:
         """Restart the count."""
@@ -148,7 +159,7 @@ class _Run:
         if self._device is not None:
             self._device.zero_()
 
-    def replayed(self, steps: int, patience: int | None) -> int | None:
+    def replayed(self, steps: int, patience: int | None, skips: Skips) -> int | None:
         """The run's length after steps that only the device saw, once in `patience` of them; else None."""
         found = self._device
         if found is None or (found.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
@@ -156,8 +167,8 @@ class _Run:
         self._unread += steps
         if patience is None or (found.device.type != "cpu" and self._unread < patience):
             return None
-        self._unread = 0
-        return int(found)
+        unread, self._unread = self._unread, 0
+        return skips.read_with(found, unread)
 
 
 class PendingScales:

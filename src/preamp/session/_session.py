@@ -89,7 +89,7 @@ class Session:
         self._sharded = any(is_sharded(p) for model in models.values() for p in model.parameters())
         self._parts = [part for model in models.values() for part in sharded_parts(model)]
         self._shards = list(named_parameters(models)) if self._sharded else None
-        self._attempts, self._skips = 0, Skips()
+        self._attempts = 0
         self._closed = False
         self._gradients.carry(earlier or {})
         if policy.has_regions:
@@ -309,9 +309,9 @@ class Session:
         read = functools.reduce(Reading.merged, readings)
         names = functools.partial(names_of, parameters, self._named)
         report = StepReport(self._attempts, read.found, scale, norm, read.nonfinite, names, scaled)
-        self._attempts += 1
         host_skipped = None if None in skipped else any(skipped)
-        self._skips.count(read.found, host_skipped)
+        self._losses.skips.count(self._attempts, read.found, host_skipped)
+        self._attempts += 1
         self.last_step = report
         self._pending.stepped(chosen, read, host_skipped)
         if len(chosen) == len(self._optimizers):
@@ -380,7 +380,7 @@ class Session:
     @property
     def skipped(self) -> int:
         """Skipped steps so far; a host sync."""
-        return self._skips.total
+        return self._losses.skips.total
 
     def loss_scale(self, name: str | None = None) -> float:
         """The present scale of a loss; a host sync."""
@@ -416,7 +416,7 @@ class Session:
             self._gradients.forget(each)
         self._masters.load(state["masters"])
         self._losses.load_state_dict(state["losses"])
-        self._attempts, self._skips = int(state["steps"]), Skips(int(state["skipped"]))
+        self._attempts, self._losses.skips = int(state["steps"]), Skips(int(state["skipped"]))
         self._steps.loads += 1
         self._pending.clear()
 
