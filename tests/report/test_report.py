@@ -109,10 +109,9 @@ def test_the_embedded_data_parses_back(word):
 def test_anchors_are_unique_and_linked():
     page = Page(rich("One two").to_html())
     anchors = [value for tag, name, value in page.attributes if (tag, name) == ("section", "id")]
-    assert anchors == ["one-two", "one-two-2", "one-two-3", "one-two-4"]
-    assert [value for tag, name, value in page.attributes if (tag, name) == ("a", "href")] == [
-        f"#{anchor}" for anchor in anchors
-    ]
+    assert anchors == ["one-two", "one-two-2", "one-two-3", "one-two-4", "environment"]
+    links = [value for tag, name, value in page.attributes if (tag, name) == ("a", "href")]
+    assert links == [f"#{anchor}" for anchor in ("details", *anchors)]
     few = Report("t", "v", [Section("a"), Section("b"), Section("c")])
     assert "nav" not in Page(few.to_html()).tags
 

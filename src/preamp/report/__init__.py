@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .charts import BarChart, Bars, Chart, ExponentHistogram, HeatMap, LineChart, Marker, Series, Span, exponent_spans
-from .document import Item, Report, Section, Snippet, Status
+from .document import Item, Picture, Report, Section, Snippet, Status
 from .finding import SEVERITIES, Direction, Finding, Severity, count_severities
 from .png import write_png
 from .svg import to_svg
@@ -24,6 +24,7 @@ __all__ = [
     "Item",
     "LineChart",
     "Marker",
+    "Picture",
     "Report",
     "Section",
     "Series",

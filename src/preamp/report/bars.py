@@ -131,10 +131,10 @@ def draw_heat(chart: HeatMap, width: float) -> tuple[list[Element], float]:
         for column, value in enumerate(row):
             parts += _cell(chart, name, column, value, (left + column * wide, top, wide))
         top += ROW
-    if chart.value_label:
-        parts.append(label(chart.value_label, width - 8, x=left, y=top + FONT + 6, class_="name"))
-        top += FONT + 12
-    return parts, top + 2
+    for line in _wrapped(chart.value_label, width - 16):
+        top += SMALL + 4
+        parts.append(label(line, width - 8, x=4, y=top, size=SMALL, class_="small"))
+    return parts, top + 6
 
 
 def _cell(

@@ -31,8 +31,10 @@ class Snippet(Fields):
 
     def to_text(self) -> str:
         """The title, and the text indented."""
-        return "\n".join([self.title, *(f"    {line}".rstrip() for line in self.text.splitlines())])
+        return f"{self.title}\n{indented(self.text)}"
 
+
+Picture = Table | LineChart | ExponentHistogram | BarChart | HeatMap
 
 Item = Table | LineChart | ExponentHistogram | BarChart | HeatMap | Finding | Snippet
 
@@ -77,13 +79,19 @@ class Section:
         }
 
 
+RESERVED = ("main", "details", "what-to-do", "environment", "report-data")
+"""Ids that the page itself has."""
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """Everything one report shows, in reading order, and the raw data behind it.
 
-    `verdict` is the one line to remember; `status` colours it and follows from the worst finding unless
-    given. `environment` maps names to what ran; `data` is embedded in the HTML as JSON; `created` is an ISO
-    time; `glossary` says what findings of a code mean, in paragraphs, beside them in the HTML.
+    `verdict` is the one line to remember; `status` colours it and follows from the worst finding unless given.
+    `headline` is a shorter one, for the page. `picture` shows the verdict, `advice` says what to do, in paragraphs, and
+    `paste` is the command or code for it: these are the first screen. `environment` maps names to what ran; `data` is
+    embedded in the HTML as JSON where it is not too large; `created` is an ISO time; `glossary` says what findings of
+    a code mean, in paragraphs, beside them in the HTML.
     """
 
     title: str
@@ -91,6 +99,10 @@ class Report:
     sections: Sequence[Section] = ()
     _: KW_ONLY
     summary: str = ""
+    headline: str = ""
+    picture: Picture | None = None
+    advice: str = ""
+    paste: str = ""
     environment: Mapping[str, Any] = field(default_factory=dict, hash=False)
     created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
     data: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -101,7 +113,7 @@ class Report:
         """Freeze the parts and tell sections of one name apart by number."""
         if self.status not in (None, "good", "warning", "error", "neutral"):
             raise ValueError(f"status must be good, warning, error or neutral; got {self.status!r}")
-        taken: set[str] = set()
+        taken = set(RESERVED)
         sections = []
         for section in self.sections:
             anchor, number = section.anchor, 2
@@ -135,6 +147,9 @@ class Report:
         """The report for a terminal."""
         title = " ".join(self.title.split())
         parts = [f"{title}\n{'=' * len(title)}", self.verdict, *paragraphs(self.summary)]
+        parts += [self.picture.to_text()] if self.picture is not None else []
+        if self.advice or self.paste:
+            parts += ["What to do\n----------", *paragraphs(self.advice), self.paste and indented(self.paste)]
         if self.environment:
             wide = max(len(name) for name in self.environment)
             parts.append("\n".join(f"{name:<{wide}}  {text}" for name, text in self.environment_rows()))
@@ -148,6 +163,10 @@ class Report:
             "verdict": self.verdict,
             "status": self.mood,
             "summary": self.summary,
+            "headline": self.headline,
+            "picture": self.picture.to_dict() if self.picture is not None else None,
+            "advice": self.advice,
+            "paste": self.paste,
             "created": self.created,
             "environment": to_json(self.environment),
             "findings": [finding.to_dict() for finding in self.findings],
@@ -164,9 +183,14 @@ class Report:
         return write_text(path, self.to_html())
 
 
+def indented(text: str) -> str:
+    """Text to paste, as a terminal shows it."""
+    return "\n".join(f"    {line}".rstrip() for line in text.splitlines())
+
+
 def _item_dict(item: Item) -> dict[str, Any]:
     """An item's dict with its kind."""
     return {"kind": "finding", **item.to_dict()} if isinstance(item, Finding) else item.to_dict()
 
 
-__all__ = ["Chart", "Item", "Report", "Section", "Snippet", "Status"]
+__all__ = ["Chart", "Item", "Picture", "Report", "Section", "Snippet", "Status"]

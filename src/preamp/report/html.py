@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
-from .charts import BarChart, ExponentHistogram, HeatMap, LineChart
+from .charts import BarChart, Chart, ExponentHistogram, HeatMap, LineChart
 from .finding import Finding, count_severities
 from .markup import clean
+from .numbers import numbers
+from .overlap import difference_chart, overlap_note
 from .svg import NARROW_WIDTH, WIDE_WIDTH, chart_css, to_svg
 from .table import Table
 from .values import paragraphs, to_json
@@ -21,31 +25,56 @@ CONTENTS_FROM = 4
 BRIEF = 16
 """Cells up to this many characters stay on one line."""
 
+BESIDE_WIDTH = 540.0
+"""Width of a drawing that shares its row with something, on a wide screen."""
+
+FINDINGS = 40
+"""So many findings of a section are told in full; the others have a row each."""
+
+LISTED = 200
+"""Rows of a table that are shown at most."""
+
+EMBEDDED = 500_000
+"""Characters of JSON that are embedded at most."""
+
 
 def render(report: Any) -> str:
     """The page of a `Report`. Every text in it is escaped by jinja2, or by `markup` inside the charts."""
     from markupsafe import Markup
 
     counts = [(severity, count) for severity, count in count_severities(report.findings).items() if count]
+    data = embedded_json(report.data) if report.data else ""
     page = _template().render(
         report=report,
         css=Markup(chart_css() + _read("style.css")),
         counts=counts,
         environment=report.environment_rows(),
         summary=[inline(text) for text in paragraphs(report.summary)],
+        picture=None if report.picture is None else _view(report.picture, report, BESIDE_WIDTH),
+        advice=[inline(text) for text in paragraphs(report.advice)],
         sections=[
             {
                 "title": section.title,
                 "anchor": section.anchor,
                 "text": [inline(text) for text in paragraphs(section.text)],
-                "items": [_view(item, report) for item in section.items],
+                "items": [_view(item, report) for item in _told(section.items)],
             }
             for section in report.sections
         ],
         contents=len(report.sections) >= CONTENTS_FROM,
-        data=Markup(embedded_json(report.data)),
+        data=Markup(data if len(data) <= EMBEDDED else ""),
     )
     return clean(page)
+
+
+def _told(items: Sequence[Any]) -> list[Any]:
+    """The items of a section, of very many findings only the most harmful in full."""
+    found = sorted(item for item in items if isinstance(item, Finding))
+    if len(found) <= FINDINGS:
+        return list(items)
+    rest = [(f.severity, f.code, f.module, f.step, f.message) for f in found[FINDINGS:]]
+    table = Table(f"{len(rest)} more findings", ("severity", "code", "module", "step", "what"), rest)
+    return [*found[:FINDINGS], table, *(item for item in items if not isinstance(item, Finding))]
 
 
 def embedded_json(value: Any) -> str:
@@ -62,19 +91,36 @@ def inline(text: str) -> list[tuple[bool, str]]:
     return [(index % 2 == 1, piece) for index, piece in enumerate(pieces) if piece]
 
 
-def _view(item: Any, report: Any) -> dict[str, Any]:
-    """What the template needs of one item."""
-    from markupsafe import Markup
-
+def _view(item: Any, report: Any, width: float = WIDE_WIDTH) -> dict[str, Any]:
+    """What the template needs of one item; `width` is that of a drawing on a wide screen."""
     if isinstance(item, Finding):
         meaning = [inline(text) for text in paragraphs(report.glossary.get(item.code, ""))]
         return {"kind": "finding", "item": item, "message": inline(item.message), "meaning": meaning}
     if isinstance(item, Table):
-        return {"kind": "table", "item": item, "columns": item.layout, "rows": _rows(item)}
-    if isinstance(item, (LineChart, ExponentHistogram, BarChart, HeatMap)):
-        drawings = [to_svg(item, width, standalone=False) for width in (WIDE_WIDTH, NARROW_WIDTH)]
-        return {"kind": "chart", "item": item, "drawings": [Markup(drawing) for drawing in drawings]}
-    return {"kind": "snippet", "item": item}
+        return _table(item)
+    if not isinstance(item, (LineChart, ExponentHistogram, BarChart, HeatMap)):
+        return {"kind": "snippet", "item": item}
+    beside = difference_chart(item) if isinstance(item, LineChart) else None
+    charts = [_chart(each, width if beside is None else BESIDE_WIDTH) for each in (item, beside) if each is not None]
+    return {"kind": "charts", "charts": charts}
+
+
+def _chart(chart: Chart, width: float) -> dict[str, Any]:
+    """A chart drawn for wide and for narrow screens, what to say below it, and its numbers."""
+    from markupsafe import Markup
+
+    drawings = [Markup(to_svg(chart, each, standalone=False)) for each in (width, NARROW_WIDTH)]
+    close = overlap_note(chart) if isinstance(chart, LineChart) else ""
+    notes = [note for note in (close, chart.note) if note]
+    return {"title": chart.title, "drawings": drawings, "notes": notes, "numbers": _table(numbers(chart))}
+
+
+def _table(table: Table) -> dict[str, Any]:
+    """A table for the template; of very many rows the first ones."""
+    left = len(table.rows) - LISTED
+    shown = replace(table, rows=table.rows[:LISTED]) if left > 0 else table
+    notes = [*table.notes, *([f"{left} more rows are in the JSON file."] if left > 0 else [])]
+    return {"kind": "table", "title": table.title, "columns": shown.layout, "rows": _rows(shown), "notes": notes}
 
 
 def _rows(table: Table) -> list[list[tuple[str, str]]]:

@@ -63,7 +63,7 @@ def _draw_lines(chart: LineChart, width: float) -> tuple[list[Element], float]:
     x_values += [marker.x for marker in chart.markers]
     y_values = [v for s in chart.series for part in (s.y, s.low, s.high) if part is not None for v in part]
     y_values += [marker.y for marker in chart.markers]
-    x = fit(x_values, "log10" if chart.x_log else "linear", ticks=4 if narrow else 7, pad=0.015)
+    x = fit(x_values, "log10" if chart.x_log else "linear", ticks=_ticks(x_values, 4 if narrow else 7), pad=0.015)
     y = fit(y_values, "log2" if chart.y_log2 else "log10" if chart.y_log else "linear", ticks=5, pad=0.06)
     frame = _frame(chart, width, x, y)
     limit = int(width * 0.8)
@@ -77,6 +77,14 @@ def _draw_lines(chart: LineChart, width: float) -> tuple[list[Element], float]:
         drawn += stretches
     parts += _draw_markers(chart.markers, frame, drawn)
     return parts, frame.height
+
+
+def _ticks(values: Sequence[float | None], most: int) -> int:
+    """How many ticks: no more than there are steps, so that none lies between two."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    if not known or not all(value % 1 == 0 for value in known):
+        return most
+    return int(min(most, max(1, max(known) - min(known))))
 
 
 def _frame(chart: LineChart | ExponentHistogram, width: float, x: Axis, y: Axis) -> Frame:

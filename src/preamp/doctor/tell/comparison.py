@@ -151,6 +151,7 @@ def with_comparison(report: Report, content: dict[str, Any], runs: Sequence[Ran]
     against = Section("Against full precision", found.verdict, tables)
     sections = (replace(first, items=items), against, *found.sections[1:], *rest)
     merged = replace(report, sections=sections, verdict=f"{report.verdict} {found.verdict}")
+    merged = replace(merged, headline=f"{report.headline} {found.verdict}" if report.headline else "")
     merged = replace(merged, glossary={**report.glossary, **found.glossary})
     if any(finding.severity != "info" for finding in found.findings):
         merged = replace(merged, status=None)

@@ -6,14 +6,29 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ...formats import BF16, FP8_E4M3, FP8_E5M2, FP16, Format
-from ...report import ExponentHistogram, HeatMap, Item, LineChart, Section, Series, Span, Table, exponent_spans
+from ...report import (
+    BarChart,
+    Bars,
+    ExponentHistogram,
+    HeatMap,
+    Item,
+    LineChart,
+    Section,
+    Series,
+    Span,
+    Table,
+    exponent_spans,
+)
 from ..exponents import GRADIENTS, KINDS, UPDATE, Row, rows_of, together
 from ..findings.pa202 import FLUSHED, below_normal, scale_window
+from ..records import Rank
 
 SHOWN = 20
 """Parameters in the table of what was lost, the worst ones."""
 ROWS = 40
 """Modules shown in a heat map; the least harmful ones of more are left out."""
+FIRST = 10
+"""Those shown on the first screen."""
 SAMPLES = 12
 """Observed steps kept in the JSON."""
 
@@ -45,6 +60,17 @@ def magnitudes(
     if len(by_step) > 1:
         items.append(_over_time(by_step))
     return Section("Magnitudes by layer", "\n\n".join(_words(rows, by_step, has_fp16, measured)), items)
+
+
+def ran_fp16(rank: Rank) -> bool:
+    """Whether something of a process computed in float16, as far as was seen."""
+    return "float16" in rank.facts.get("audit", {}).get("low", ())
+
+
+def heat_maps(rank: Rank, most: int = FIRST) -> tuple[HeatMap, HeatMap] | None:
+    """The worst modules of a process: what lies below float16's full precision, and the room below its largest."""
+    rows = [row for one in rank.many.get("telemetry", []) for row in rows_of(one)]
+    return (_below(rows, ran_fp16(rank), most), _headroom(rows, most)) if rows else None
 
 
 def _words(
@@ -90,6 +116,20 @@ def _underflow_table(record: Mapping[str, Any] | None) -> list[Table]:
     return [Table(title, columns, rows, notes=(f"{left} more parameters lost less",) if left else ())]
 
 
+def lost_gradients(record: Mapping[str, Any] | None) -> BarChart | None:
+    """The parameters that lost most of their gradients to float16; None where that was not measured."""
+    if not record or not record["rows"]:
+        return None
+    worst = record["rows"][:FIRST]
+    lost = Bars("flushed to zero", [100 * row["lost"] for row in worst])
+    left = len(record["rows"]) - len(worst)
+    return BarChart(
+        f"Gradients that float16 made zero, step {record['step']}", [row["name"] for row in worst], [lost],
+        "% of the values that are not zero in float32", digits=1,
+        note=f"{left} more parameters lost less." if left else "",
+    )  # fmt: skip
+
+
 def _worst(rows: Iterable[Row], value: Any, worse: Any) -> dict[str, dict[str, float]]:
     """The worst over the steps, by module and kind."""
     found: dict[str, dict[str, float]] = {}
@@ -102,17 +142,18 @@ def _worst(rows: Iterable[Row], value: Any, worse: Any) -> dict[str, dict[str, f
     return found
 
 
-def _shown(worst: dict[str, dict[str, float]], harm: Any) -> tuple[list[str], str]:
+def _shown(worst: dict[str, dict[str, float]], harm: Any, most: int) -> tuple[list[str], str]:
     """The modules to show, in the model's order, and a note on the others."""
-    ranked = sorted(worst, key=lambda module: max(map(harm, worst[module].values())), reverse=True)[:ROWS]
+    ranked = sorted(worst, key=lambda module: max(map(harm, worst[module].values())), reverse=True)[:most]
     left = len(worst) - len(ranked)
     return [m for m in worst if m in set(ranked)], f"{left} more modules have less." if left else ""
 
 
 def _heat(
-    title: str, worst: dict[str, dict[str, float]], columns: Sequence[str], label: str, harm: Any, **options: Any
-) -> HeatMap:
-    modules, note = _shown(worst, harm)
+    title: str, worst: dict[str, dict[str, float]], columns: Sequence[str], label: str, harm: Any, most: int,
+    **options: Any,
+) -> HeatMap:  # fmt: skip
+    modules, note = _shown(worst, harm, most)
     values = [[worst[module].get(kind) for kind in KINDS[: len(columns)]] for module in modules]
     return HeatMap(title, [m or "(root)" for m in modules], columns, values, label, note=note, **options)
 
@@ -124,17 +165,17 @@ def _lost(row: Row) -> float:
     return below_normal(row.in_backward)
 
 
-def _below(rows: list[Row], has_fp16: bool) -> HeatMap:
+def _below(rows: list[Row], has_fp16: bool, most: int = ROWS) -> HeatMap:
     title = "Below float16's full precision" + ("" if has_fp16 else ", if it were used")
     label = "share of non-zero values under 2^-14, the worst step; last, of weights that a step left as they were"
     columns = (*KINDS[:-1], "weights unchanged")
-    return _heat(title, _worst(rows, _lost, max), columns, label, float, percent=True)
+    return _heat(title, _worst(rows, _lost, max), columns, label, float, most, percent=True)
 
 
-def _headroom(rows: list[Row]) -> HeatMap:
+def _headroom(rows: list[Row], most: int = ROWS) -> HeatMap:
     worst = _worst((row for row in rows if row.kind != UPDATE), lambda row: row.in_backward.headroom(FP16), min)
     label = "powers of two below 65504, the worst step; negative is infinite in float16"
-    return _heat("Headroom", worst, KINDS[:-1], label, lambda bits: -bits, pale=16.0, dark=0.0, digits=1)
+    return _heat("Headroom", worst, KINDS[:-1], label, lambda bits: -bits, most, pale=16.0, dark=0.0, digits=1)
 
 
 def _histogram(rows: list[Row], step: int) -> ExponentHistogram:

@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...report import Column, Finding, Item, LineChart, Marker, Report, Section, Series, Snippet, Table, to_json
+from ...report import Column, Finding, Picture, Report, Section, Snippet, Table, to_json
 from ...report.files import write_text
 from ..findings import checks_at_end, glossary
 from ..findings.check import counted
 from ..findings.pa203 import PA203
 from ..records import Rank, shown_path
-from .magnitudes import magnitudes, spread
+from .first import advice, headline_of, loss_chart, picture, scale_chart
+from .magnitudes import magnitudes, ran_fp16, spread
 
 STRICT = 3
 """Exit status of --strict when an error was found."""
 PRODUCTS = 60
 """Products on the page, those with most FLOPs; `report.json` has them all."""
-_MARKS = 40
 _MIB = 1 << 20
 UNSEEN = "precision not observed"
 
@@ -97,6 +97,7 @@ def build(
     broke = next((rank.facts["failed"] for rank in ranks if "failed" in rank.facts), None)
     if broke is not None:
         line += f" The doctor itself failed in step {broke['step']} and saw no more: please report {broke['error']}"
+    headline = headline_of(findings) if broke is None else line
     end = first.facts.get("end", {}) if first is not None else {}
     environment = {
         "command": " ".join(command),
@@ -111,12 +112,14 @@ def build(
     }
     serious = any(f.severity != "info" for f in findings)
     sections: list[Section | None] = [Section("Findings", "" if findings else "Nothing was found.", findings)]
+    shown = None
     if first is not None:
         samples = first.many.get("telemetry", [])
-        has_fp16 = "float16" in first.facts.get("audit", {}).get("low", ())
+        has_fp16 = ran_fp16(first)
         really = _really_running(first.facts.get("audit"), first.facts.get("held"))
         spread_out = magnitudes(samples, has_fp16, first.facts.get("underflow"))
-        sections += [_timeline(first), spread_out, really, _advice(findings)]
+        shown = picture(first, findings[0] if serious else None)
+        sections += [_timeline(first, shown), spread_out, really, _advice(findings)]
     content: dict[str, Any] = to_json(
         {
             "schema": "preamp-doctor/1",
@@ -130,10 +133,15 @@ def build(
             "processes": [_process(rank) for rank in ranks],
         }
     )
+    words, paste = advice(findings, command, bool(steps))
     report = Report(
         f"Doctor: {Path(command[0]).name}",
         line,
         [s for s in sections if s is not None],
+        headline=headline,
+        picture=shown,
+        advice=words,
+        paste=paste,
         environment=environment,
         status=None if serious else "good" if steps else "neutral",
         data=content,
@@ -153,24 +161,14 @@ def _process(rank: Rank) -> dict[str, Any]:
     }
 
 
-def _timeline(rank: Rank) -> Section:
-    steps = rank.steps
-    x = [step["step"] for step in steps]
-    skipped = [step["step"] for step in steps if step["skipped"]]
-    marks = tuple(  # of those in a row the first is labelled
-        Marker(float(step), None, "" if step - 1 in skipped else "skipped") for step in skipped[:_MARKS]
-    )
-    loss = Series("loss", x, [_number(step["loss"]) for step in steps])
-    items: list[Item] = [LineChart("Loss", "step", "loss", (loss,), markers=marks)]
-    if any(step["scale"] for step in steps):
-        scale = Series("scale", x, [_number(step["scale"]) for step in steps], steps=True)
-        items.append(LineChart("Loss scale", "step", "scale", (scale,), y_log2=True, markers=marks))
-    text = f"{len(steps)} attempts to step, {len(skipped)} of them skipped."
-    return Section("Timeline", text, items)
-
-
-def _number(value: Any) -> float | None:
-    return value if isinstance(value, (int, float)) else None
+def _timeline(rank: Rank, shown: Picture) -> Section:
+    """The loss and the loss scale over the steps, without the one that the first screen shows."""
+    skipped = sum(step["skipped"] for step in rank.steps)
+    charts = [
+        chart for chart in (loss_chart(rank), scale_chart(rank)) if chart is not None and chart.title != shown.title
+    ]
+    text = f"{len(rank.steps)} attempts to step, {skipped} of them skipped."
+    return Section("Timeline", text, charts)
 
 
 def _advice(findings: tuple[Finding, ...]) -> Section | None:
