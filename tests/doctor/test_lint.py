@@ -580,3 +580,38 @@ def test_infinities_that_become_zeros_are_told_where_they_are_made(op, then):
 ])  # fmt: skip
 def test_infinities_that_are_meant_are_not(then):
     assert not found("PA201", Run(lambda self, x: then(x)), HALF)
+
+
+class Squares(nn.Module):
+    """Squares that a region computes in float32, and a layer that takes them in 16 bits."""
+
+    def __init__(self, factor: float, masks: bool = False) -> None:
+        super().__init__()
+        self.norm, self.head, self.factor, self.masks = nn.BatchNorm1d(8), nn.Linear(8, 8), factor, masks
+
+    def forward(self, x):
+        out = self.head((self.factor * self.norm(x)).square())
+        return out.masked_fill(out < 0, -torch.inf) if self.masks else out
+
+
+def test_an_output_that_is_not_finite_is_traced_to_its_operator():
+    torch.manual_seed(0)
+    model, x = Squares(1000.0), torch.randn(16, 8)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    (finding,) = [one for one in examine(model, None, "O2", example=(x,)).findings if one.severity != "info"]
+    assert (finding.code, finding.severity, finding.module, finding.direction) == ("PA201", "error", "head", "forward")
+    assert not [one for one in examine(model, None, "O5", example=(x,)).findings if one.severity != "info"]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_an_example_that_is_not_finite_itself_is_told_so():
+    x = torch.randn(16, 8)
+    x[3, 2] = torch.nan
+    assert "PA207" in {finding.code for finding in examine(Squares(1.0), None, "O2", example=(x,)).findings}
+
+
+def test_an_output_with_a_mask_is_nothing():
+    torch.manual_seed(0)
+    report = examine(Squares(1.0, masks=True), None, "O2", example=(torch.randn(16, 8),))
+    assert not [finding for finding in report.findings if finding.severity != "info"]

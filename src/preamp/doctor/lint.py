@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import traceback
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from .names import named_parts
 from .operators import Observation, Observer, Products, Vanished
 from .places import Places
 from .records import shown_path
+from .replay.origin import trace
 from .replay.restore import random_kept
 
 
@@ -55,10 +56,10 @@ def examine(
     model runs once, on a copy, under the policy, and what is seen there is more precise than what the source says.
     `loss`: the loss module or function; it is not called.
 
-    The report's `findings` are PA101 to PA105, PA109 and PA111, most harmful first; a healthy model has no error and no
-    warning. Nothing is changed: parameters, buffers, gradients, modes, random generators. Raises `SessionError` for
-    something that is not a model, optimizer or example, or an example that does not run, and `PolicyError` for a policy
-    that cannot be meant.
+    The report's `findings` are PA101 to PA105, PA109, PA111, and PA201 or PA207 if the example's output has NaN or inf,
+    most harmful first; a healthy model has no error and no warning. Nothing is changed: parameters, buffers, gradients,
+    modes, random generators. Raises `SessionError` for something that is not a model, optimizer or example, or an
+    example that does not run, and `PolicyError` for a policy that cannot be meant.
 
     >>> report = examine(model, optimizer, "O2", example=(batch,))
     >>> report.findings
@@ -230,13 +231,7 @@ def _observe(model: nn.Module, policy: Policy, example: Any, products: Products)
     args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
     args, kwargs = map_tensors(_cloned, args), map_tensors(_cloned, kwargs)
     with random_kept():
-        try:
-            twin = copy.deepcopy(model)
-        except Exception as error:
-            raise SessionError(f"the model cannot be copied for a trial run; leave out example=: {error}") from error
-        prepared = any(isinstance(module, CastingModule) for module in twin.modules())
-        if not prepared:
-            _convert(twin, policy)
+        twin, prepared = _twin(model, policy)
         device_type = _device_type_of(model, (args, kwargs))
         had_rules = bool(REGISTRY.stamp)
         paths, owners, _ = named_parts(twin)
@@ -248,9 +243,16 @@ def _observe(model: nn.Module, policy: Policy, example: Any, products: Products)
         region: Any = nullcontext()
         if policy.has_regions:
             region = autocast(device_type, dtype=policy.compute, rules=None if prepared else policy.ops)
+        found: list[Finding] = []
         try:
             with region, torch.enable_grad(), _Functions(observation, device_type), observation:
                 out = _called(twin, args, kwargs)
+            if any(_left_the_range(tensor) for tensor in tensors(out)):
+                twin, _ = _twin(model, policy)  # the first one's statistics have seen it
+                # a constant beyond the range raises here, where the observation took another for it: PA103 says so
+                with suppress(RuntimeError), region, torch.enable_grad():
+                    origin = trace(lambda _: _called(twin, args, kwargs), twin, lambda _: None)
+                    found += [] if origin is None else [origin.finding()]
         except PolicyError:
             raise
         except Exception as error:
@@ -262,7 +264,24 @@ def _observe(model: nn.Module, policy: Policy, example: Any, products: Products)
             places.close()
             if policy.has_regions and not had_rules:
                 autocast.uninstall()
-        return out, observation.findings()
+        return out, found + observation.findings()
+
+
+def _left_the_range(tensor: Tensor) -> bool:
+    """-inf does not count: it is what masks are made of."""
+    return tensor.is_floating_point() and bool((tensor.isnan() | (tensor == torch.inf)).any())
+
+
+def _twin(model: nn.Module, policy: Policy) -> tuple[nn.Module, bool]:
+    """A copy under the policy, and whether the model was prepared already."""
+    try:
+        twin = copy.deepcopy(model)
+    except Exception as error:
+        raise SessionError(f"the model cannot be copied for a trial run; leave out example=: {error}") from error
+    prepared = any(isinstance(module, CastingModule) for module in twin.modules())
+    if not prepared:
+        _convert(twin, policy)
+    return twin, prepared
 
 
 def _called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
