@@ -153,7 +153,7 @@ def bench(
     ] = None,
     report: Annotated[
         Path | None,
-        typer.Option("--report", help="Measure nothing; write the report of the suite models of this results.json."),
+        typer.Option("--report", help="Measure nothing; write the report of this results.json."),
     ] = None,
 ) -> None:
     """Measure preamp against torch.amp, contenders interleaved in one process, as ratios."""
@@ -168,7 +168,7 @@ def bench(
     )
     for table in tables:
         show(table, console)
-    console.print(f"data: {path}", highlight=False, soft_wrap=True)
+    console.print(f"report: {path.with_name('report.html')}\ndata:   {path}", highlight=False, soft_wrap=True)
 
 
 @app.command(context_settings=_OTHERS_OPTIONS, options_metavar="[-m]")

@@ -25,8 +25,11 @@ CONTENTS_FROM = 4
 BRIEF = 16
 """Cells up to this many characters stay on one line."""
 
-BESIDE_WIDTH = 540.0
-"""Width of a drawing that shares its row with something, on a wide screen."""
+FIRST_WIDTH = 490.0
+"""Width of a drawing beside what to do, on a wide screen."""
+
+BESIDE_WIDTH = 430.0
+"""Width of one of two drawings in a row, on a wide screen."""
 
 FINDINGS = 40
 """So many findings of a section are told in full; the others have a row each."""
@@ -34,7 +37,7 @@ FINDINGS = 40
 LISTED = 200
 """Rows of a table that are shown at most."""
 
-EMBEDDED = 500_000
+EMBEDDED = 250_000
 """Characters of JSON that are embedded at most."""
 
 
@@ -50,7 +53,7 @@ def render(report: Any) -> str:
         counts=counts,
         environment=report.environment_rows(),
         summary=[inline(text) for text in paragraphs(report.summary)],
-        picture=None if report.picture is None else _view(report.picture, report, BESIDE_WIDTH),
+        picture=None if report.picture is None else _view(report.picture, report, FIRST_WIDTH),
         advice=[inline(text) for text in paragraphs(report.advice)],
         sections=[
             {
@@ -109,7 +112,8 @@ def _chart(chart: Chart, width: float) -> dict[str, Any]:
     """A chart drawn for wide and for narrow screens, what to say below it, and its numbers."""
     from markupsafe import Markup
 
-    drawings = [Markup(to_svg(chart, each, standalone=False)) for each in (width, NARROW_WIDTH)]
+    screens = {"wide": width, "narrow": NARROW_WIDTH}
+    drawings = [Markup(to_svg(chart, each, standalone=False, screen=name)) for name, each in screens.items()]
     close = overlap_note(chart) if isinstance(chart, LineChart) else ""
     notes = [note for note in (close, chart.note) if note]
     return {"title": chart.title, "drawings": drawings, "notes": notes, "numbers": _table(numbers(chart))}
