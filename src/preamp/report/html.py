@@ -34,7 +34,7 @@ BESIDE_WIDTH = 430.0
 FINDINGS = 40
 """So many findings of a section are told in full; the others have a row each."""
 
-LISTED = 200
+LISTED = 100
 """Rows of a table that are shown at most."""
 
 EMBEDDED = 250_000
@@ -104,8 +104,9 @@ def _view(item: Any, report: Any, width: float = WIDE_WIDTH) -> dict[str, Any]:
     if not isinstance(item, (LineChart, ExponentHistogram, BarChart, HeatMap)):
         return {"kind": "snippet", "item": item}
     beside = difference_chart(item) if isinstance(item, LineChart) else None
-    charts = [_chart(each, width if beside is None else BESIDE_WIDTH) for each in (item, beside) if each is not None]
-    return {"kind": "charts", "charts": charts}
+    if beside is None:
+        return {"kind": "charts", "charts": [_chart(item, width)]}
+    return {"kind": "charts", "charts": [_chart(item, BESIDE_WIDTH), {**_chart(beside, BESIDE_WIDTH), "notes": []}]}
 
 
 def _chart(chart: Chart, width: float) -> dict[str, Any]:
