@@ -11,6 +11,8 @@ from typing import Any
 import jsonschema
 import pytest
 
+from preamp.doctor.command.run import time_left
+from preamp.doctor.tell.comparison import Ran
 from preamp.doctor.tell.report import schema
 
 from .. import forks
@@ -172,3 +174,14 @@ def test_the_doctor_compares_when_asked(tmp_path: Path) -> None:
     assert content["comparison"]["result"] == "worse"
     assert len(content["comparison"]["runs"]) == 4
     assert "Against full precision" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_the_time_left_is_told_by_precision() -> None:
+    def ran(full: bool, seconds: float) -> Ran:
+        return Ran("", full, 0, 0, seconds, [1.0], 0)
+
+    assert time_left([], 6) == ""
+    assert time_left([ran(False, 10)], 6) == "; about 50 s left"  # full precision is not known yet
+    assert time_left([ran(False, 10), ran(True, 110)], 6) == "; about 4 min left"
+    assert time_left([ran(False, 10), ran(True, 7200), ran(False, 10)], 6) == "; about 4 h left"
+    assert time_left([ran(False, 0.1)] * 3 + [ran(True, 0.1)] * 2, 6) == "; about 1 s left"

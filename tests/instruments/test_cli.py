@@ -161,6 +161,11 @@ def test_bench_writes_every_sample(tmp_path: Path) -> None:
     rows = data["suites"]["regions"]
     assert [c["name"] for c in rows[0]["contenders"]] == ["torch.autocast", "preamp.autocast"]
     assert all(len(c["seconds"]) == 3 for row in rows for c in row["contenders"])
+    page = (tmp_path / "report.html").read_text()
+    assert "of 7 comparisons" in page and "transformer step: preamp.autocast" in page
+    again = tmp_path / "again"
+    invoke("bench", "--report", str(tmp_path / "results.json"), "--out", str(again))
+    assert (again / "report.html").exists()
 
 
 @pytest.mark.parametrize(

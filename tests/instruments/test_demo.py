@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -17,12 +18,14 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from preamp.bench import EXPONENTS, Trial
 from preamp.bench._trial import histogram
 from preamp.cli._app import app
 from preamp.demo import Results, build, judge, make_plan, results_dict, schema
+from preamp.demo._run import Bars
 from preamp.errors import PreampError
 
 runner = CliRunner()
@@ -34,7 +37,37 @@ def flights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = runner.invoke(app, ["demo", "--quick", "-m", "flights", "--device", "cpu", "--out", str(folder)])
     assert done.exit_code == 0, done.output
     assert "report:" in done.output
+    # in a pipe a line a run, and no bars
+    assert len(re.findall(r"^  O\d seed \d: loss", done.output, re.MULTILINE)) == 3
+    assert "left" not in done.output and "\x1b" not in done.output and len(done.output.splitlines()) < 30
     return folder
+
+
+def test_a_terminal_shows_all_steps_and_the_time_left() -> None:
+    for terminal in (True, False):
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
+        with Bars(console, 300) as bars:
+            with bars.of("a run that ends early", 200) as at:
+                for step in range(1, 101):
+                    at(step, f"loss {1 / step:.2f}")
+                bars.progress.refresh()
+            with bars.of("the last one", 100) as at:
+                at(40, "loss 0.20")
+                bars.progress.refresh()
+        text = re.sub("\x1b\\[[0-9;]*m", "", console.file.getvalue())  # colours
+        text = re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "\n", text)  # moves of the cursor
+        lines = [" ".join(line.replace("\u2501", "").split()) for line in text.splitlines() if line.strip()]
+        if not terminal:
+            assert not lines
+            continue
+        assert any(re.fullmatch(r"all \S* ?240/300 \d:\d\d:\d\d left", line) for line in lines)  # 200 of them are over
+        assert any("a run that" in line and "100/200" in line and "loss 0.01" in line for line in lines)
+
+
+def test_the_steps_of_all_runs_are_known_before() -> None:
+    plan = make_plan(["flights"], "O0,O1,O5", "ci", True, 2, "cpu")
+    task = plan.tasks[0]
+    assert plan.sliced == ("O1",) and plan.steps(task) == 4 * plan.recipe(task).steps + 2 * plan.slice(task).steps
 
 
 def test_results_follow_the_published_schema(flights: Path) -> None:

@@ -4,12 +4,12 @@ from ._counting import Counts, count
 from ._machine import device_named, environment, keep_heap
 from ._race import Outcome, race
 from ._range_test import RangeTest, range_test
+from ._report import bench_report
 from ._results import Results, Row
 from ._schedules import schedules
 from ._suites import PARTS, SUITES, suite_named, suite_table
 from ._traces import record
 from ._trial import EXPONENTS, Trial, join_ranks, run_trial
-from .models import report as models_report
 
 __all__ = [
     "EXPONENTS",
@@ -21,12 +21,12 @@ __all__ = [
     "Results",
     "Row",
     "Trial",
+    "bench_report",
     "count",
     "device_named",
     "environment",
     "join_ranks",
     "keep_heap",
-    "models_report",
     "race",
     "range_test",
     "record",

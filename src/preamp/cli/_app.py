@@ -172,7 +172,7 @@ def bench(
     ] = None,
     report: Annotated[
         Path | None,
-        typer.Option("--report", help="Measure nothing; write the report of the suite models of this results.json."),
+        typer.Option("--report", help="Measure nothing; write the report of this results.json."),
     ] = None,
 ) -> None:
     """Measure preamp against torch.amp, contenders interleaved in one process, as ratios."""
@@ -187,7 +187,7 @@ def bench(
     )
     for table in tables:
         show(table, console)
-    console.print(f"data: {path}", highlight=False, soft_wrap=True)
+    console.print(f"report: {path.with_name('report.html')}\ndata:   {path}", highlight=False, soft_wrap=True)
 
 
 @app.command(context_settings=_OTHERS_OPTIONS, options_metavar="[-m]")
@@ -323,16 +323,23 @@ def plan(
     units: Annotated[int, typer.Option("--units", help="fsdp2: equal units that the model is gathered in.")] = 32,
     norm_share: Annotated[float, typer.Option("--norm-share", help="The share of --params in norm layers.")] = 0.0,
     as_json: Annotated[Path | None, typer.Option("--json", help="Also write the plan as JSON to this file.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Also write a report and the data into this folder."),
+    ] = None,
 ) -> None:
     """Compute what a rank of a training run will hold and send, in bytes, by kind, without activations."""
     from ._plan import make_plan
 
     made = make_plan(
-        params, model, as_json, level=level, world=world, shard=shard, optimizer=optimizer, states=states,
+        params, model, as_json, out, level=level, world=world, shard=shard, optimizer=optimizer, states=states,
         master=master, rounding=rounding, shadow=shadow, reshard=not no_reshard, bucket_view=bucket_view,
         reduce=reduce, units=units, norm_share=norm_share,
     )  # fmt: skip
-    show(made.to_table(), Console())
+    console = Console()
+    show(made.to_table(), console)
+    if out is not None:
+        console.print(f"report: {out / 'plan.html'}", highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -15,10 +15,10 @@ from ..bench import (
     PARTS,
     SUITES,
     Results,
+    bench_report,
     device_named,
     environment,
     keep_heap,
-    models_report,
     range_test,
     suite_named,
     suite_table,
@@ -39,8 +39,8 @@ def run_suites(
     """Run the suites named (all), and write `results.json` anew after each row.
 
     `size` is that of the suites in `PARTS` and of `step`, `budget` (seconds) and `parts` are for those in `PARTS`.
-    `earlier`: folders with results of this device, which are taken over; only what they lack is measured. The suite
-    `models` leaves a `report.html`, also of a run that breaks off.
+    `earlier`: folders with results of this device, which are taken over; only what they lack is measured.
+    `report.html` is written after each suite, also of a run that breaks off.
     """
     heap_kept = keep_heap()
     device = device_named(device_name)
@@ -70,20 +70,20 @@ def run_suites(
                 rows.append(row)
                 results.add(name, row)
         finally:
-            if name == "models" and name in results.suites:
-                models_report(results.suites[name], about).write_html(out / "report.html")
+            if results.suites:
+                bench_report(results.suites, about).write_html(out / "report.html")
         tables += [suite_table(name, rows, hardware)] if rows else []
     return tables, results.write()
 
 
 def write_report(path: Path, out: Path) -> Path:
-    """Write `report.html` in `out` of the rows of the suite `models` that the file of a bench has; its path."""
+    """Write `report.html` in `out` of the file of a bench; its path."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        rows = content["suites"]["models"]
+        suites, about = dict(content["suites"]), content["environment"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PreampError(f"{path} has no rows of the suite models ({type(error).__name__}: {error})") from None
-    return models_report(rows, content["environment"]).write_html(out / "report.html")
+        raise PreampError(f"{path} is no results.json of a bench ({type(error).__name__}: {error})") from None
+    return bench_report(suites, about).write_html(out / "report.html")
 
 
 def _own(suite: str, parts: Sequence[str] | None) -> list[str] | None:

@@ -38,6 +38,11 @@ class Plan:
         """How a sliced level is trained: too short to learn, long enough to see the same losses as float32."""
         return replace(self.recipe(task), steps=SLICE_STEPS[self.quick], batch_size=SLICE_BATCH)
 
+    def steps(self, task: Task) -> int:
+        """Of all runs of a network."""
+        sliced = 1 + len(self.sliced) if self.sliced else 0  # float32 is sliced with them
+        return len(self.whole) * len(self.seeds) * self.recipe(task).steps + sliced * self.slice(task).steps
+
     def check_shared(self, processes: int) -> None:
         """`PreampError` unless so many processes can share every batch equally."""
         recipes = [recipe(task) for task in self.tasks for recipe in (self.recipe, self.slice)]

@@ -11,7 +11,19 @@ from typing import Any
 
 from ..bench import EXPONENTS, Trial
 from ..formats import FP16
-from ..report import ExponentHistogram, LineChart, Marker, Report, Section, Series, exponent_spans, smoothed, to_json
+from ..report import (
+    BarChart,
+    Bars,
+    ExponentHistogram,
+    LineChart,
+    Marker,
+    Report,
+    Section,
+    Series,
+    exponent_spans,
+    smoothed,
+    to_json,
+)
 from ..report.files import write_json
 from ..zoo import Task
 from ._run import Results
@@ -73,7 +85,19 @@ def build(results: Results) -> Report:
     for run in [*data["runs"], *data["slices"]]:
         run.pop("step_ms", None)  # kept in results.json; the page shows medians
     line, status = verdict(results, judgements), _status(results, judgements)
-    return Report("preamp demo", line, sections, environment=results.environment, data=data, status=status)
+    words, paste = _advice(judgements)
+    return Report(
+        "preamp demo",
+        line,
+        sections,
+        headline=_headline(judgements) if status == "good" else "",
+        picture=quality_chart(results, judgements),
+        advice=words,
+        paste=paste,
+        environment=results.environment,
+        data=data,
+        status=status,
+    )
 
 
 def verdict(results: Results, judgements: Sequence[Judgement]) -> str:
@@ -97,6 +121,49 @@ def verdict(results: Results, judgements: Sequence[Judgement]) -> str:
         names = ", ".join(f"{j.task} {j.level}" for j in below)
         return f"{len(judgements) - len(below)} of {len(judgements)} 16-bit results reach {band}; below: {names}."
     return f"All {len(judgements)} 16-bit results on {networks} reach {band}."
+
+
+def quality_chart(results: Results, judgements: Sequence[Judgement]) -> BarChart | None:
+    """Every 16-bit result against the mean of the float32 seeds; float32's own seeds show what chance alone does."""
+    if not judgements:
+        return None
+    tasks = [task for task in results.plan.tasks if any(j.task == task.name for j in judgements)]
+    judged = [level for level in results.plan.whole if any(j.level == level for j in judgements)]
+    bars, several = [], judgements[0].seeds > 1
+    for level in ("O0", *judged):
+        columns: list[tuple[float | None, ...]] = []
+        for task in tasks:
+            full = statistics.fmean(q for t in results.of(task.name, "O0") if (q := t.quality) is not None)
+            gaps = [100 * (t.quality - full) for t in results.of(task.name, level) if t.quality is not None]
+            mean = 0.0 if level == "O0" else statistics.fmean(gaps) if gaps else None
+            columns.append((mean, min(gaps, default=None), max(gaps, default=None)))
+        means, lows, highs = zip(*columns, strict=True)
+        name = "O0, which is float32" if level == "O0" else level
+        bars.append(Bars(name, means, lows if several else None, highs if several else None))
+    label, note = "points of 100 above O0's mean", "Bars are means; whiskers go from the worst to the best seed."
+    tasks_named = [f"{task.name}, {task.metric}" for task in tasks]
+    return BarChart("Quality against float32", tasks_named, bars, label, digits=3, note=note if several else "")
+
+
+def _headline(judgements: Sequence[Judgement]) -> str:
+    """The verdict of a demo in which all is well, for those who do not know what a band is."""
+    networks, seeds = len({j.task for j in judgements}), judgements[0].seeds
+    return (
+        f"16 bits train as well as float32: all {len(judgements)} results on {networks} "
+        f"network{'s' if networks > 1 else ''} are at least as good as the worst of {seeds} float32 seeds."
+    )
+
+
+def _advice(judgements: Sequence[Judgement]) -> tuple[str, str]:
+    """What to do after a demo, in words, and what to paste for it."""
+    below = [j for j in judgements if not j.within]
+    if below and below[0].seeds > 1:
+        return f"Look at the curves of `{below[0].task}` below, then run it with more seeds:", (
+            f"preamp demo --model {below[0].task} --seeds 8"
+        )
+    return "Compare your own training script with float32 in the same way; nothing in it has to change:", (
+        "preamp compare train.py"
+    )
 
 
 def write(results: Results, folder: Path, report: Report) -> tuple[Path, Path]:
@@ -155,7 +222,7 @@ def loss_chart(results: Results, task: Task) -> LineChart:
         if trials:
             series.append(_band(level, [smoothed(t.losses) for t in trials]))
     note = "Exponential average over ten steps; bands span the seeds." if len(results.plan.seeds) > 1 else ""
-    return LineChart(f"{task.title}: training loss", "step", "loss", series, note=note)
+    return LineChart(f"{task.title}: training loss", "step", "loss", series, note=note, against="O0")
 
 
 def scale_chart(results: Results, task: Task) -> LineChart | None:

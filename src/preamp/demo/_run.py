@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..bench import RangeTest, Trial, environment, range_test, run_trial
 from ..sharding import rank, ranks
@@ -43,26 +44,21 @@ def run(plan: Plan, console: Console) -> Results:
     """Train everything in the plan. Ctrl-C ends it early and keeps what there is."""
     results = Results(plan=plan, environment={**environment(plan.device), "processes": ranks()})
     began = time.perf_counter()
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"),
-        TimeElapsedColumn(),
-    )  # fmt: skip
     try:
-        with Progress(*columns, console=console, transient=True) as progress:
+        with Bars(console, sum(map(plan.steps, plan.tasks)) + _sweep_steps(plan)) as bars:
             for task in plan.tasks:
                 console.print(f"[bold]{task.title}[/bold]  [dim]{task.data}[/dim]")
-                shown = progress.add_task(f"{task.name}: preparing data", total=None, loss="")
-                # the first batch loads and prepares the data, which is kept out of the first run's time
-                next(iter(task.batches(plan.size, seed=0, steps=1, batch_size=plan.recipe(task).batch_size)))
-                progress.remove_task(shown)
+                with bars.of(f"{task.name}: preparing data"):
+                    # the first batch loads and prepares the data, which is kept out of the first run's time
+                    next(iter(task.batches(plan.size, seed=0, steps=1, batch_size=plan.recipe(task).batch_size)))
                 for level in plan.whole:
                     for seed in plan.seeds:
-                        _train(results, progress, task, level, seed)
+                        _train(results, bars, task, level, seed)
                 if plan.sliced:
                     for level in ("O0", *plan.sliced):
-                        _train(results, progress, task, level, 0, sliced=True)
+                        _train(results, bars, task, level, 0, sliced=True)
             if rank() == 0:
-                _sweep(results, progress)
+                _sweep(results, bars)
     except KeyboardInterrupt:
         results.interrupted = True
         console.print("[yellow]interrupted: reporting what there is[/yellow]")
@@ -70,39 +66,75 @@ def run(plan: Plan, console: Console) -> Results:
     return results
 
 
-def _sweep(results: Results, progress: Progress) -> None:
+class Bars:
+    """A bar of all steps, with the time that is left, and one of the run under way; where no terminal is, nothing."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        columns = (
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+            TextColumn("{task.fields[shown]}"),
+        )  # fmt: skip
+        # networks take different times: judged by the last minutes
+        self.progress = Progress(*columns, console=console, transient=True, speed_estimate_period=180)
+        self._all = self.progress.add_task(f"{'all':24}", total=steps, shown="left")
+        self._done = 0
+
+    def __enter__(self) -> Bars:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    @contextmanager
+    def of(self, name: str, steps: int | None = None) -> Iterator[Callable[[int, str], None]]:
+        """Inside, a bar of a run, which is told how many steps were made, and what to show beside it."""
+        shown = self.progress.add_task(f"{name:24}", total=steps, shown="")
+
+        def at(step: int, text: str = "") -> None:
+            self.progress.update(shown, completed=step, shown=text)
+            self.progress.update(self._all, completed=self._done + step)
+
+        try:
+            yield at
+        finally:
+            self.progress.remove_task(shown)
+            self._done += steps or 0  # also of a run that ended before
+            self.progress.update(self._all, completed=self._done)
+
+
+def _sweep_steps(plan: Plan) -> int:
+    """Steps of the range test; 0 where no 16-bit level is trained."""
+    return (60 if plan.quick else 120) if any(level != "O0" for level in plan.whole) else 0
+
+
+def _sweep(results: Results, bars: Bars) -> None:
     """A range test of the last network (SE-ResNeXt, unless others were asked for) at the first 16-bit level."""
     plan = results.plan
-    low = [level for level in plan.whole if level != "O0"]
-    if not low:
+    steps = _sweep_steps(plan)
+    if not steps:
         return
-    steps = 60 if plan.quick else 120
-    shown = progress.add_task(f"{plan.tasks[-1].name} {low[0]} learning rates", total=steps, loss="")
-    results.range_test = range_test(
-        plan.tasks[-1], low[0], size=plan.size, device=plan.device, steps=steps,
-        on_step=lambda step: progress.update(shown, completed=step + 1),
-    )  # fmt: skip
-    progress.remove_task(shown)
+    low = next(level for level in plan.whole if level != "O0")
+    with bars.of(f"{plan.tasks[-1].name} {low} learning rates", steps) as at:
+        results.range_test = range_test(
+            plan.tasks[-1], low, size=plan.size, device=plan.device, steps=steps, on_step=lambda step: at(step + 1, ""),
+        )  # fmt: skip
 
 
-def _train(results: Results, progress: Progress, task: Task, level: str, seed: int, *, sliced: bool = False) -> None:
+def _train(results: Results, bars: Bars, task: Task, level: str, seed: int, *, sliced: bool = False) -> None:
     plan = results.plan
     recipe: Recipe = plan.slice(task) if sliced else plan.recipe(task)
-    name = f"{task.name} {level} " + ("slice" if sliced else f"seed {seed}")
-    shown = progress.add_task(f"{name:24}", total=recipe.steps, loss="")
-
-    def on_step(trial: Trial) -> None:
-        progress.update(shown, completed=len(trial.losses), loss=f"loss {trial.losses[-1]:.3f}")
-
     with_histogram = level == "O0" and seed == 0 and not sliced
-    trial = run_trial(
-        task, level, size=plan.size, seed=seed, device=plan.device, recipe=recipe, on_step=on_step,
-        evaluate=not sliced, budget_s=SLICE_SECONDS[plan.quick] if sliced else None,
-        histogram_scale=HISTOGRAM_SCALE if with_histogram else None, into=results.sliced if sliced else results.whole,
-    )  # fmt: skip
-    progress.remove_task(shown)
+    with bars.of(f"{task.name} {level} " + ("slice" if sliced else f"seed {seed}"), recipe.steps) as at:
+        trial = run_trial(
+            task, level, size=plan.size, seed=seed, device=plan.device, recipe=recipe,
+            on_step=lambda trial: at(len(trial.losses), f"loss {trial.losses[-1]:.3f}"),
+            evaluate=not sliced, budget_s=SLICE_SECONDS[plan.quick] if sliced else None,
+            histogram_scale=HISTOGRAM_SCALE if with_histogram else None,
+            into=results.sliced if sliced else results.whole,
+        )  # fmt: skip
     if not sliced:
-        progress.console.print(
+        bars.progress.console.print(
             f"  {level} seed {seed}: loss {trial.final_loss:.4f}, {task.metric} {trial.quality:.3f}, "
             f"{trial.ms_per_step:.1f} ms/step"
         )

@@ -6,6 +6,7 @@ p.total, p.peak, p.sent, p.bytes_of("states")        # bytes a rank
 """
 
 from ._plan import MemoryPlan, plan
+from ._report import plan_report
 from ._rows import Row
 
-__all__ = ["MemoryPlan", "Row", "plan"]
+__all__ = ["MemoryPlan", "Row", "plan", "plan_report"]

@@ -100,8 +100,8 @@ class LineChart(Fields):
     """Lines over a common x axis, with bands, markers and shaded ranges.
 
     Axes are linear unless `x_log` or `y_log` (powers of ten) or `y_log2` (powers of two); on a log axis a
-    point that is not positive leaves a gap. `against` names the series that the others are held against: in a report
-    the difference is drawn beside lines that lie on it. Raises `ValueError` for `y_log` together with `y_log2`.
+    point that is not positive leaves a gap. `against` names the series that the others are held against: a report
+    draws the difference beside them. Raises `ValueError` for `y_log` together with `y_log2`.
     """
 
     kind: ClassVar[str] = "line_chart"

@@ -25,16 +25,19 @@ CONTENTS_FROM = 4
 BRIEF = 16
 """Cells up to this many characters stay on one line."""
 
-BESIDE_WIDTH = 540.0
-"""Width of a drawing that shares its row with something, on a wide screen."""
+FIRST_WIDTH = 490.0
+"""Width of a drawing beside what to do, on a wide screen."""
+
+BESIDE_WIDTH = 430.0
+"""Width of one of two drawings in a row, on a wide screen."""
 
 FINDINGS = 40
 """So many findings of a section are told in full; the others have a row each."""
 
-LISTED = 200
+LISTED = 100
 """Rows of a table that are shown at most."""
 
-EMBEDDED = 500_000
+EMBEDDED = 250_000
 """Characters of JSON that are embedded at most."""
 
 
@@ -50,7 +53,7 @@ def render(report: Any) -> str:
         counts=counts,
         environment=report.environment_rows(),
         summary=[inline(text) for text in paragraphs(report.summary)],
-        picture=None if report.picture is None else _view(report.picture, report, BESIDE_WIDTH),
+        picture=None if report.picture is None else _view(report.picture, report, FIRST_WIDTH),
         advice=[inline(text) for text in paragraphs(report.advice)],
         sections=[
             {
@@ -101,15 +104,17 @@ def _view(item: Any, report: Any, width: float = WIDE_WIDTH) -> dict[str, Any]:
     if not isinstance(item, (LineChart, ExponentHistogram, BarChart, HeatMap)):
         return {"kind": "snippet", "item": item}
     beside = difference_chart(item) if isinstance(item, LineChart) else None
-    charts = [_chart(each, width if beside is None else BESIDE_WIDTH) for each in (item, beside) if each is not None]
-    return {"kind": "charts", "charts": charts}
+    if beside is None:
+        return {"kind": "charts", "charts": [_chart(item, width)]}
+    return {"kind": "charts", "charts": [_chart(item, BESIDE_WIDTH), {**_chart(beside, BESIDE_WIDTH), "notes": []}]}
 
 
 def _chart(chart: Chart, width: float) -> dict[str, Any]:
     """A chart drawn for wide and for narrow screens, what to say below it, and its numbers."""
     from markupsafe import Markup
 
-    drawings = [Markup(to_svg(chart, each, standalone=False)) for each in (width, NARROW_WIDTH)]
+    screens = {"wide": width, "narrow": NARROW_WIDTH}
+    drawings = [Markup(to_svg(chart, each, standalone=False, screen=name)) for name, each in screens.items()]
     close = overlap_note(chart) if isinstance(chart, LineChart) else ""
     notes = [note for note in (close, chart.note) if note]
     return {"title": chart.title, "drawings": drawings, "notes": notes, "numbers": _table(numbers(chart))}

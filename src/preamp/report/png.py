@@ -13,7 +13,7 @@ from ..errors import MissingExtra
 from .charts import BarChart, Chart, ExponentHistogram, HeatMap, LineChart
 from .files import write_with
 
-COLOURS = ("#0a6cb8", "#d1540a", "#00875f", "#b04a8f", "#b37a00", "#3e9fd6", "#6b6f76", "#7a4fbf")
+COLOURS = ("#0a6cb8", "#d1540a", "#00875f", "#b04a8f", "#b37a00", "#3492c9", "#6b6f76", "#7a4fbf")
 DASHES = ("-", (0, (6, 1.5)), (0, (6, 1.5, 1, 1.5)), (0, (1.5, 1)), "-.", ":")
 
 

@@ -21,11 +21,12 @@ WIDE_WIDTH = 760.0
 NARROW_WIDTH = 390.0
 
 
-def to_svg(chart: Chart, width: float = WIDE_WIDTH, *, standalone: bool = True) -> str:
+def to_svg(chart: Chart, width: float = WIDE_WIDTH, *, standalone: bool = True, screen: str = "") -> str:
     """`chart` as one <svg> element with a view box of this width; the height follows from what is in it.
 
     `standalone` puts the style sheet inside, so that the text is a complete SVG file; without it the page
-    that the element goes into must have the rules of `chart.css`. Below 500 it has the layout for a phone.
+    that the element goes into must have the rules of `chart.css`. Below 500 it has the layout for a phone; `screen`
+    ("wide", "narrow") is where a page shows it, if that does not follow from its width.
     """
     if isinstance(chart, BarChart):
         parts, height = draw_bars(chart, width)
@@ -46,7 +47,7 @@ def to_svg(chart: Chart, width: float = WIDE_WIDTH, *, standalone: bool = True) 
         viewBox=f"0 0 {width:.0f} {height:.0f}",
         role="img",
         aria_label=chart.title or "chart",
-        class_="narrow" if width < NARROW else "wide",
+        class_=screen or ("narrow" if width < NARROW else "wide"),
     ).render()
 
 

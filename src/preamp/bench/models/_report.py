@@ -25,6 +25,11 @@ ORDER = (FP32, TF32, REFERENCE, AMP_BF16, O1, O2, O4, O5, O5_EIGHT)
 
 COMPILED = ", compiled"
 
+ADVICE = (
+    "Choose the level with the longest bar whose losses, below, stay with those of float32; `preamp plan` tells its "
+    "memory for a model of yours. Then see on your own script whether it costs quality:"
+)
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -117,8 +122,18 @@ def report(rows: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) ->
         data.append({**row, "contenders": kept})
     return Report(
         "preamp bench: models", verdict(measured, environment), [each for each in sections if each.items],
+        picture=_picture(measured), advice=ADVICE, paste="preamp compare train.py",
         environment=environment, data={"models": data}, status="neutral",
     )  # fmt: skip
+
+
+def _picture(measured: Measured) -> BarChart | None:
+    """What the verdict says, network by network."""
+    values = {(name, O2.name): measured.speed(name, O2.name) for name in measured.networks}
+    for chart in _bars(f"Training steps of {O2.name}, eager", measured.networks, [O2.name], values, _FASTER, digits=2):
+        if isinstance(chart, BarChart):
+            return chart
+    return None
 
 
 def verdict(measured: Measured, environment: Mapping[str, Any]) -> str:
@@ -255,15 +270,7 @@ def _losses(measured: Measured, name: str) -> list[Item]:
     items: list[Item] = []
     lines = [Series(each, range(len(curve)), curve, dashed=each == SEED) for each, curve in curves.items()]
     note = "Exponential average over ten steps."
-    items.append(LineChart(f"{name}: training loss", "step", "loss", lines, note=note))
-    others = [each for each in ran if each not in (FP32.name, SEED)]
-    if FP32.name in curves and others:
-        lines = []
-        for each in others:
-            pairs = zip(curves[each], curves[FP32.name], strict=True)
-            gaps = [100 * (loss / full - 1) if full else math.nan for loss, full in pairs]
-            lines.append(Series(each, range(len(gaps)), gaps))
-        items.append(LineChart(f"{name}: training loss against fp32", "step", "difference, %", lines, note=note))
+    items.append(LineChart(f"{name}: training loss", "step", "loss", lines, note=note, against=FP32.name))
     found = [[measured.of(row, each, key) for key in ("loss", "against fp32", "skips")] for each in ran]
     cells = [
         (each, loss, None if gap is None else 100 * gap, len(skips))

@@ -24,7 +24,7 @@ from ..tell.report import STRICT, build
 from . import HOOK, VARIABLE
 
 Progress = Callable[[str], None]
-"""Is called with the run that begins."""
+"""Is called with the run that begins, and the time that is left."""
 RUN = "{run}"
 """Stands in the script's arguments for the name of the run, such as "full-0": outputs need not overwrite each other."""
 _PRINTED = re.compile(r"([A-Za-z][\w/.@-]{0,40})\s*[:=]\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf|-inf)(%?)")
@@ -161,7 +161,8 @@ def _pairs(script: Script, folder: Path, seeds: int, progress: Progress, first: 
         for full in (False, True):
             if any((ran.full, ran.offset) == (full, offset) for ran in runs):
                 continue
-            progress(f"run {len(runs) + 1} of {total}: {'full' if full else 'mixed'} precision, seed offset {offset}")
+            what = f"{'full' if full else 'mixed'} precision, seed offset {offset}"
+            progress(f"run {len(runs) + 1} of {total}: {what}{time_left(runs, total)}")
             try:
                 ran = script.run(folder, full, offset)
             except KeyboardInterrupt:
@@ -176,6 +177,20 @@ def _pairs(script: Script, folder: Path, seeds: int, progress: Progress, first: 
                 )
             runs.append(ran)
     return runs
+
+
+def time_left(runs: Sequence[Ran], total: int) -> str:
+    """What the runs that are left will take by those that have ended, in words; empty before the first has."""
+    if not runs:
+        return ""
+    # by precision, since one may take several times as long as the other
+    seconds = {ran.full: ran.seconds for ran in runs}
+    mean = sum(seconds.values()) / len(seconds)
+    left = sum(seconds.get(full, mean) * (total // 2 - sum(ran.full is full for ran in runs)) for full in (False, True))
+    for unit, size in (("h", 3600), ("min", 60)):
+        if left >= 2 * size:
+            return f"; about {left / size:.0f} {unit} left"
+    return f"; about {max(left, 1):.0f} s left"
 
 
 def _wait(line: Sequence[str], env: Mapping[str, str]) -> tuple[int, str | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -112,8 +113,6 @@ def build_comparison(runs: Sequence[Ran], margin: float | None, command: list[st
         "preamp": __version__,
     }
     sections = [Section("Result", "", (*findings, _results(runs, found)))]
-    means = "Lines are means over the seeds, bands reach from the lowest to the highest."
-    sections.append(Section("Loss", means, (_losses(runs, found),)))
     metrics = _metrics(runs)
     if metrics is not None:
         sections.append(
@@ -138,7 +137,11 @@ def build_comparison(runs: Sequence[Ran], margin: float | None, command: list[st
         }
     )
     title, meanings = f"Compare: {Path(command[0]).name}", glossary(finding.code for finding in findings)
-    report = Report(title, line, sections, environment=environment, status=status, data=content, glossary=meanings)
+    words, paste = advice(found, culprit, command)
+    report = Report(
+        title, line, sections, picture=_losses(runs, found), advice=words, paste=paste, environment=environment,
+        status=status, data=content, glossary=meanings,
+    )  # fmt: skip
     return report, content
 
 
@@ -149,7 +152,8 @@ def with_comparison(report: Report, content: dict[str, Any], runs: Sequence[Ran]
     items = tuple(sorted((*report.findings, *found.findings)))
     tables = [item for item in found.sections[0].items if isinstance(item, Table)]
     against = Section("Against full precision", found.verdict, tables)
-    sections = (replace(first, items=items), against, *found.sections[1:], *rest)
+    loss = Section("Loss against full precision", "", () if found.picture is None else (found.picture,))
+    sections = (replace(first, items=items), against, loss, *found.sections[1:], *rest)
     merged = replace(report, sections=sections, verdict=f"{report.verdict} {found.verdict}")
     merged = replace(merged, headline=f"{report.headline} {found.verdict}" if report.headline else "")
     merged = replace(merged, glossary={**report.glossary, **found.glossary})
@@ -180,6 +184,30 @@ def verdict(found: Parity, pairs: int) -> str:
     return f"{words[found.verdict]}{told}{more}."
 
 
+def advice(found: Parity, culprit: Error | None, command: Sequence[str]) -> tuple[str, str]:
+    """What to do, in words, and what to paste for it."""
+    script = shlex.join(command)
+    if found.verdict == "identical":
+        return "Ask the doctor why 16 bits are not in effect:", f"preamp doctor {script}"
+    if not all(map(math.isfinite, found.full)):
+        return "Mend the training in float32 first; the doctor names the operator that makes the first inf or nan:", (
+            f"preamp doctor {script}"
+        )
+    if found.verdict == "undecided":
+        return "Compare again with more seeds, or say with `--margin` which share of the loss does not matter:", (
+            f"preamp compare --seeds {max(6, 2 * len(found.full))} {script}"
+        )
+    if found.verdict == "worse":
+        if culprit is not None and culprit.name:
+            return f"Keep `{culprit.name}`, the first module that gives something else, in full precision:", (
+                f'preamp.prepare(model, optimizer, policy="O4; {culprit.name} -> full")'
+            )
+        return "Ask the doctor what 16 bits lose:", f"preamp doctor {script}"
+    return "Keep training in 16 bits: over these seeds it costs nothing. The doctor watches longer runs:", (
+        f"preamp doctor {script}"
+    )
+
+
 def _results(runs: Sequence[Ran], found: Parity) -> Table:
     full = {ran.offset: ran for ran in runs if ran.full}
     mixed = [ran for ran in runs if not ran.full and ran.offset in full]
@@ -201,7 +229,8 @@ def _losses(runs: Sequence[Ran], found: Parity) -> LineChart:
         lows, highs = [min(values, default=None) for values in at], [max(values, default=None) for values in at]
         series.append(Series(name, steps, means, lows, highs, dashed=full))
     marks = () if found.parted is None else (Marker(float(found.parted), None, "apart from here"),)
-    return LineChart("Loss", "step", "loss", series, markers=marks)
+    note = "Lines are means over the seeds, bands reach from the lowest to the highest."
+    return LineChart("Loss", "step", "loss", series, markers=marks, note=note, against="full precision")
 
 
 def _metrics(runs: Sequence[Ran]) -> Table | None:

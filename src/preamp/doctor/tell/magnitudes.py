@@ -146,7 +146,7 @@ def _shown(worst: dict[str, dict[str, float]], harm: Any, most: int) -> tuple[li
     """The modules to show, in the model's order, and a note on the others."""
     ranked = sorted(worst, key=lambda module: max(map(harm, worst[module].values())), reverse=True)[:most]
     left = len(worst) - len(ranked)
-    return [m for m in worst if m in set(ranked)], f"{left} more modules have less." if left else ""
+    return [m for m in worst if m in set(ranked)], f"{left} more modules are better off." if left else ""
 
 
 def _heat(
