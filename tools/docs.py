@@ -33,14 +33,17 @@ from .docs_results import (
     step,
 )
 from .docs_simulation import host_time, simulated_kernels, simulated_steps
+from .docs_site import commands, figures
 
 DOCUMENTS = (
     "README.md",
     "docs/coming-from-apex.md",
     "docs/doctor.md",
+    "docs/index.md",
     "docs/levels.md",
     "docs/loss-scaling.md",
     "docs/optimizers.md",
+    "docs/reference/cli.md",
     "docs/rules.md",
     "docs/step.md",
 )
@@ -80,8 +83,10 @@ GENERATORS: dict[str, Callable[[Path], str]] = {
     "doctor_overhead": doctor_overhead,
     "apex_levels": apex_levels,
     "bench": bench,
+    "cli": commands,
     "demo": demo,
     "doctor_versus": doctor_versus,
+    "figures": figures,
     "formats": formats,
     "host_time": host_time,
     "levels": levels,

@@ -340,7 +340,7 @@ FINDINGS = {
 }
 """The titles of the pages in docs/findings, by code."""
 
-_PLACED = ("found", "line", "module", "batch")
+PLACED = ("found", "line", "module", "batch")
 
 
 @committed("doctor-versus", "python -m tests.sick.versus")
@@ -355,8 +355,8 @@ def doctor_versus(results: dict[str, Any]) -> tuple[Table, str]:
     sick = [row for row in results["rows"] if row["group"] != "healthy"]
     for code, title in FINDINGS.items():
         if of_code := [row for row in sick if row["group"] == code]:
-            add(f"{code}: {title}", of_code, _PLACED)
-    add("all sick: named in place", sick, _PLACED)
+            add(f"{code}: {title}", of_code, PLACED)
+    add("all sick: named in place", sick, PLACED)
     add("all sick: only another place named", sick, ("elsewhere",))
     add("all healthy: false alarms", [row for row in results["rows"] if row["group"] == "healthy"], ("alarm",))
     add("sick and healthy: the tool itself failed", results["rows"], ("broke",))
