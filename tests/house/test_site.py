@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import zlib
@@ -75,6 +76,18 @@ def test_no_link_is_dead(site: Path) -> None:
                 dead.append(f"{path.relative_to(site)}: {link}")
     assert len(pages) > 70
     assert dead == []
+
+
+def test_links_of_the_readme_lead_to_pages(site: Path) -> None:
+    """They are absolute, for the package index, and go to the newest version of the site."""
+    start = "https://preamp-amp.github.io/preamp/latest/"
+    links = re.findall(rf"\]\({re.escape(start)}([^)\s]*)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert links
+    for link in links:
+        path, _, anchor = link.partition("#")
+        page = site / path / "index.html"
+        assert page.exists(), link
+        assert not anchor or anchor in Page(page.read_text(encoding="utf-8")).anchors, link
 
 
 def test_links_to_the_repository_lead_to_files_of_it(site: Path) -> None:

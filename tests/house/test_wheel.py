@@ -86,7 +86,6 @@ def test_what_the_package_index_is_told(wheel: Path) -> None:
     assert all(link.startswith("https://") for link in links.values())
 
 
-@pytest.mark.xfail(reason="README.md still links to files of the repository", strict=True)
 def test_the_readme_can_be_read_on_the_package_index(wheel: Path) -> None:
     told = metadata(wheel)
     assert told["Description-Content-Type"] == "text/markdown"
