@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 import preamp
-from preamp.errors import SessionError
+from preamp.errors import PolicyError, SessionError
 
 pytest.importorskip("accelerate")
 transformers: Any = pytest.importorskip("transformers")
@@ -171,3 +171,7 @@ def test_what_it_refuses(tmp_path: Path) -> None:
     low = trainer_of(Network(), "preamp", tmp_path, Stream(), bf16=True)
     with pytest.raises(SessionError, match=r"TrainingArguments\(bf16=True\) casts by itself"):
         attach(low, "O5")
+    rounded = trainer_of(bert().bfloat16(), "preamp", tmp_path, sentences(), 8)
+    attach(rounded, "O5")
+    with pytest.raises(PolicyError, match=r"is bf16 and .* load it with from_pretrained\(..., dtype=torch.float32\)"):
+        rounded.train()

@@ -103,7 +103,8 @@ class Conversion:
                 elif parameter.dtype in LOW_DTYPES:
                     raise PolicyError(
                         f"the parameter {name} is {name_of(parameter.dtype)} and the policy wants {name_of(dtype)}: "
-                        "prepare() casts by itself and needs the float32 model; remove .half() or .to(...) before it"
+                        "prepare() casts by itself and needs the float32 model; remove .half() or .to(...) before it, "
+                        "or load it with from_pretrained(..., dtype=torch.float32)"
                     )
 
     def _check_gathered(self, name: str, parameter: nn.Parameter, wanted: torch.dtype) -> None:
