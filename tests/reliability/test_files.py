@@ -230,6 +230,47 @@ def test_loading_is_all_or_nothing(level: str, kind: str, wrong: str, told: bool
     assert alike(run.state(), twin.state())
 
 
+class Refusing:
+    """An object of a user's own whose state fits nobody."""
+
+    def __init__(self) -> None:
+        self.loaded: list[Any] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded.append(state)
+        if state["kept"] != 1:
+            raise ValueError("not mine")
+
+
+def test_further_objects_are_loaded_with_the_others(tmp_path: Path) -> None:
+    def schedule_of(rate: float) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), rate)
+        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+    model, optimizer, schedule = schedule_of(0.5)
+    for _ in range(3):
+        optimizer.step()
+        schedule.step()
+    save(tmp_path / "c.pt", model=model, optimizer=optimizer, schedule=schedule, own={"kept": 2}, step=3)
+    other, second, follower = schedule_of(0.1)
+    before = other.weight.clone()
+    own = Refusing()
+    with pytest.raises(CheckpointError, match="does not fit the own .* nothing was loaded: not mine"):
+        load(tmp_path / "c.pt", model=other, optimizer=second, schedule=follower, own=own)
+    assert torch.equal(other.weight, before) and follower.last_epoch == 0
+    assert own.loaded == [{"kept": 2}, {"kept": 1}]
+    with pytest.raises(CheckpointError, match=r"step= is an object .* got a int: .* load\(path\)\['step'\]"):
+        load(tmp_path / "c.pt", model=other, step=0)
+    with pytest.raises(CheckpointError, match="has no 'scheduler'; it has .*schedule"):
+        load(tmp_path / "c.pt", model=other, scheduler=follower)
+    assert load(tmp_path / "c.pt", model=other, optimizer=second, schedule=follower)["step"] == 3
+    assert torch.equal(other.weight, model.weight) and follower.state_dict() == schedule.state_dict()
+
+
 def test_several_objects_are_all_or_nothing_and_named(tmp_path: Path) -> None:
     models = {name: nn.Linear(2, 2) for name in "ab"}
     path = tmp_path / "c.pt"

@@ -26,19 +26,26 @@ from ._save import writer
 
 def load(
     path: AnyPath, *, model: Models | None = None, optimizer: Optimizers | None = None, session: Session | None = None,
-    map_location: Any = "cpu",
+    map_location: Any = "cpu", **extra: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Read a checkpoint, load what is named into the objects given, and return the whole content.
 
     All or nothing: if one object does not accept its state, those before it get back what they had; for that, copies
-    of their states are kept in host memory during the call. Waits for a `save_async` to the same path.
+    of their states are kept in host memory during the call. Waits for a `save_async` to the same path. `extra`: further
+    objects, by the names they were saved under, with `state_dict` and `load_state_dict` (an LR scheduler).
 
     Raises `CheckpointError` for a file that is not one, is damaged, lacks what an object needs or does not fit it;
     `StateError` when it does not fit the session; `FileNotFoundError` when there is none.
     """
     writer().finish(path)
     content = read(path, map_location)
-    for key, target in (("model", model), ("optimizer", optimizer), ("amp", session)):
+    for key, target in extra.items():
+        if not (hasattr(target, "state_dict") and hasattr(target, "load_state_dict")):
+            raise CheckpointError(
+                f"{key}= is an object to load into, with a load_state_dict; got a {type(target).__name__}: read such a "
+                f"value from what load() returns, load(path)[{key!r}]"
+            )
+    for key, target in (("model", model), ("optimizer", optimizer), ("amp", session), *extra.items()):
         if target is not None and key not in content:
             raise CheckpointError(f"{path} has no {key!r}; it has {', '.join(sorted(content))}")
     # The optimizer first: loading its state lets masters follow the model's weights, which must still be the old ones
@@ -47,6 +54,7 @@ def load(
         *(_paired("optimizer", optimizer, content["optimizer"], path) if optimizer is not None else ()),
         *(_paired("model", model, content["model"], path) if model is not None else ()),
         *([("session", session, content["amp"])] if session is not None else ()),
+        *((key, target, content[key]) for key, target in extra.items()),
     ]
     for what, target, state in parts:
         if isinstance(target, Optimizer):
