@@ -40,7 +40,7 @@ def run_logprobs(
     else:
         found = compare_logprobs(read(Path(target)), read(other), None if mask is None else read(mask))
         shown, content = found.tables(), found.to_dict()
-    console = Console()
+    console = Console(emoji=False)
     for table in shown:
         console.print(table.to_text(), markup=False, highlight=False, soft_wrap=True)
         console.print()
