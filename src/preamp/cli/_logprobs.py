@@ -34,7 +34,7 @@ def run_logprobs(
     other = Path(arguments[0])
     for path in (Path(target), other):
         if not path.exists():
-            raise PreampError(f"there is no {path}")
+            raise PreampError(f"there is no file or folder {str(path)!r}")
     if Path(target).is_dir():
         shown, content = _of_model(target, other, [level.strip() for level in levels.split(",")])
     else:
