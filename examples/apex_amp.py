@@ -1,8 +1,10 @@
 """A script of 2019, as it was: which flights from New York arrive late?
 
-pip install "preamp[demo]"
-preamp run examples/apex_amp.py             # apex can be imported in it
-preamp migrate examples/apex_amp.py         # the diff to preamp's own API (pip install "preamp[migrate]")
+    pip install "preamp[demo]"
+    preamp run examples/apex_amp.py             # apex can be imported in it
+    preamp migrate examples/apex_amp.py         # the diff to preamp's own API (pip install "preamp[migrate]")
+
+Nothing in it is of preamp but the data.
 """
 
 from __future__ import annotations

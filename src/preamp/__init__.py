@@ -93,7 +93,20 @@ _MODULE_OF = {
 """The modules of the public names that are not modules themselves; each is imported when first asked for."""
 
 
+_OF_APEX = {
+    "initialize": "preamp.prepare(model, optimizer, level=...)",
+    "scale_loss": "session.backward(loss)",
+    "master_params": "session.clip_grad_norm_(...)",
+}
+"""What stands here in place of what Apex's amp has."""
+
+
 def __getattr__(name: str) -> Any:
+    if name in _OF_APEX:
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}, which is Apex's: write {_OF_APEX[name]}, or keep Apex's "
+            "calls and begin with preamp.install_as_apex()"
+        )
     if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _MODULE_OF:

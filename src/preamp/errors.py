@@ -79,6 +79,8 @@ class PreampWarning(UserWarning):
 
 
 def kind_of(value: object) -> str:
-    """The type of a value with its article, as errors say it: "an AdamW", "a Linear"."""
+    """The type of a value with its article, as errors say it: "an AdamW", "a Linear"; "the class AdamW" for that."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     name = type(value).__name__
     return f"{'an' if name[:1] in 'AEIOaeio' else 'a'} {name}"

@@ -106,6 +106,15 @@ def test_a_script_that_never_steps_says_so(tmp_path: Path) -> None:
     assert ran.stdout == "hello\n"
     assert report["steps"] == 0
     assert "No optimizer step was seen" in report["verdict"]
+    assert report["verdict"].endswith(
+        "Give the script that trains, with its arguments; a step is one of an optimizer of torch.optim."
+    )
+
+
+def test_a_script_that_fails_before_its_first_step_is_told_what_to_mend(tmp_path: Path) -> None:
+    ran, report = _run(_script(tmp_path, "import torch\nraise ValueError('no data')\n"))
+    assert ran.returncode == 1 and "no data" in ran.stderr
+    assert report["verdict"].endswith("Mend the script's own error first.")
 
 
 def test_steps_end_the_script(tmp_path: Path) -> None:

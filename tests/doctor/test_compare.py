@@ -151,7 +151,7 @@ def test_a_script_that_never_steps_or_fails_is_one_clear_error(tmp_path: Path) -
     (tmp_path / "none.py").write_text("import torch\nprint('nothing')\n")
     ran, _ = compare(tmp_path, "none.py")
     assert ran.returncode == 2
-    assert "without a training step" in ran.stderr
+    assert "without a training step, so there is nothing to compare. Give the script that trains" in ran.stderr
     (tmp_path / "bad.py").write_text("import torch\nraise RuntimeError('no data')\n")
     ran, _ = compare(tmp_path, "bad.py")
     assert ran.returncode == 2

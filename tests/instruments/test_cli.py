@@ -12,10 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
 import preamp
+from preamp.bench import device_named
 from preamp.cli._app import FIRST, app, show
 from preamp.report import Column, Table
 from preamp.rules import TABLE
@@ -147,10 +149,23 @@ def test_the_suite_sessions(tmp_path: Path) -> None:
     assert row["name"] == "training step" and all(len(each["seconds"]) == 3 for each in row["contenders"])
 
 
-def test_an_unusable_device_is_named() -> None:
-    for verb in (("bench", "-s", "regions"), ("lr-find",), ("demo",)):
-        done = runner.invoke(app, [*verb, "--device", "tpu9"])
-        assert "--device tpu9" in str(done.exception)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("verb", [("bench", "-s", "regions"), ("lr-find",), ("demo",)])
+def test_an_unusable_device_is_named(verb: tuple[str, ...]) -> None:
+    for device, why in (
+        ("tpu9", "torch knows no such device. Write cpu, cuda, or cuda:1"),
+        ("cuda", f"torch {torch.__version__} "),
+        ("xpu", "Leave it out to use what this machine has: preamp env"),
+    ):
+        done = runner.invoke(app, [*verb, "--device", device])
+        assert isinstance(done.exception, preamp.PreampError)
+        assert str(done.exception).startswith(f"--device {device}: ") and why in str(done.exception)
+
+
+def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(preamp.PreampError, match="--device cuda:2: the last GPU of this machine is cuda:1"):
+        device_named("cuda:2")
 
 
 def test_bench_writes_every_sample(tmp_path: Path) -> None:
@@ -176,6 +191,8 @@ def test_bench_writes_every_sample(tmp_path: Path) -> None:
         (("bench", "-s", "nothing"), "no suite 'nothing'"),
         (("rules", "--policy", "O3"), "ops=none"),
         (("plan", "--params", "-7e9"), "no number of parameters"),
+        (("plan", "--model", "nowhere:x:"), "nowhere:x:: ModuleNotFoundError"),  # :x: is no picture here
+        (("doctor", "nowhere.py"), "Write its path, as in path/to/script.py, or -m package.module"),
     ],
 )
 def test_an_error_is_one_message_and_status_2(arguments: tuple[str, ...], message: str) -> None:

@@ -43,9 +43,17 @@ def device_named(name: str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
+    except RuntimeError:
+        raise PreampError(f"--device {name}: torch knows no such device. Write cpu, cuda, or cuda:1") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count() > 0:
+        raise PreampError(f"--device {name}: the last GPU of this machine is cuda:{torch.cuda.device_count() - 1}")
+    built = device.type != "cuda" or torch.backends.cuda.is_built()
+    try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise PreampError(f"--device {name}: {str(error).splitlines()[0] if str(error) else 'not usable'}") from None
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        first = f"cannot use it here: {error}".splitlines()[0].partition(". ")[0]
+        why = f"torch {torch.__version__} {first if built else 'is built without CUDA'}"
+        raise PreampError(f"--device {name}: {why}. Leave it out to use what this machine has: preamp env") from None
     return device
 
 

@@ -44,7 +44,9 @@ def main() -> None:
     try:
         app()
     except PreampError as error:
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False)
+        Console(stderr=True, emoji=False).print(
+            f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True
+        )
         sys.exit(error.exit_status)
 
 
@@ -96,7 +98,7 @@ def demo(
     if nproc > 1 and "WORLD_SIZE" not in os.environ:
         make_plan(model, levels, size, quick, seeds, device).check_shared(nproc)
         raise typer.Exit(torchrun(nproc, sys.argv[1:]))
-    console = Console(quiet=join_ranks() > 0)
+    console = Console(emoji=False, quiet=join_ranks() > 0)
     plan = make_plan(model, levels, size, quick, seeds, device)
     results = run(plan, console)
     if console.quiet:
@@ -129,7 +131,7 @@ def lr_find(
     """Find a learning rate by a range test in mixed precision, and write the curve as report, PNG and JSON."""
     from ._bench import find_lr
 
-    console = Console()
+    console = Console(emoji=False)
     table, files = find_lr(model, level, size, steps, start, end, batch_size, device, out, console)
     show(table, console)
     console.print("\n".join(f"{kind}: {path}" for kind, path in files.items()), highlight=False, soft_wrap=True)
@@ -178,7 +180,7 @@ def bench(
     """Measure preamp against torch.amp, contenders interleaved in one process, as ratios."""
     from ._bench import run_suites, write_report
 
-    console = Console()
+    console = Console(emoji=False)
     if report is not None:
         console.print(f"report: {write_report(report, out)}", highlight=False, soft_wrap=True)
         return
@@ -272,7 +274,7 @@ def explain(code: Annotated[str, typer.Argument(help="The code of a finding, suc
     from ..doctor.findings import page
 
     text = page(code)
-    console = Console()
+    console = Console(emoji=False)
     if console.is_terminal:
         console.print(Markdown(text))
     else:
@@ -336,7 +338,7 @@ def plan(
         master=master, rounding=rounding, shadow=shadow, reshard=not no_reshard, bucket_view=bucket_view,
         reduce=reduce, units=units, norm_share=norm_share,
     )  # fmt: skip
-    console = Console()
+    console = Console(emoji=False)
     show(made.to_table(), console)
     if out is not None:
         console.print(f"report: {out / 'plan.html'}", highlight=False, soft_wrap=True)
@@ -347,7 +349,7 @@ def levels(as_json: _Json = None) -> None:
     """The levels, what each keeps in which dtype, and which of them suits this machine."""
     from ._tables import levels_table
 
-    show(levels_table(), Console(), as_json)
+    show(levels_table(), Console(emoji=False), as_json)
 
 
 @app.command()
@@ -358,7 +360,7 @@ def rules(
     """The operator rules of a 16-bit region, each with its reason: low, full, promote, banned, as-is."""
     from ._tables import rules_table
 
-    show(rules_table(policy), Console(), as_json)
+    show(rules_table(policy), Console(emoji=False), as_json)
 
 
 @app.command()
@@ -366,7 +368,7 @@ def env(as_json: _Json = None) -> None:
     """The machine, the versions, and what they can do in 16 bits."""
     from ._tables import environment_table
 
-    show(environment_table(), Console(), as_json)
+    show(environment_table(), Console(emoji=False), as_json)
 
 
 def show(table: Table, console: Console, as_json: Path | None = None) -> None:

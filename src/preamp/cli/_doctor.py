@@ -33,7 +33,7 @@ def run_doctor(
     compare: int = 0,
 ) -> int:
     """Run a script under observation; its exit status, or 3 by `strict`. Raises `NothingToRun` without a script."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     _check_writable(out, json_file)
     script = _script(target, arguments, as_module, steps)
     status, report, content = examine_script(
@@ -63,7 +63,7 @@ def run_compare(
 ) -> int:
     """Run a script in mixed and in full precision; 3 when mixed is worse. Raises as `compare_script` does."""
     _check_writable(out, json_file)
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     script = _script(target, arguments, as_module, steps)
     with console.status("") as shown:
         # What is under way moves on a terminal, and is a line each elsewhere.

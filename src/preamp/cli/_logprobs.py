@@ -34,13 +34,13 @@ def run_logprobs(
     other = Path(arguments[0])
     for path in (Path(target), other):
         if not path.exists():
-            raise PreampError(f"there is no {path}")
+            raise PreampError(f"there is no file or folder {str(path)!r}")
     if Path(target).is_dir():
         shown, content = _of_model(target, other, [level.strip() for level in levels.split(",")])
     else:
         found = compare_logprobs(read(Path(target)), read(other), None if mask is None else read(mask))
         shown, content = found.tables(), found.to_dict()
-    console = Console()
+    console = Console(emoji=False)
     for table in shown:
         console.print(table.to_text(), markup=False, highlight=False, soft_wrap=True)
         console.print()

@@ -20,8 +20,8 @@ def command(target: str, arguments: Sequence[str], as_module: bool) -> list[str]
     """The command line of the interpreter that runs us, flags included. `NothingToRun` if there is no such script."""
     if not as_module and not Path(target).exists():
         raise NothingToRun(
-            f"there is no script {target!r} in {Path.cwd()}. Write `preamp run path/to/script.py args...`, or "
-            "`preamp run -m package.module args...` for what is run by `python -m`"
+            f"there is no script {target!r} in {Path.cwd()}. Write its path, as in path/to/script.py, or "
+            "-m package.module for what is run by python -m"
         )
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [sys.executable, *flags, *(["-m"] if as_module else []), target, *arguments]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ def parse_policy(description: str | Policy | Mapping[str, Any] | None = None, **
     else:
         raise PolicyError(
             f"a policy is a level such as 'O2', a string of fields, a mapping or a Policy; got {description!r}"
+            f"{_meant(str(description).removeprefix('torch.'))}"
         )
     return found.replace(**changes) if changes else found
 
@@ -53,7 +55,9 @@ def _parse(text: str) -> Policy:
             name = auto_level()[0]
         if name.lower() not in LEVEL_BY_NAME:
             hint = " (the first sign is the letter O, not the digit zero)" if re.fullmatch(r"0\d", name) else ""
-            raise PolicyError(f"there is no level {name!r}{hint}; the levels are {', '.join(level_names())}")
+            raise PolicyError(
+                f"there is no level {name!r}{hint}; the levels are {', '.join(level_names())}{_meant(name)}"
+            )
         base = LEVEL_BY_NAME[name.lower()].policy
     given: dict[str, str] = {}
     for word in words:
@@ -67,6 +71,25 @@ def _parse(text: str) -> Policy:
     for rule in rules:
         found = _with_rule(found, rule.strip(), text)
     return found
+
+
+def _meant(name: str) -> str:
+    """Which levels something that is none was probably to be, as the end of a message."""
+    known = level_names()
+    sought = name.strip().lower().replace("bfloat", "bf").replace("float", "fp")
+    if re.fullmatch(r"\d", sought):
+        near = [level for level in known if level == f"O{sought}"]
+    else:
+        near = [level for level in known if len(sought) > 2 and sought in level]
+    near = near or get_close_matches(sought, known, n=2)
+    if not near:
+        return ". What they are: preamp levels"
+    return f". Write {' or '.join(f'{each!r}{_alias_of(each)}' for each in near)}"
+
+
+def _alias_of(name: str) -> str:
+    level = LEVEL_BY_NAME.get(name.lower())
+    return f" ({level.name})" if level is not None and level.name != name else ""
 
 
 def _with_rule(found: Policy, rule: str, text: str) -> Policy:

@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from typing import Any, Literal, cast
 
 import torch
@@ -22,6 +23,15 @@ SCHEDULES = ("dynamic", "hysteresis", "window")
 """Names of schedules; "backoff" is another word for "dynamic"."""
 
 _SCALES = "a loss scale is a finite number above 0, or 'dynamic', 'hysteresis' or 'window'"
+
+_APEX = {
+    "opt_level": "level=",
+    "cast_model_type": "params=",
+    "keep_batchnorm_fp32": "norms=",
+    "master_weights": "masters=",
+    "loss_scale": "scale=",
+}
+"""What arguments of Apex's amp.initialize are called."""
 
 Precision = Literal["full", "low"] | torch.dtype
 """Precision of a module override: "full" (float32), "low" (the policy's compute dtype), or a dtype."""
@@ -61,7 +71,10 @@ class Policy:
         legal = {f.name for f in fields(self)}
         for name in changes:
             if name not in legal:
-                raise PolicyError(f"a policy has no field {name!r}; it has {', '.join(sorted(legal))}")
+                hint = f". Apex's {name} is {_APEX[name]} here" if name in _APEX else ""
+                near = get_close_matches(name, legal, n=1)
+                hint = hint or (f". Write {near[0]}" if near else "")
+                raise PolicyError(f"a policy has no field {name!r}; it has {', '.join(sorted(legal))}{hint}")
         return replace(self, **changes)
 
     def override(self, pattern: str, precision: str | torch.dtype) -> Policy:

@@ -29,6 +29,17 @@ def check_loss(loss: Any) -> None:
         raise SessionError(f"backward() takes one number and got the shape {tuple(loss.shape)}: reduce it, .mean()")
 
 
+def check_backward_ran(losses: Sequence[str], steps: int) -> None:
+    """A step needs losses whose backward passes have run; `steps`: how many were made before."""
+    if not losses:
+        since = " since the last step" if steps else ""
+        raise SessionError(
+            f"step() without session.backward(){since}: there the loss is scaled, and gradients of loss.backward() "
+            "alone would vanish when they are unscaled. Write session.backward(loss) in place of loss.backward(), "
+            "before each session.step()"
+        )
+
+
 def check_clipped_once(chosen: Sequence[Optimizer], share: bool) -> None:
     """Optimizers that have parameters in common clip one by one."""
     if share and len(chosen) > 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..eps import safe_eps
 from ..errors import PolicyError, PreampWarning, SessionError, kind_of
@@ -29,14 +29,12 @@ from ..ledger import (
 from ..modules import Conversion, unwrapped
 from ..optim import FusedOptimizer
 from ..policy import Policy, auto_level, parse_policy
-from ..scaling import LossScale, loss_scale
+from ..scaling import LOG, LossScale, loss_scale
 from ..sharding import flat_group, is_sharded, reshard
 from ._checks import named_parameters
 from ._losses import Losses, named_values
 from ._session import Session
 from ._step import SKIPS
-
-_log = logging.getLogger("preamp")
 
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 
@@ -93,8 +91,8 @@ def prepare(
     """
     if isinstance(optimizer, _NotGiven):
         raise SessionError(
-            "prepare() was given no optimizer, and masters and loss scales are nothing without the one that steps: "
-            "write prepare(model, optimizer), or prepare(model, None) for inference"
+            "prepare() was given no optimizer: it steps the float32 masters, and a loss scale keeps it from steps that "
+            "overflowed. Write prepare(model, optimizer), or prepare(model, None) for inference"
         )
     models = {name: unwrap(each) for name, each in named_values(model, "model").items()}
     given = {} if optimizer is None else named_values(optimizer, "optimizer")
@@ -131,6 +129,7 @@ def prepare(
         for parameter, gradient in earlier.items():
             parameter.grad = gradient
         raise
+    _warn_of_float64(models, chosen)
     for each_optimizer in optimizers.values():
         if not chosen.masters:
             state_like_parameters(each_optimizer)
@@ -185,9 +184,11 @@ def _choose_policy(level: str | None, given: Any, device_type: str, overrides: d
     if level is not None and given is not None:
         raise PolicyError(f"prepare() got level={level!r} and policy={given!r}: give one of them")
     described = given if given is not None else (level if level is not None else "auto")
+    if level is not None and not str(level).strip():
+        raise PolicyError("level='': an empty level would be float32. Write 'O0' for that, or 'auto'")
     if isinstance(described, str) and described.strip().lower() == "auto":
         described, why = auto_level(device_type)
-        _log.info("level auto is %s on %s: %s", described, device_type, why)
+        LOG.info("level auto is %s on %s: %s", described, device_type, why)
     return parse_policy(described, **overrides)
 
 
@@ -208,11 +209,13 @@ def _scales(policy: Policy, losses: Sequence[str], scale: Any) -> dict[str, Loss
 def _check_kinds(models: dict[str, Any], optimizers: dict[str, Any]) -> None:
     for name, model in models.items():
         if not isinstance(model, nn.Module):
-            raise SessionError(f"prepare() takes nn.Modules; model {name or 'given'} is {kind_of(model)}")
+            order = ". The model comes first: prepare(model, optimizer)" if isinstance(model, Optimizer) else ""
+            raise SessionError(f"prepare() takes nn.Modules; model {name or 'given'} is {kind_of(model)}{order}")
     for name, optimizer in optimizers.items():
         if not isinstance(optimizer, Optimizer):
             raise SessionError(
-                f"prepare() takes torch.optim optimizers; optimizer {name or 'given'} is {kind_of(optimizer)}"
+                f"prepare() takes torch.optim optimizers; optimizer {name or 'given'} is {kind_of(optimizer)}. "
+                f"{_make_one(optimizer)}"
             )
         if isinstance(optimizer, LBFGS):
             raise SessionError(
@@ -223,12 +226,26 @@ def _check_kinds(models: dict[str, Any], optimizers: dict[str, Any]) -> None:
         raise SessionError("the same optimizer is given twice")
 
 
+def _make_one(given: Any) -> str:
+    """How to come by an optimizer from what was given as one."""
+    if isinstance(given, LRScheduler):
+        return "Give it the scheduler's optimizer, which the scheduler goes on changing"
+    made = given.__name__ if isinstance(given, type) and issubclass(given, Optimizer) else "torch.optim.AdamW"
+    return f"Make one first: optimizer = {made}(model.parameters())"
+
+
 def _check_parameters(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> None:
     """Every optimizer steps something of the models."""
     known = {p: path for path, p in named_parameters(models)}
     for name, optimizer in optimizers.items():
         own = list(parameters_of(optimizer))
-        if known and own and not any(p in known for p in own):
+        if not known and own:
+            raise SessionError(
+                f"the model ({', '.join(type(each).__name__ for each in models.values())}) has no parameters, and "
+                f"{_called(name, optimizer)} has {len(own)}: it would step tensors that the model does not use. Give "
+                "prepare() the module that is trained, or prepare(model, None) if there is nothing to train"
+            )
+        if own and not any(p in known for p in own):
             raise SessionError(
                 f"{_called(name, optimizer)} has {len(own)} parameters and none of them is the model's: it would step "
                 "tensors that the model does not use. A model that is made anew, copied, or moved by assignment after "
@@ -280,10 +297,25 @@ def _check_wrapping(models: dict[str, nn.Module], policy: Policy) -> None:
 def _device_type(models: dict[str, nn.Module]) -> str:
     types = {p.device.type for model in models.values() for p in unwrapped(model).parameters()}
     if "meta" in types:
-        raise SessionError("the model lies on the meta device and has no values: materialise it first")
+        raise SessionError(
+            "the model lies on the meta device: its parameters have shapes and no values that could be trained. Write "
+            "model.to_empty(device=...), load or initialise its weights, make the optimizer, then prepare() both"
+        )
     if len(types) > 1:
         raise SessionError(f"the model lies on devices of several kinds ({', '.join(sorted(types))}): move it to one")
     return types.pop() if types else "cpu"
+
+
+def _warn_of_float64(models: Mapping[str, nn.Module], policy: Policy) -> None:
+    dtypes = {p.dtype for each in models.values() for p in each.parameters() if p.is_floating_point()}
+    if dtypes == {torch.float64} and policy.compute in LOW_DTYPES:
+        warnings.warn(
+            "every parameter of the model is float64, which a policy leaves as it is: nothing would run in "
+            f"{name_of(policy.compute)}. Write model.float() before the optimizer is made, and give it float32 inputs; "
+            "or level='O0'",
+            PreampWarning,
+            stacklevel=3,
+        )
 
 
 def _warn_of_eps(optimizer: Optimizer, policy: Policy) -> None:

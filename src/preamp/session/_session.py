@@ -25,6 +25,7 @@ from ..sharding import flat_group, is_sharded, sharded_parts
 from ._capture import CapturedStep, Rates
 from ._checks import (
     STATE_VERSION,
+    check_backward_ran,
     check_clipped_once,
     check_gathered_full,
     check_loss,
@@ -285,11 +286,7 @@ class Session:
                 ran = list(self._losses)
                 for name in ran:
                     self._pending.ran(name)  # and was scaled where it was computed
-        if not ran:
-            raise SessionError(
-                "step() without session.backward(): gradients made by loss.backward() are not scaled, and would vanish "
-                "when they are unscaled. Write session.backward(loss)"
-            )
+        check_backward_ran(ran, self._attempts)
         scale = self._losses[ran[0]].current(device)
         # of several not: a hook around the step of one may change the gradients of another after they were copied
         readings = [self._read(each, steps_next=len(chosen) == 1) for each in chosen]

