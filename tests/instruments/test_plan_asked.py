@@ -92,6 +92,22 @@ def test_the_verb_prints_and_writes(tmp_path: Path) -> None:
     assert "Not planned: activations" in done.output and "reduce_dtype=fp32" in done.output
 
 
+def test_the_verb_leaves_a_report_with_other_ways(tmp_path: Path) -> None:
+    line = ["plan", "--params", "7B", "--level", "O4", "--world", "8", "--shard", "ddp", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, line)
+    assert done.exit_code == 0 and "plan.html" in done.output
+    page = (tmp_path / "plan.html").read_text()
+    made = plan("7B", level="O4", world=8, shard="ddp")
+    assert f"Each of 8 ranks holds {made.total / 2**30:,.2f} GiB" in page
+    assert json.loads((tmp_path / "plan.json").read_text()) == made.to_json()
+    (paste,) = re.findall(r'aria-label="text to paste">(.+?)</pre>', page)
+    assert paste == "preamp plan --params 7B --world 8 --shard ddp --level O5 --master split --states 8bit"
+    assert CliRunner().invoke(app, paste.split()[1:]).exit_code == 0
+    smallest = ["plan", "--params", "7B", *paste.split()[4:], "--out", str(tmp_path)]
+    assert CliRunner().invoke(app, smallest).exit_code == 0
+    assert "prepare(model, optimizer, level=&#34;O5&#34;)" in (tmp_path / "plan.html").read_text()
+
+
 def test_the_verb_counts_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "planned_net.py").write_text(
         "from torch import nn\ndef build():\n    return nn.Linear(10**6, 10**6)\nnot_one = 3\n"

@@ -52,15 +52,16 @@ def bench_report(suites: Mapping[str, Rows], environment: Mapping[str, Any]) -> 
     if models is not None and len(suites) == 1:
         return models
     found = [ratio for name, rows in suites.items() if name != "models" for ratio in _ratios(name, rows)]
+    ours = sorted((ratio for ratio in found if ratio.ours), key=lambda ratio: ratio.median)
+    ends = ours if len(ours) <= SHOWN else [*ours[: SHOWN // 2], *ours[-SHOWN // 2 :]]
     sections = []
     for name, rows in suites.items():
         own = [ratio for ratio in found if ratio.suite == name]
-        items: list[Item] = [_chart(f"{name}, all contenders", own), _table(own)] if own else []
+        charts = [] if set(own) <= set(ends) else [_chart(f"{name}, all contenders", own)]
+        items: list[Item] = [*charts, _table(own)] if own else []
         whys = [(str(row["name"]), str(why)) for row in rows if (why := row.get("error") or row.get("dropped"))]
         items += [Table("Without a figure", ("row", "why"), whys)] if whys and name != "models" else []
         sections += [Section(name, "", items)] if items else []
-    ours = sorted((ratio for ratio in found if ratio.ours), key=lambda ratio: ratio.median)
-    ends = ours if len(ours) <= SHOWN else [*ours[: SHOWN // 2], *ours[-SHOWN // 2 :]]
     title = "preamp's speed" + (", the least and the most" if len(ours) > SHOWN else "")
     return Report(
         f"preamp bench: {', '.join(suites)}",

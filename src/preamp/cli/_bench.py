@@ -116,11 +116,20 @@ def find_lr(
         "schema": LR_SCHEMA, "model": name, "level": shown_level, "size": size, "environment": environment(device),
         "curve": curve.to_dict(),
     })  # fmt: skip
-    verdict = f"Try {curve.valley:.2g} (valley)." if curve.valley else "No valley found: look at the curve."
+    valley = f"{curve.valley:.2g}" if curve.valley else ""
     report = Report(
-        "preamp lr-find", verdict, (Section(task.title, task.data, (chart, table)),),
-        environment=environment(device), data=data, status="neutral",
-    )  # fmt: skip
+        "preamp lr-find",
+        f"Try {valley} (valley)." if valley else "No valley found: look at the curve.",
+        (Section(task.title, task.data, (table,)),),
+        picture=chart,
+        advice="Let the rate rise to it and fall again:"
+        if valley
+        else "Sweep again, with another `--start` and `--end`.",
+        paste=f"torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr={valley}, total_steps=steps)" if valley else "",
+        environment=environment(device),
+        data=data,
+        status="neutral",
+    )
     files = {"report": report.write_html(out / "lr.html"), "data": write_json(out / "lr.json", data)}
     try:
         files["picture"] = write_png(chart, out / "lr.png")

@@ -117,7 +117,7 @@ def _whisker(start: float, end: float, y: float) -> list[Element]:
 def draw_heat(chart: HeatMap, width: float) -> tuple[list[Element], float]:
     """A heat map's elements and its height."""
     names = max((text_width(name) for name in chart.rows), default=0.0)
-    left = min(names, (0.36 if width < NARROW else 0.44) * width) + 14
+    left = min(names, (0.3 if width < NARROW else 0.44) * width) + 14
     wide = (width - left - 2) / max(len(chart.columns), 1)
     parts: list[Element] = []
     lines = [_wrapped(name, wide - 6) for name in chart.columns]

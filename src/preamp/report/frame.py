@@ -113,14 +113,21 @@ def legend(entries: Sequence[tuple[str, Swatch]], wide: float, width: float, y: 
 
 
 def _lanes(spans: Sequence[Span], x: Axis, top: float) -> tuple[list[_Lane], float]:
-    """The x spans that can be seen, each on the first lane with room for it, and where the lanes end."""
+    """The x spans that can be seen, each on the first lane with room for it, and where the lanes end.
+
+    Those without a label begin below the lanes.
+    """
     taken: list[list[tuple[float, float]]] = []
     placed: list[_Lane] = []
+    mute: list[tuple[float, float]] = []
     for span in spans:
         ends = _ends(span, x) if span.axis == "x" else None
         if ends is None:
             continue
         start, end = ends
+        if not span.label:
+            mute.append(ends)
+            continue
         half = min(text_width(span.label, SMALL), x.end - x.start - 12) / 2 + 5
         middle = min(max((start + end) / 2, x.start + half), x.end - half)
         first, last = min(start, middle - half), max(end, middle + half)
@@ -132,7 +139,8 @@ def _lanes(spans: Sequence[Span], x: Axis, top: float) -> tuple[list[_Lane], flo
         base = top + (index + 1) * LANE - 4
         text = label(span.label, 2 * half - 8, x=middle, y=base - 4, size=SMALL, class_="small", text_anchor="middle")
         placed.append((start, end, base, text))
-    return placed, top + len(taken) * LANE
+    below = top + len(taken) * LANE
+    return [*placed, *((start, end, below, element("g")) for start, end in mute)], below
 
 
 def _shades(lanes: Sequence[_Lane], bottom: float) -> list[Element]:

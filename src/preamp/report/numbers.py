@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from .charts import BarChart, Chart, ExponentHistogram, HeatMap, LineChart, Points, Series
+from .charts import BarChart, Chart, ExponentHistogram, HeatMap, LineChart, Points, Series, Span
 from .table import Table
 from .values import Cell, format_number
 
@@ -12,7 +13,7 @@ ROWS = 50
 """A curve with more points than this is told by so many stretches at most."""
 
 SPELLED = 12
-"""So many markers are told at most."""
+"""So many markers, and shades, are told at most."""
 
 
 def numbers(chart: Chart) -> Table:
@@ -50,7 +51,7 @@ def _lines(chart: LineChart | ExponentHistogram) -> Table:
     size = -(-len(places) // ROWS) or 1
     stretches = [places[start : start + size] for start in range(0, len(places), size)]
     row_of = {x: index for index, stretch in enumerate(stretches) for x in stretch}
-    base = "2^" if isinstance(chart, ExponentHistogram) else ""
+    base = _base(chart)
     cells: list[list[Cell]] = [[base + _range([xs[0], xs[-1]]).replace(" to ", f" to {base}")] for xs in stretches]
     columns = [chart.x_label]
     for series in chart.series:
@@ -65,6 +66,11 @@ def _lines(chart: LineChart | ExponentHistogram) -> Table:
                 row.append(_range(values) if values else None)
     notes = [f"A row is a stretch of {size} points, told by its smallest and largest value."] if size > 1 else []
     return Table(f"{chart.title}: {chart.y_label}", columns, cells, notes=(*notes, *_marked(chart)))
+
+
+def _base(chart: LineChart | ExponentHistogram) -> str:
+    """What stands before a place on the x axis."""
+    return "2^" if isinstance(chart, ExponentHistogram) else ""
 
 
 def _columns(series: Series) -> list[tuple[str, Sequence[Points]]]:
@@ -88,10 +94,18 @@ def _whole(value: float) -> float:
 
 
 def _marked(chart: LineChart | ExponentHistogram) -> list[str]:
-    """Where the markers are; the first ones of many."""
+    """Where the markers and the shades along x are; the first ones of many."""
     markers = chart.markers if isinstance(chart, LineChart) else ()
-    if not markers:
-        return []
-    shown = [f"{marker.label} {format_number(marker.x)}".strip() for marker in markers[:SPELLED]]
-    more = f" and {len(markers) - len(shown)} more" if len(markers) > len(shown) else ""
-    return [f"Marked ({chart.x_label}): {', '.join(shown)}{more}."]
+    marked = [f"{marker.label} {_range([float(marker.x)])}".strip() for marker in markers]
+    shaded = [f"{span.label} {_ends(span, _base(chart))}".strip() for span in chart.spans if span.axis == "x"]
+    return [
+        f"{word} ({chart.x_label}): {', '.join(told[:SPELLED])}"
+        + (f" and {len(told) - SPELLED} more." if len(told) > SPELLED else ".")
+        for word, told in (("Marked", marked), ("Shaded", shaded)) if told
+    ]  # fmt: skip
+
+
+def _ends(span: Span, base: str) -> str:
+    """From where to where a shade goes; an open end is left out."""
+    known = [(word, end) for word, end in (("from", span.start), ("to", span.end)) if end is not None]
+    return " ".join(f"{word} {base}{_range([float(end)])}" for word, end in known if math.isfinite(end))

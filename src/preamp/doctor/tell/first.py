@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 
-from ...report import BarChart, Finding, HeatMap, LineChart, Marker, Series
+from ...report import BarChart, Finding, HeatMap, LineChart, Marker, Series, Span
 from ..findings.check import counted
 from ..records import Rank
 from .magnitudes import heat_maps, lost_gradients
 
 MARKS = 40
-"""So many skipped steps are marked at most."""
+"""So many skips, or rows of them, are marked at most: the longest."""
 
 IN_SCALE = frozenset({"PA201", "PA203", "PA207"})
 """What the loss scale shows best: a bad step is skipped, and the scale falls."""
@@ -37,10 +38,10 @@ def loss_chart(rank: Rank, worst: Finding | None = None) -> LineChart:
     """The loss of every attempt to step; skipped ones are marked, and the step of the worst finding."""
     x = [step["step"] for step in rank.steps]
     loss = Series("loss", x, [_number(step["loss"]) for step in rank.steps])
-    marks = _skips(rank)
+    marks, spans = _skips(rank)
     if worst is not None and worst.step is not None and not any(mark.x == worst.step for mark in marks):
         marks.append(Marker(float(worst.step), None, worst.code))
-    return LineChart("Loss", "step", "loss", (loss,), markers=marks)
+    return LineChart("Loss", "step", "loss", (loss,), markers=marks, spans=spans)
 
 
 def scale_chart(rank: Rank) -> LineChart | None:
@@ -49,7 +50,8 @@ def scale_chart(rank: Rank) -> LineChart | None:
         return None
     x = [step["step"] for step in rank.steps]
     scale = Series("scale", x, [_number(step["scale"]) for step in rank.steps], steps=True)
-    return LineChart("Loss scale", "step", "scale", (scale,), y_log2=True, markers=_skips(rank))
+    marks, spans = _skips(rank)
+    return LineChart("Loss scale", "step", "scale", (scale,), y_log2=True, markers=marks, spans=spans)
 
 
 def picture(rank: Rank, worst: Finding | None) -> LineChart | BarChart | HeatMap:
@@ -83,14 +85,25 @@ def advice(findings: Sequence[Finding], command: Sequence[str], stepped: bool) -
 
 def _place(finding: Finding, mark: str) -> str:
     """Module and line, as far as they are known."""
-    module = f" in {mark}{finding.module}{mark}" if finding.module else ""
+    told = not mark and finding.module in re.split(r"[\s'\"]+", finding.message)
+    module = f" in {mark}{finding.module}{mark}" if finding.module and not told else ""
     return module + (f" at {mark}{finding.file}:{finding.line}{mark}" if finding.file and finding.line else "")
 
 
-def _skips(rank: Rank) -> list[Marker]:
-    skipped = [step["step"] for step in rank.steps if step["skipped"]]
-    before = {step + 1 for step in skipped}  # of those in a row the first is labelled
-    return [Marker(float(step), None, "" if step in before else "skipped") for step in skipped[:MARKS]]
+def _skips(rank: Rank) -> tuple[list[Marker], list[Span]]:
+    """A rule for each step that was skipped, and a shade for several in a row; the first, and the longest, say so."""
+    rows: list[list[float]] = []
+    for at in (float(step["step"]) for step in rank.steps if step["skipped"]):
+        if rows and at == rows[-1][-1] + 1:
+            rows[-1].append(at)
+        else:
+            rows.append([at])
+    rows = sorted(sorted(rows, key=len, reverse=True)[:MARKS])
+    longest = max(rows, key=len, default=None)
+    alone, several = ([row for row in rows if (len(row) > 1) is many] for many in (False, True))
+    marks = [Marker(row[0], None, "skipped" if row is alone[0] else "") for row in alone]
+    words = {id(longest): f"{len(longest)} steps skipped in a row" if longest else ""}
+    return marks, [Span("x", row[0], row[-1] + 1, words.get(id(row), "")) for row in several]
 
 
 def _number(value: object) -> float | None:
