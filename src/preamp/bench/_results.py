@@ -74,10 +74,14 @@ class Missing:
 
     def of(self, rows: Iterable[T], name: Callable[[T], str]) -> Iterator[T]:
         """Those of `rows` that are missing, in the order in which they are to be measured."""
+        return (row for _, row in self.numbered(rows, name))
+
+    def numbered(self, rows: Iterable[T], name: Callable[[T], str]) -> Iterator[tuple[str, T]]:
+        """As `of`, each with its place: "2 of 7"."""
         left = [row for row in rows if name(row) not in self.done]
-        for row in sorted(left, key=lambda row: name(row) in self.tried):
+        for number, row in enumerate(sorted(left, key=lambda row: name(row) in self.tried), 1):
             self.begin(name(row))
-            yield row
+            yield f"{number} of {len(left)}", row
 
 
 EVERYTHING = Missing()

@@ -58,8 +58,9 @@ def step(
 ) -> Iterator[Row]:  # fmt: skip
     """`scaler.step(optimizer); scaler.update()`, torch's and ours, and the same for 16-bit parameters with masters."""
     lists = TINY if size == "tiny" else LISTS
-    for name, (make, few, number) in missing.of(_works(device, rounds, lists).items(), lambda work: work[0]):
-        tell(name)
+    works = _works(device, rounds, lists).items()
+    for place, (name, (make, few, number)) in missing.numbered(works, lambda work: work[0]):
+        tell(f"{name} ({place})")
         try:
             yield _row(name, make(), few, number, device)
         except Exception as error:  # the rows that follow are as good as without it

@@ -53,8 +53,8 @@ def regions(
 ) -> Iterator[Row]:
     """What preamp's regions cost over torch's own, in bfloat16."""
     works = _in_regions(device)
-    for name in missing.of(works, str):
-        tell(name)
+    for place, name in missing.numbered(works, str):
+        tell(f"{name} ({place})")
         what, number, run = works[name]
         contenders = {"torch.autocast": partial(run, torch.autocast), "preamp.autocast": partial(run, autocast)}
         yield race_row(name, what, _isolated(contenders, rounds, number, device))
