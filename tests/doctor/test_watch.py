@@ -385,7 +385,7 @@ def test_an_error_of_the_doctor_s_own_never_reaches_the_script(monkeypatch: pyte
     for owner, name in (
         (magnitudes, "count_each"), (tape.Tape, "keep"), (tape.Tape, "enter_model"), (Observation, "_before"),
         (audit.Outputs, "after"), (soundness.Soundness, "check"), (steps.Steps, "_first_step"),
-        (steps.Steps, "_note_loss"),
+        (steps.Steps, "before_backward"),
     ):  # fmt: skip
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, broken)
