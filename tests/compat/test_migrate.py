@@ -235,7 +235,7 @@ def test_states_and_casts() -> None:
     assert '{"amp": session.state_dict()}' in found.after
     assert 'session.load_state_dict(torch.load("f")["amp"])' in found.after
     assert "with session.autocast(enabled=False):" in found.after
-    assert found.left == 0 and "Apex saved does not load" in found.notes[0].write
+    assert found.left == 0 and "Apex saved is taken over by preamp.checkpoint.adopt_scale" in found.notes[0].write
 
 
 def test_regions_in_the_methods_that_make_what_a_loss_is_made_of() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
 from collections.abc import Callable
@@ -146,3 +147,40 @@ def test_a_region_of_another_model_is_its_own(level: str) -> None:
         session.step()
     session.close()
     assert not told(seen.findings, "PA109")
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_session_behind_a_scaler_that_nobody_updates_is_healthy(level: str) -> None:
+    """HF Trainer's loop has no update of its own: the session updates its scale in its step."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with preamp.prepare(model, optimizer, level=level) as session, preamp.doctor.watch(model) as watch:
+        scaler = preamp.SessionScaler(session)
+        for _ in range(6):
+            optimizer.zero_grad()
+            with session.autocast():
+                loss = model(torch.randn(4, 8)).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)  # from here to the step the parameters hold masters
+            scaler.step(optimizer)
+    report = watch.report()
+    assert [finding for finding in report.findings if finding.severity != "info"] == []
+    assert f"({'float16' if level == 'O2' else 'bfloat16'} parameters" in report.verdict
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_model_that_is_called_outside_of_the_session_s_region_is_found(inside: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with preamp.prepare(model, optimizer, level="O4") as session, preamp.doctor.watch(model) as watch:
+        for _ in range(3):
+            with session.autocast() if inside else contextlib.nullcontext():
+                loss = model(torch.randn(4, 8)).square().mean()
+            session.backward(loss)
+            session.step()
+            session.zero_grad()
+    found = [finding for finding in watch.report().findings if finding.code == "PA109"]
+    assert [finding.severity for finding in found] == ([] if inside else ["warning"])
+    assert inside or "outside of session.autocast()" in found[0].message

@@ -123,7 +123,10 @@ def read(path: AnyPath, map_location: Any) -> dict[str, Any]:
     kind = content.get("format") if isinstance(content, dict) else None
     if not isinstance(kind, str) or kind not in _DIGESTS:
         seen = repr(kind) if isinstance(content, dict) else f"of a {type(content).__name__}"
-        raise CheckpointError(f"{path} was not written by preamp.checkpoint.save (format {seen:.60}, not {FORMAT!r})")
+        raise CheckpointError(
+            f"{path} was not written by preamp.checkpoint.save (format {seen:.60}, not {FORMAT!r}); read it as it was "
+            "written, torch.load(path, weights_only=True), and load its parts into model and optimizer"
+        )
     if not (sealed and kind == FORMAT) and not _has_digest(content, _DIGESTS[kind]):
         raise CheckpointError(f"{path} is damaged: its content does not match the digest it was saved with")
     return dict(content)

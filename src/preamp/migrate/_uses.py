@@ -231,7 +231,8 @@ class Uses:
             self._replace(call, f"{access.text}.load_state_dict({args})")
             self._edits.say(
                 call, "amp.load_state_dict", "translated; a session's state has masters and counters too, and one that "
-                "Apex saved does not load: start from model and optimizer, and a fresh scale", False,
+                "Apex saved is taken over by preamp.checkpoint.adopt_scale(session, state), beside model and optimizer",
+                False,
             )  # fmt: skip
         else:
             return

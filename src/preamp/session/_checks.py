@@ -229,7 +229,13 @@ def _check_masters(masters: Any) -> None:
 def _check_origin(state: Mapping[str, Any], policy: str) -> None:
     """A state must be a session's, of this version, made under the same policy."""
     if set(state) != _FIELDS:
-        raise StateError(f"not a session's state: missing or unexpected {sorted(set(state) ^ _FIELDS)}")
+        of_scaler = {"loss_scaler0", "growth_factor", "loss_scaler"} & set(state)
+        raise StateError(
+            "this is the state of a scaler of torch.amp or Apex, and no session's: load the model and the optimizer as "
+            "they are, and take over the scale by preamp.checkpoint.adopt_scale(session, state)"
+            if of_scaler
+            else f"not a session's state: missing or unexpected {sorted(set(state) ^ _FIELDS)}"
+        )
     if state["version"] != STATE_VERSION:
         raise StateError(f"the state has version {state['version']!r}; this preamp reads version {STATE_VERSION}")
     if state["policy"] != policy:

@@ -88,7 +88,23 @@ class PA109(Check):
         for prepared in event.prepared:
             yield from self._overruled(prepared, event.products.all)
         if event.products.flops and not event.products.low:
-            yield from self._in_vain(_names(event.products.all))
+            outside = [one for one in event.prepared if one.compute in LOW_DTYPES]
+            if outside and not any(region.is_preamps for region in self._regions):
+                yield self._outside(outside[0], _names(event.products.all))
+            else:
+                yield from self._in_vain(_names(event.products.all))
+
+    def _outside(self, prepared: Prepared, observed: list[str]) -> Finding:
+        """A session that casts in its regions, and a loop that enters none."""
+        return self.finding(
+            "warning",
+            f"the session was prepared to compute in {name_of(prepared.compute)}, and every matmul and conv ran in "
+            f"{' and '.join(observed)}: the model is called outside of session.autocast()",
+            "with session.autocast():  # around the forward pass and the loss\n    loss = loss_fn(model(x), y)",
+            module=min(prepared.paths, key=len),
+            direction="forward",
+            evidence={"prepared for": name_of(prepared.compute), "observed": observed},
+        )
 
     def _overruled(self, prepared: Prepared, products: Sequence[Product]) -> Iterator[Finding]:
         """A region that is not the session's has its models compute in another dtype."""

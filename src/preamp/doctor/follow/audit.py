@@ -196,11 +196,16 @@ def _why_not(product: Product, dims: tuple[tuple[str, int], ...], flags: Mapping
     return f"{odd}: no multiple of {format_of(dtype).multiple}" if odd else None
 
 
-def audit(outputs: Outputs, products: Products, names: Names) -> dict[str, Any]:
-    """The record of a step's forward pass."""
-    parameters: Counter[str] = Counter()
+def dtypes_of(names: Names) -> dict[str, int]:
+    """How many numbers of the parameters have each dtype."""
+    found: Counter[str] = Counter()
     for parameter in names.parameters():
-        parameters[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+        found[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+    return dict(found)
+
+
+def audit(outputs: Outputs, products: Products, names: Names, parameters: Mapping[str, int]) -> dict[str, Any]:
+    """The record of a step's forward pass; `parameters`: their dtypes then."""
     return {
         "outputs": {path: dict(counts) for path, counts in outputs.dtypes.items()},
         "flops": products.flops,

@@ -20,7 +20,7 @@ from ..measure import spread_of, values_here
 from ..names import unwrapped
 from ..places import key_of
 from ..replay.diagnose import compare_gradients
-from .audit import Held, Recomputation, StepObservation, audit
+from .audit import Held, Recomputation, StepObservation, audit, dtypes_of
 from .magnitudes import Pending, Telemetry
 from .precision import Precision, regions_entered
 from .run import Run
@@ -62,6 +62,8 @@ class Inspection:
         """16-bit dtypes of matrix products seen."""
         self.low_now: set[torch.dtype] = set()
         """The same, of this step only; empty where operators were not observed."""
+        self._dtypes: dict[str, int] = {}
+        """Numbers of the parameters by dtype, when the gradients of the observed step arrived."""
 
     def open(self, turn: int, module: nn.Module | None) -> None:
         """A model is about to run, in this turn of its optimizer; its call has begun already."""
@@ -151,6 +153,8 @@ class Inspection:
 
     def after_backward(self) -> None:
         """Gradients have arrived; code that reads them may read scaled ones."""
+        if self._observation is not None:
+            self._dtypes = dtypes_of(self._run.names)  # before an unscaling lets the parameters hold masters
         if self._telemetry is not None:
             self._telemetry.close()
             for path in self._telemetry.outside[:1]:
@@ -329,7 +333,8 @@ class Inspection:
                 [*self._prepared()],
             )
         )
-        run.recorder.write("audit", step=run.step, **audit(seen.outputs, seen.products, run.names))
+        parameters, self._dtypes = self._dtypes or dtypes_of(run.names), {}
+        run.recorder.write("audit", step=run.step, **audit(seen.outputs, seen.products, run.names, parameters))
         self._held = Held()
 
     def _prepared(self) -> Iterator[Prepared]:

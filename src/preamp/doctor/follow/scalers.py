@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...errors import PreampError
-from ...session import Session
+from ...session import Session, SessionScaler
 from ...session import _step as session_step
 from ...tree import tensors
 from ..findings.events import Clipper, GradientsClipped
@@ -120,7 +120,7 @@ class Scalers:
             if issubclass(kind, torch.amp.grad_scaler.GradScaler):
                 self._follow(kind)  # one that was written or imported after the start
         original(scaler, *args, **kwargs)
-        if scaler.is_enabled():
+        if scaler.is_enabled() and not isinstance(scaler, SessionScaler):  # whose session updates the scale in its step
             self._scales.scaler_at = users_line()
 
     def _scale(self, original: Any, scaler: Any, outputs: Any) -> Any:

@@ -177,7 +177,7 @@ def verdict(found: Parity, pairs: int) -> str:
     way = "above" if found.difference >= 0 else "below"
     told = f"mixed precision ends {format_number(abs(found.difference), 3)} {way} full precision {over}"
     if found.interval is not None:
-        low, high = (format_number(v, 3) for v in found.interval)
+        low, high = (f"{v:.2g}" for v in found.interval)
         told += f" (90 % interval {low} to {high}, margin {format_number(found.margin, 3)})"
     words = {"equivalent": "Equivalent: ", "worse": "Worse: ", "better": "Lower loss: ", "undecided": "Undecided: "}
     more = "; more seeds would tell" if found.verdict == "undecided" else ""
