@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import copy
 import io
 import warnings
@@ -394,6 +395,9 @@ def test_wrapped_models_with_distributed_said(tmp_path: Any) -> None:
             quiet(model, optimizer, opt_level="O2", distributed=True)
         model, optimizer = quiet(model, optimizer, opt_level="O1", distributed=True)
         train(model, optimizer, 2)
+        # Before the group: the last to let go of it waits for gloo's thread, and torch's reducer does so with the GIL.
+        del model, optimizer
+        gc.collect()
     finally:
         torch.distributed.destroy_process_group()
 
