@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import copy
+import gc
 import io
 import warnings
 from collections import OrderedDict, namedtuple
