@@ -78,6 +78,13 @@ def test_no_link_is_dead(site: Path) -> None:
     assert dead == []
 
 
+def test_examples_in_the_reference_are_code(site: Path) -> None:
+    """Markdown takes `>>>` for quotations."""
+    pages = [path.read_text(encoding="utf-8") for path in (site / "reference").rglob("*.html")]
+    assert not [page for page in pages if "<blockquote>" in page]
+    assert sum('class="gp"' in page for page in pages) > 3
+
+
 def test_links_of_the_readme_lead_to_pages(site: Path) -> None:
     """They are absolute, for the package index, and go to the newest version of the site."""
     start = "https://preamp-amp.github.io/preamp/latest/"
