@@ -108,6 +108,16 @@ def test_a_row_of_the_step_suite_that_breaks_off_is_a_row(monkeypatch: pytest.Mo
     assert complete(whole) and len(whole["contenders"][1]["seconds"]) == 3
 
 
+def test_rows_have_their_place_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("preamp.bench._results.time.perf_counter", lambda: clock[0])
+    told = []
+    for place, _ in Missing(done=frozenset("b")).numbered("abcd", str):
+        told.append(place)
+        clock[0] += 50
+    assert told == ["1 of 3", "2 of 3, about 100 s left", "3 of 3, about 50 s left"]
+
+
 def test_the_training_suite_measures_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def optimizer(name: str, device: torch.device, rounds: int, found: Any, *, clip: Any = None) -> Row:
         return Row(part="optimizer", name=f"Adam, {name}" + ("" if clip is None else ", clipping"))

@@ -226,7 +226,7 @@ def test_a_kernel_leaves_in_memory_what_it_should(part: str) -> None:
     case = next(case for case in CASES if case.name.startswith(part))
     _, memory = make(case)
     rows = [before(case, row).astype(np.float64) for row in range(len(case.rows))]
-    if case.kernel.__name__ == "read":
+    if case.kernel.__name__ == "read_kernel":
         (values,) = rows
         assert memory.values("squares", np.float64)[0] == pytest.approx(np.sum(values**2), rel=1e-5)
         assert memory.values("tops", np.float32)[0] == values.max()

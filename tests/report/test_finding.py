@@ -41,6 +41,12 @@ def test_findings_sort_by_harm():
     assert count_severities([info, late, early]) == {"error": 2, "warning": 0, "info": 1}
 
 
+def test_a_long_list_is_shown_in_part_and_kept_whole():
+    whole = full(evidence={"carriers": [f"m{n}" for n in range(17)], "few": ["a"] * 8})
+    assert whole.seen == (("carriers", "m0, m1, m2, m3, m4, m5, m6, and 10 more"), ("few", ", ".join("a" * 8)))
+    assert whole.to_dict()["evidence"]["carriers"][16] == "m16"
+
+
 def test_text_tells_place_evidence_and_fix():
     assert full().to_text().splitlines() == [
         "error PA201: first non-finite value",

@@ -10,13 +10,10 @@ from ..report import BarChart, Bars, Column, Item, Report, Section, Table
 from ._race import INTERVAL, RATIO
 from .models import report as models_report
 
-SHOWN = 8
+SHOWN = 6
 """Bars on the first screen at most: those of preamp's contenders that gain least and most."""
 
-ADVICE = (
-    "A bar whose whisker crosses 1 is not told apart from its reference; more `--rounds` would narrow it. What whole "
-    "networks gain, on this device, the suite `models` measures:"
-)
+ADVICE = "Where a whisker crosses 1, more `--rounds` would tell. What whole networks gain here:"
 
 Rows = Sequence[Mapping[str, Any]]
 """Rows of a suite, as a bench's JSON has them."""
@@ -82,9 +79,8 @@ def verdict(ours: Sequence[Ratio], environment: Mapping[str, Any]) -> str:
         return f"Nothing of preamp on {hardware} has a ratio to a reference: see the tables that were printed."
     faster, slower = sum(ratio.low > 1 for ratio in ours), sum(ratio.high < 1 for ratio in ours)
     return (
-        f"On {hardware} preamp is faster than its reference in {faster} of {len(ours)} comparisons, slower in {slower} "
-        f"and not told apart in {len(ours) - faster - slower}: from {ours[0].median:.2f} to {ours[-1].median:.2f} "
-        "times as fast."
+        f"On {hardware}: faster than the reference in {faster} of {len(ours)} comparisons, slower in {slower}, "
+        f"not told apart in {len(ours) - faster - slower}; {ours[0].median:.2f} to {ours[-1].median:.2f} times as fast."
     )
 
 

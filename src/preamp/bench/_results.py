@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from ..report import to_json
 from ..report.files import write_json
+from ..report.values import format_left
 
 SCHEMA = "preamp-bench/1"
 BEGUN = "begun, and the process ended before it was measured"
@@ -77,11 +79,13 @@ class Missing:
         return (row for _, row in self.numbered(rows, name))
 
     def numbered(self, rows: Iterable[T], name: Callable[[T], str]) -> Iterator[tuple[str, T]]:
-        """As `of`, each with its place: "2 of 7"."""
+        """As `of`, each with its place and the time that is left, by the rows before it: "2 of 7, about 90 s left"."""
         left = [row for row in rows if name(row) not in self.done]
-        for number, row in enumerate(sorted(left, key=lambda row: name(row) in self.tried), 1):
+        began = time.perf_counter()
+        for done, row in enumerate(sorted(left, key=lambda row: name(row) in self.tried)):
             self.begin(name(row))
-            yield f"{number} of {len(left)}", row
+            each = (time.perf_counter() - began) / max(done, 1)
+            yield f"{done + 1} of {len(left)}" + (f", {format_left(each * (len(left) - done))}" if done else ""), row
 
 
 EVERYTHING = Missing()

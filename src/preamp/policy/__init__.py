@@ -1,11 +1,11 @@
 """Policies and levels."""
 
 from ._levels import auto_level, cpu_has_bf16
-from ._parse import parse_policy
+from ._parse import policy
 from ._policy import LEVELS, Level, Policy, Precision, Scale, level_names
 
-policy = parse_policy
-"""The name that users call it by: `preamp.policy("O2")`."""
+parse_policy = policy
+"""`policy`, for code in which a policy has that name."""
 
 __all__ = [
     "LEVELS",

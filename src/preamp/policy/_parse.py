@@ -17,7 +17,7 @@ from ._levels import auto_level
 from ._policy import LEVEL_BY_NAME, Policy, coerce, level_names
 
 
-def parse_policy(description: str | Policy | Mapping[str, Any] | None = None, **changes: Any) -> Policy:
+def policy(description: str | Policy | Mapping[str, Any] | None = None, **changes: Any) -> Policy:
     """The policy that a description stands for.
 
     `description`: a level or alias ("O2", "bf16-mixed"); "auto", the best level of this machine's default device;

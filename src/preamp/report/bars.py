@@ -13,7 +13,6 @@ from .frame import COLOURS, NARROW, axis_title, legend, rule, tick_labels
 from .markup import FONT, Element, element, label, text_width
 from .values import format_number
 
-BAR = 15.0
 BETWEEN = 3.0
 GROUP = 13.0
 
@@ -45,14 +44,13 @@ def draw_bars(chart: BarChart, width: float) -> tuple[list[Element], float]:
     for index, name in enumerate(chart.labels):
         if narrow:
             bars.append(label(name, width - 12, x=left, y=top + FONT, class_="halo"))
-            top += FONT + 7
+            top += FONT + 6
         else:
-            tall = len(chart.series) * (BAR + BETWEEN) - BETWEEN
-            middle = top + tall / 2 + 4
+            middle = top + (len(chart.series) * (_tall(width) + BETWEEN) - BETWEEN) / 2 + 4
             bars.append(label(name, left - 12, x=left - 10, y=middle, text_anchor="end"))
         for number in range(len(chart.series)):
             bars += _bar(chart, number, index, axis, top, width)
-            top += BAR + BETWEEN
+            top += _tall(width) + BETWEEN
         top += GROUP - BETWEEN
     bottom = top - GROUP / 2
     parts += [rule(axis.at(t.at), first - 2, axis.at(t.at), bottom, "grid") for t in axis.ticks if t.label]
@@ -61,6 +59,11 @@ def draw_bars(chart: BarChart, width: float) -> tuple[list[Element], float]:
     parts += [rule(base, first - 2, base, bottom, "axis"), *bars]
     title, height = axis_title(chart.value_label, left, right, bottom + 22)
     return parts + title, height
+
+
+def _tall(width: float) -> float:
+    """Height of a bar: on a phone, what to do is to stay in sight below."""
+    return 12.0 if width < NARROW else 15.0
 
 
 def _base(chart: BarChart, axis: Axis) -> float:
@@ -88,23 +91,23 @@ def _bar(chart: BarChart, number: int, index: int, axis: Axis, top: float, width
     """One bar with its whisker and its value."""
     bars = chart.series[number]
     value = bars.values[index]
-    base, end = _base(chart, axis), axis.project(value)
+    base, end, tall = _base(chart, axis), axis.project(value), _tall(width)
     pieces: list[Element] = []
     reach = base
     if end is not None:
         hover = element("title", f"{chart.labels[index]}, {bars.name}: {_text(value, chart.digits)}")
         wide = max(abs(end - base), 0.5)
         pieces.append(
-            element("rect", hover, x=min(base, end), y=top, width=wide, height=BAR, rx=2, class_=_style(number))
+            element("rect", hover, x=min(base, end), y=top, width=wide, height=tall, rx=2, class_=_style(number))
         )
         reach = max(reach, end)
     ends = [axis.project(part[index]) for part in (bars.low, bars.high) if part is not None]
     known = [place for place in ends if place is not None]
     if len(known) == 2:
-        pieces += _whisker(min(known), max(known), top + BAR / 2)
+        pieces += _whisker(min(known), max(known), top + tall / 2)
         reach = max(reach, *known)
     text = _text(value, chart.digits)
-    pieces.append(label(text, width - reach - 8, x=reach + 6, y=top + BAR / 2 + 4, class_="tick"))
+    pieces.append(label(text, width - reach - 8, x=reach + 6, y=top + tall / 2 + 4, class_="tick"))
     return pieces
 
 

@@ -18,6 +18,10 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 _CODE = re.compile(r"PA\d{3}\Z", re.ASCII)
 
 
+LISTED = 8
+"""Parts of a list that are shown; JSON has them all."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finding(Fields):
     """One thing found: what, how harmful, where, what was seen, and what to write instead.
@@ -73,12 +77,12 @@ class Finding(Fields):
 
     @property
     def seen(self) -> tuple[tuple[str, str], ...]:
-        """The evidence as (name, text) pairs; a sentence has the name ""."""
+        """The evidence as (name, text) pairs, of a long list the first parts; a sentence has the name ""."""
         if self.evidence is None:
             return ()
         if isinstance(self.evidence, str):
             return (("", self.evidence),)
-        return tuple((str(name), plain_text(value)) for name, value in self.evidence.items())
+        return tuple((str(name), plain_text(_first(value))) for name, value in self.evidence.items())
 
     def to_text(self) -> str:
         """Plain lines for a terminal; the first has severity, code and message."""
@@ -106,3 +110,10 @@ def count_severities(findings: Iterable[Finding]) -> dict[Severity, int]:
     for finding in findings:
         counts[finding.severity] += 1
     return counts
+
+
+def _first(value: Any) -> Any:
+    """A long list as its first parts, and how many more there are."""
+    if not isinstance(value, (list, tuple)) or len(value) <= LISTED:
+        return value
+    return [*value[: LISTED - 1], f"and {len(value) - LISTED + 1} more"]

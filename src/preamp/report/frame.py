@@ -84,7 +84,7 @@ def build_frame(
         behind += pieces
     lanes, plot_top = _lanes(spans, x, top)
     plot_top += 4 if lanes else 8
-    bottom = plot_top + (200 if narrow else 230)
+    bottom = plot_top + (170 if narrow else 230)
     y = y.place(bottom, plot_top)
     behind += _shades(lanes, bottom)
     pieces, taken = _y_spans(spans, y, left, right)

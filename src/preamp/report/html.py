@@ -103,21 +103,20 @@ def _view(item: Any, report: Any, width: float = WIDE_WIDTH) -> dict[str, Any]:
         return _table(item)
     if not isinstance(item, (LineChart, ExponentHistogram, BarChart, HeatMap)):
         return {"kind": "snippet", "item": item}
-    beside = difference_chart(item) if isinstance(item, LineChart) else None
+    beside, close = (difference_chart(item), overlap_note(item)) if isinstance(item, LineChart) else (None, "")
     if beside is None:
-        return {"kind": "charts", "charts": [_chart(item, width)]}
-    return {"kind": "charts", "charts": [_chart(item, BESIDE_WIDTH), {**_chart(beside, BESIDE_WIDTH), "notes": []}]}
+        return {"kind": "charts", "charts": [_chart(item, width, close, item.note)]}
+    return {"kind": "charts", "charts": [_chart(item, BESIDE_WIDTH, item.note), _chart(beside, BESIDE_WIDTH, close)]}
 
 
-def _chart(chart: Chart, width: float) -> dict[str, Any]:
+def _chart(chart: Chart, width: float, *notes: str) -> dict[str, Any]:
     """A chart drawn for wide and for narrow screens, what to say below it, and its numbers."""
     from markupsafe import Markup
 
     screens = {"wide": width, "narrow": NARROW_WIDTH}
     drawings = [Markup(to_svg(chart, each, standalone=False, screen=name)) for name, each in screens.items()]
-    close = overlap_note(chart) if isinstance(chart, LineChart) else ""
-    notes = [note for note in (close, chart.note) if note]
-    return {"title": chart.title, "drawings": drawings, "notes": notes, "numbers": _table(numbers(chart))}
+    told = [note for note in notes if note]
+    return {"title": chart.title, "drawings": drawings, "notes": told, "numbers": _table(numbers(chart))}
 
 
 def _table(table: Table) -> dict[str, Any]:

@@ -42,6 +42,18 @@ def format_number(value: float, digits: int | None = None) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def format_left(seconds: float) -> str:
+    """How long something will still take, in words; of two or more of a unit, no smaller one is told.
+
+    >>> format_left(0.2), format_left(100), format_left(230)
+    ('about 1 s left', 'about 100 s left', 'about 4 min left')
+    """
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"about {seconds / size:.0f} {unit} left"
+    return f"about {max(seconds, 1):.0f} s left"
+
+
 def scientific(value: float, digits: int) -> str:
     """`value` with an exponent and without the padding that Python gives it: 1.5e-8, not 1.500e-08."""
     mantissa, exponent = f"{value:.{digits}e}".split("e")

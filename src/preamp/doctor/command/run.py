@@ -18,6 +18,7 @@ from typing import Any
 
 from ...errors import SessionError
 from ...report import Report
+from ...report.values import format_left
 from ..records import Rank, read_ranks
 from ..tell.comparison import Ran, build_comparison, losses_of, pairs_of, with_comparison
 from ..tell.report import NO_STEP, STRICT, build
@@ -187,10 +188,7 @@ def time_left(runs: Sequence[Ran], total: int) -> str:
     seconds = {ran.full: ran.seconds for ran in runs}
     mean = sum(seconds.values()) / len(seconds)
     left = sum(seconds.get(full, mean) * (total // 2 - sum(ran.full is full for ran in runs)) for full in (False, True))
-    for unit, size in (("h", 3600), ("min", 60)):
-        if left >= 2 * size:
-            return f"; about {left / size:.0f} {unit} left"
-    return f"; about {max(left, 1):.0f} s left"
+    return f"; {format_left(left)}"
 
 
 def _wait(line: Sequence[str], env: Mapping[str, str]) -> tuple[int, str | None]:
