@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, kind_of
 from ..session import Session
 
 
@@ -54,7 +54,7 @@ def adopt_scale(session: Session, state: Mapping[str, Any], *, name: str | None 
 
 def _recognised(state: Any) -> _Found | list[_Found]:
     if not isinstance(state, Mapping):
-        raise CheckpointError(f"a state to take a loss scale from is a dict; this is a {type(state).__name__}")
+        raise CheckpointError(f"a state to take a loss scale from is a dict; this is {kind_of(state)}")
     if {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"} <= state.keys():
         factors = {key: state[key] for key in ("growth_factor", "backoff_factor", "growth_interval")}
         return _Found(state["scale"], state["_growth_tracker"], factors)
@@ -81,7 +81,7 @@ def _of_apex(saved: Any) -> _Found:
     for scale, count in (("loss_scale", "unskipped"), ("_loss_scale", "_unskipped"), ("cur_scale", "")):
         if scale in fields:
             return _Found(fields[scale], fields.get(count, 0))
-    raise CheckpointError(f"a {type(saved).__name__} without a loss scale, where Apex keeps a loss scaler")
+    raise CheckpointError(f"{kind_of(saved)} without a loss scale, where Apex keeps a loss scaler")
 
 
 def _merged(own: Mapping[str, Any], found: _Found, loss: str) -> dict[str, Any]:

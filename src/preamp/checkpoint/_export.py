@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, MissingExtra
+from ..errors import CheckpointError, MissingExtra, kind_of
 from ..formats import LOW_DTYPES
 from ..modules import unwrapped
 from ..session import Session
@@ -93,7 +93,7 @@ def _check_dense(state: Mapping[str, Any]) -> None:
         if is_sharded(value):
             continue
         if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_quantized:
-            kind = value.layout if type(value) is Tensor else f"a {type(value).__name__}"
+            kind = value.layout if type(value) is Tensor else kind_of(value)
             raise CheckpointError(
                 f"{name} is {kind}, and safetensors holds dense tensors, whole ones: save a checkpoint instead, or "
                 "take it out of state_dict() (a buffer with persistent=False)"

@@ -22,7 +22,7 @@ from typing import IO, Any, cast
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, kind_of
 from ._content import AnyPath, check_extents, digest, digest_1
 
 FORMAT = "preamp-checkpoint/2"
@@ -122,7 +122,7 @@ def read(path: AnyPath, map_location: Any) -> dict[str, Any]:
         ) from error
     kind = content.get("format") if isinstance(content, dict) else None
     if not isinstance(kind, str) or kind not in _DIGESTS:
-        seen = repr(kind) if isinstance(content, dict) else f"of a {type(content).__name__}"
+        seen = repr(kind) if isinstance(content, dict) else f"of {kind_of(content)}"
         raise CheckpointError(
             f"{path} was not written by preamp.checkpoint.save (format {seen:.60}, not {FORMAT!r}); read it as it was "
             "written, torch.load(path, weights_only=True), and load its parts into model and optimizer"

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ..errors import CheckpointError, OptimizerError, PreampError
+from ..errors import CheckpointError, OptimizerError, PreampError, kind_of
 from ..optim import FusedOptimizer
 from ..session import Session
 from ..sharding import is_sharded
@@ -32,17 +32,19 @@ def load(
 
     All or nothing: if one object does not accept its state, those before it get back what they had; for that, copies
     of their states are kept in host memory during the call. Waits for a `save_async` to the same path. `extra`: further
-    objects, by the names they were saved under, with `state_dict` and `load_state_dict` (an LR scheduler).
+    objects, by the names they were saved under, with `state_dict` and `load_state_dict` (an LR scheduler); None is left
+    out.
 
     Raises `CheckpointError` for a file that is not one, is damaged, lacks what an object needs or does not fit it;
     `StateError` when it does not fit the session; `FileNotFoundError` when there is none.
     """
     writer().finish(path)
     content = read(path, map_location)
+    extra = {key: target for key, target in extra.items() if target is not None}
     for key, target in extra.items():
         if not (hasattr(target, "state_dict") and hasattr(target, "load_state_dict")):
             raise CheckpointError(
-                f"{key}= is an object to load into, with a load_state_dict; got a {type(target).__name__}: read such a "
+                f"{key}= is an object to load into, with a load_state_dict; got {kind_of(target)}: read such a "
                 f"value from what load() returns, load(path)[{key!r}]"
             )
     for key, target in (("model", model), ("optimizer", optimizer), ("amp", session), *extra.items()):

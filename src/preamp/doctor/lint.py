@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from ..autocast import MARKER, REGISTRY, autocast
-from ..errors import PolicyError, SessionError
+from ..errors import PolicyError, SessionError, kind_of
 from ..formats import LOW_DTYPES
 from ..ledger import Masters, NoMasters
 from ..modules import CastingModule, Conversion
@@ -83,11 +83,11 @@ def examine(
 
 def _check_kinds(model: Any, optimizer: Any, loss: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise SessionError(f"examine() takes a torch.nn.Module; got a {type(model).__name__}")
+        raise SessionError(f"examine() takes a torch.nn.Module; got {kind_of(model)}")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise SessionError(f"optimizer= is a torch.optim.Optimizer or None; got a {type(optimizer).__name__}")
+        raise SessionError(f"optimizer= is a torch.optim.Optimizer or None; got {kind_of(optimizer)}")
     if loss is not None and not callable(loss):
-        raise SessionError(f"loss= is the loss module or function, which is not called; got a {type(loss).__name__}")
+        raise SessionError(f"loss= is the loss module or function, which is not called; got {kind_of(loss)}")
 
 
 def _inputs(example: Any) -> Any:
@@ -100,8 +100,7 @@ def _inputs(example: Any) -> Any:
             return example
         raise SessionError("example= as a mapping has the names of forward's arguments as keys")
     raise SessionError(
-        f"example= is a tuple of inputs or a dict of keyword inputs; got a {type(example).__name__}: write "
-        "example=(batch,)"
+        f"example= is a tuple of inputs or a dict of keyword inputs; got {kind_of(example)}: write example=(batch,)"
     )
 
 
@@ -152,7 +151,7 @@ def fix(
     done = []
     for finding in findings:
         if not isinstance(finding, Finding):
-            raise SessionError(f"fix() takes a report or findings of one; got a {type(finding).__name__}")
+            raise SessionError(f"fix() takes a report or findings of one; got {kind_of(finding)}")
         if finding.code != "PA101" or not isinstance(finding.evidence, Mapping):
             continue
         evidence = finding.evidence

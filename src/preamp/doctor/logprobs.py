@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import PreampError
+from ..errors import PreampError, kind_of
 from ..report import Table, format_number
 from ..report.values import Fields
 
@@ -141,7 +141,7 @@ def _sequences(given: Any, name: str, dtype: Any = np.float64) -> list[Any]:
             many = list(map(_array, given))
         found = [np.asarray(each, dtype) for each in many]
     except (TypeError, ValueError):
-        raise PreampError(f"the {name} is a {type(given).__name__} that holds no lists of numbers") from None
+        raise PreampError(f"the {name} is {kind_of(given)} that holds no lists of numbers") from None
     odd = [each.shape for each in found if each.ndim != 1]
     if odd:
         seen = f"shape {given.shape}" if isinstance(given, np.ndarray) else f"a sequence of shape {odd[0]}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import PreampWarning
+from ..errors import PreampWarning, kind_of
 from ..formats import FP16
 from ..report import Finding, to_json
 from .exponents import rows_of
@@ -168,8 +168,7 @@ class TensorBoard:
         for name in ("add_scalar", "add_histogram_raw", "add_text"):
             if not callable(getattr(writer, name, None)):
                 raise TypeError(
-                    f"TensorBoard() takes a torch.utils.tensorboard.SummaryWriter; a {type(writer).__name__} has no "
-                    f"{name}()"
+                    f"TensorBoard() takes a torch.utils.tensorboard.SummaryWriter; {kind_of(writer)} has no {name}()"
                 )
         self._writer, self._prefix = writer, prefix
         self._skips = 0

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ..errors import OptimizerError
+from ..errors import OptimizerError, kind_of
 from ..formats import LOW_DTYPES
 from ..ledger import Buckets, Masters, SplitMasters, State
 from ..sharding import held_here
@@ -83,7 +83,7 @@ class Loading(Optimizer):
         for param, number in self._saved(state_dict):
             saved = state_dict["state"].get(number, {})
             if not isinstance(saved, Mapping):
-                raise OptimizerError(f"the states saved for a parameter are a {type(saved).__name__}, not a dict")
+                raise OptimizerError(f"the states saved for a parameter are {kind_of(saved)}, not a dict")
             coded = is_8bit(saved) and NAMES[1] in self.kept
             for name in names:
                 if saved.get(name) is None and not (coded and name in NAMES):
@@ -181,5 +181,5 @@ class _Kept:
 def _seen(value: Any) -> str:
     """A description of an object found in place of a state."""
     if not isinstance(value, Tensor):
-        return f"a {type(value).__name__}"
+        return kind_of(value)
     return f"a tensor of shape {tuple(held_here(value).shape)}, {value.dtype} on {value.device}"

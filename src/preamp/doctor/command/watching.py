@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ...errors import SessionError
+from ...errors import SessionError, kind_of
 from ...report import Finding, Report
 from ...session import Session
 from ..follow.watch import Watch
@@ -102,7 +102,7 @@ def watch(watched: Watchable, *, every: int = 50, replay: bool = True, sinks: Se
         raise SessionError(f"every= is a number of steps, 1 or more; got {every!r}")
     for sink in sinks:
         if not callable(getattr(sink, "write", None)):
-            raise SessionError(f"a sink has write(kind, facts); a {type(sink).__name__} has not")
+            raise SessionError(f"a sink has write(kind, facts); {kind_of(sink)} has not")
     return Watching(watched, every, replay, sinks)
 
 
@@ -116,7 +116,7 @@ def _models(watched: Any) -> dict[str, nn.Module]:
     models = {str(name): model for name, model in named}
     if not models or not all(isinstance(model, nn.Module) for model in models.values()):
         raise SessionError(
-            f"watch() takes a Session, a torch.nn.Module, or several modules; got a {type(watched).__name__}"
+            f"watch() takes a Session, a torch.nn.Module, or several modules; got {kind_of(watched)}"
             + (" without any" if isinstance(watched, (Mapping, list, tuple)) and not models else "")
         )
     return models
