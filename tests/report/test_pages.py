@@ -157,6 +157,13 @@ def test_the_first_screen_has_verdict_picture_and_what_to_do(page: Element) -> N
     assert "advice" in advice.classes and advice.all("p") and advice.all("pre")
 
 
+def test_the_first_picture_leaves_room_on_a_phone(page: Element) -> None:
+    """Of 400 x 800 pixels; the title, the verdict and what to do take half."""
+    first = next(each for each in page.all("div") if "first" in each.classes)
+    drawing = next(each for each in first.all("svg") if "narrow" in each.classes)
+    assert float(drawing.attributes["viewbox"].split()[3]) <= 380
+
+
 def test_every_chart_has_its_numbers_in_a_table(page: Element) -> None:
     charts = [figure for figure in page.all("figure") if "chart" in figure.classes]
     assert charts

@@ -207,7 +207,7 @@ def cure(origin: Origin) -> str:
                 f"the forward line's derivative is infinite at 0: keep its argument away from it, for instance "
                 f"x.clamp(min={epsilon}) ({epsilon} is a normal number of torch.{torch_dtype})"
             )
-        return f"x.clamp(min={epsilon}) before it: {epsilon} is a normal number of torch.{torch_dtype}"
+        return f"x = x.clamp(min={epsilon})  # before this line; {epsilon} is a normal number of torch.{torch_dtype}"
     numbers = [*origin.constants, *(o.min for o in origin.inputs if not o.shape and o.min is not None)]
     if name in _MASKING and dtype in _HALF and any(abs(number) > 65504 for number in numbers):
         return "a constant is beyond the range of float16: fill with torch.finfo(x.dtype).min instead"
@@ -217,8 +217,8 @@ def cure(origin: Origin) -> str:
         return "a gradient outgrew float16: lower the loss scale, or use bfloat16: preamp.prepare(..., policy='O4')"
     if dtype in _HALF:
         return (
-            f'preamp.prepare(..., policy="O4"), which has the range of float32, or '
-            f'preamp.prepare(..., policy="O1; {_rule(origin, None)} -> full")'
+            'preamp.prepare(..., policy="O4")  # bfloat16 has the range of float32\n'
+            f'preamp.prepare(..., policy="O1; {_rule(origin, None)} -> full")  # or float32 there alone'
         )
     return f"{name} leaves the range of {torch_dtype}, which is no matter of low precision: bound what it reads"
 
