@@ -12,7 +12,8 @@ import jsonschema
 import pytest
 
 from preamp.doctor.command.run import time_left
-from preamp.doctor.tell.comparison import Ran
+from preamp.doctor.findings.pa206 import Error
+from preamp.doctor.tell.comparison import SHOWN, Ran, errors_table
 from preamp.doctor.tell.report import schema
 
 from .. import forks
@@ -185,3 +186,18 @@ def test_the_time_left_is_told_by_precision() -> None:
     assert time_left([ran(False, 10), ran(True, 110)], 6) == "; about 4 min left"
     assert time_left([ran(False, 10), ran(True, 7200), ran(False, 10)], 6) == "; about 4 h left"
     assert time_left([ran(False, 0.1)] * 3 + [ran(True, 0.1)] * 2, 6) == "; about 1 s left"
+
+
+def test_what_is_zero_but_for_rounding_has_no_relative_error() -> None:
+    inf = float("inf")
+    many = [
+        Error("weight", 0.001, 0.9, 20.0, 0.0), Error("key.bias", 2673.2, -0.3, 2.8e-8, 0.0),
+        Error("small", 0.5, 0.8, 1e-4, 0.25), Error("zero", inf, 0.0, 0.0, 0.0), Error("full", inf, 0.0, inf, 0.0),
+    ]  # fmt: skip
+    table = errors_table("Gradients", "parameter", many)
+    assert [row[:2] for row in table.rows] == [
+        ("weight", "0.10%"), ("key.bias", None), ("small", "50.00%"), ("zero", "inf"), ("full", "inf"),
+    ]  # fmt: skip
+    assert table.notes
+    more = [Error(f"m{n}", 0.01, 1.0, 1.0, 0.0) for n in range(SHOWN)]
+    assert "key.bias" not in [row[0] for row in errors_table("t", "p", [*many, *more]).rows]

@@ -15,13 +15,16 @@ from typing import Any
 import numpy as np
 
 from ... import __version__
-from ...report import LineChart, Marker, Report, Section, Series, Snippet, Status, Table, format_number, to_json
+from ...report import Cell, LineChart, Marker, Report, Section, Series, Snippet, Status, Table, format_number, to_json
 from ..findings import glossary
 from ..findings.pa206 import PA206, Error, Pair, Parity, culprit_of, parity, spell
 from ..records import Rank
 
 SHOWN = 20
 """Modules and parameters in the tables of errors, those with the largest ones."""
+
+ROUNDING = 2.0**-23
+"""Below this share of the largest norm, what float32 computed is its own rounding."""
 
 
 @dataclass(slots=True)
@@ -260,20 +263,24 @@ def _first_step(outputs: Errors, gradients: Errors, culprit: Error | None) -> Se
         ("What modules gave, mixed against full", "module", outputs),
         ("Gradients, mixed against full", "parameter", gradients),
     ):
-        worst = sorted(many, key=lambda e: -e.relative)[:SHOWN]
-        rows = [
-            (
-                e.name or "(root)",
-                "inf" if math.isinf(e.relative) else f"{e.relative:.2%}",
-                f"{e.cosine:.5f}",
-                f"{e.lost:.2%}",
-            )
-            for e in many
-            if e in worst
-        ]
-        if rows:
-            items.append(Table(title, (name, "relative error (L2)", "cosine", "lost to zero"), rows))
+        if many:
+            items.append(errors_table(title, name, many))
     if culprit is not None and culprit.name:
         line = f'preamp.prepare(model, optimizer, policy="O4; {culprit.name} -> full")'
         items.append(Snippet("The first module that gives something else; in full precision:", line))
     return Section("The first step", text, items)
+
+
+def errors_table(title: str, name: str, many: Errors) -> Table:
+    """The largest relative errors, in the model's order; what is rounding in both precisions has none."""
+    least = ROUNDING * max((error.norm for error in many if math.isfinite(error.norm)), default=0.0)
+    relative = {e.name: None if e.norm < least and math.isfinite(e.relative) else e.relative for e in many}
+    worst = sorted(many, key=lambda e: -(relative[e.name] or 0.0))[:SHOWN]
+    rows: list[tuple[Cell, ...]] = []
+    for error in (each for each in many if each in worst):
+        found = relative[error.name]
+        told = found if found is None else "inf" if math.isinf(found) else f"{found:.2%}"
+        rows.append((error.name or "(root)", told, f"{error.cosine:.5f}", f"{error.lost:.2%}"))
+    note = "Without a relative error: what is zero but for float32's rounding, as the gradient of a key's bias is."
+    notes = (note,) if any(row[1] is None for row in rows) else ()
+    return Table(title, (name, "relative error (L2)", "cosine", "lost to zero"), rows, notes=notes)
