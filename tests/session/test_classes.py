@@ -144,11 +144,11 @@ def test_classes_of_parametrized_modules_are_not_kept(level: str) -> None:
 def test_a_copy_of_a_prepared_model_may_be_prepared(level: str) -> None:
     model = mlp()
     with prepared(model, level) as session:
-        session.backward(loss_of(model, 0))
+        session.backward(session.autocast()(loss_of)(model, 0))
         session.step()
         best = copy.deepcopy(model)
         with prepared(best, level) as other:
-            assert not other.backward(loss_of(best, 1))
+            assert not other.backward(other.autocast()(loss_of)(best, 1))
             other.step()
             assert not same(weights(best), weights(model))
         assert level == "O3" or all(p.dtype is torch.float32 for p in best.parameters())

@@ -41,7 +41,7 @@ def test_freezing_inside_lasts(level: str) -> None:
         with session.full_precision():
             model[0].weight.requires_grad_(True)
         assert model[0].weight.requires_grad
-        session.backward(loss_of(model, 0))
+        session.backward(session.autocast()(loss_of)(model, 0))
         session.unscale_()
         model[3].weight.requires_grad_(False)
         session.step()

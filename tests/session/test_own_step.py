@@ -86,6 +86,7 @@ def test_scaled_gradients_are_not_stepped(level: str, kind: str, how: str) -> No
 @pytest.mark.parametrize("kind", ["foreach", "fused", "preamp"])
 def test_nor_are_they_after_many_steps_of_the_session(level: str, kind: str) -> None:
     model, optimizer, session, loss_now = regression(level, kind)
+    loss_now = session.autocast()(loss_now)
     for _ in range(4):
         session.backward(loss_now())
         session.step()

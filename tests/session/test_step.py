@@ -348,7 +348,7 @@ def test_a_backward_of_ones_own_through_scale() -> None:
         ) as session,
         pytest.raises(SessionError, match="scale of its own"),
     ):
-        session.scale(loss_of(model, 0), name="a")
+        session.scale(session.autocast()(loss_of)(model, 0), name="a")
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
@@ -425,7 +425,9 @@ def test_zero_grad_clears_what_no_optimizer_has_and_calls_a_model_s_own() -> Non
     optimizer = torch.optim.SGD(model[1].parameters(), 0.1)
     with preamp.prepare([model, own], optimizer, level="O1", scale=8.0) as session:
         for set_to_none in (True, False):
-            session.backward((model(torch.ones(2, 3)) + own(torch.ones(2, 3))).sum())
+            with session.autocast():
+                loss = (model(torch.ones(2, 3)) + own(torch.ones(2, 3))).float().sum()
+            session.backward(loss)
             assert all(p.grad is not None for m in (model, own) for p in m.parameters())
             session.zero_grad(set_to_none)
             assert all(p.grad is None if set_to_none else not p.grad.any() for p in model.parameters())

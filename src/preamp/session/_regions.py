@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -12,6 +14,8 @@ from torch.nn import Parameter
 
 from ..autocast import autocast, decorated
 from ..compiling import traced_by_callers
+from ..errors import PreampWarning
+from ..formats import name_of
 from ..ledger import Masters
 from ..modules import Conversion
 from ..sharding import sharded_parts
@@ -45,6 +49,39 @@ class SessionRegion(autocast):
     def __call__(self, func: F) -> F:
         """`func` run inside such a region; each call enters a region of its own, so recursion and threads are safe."""
         return decorated(func, self._another)
+
+
+_PRODUCT = re.compile(r"(Add|B|Badd)?[Mm]m|Convolution|Linear|ScaledDot")
+_NATIVE = re.compile(r"\w+Backward\d+|torch::autograd::\w+")
+
+
+def ran_outside(loss: Tensor) -> bool:
+    """Whether matrix products led to `loss`, and no cast, which a region would have made of their float32 weights.
+
+    What cannot be looked into counts as a region: compiled code, checkpoints, functions of one's own.
+    """
+    seen, left, products = set(), [loss.grad_fn], False
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = node.name()
+        if name == "ToCopyBackward0" or not _NATIVE.fullmatch(name):
+            return False
+        products = products or _PRODUCT.match(name) is not None
+        left += [each for each, _ in node.next_functions]
+    return products
+
+
+def warn_of_no_region(compute: torch.dtype) -> None:
+    """The first loss of a session ran outside of all regions."""
+    warnings.warn(
+        f"the session computes in {name_of(compute)} inside of session.autocast(), and this loss was computed in "
+        "float32 outside of it. Write `with session.autocast():` around the forward pass and the loss",
+        PreampWarning,
+        stacklevel=4,
+    )
 
 
 class FullPrecision:

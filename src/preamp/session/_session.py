@@ -40,7 +40,7 @@ from ._checks import (
     warn_rounded,
 )
 from ._losses import Losses, PendingScales
-from ._regions import FullPrecision, SessionRegion, not_synchronised
+from ._regions import FullPrecision, SessionRegion, not_synchronised, ran_outside, warn_of_no_region
 from ._report import Skips, StepReport
 from ._step import OptimizerSteps
 
@@ -91,6 +91,7 @@ class Session:
         self._parts = [part for model in models.values() for part in sharded_parts(model)]
         self._shards = list(named_parameters(models)) if self._sharded else None
         self._attempts = 0
+        self._in_regions = not policy.has_regions or policy.params is not torch.float32
         self._closed = False
         self._gradients.carry(earlier or {})
         if policy.has_regions:
@@ -113,6 +114,7 @@ class Session:
     @uncompiled
     def _entering(self) -> None:
         """A region begins: the forward pass is to see 16-bit parameters and up-to-date copies."""
+        self._in_regions = True
         if self._masters.shadows:
             self._masters.refresh()
         if torch.is_grad_enabled() and not self._full.depth:
@@ -182,6 +184,10 @@ class Session:
         self._check_open()
         check_loss(loss)
         name = self._losses.named(name)
+        if not self._in_regions:  # of the first loss only
+            self._in_regions = True
+            if ran_outside(loss):
+                warn_of_no_region(self.policy.compute)
         if not self._full.depth:
             self._gradients.rest()
         self._settle(name)
