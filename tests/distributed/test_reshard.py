@@ -51,18 +51,25 @@ def _made(level: str = "O4", width: int = 4, *, steps: int = 1, make: Any = prea
     model = nn.Linear(3, width)
     optimizer = make(model.parameters(), lr=1e-2, eps=1e-4)
     session = preamp.prepare(model, optimizer, level=level)
+    made = {"model": model, "optimizer": optimizer, "session": session}
     for _ in range(steps):
-        session.backward(model(torch.randn(2, 3)).float().mean())
+        _backward(made)
         session.step()
         session.zero_grad()
-    return {"model": model, "optimizer": optimizer, "session": session}
+    return made
+
+
+def _backward(made: dict[str, Any]) -> None:
+    with made["session"].autocast():
+        loss = made["model"](torch.randn(2, 3)).float().mean()
+    made["session"].backward(loss)
 
 
 def test_one_process_saves_and_loads_too(tmp_path: Path) -> None:
     made = _made()
     preamp.checkpoint.save_sharded(tmp_path / "run", **made)
     want = {name: value.clone() for name, value in made["model"].state_dict().items()}
-    made["session"].backward(made["model"](torch.randn(2, 3)).float().mean())
+    _backward(made)
     made["session"].step()
     assert not torch.equal(made["model"].weight, want["weight"])
     preamp.checkpoint.load_sharded(tmp_path / "run", **made)
@@ -101,7 +108,7 @@ def test_masters_are_what_parameters_are_written_as(tmp_path: Path, level: str, 
     moments = [state["exp_avg"].clone() for state in made["optimizer"].state.values()]
     preamp.checkpoint.save_sharded(tmp_path / "run", **made)
     for _ in range(2):
-        made["session"].backward(made["model"](torch.randn(2, 3)).float().mean())
+        _backward(made)
         made["session"].step()
     assert not torch.equal(made["model"].weight.float(), want[0].to(made["model"].weight.dtype).float())
     preamp.checkpoint.load_sharded(tmp_path / "run", **made)

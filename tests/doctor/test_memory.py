@@ -62,11 +62,19 @@ def test_an_id_that_is_given_again_is_another_optimizers(watch: Watch) -> None:
     seen: set[int] = set()
     lines: set[Line] = set()
     again = 0
-    for turn in range(20):  # CPython gives the memory of the one to the next
+
+    def made(turn: int) -> torch.optim.Optimizer:
         if turn % 2:
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        else:
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+            return torch.optim.SGD(model.parameters(), lr=0.01)
+        return torch.optim.SGD(model.parameters(), lr=0.02)
+
+    for turn in range(6):
+        kept = [made(turn)]
+        while seen and id(kept[-1]) not in seen and len(kept) < 1000:  # CPython gives memory again, sooner or later
+            kept.append(made(turn))
+        optimizer = kept.pop()
+        kept.clear()
+        gc.collect()
         again += id(optimizer) in seen
         seen.add(id(optimizer))
         lines.add(watch.run.places[id(optimizer)])

@@ -18,6 +18,7 @@ from ..errors import PreampWarning
 from ..formats import name_of
 from ..ledger import Masters
 from ..modules import Conversion
+from ..policy import Policy
 from ..sharding import sharded_parts
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -74,14 +75,15 @@ def ran_outside(loss: Tensor) -> bool:
     return products
 
 
-def warn_of_no_region(compute: torch.dtype) -> None:
-    """The first loss of a session ran outside of all regions."""
-    warnings.warn(
-        f"the session computes in {name_of(compute)} inside of session.autocast(), and this loss was computed in "
-        "float32 outside of it. Write `with session.autocast():` around the forward pass and the loss",
-        PreampWarning,
-        stacklevel=4,
-    )
+def warn_outside(loss: Tensor, policy: Policy) -> None:
+    """Warn if the first loss of a session ran outside of all regions, where they alone have it in 16 bits."""
+    if policy.has_regions and policy.params is torch.float32 and ran_outside(loss):
+        warnings.warn(
+            f"the session computes in {name_of(policy.compute)} inside of session.autocast(), and this loss was "
+            "computed in float32 outside of it. Write `with session.autocast():` around the forward pass and the loss",
+            PreampWarning,
+            stacklevel=4,
+        )
 
 
 class FullPrecision:

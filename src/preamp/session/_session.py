@@ -40,7 +40,7 @@ from ._checks import (
     warn_rounded,
 )
 from ._losses import Losses, PendingScales
-from ._regions import FullPrecision, SessionRegion, not_synchronised, ran_outside, warn_of_no_region
+from ._regions import FullPrecision, SessionRegion, not_synchronised, warn_outside
 from ._report import Skips, StepReport
 from ._step import OptimizerSteps
 
@@ -90,9 +90,7 @@ class Session:
         self._sharded = any(is_sharded(p) for model in models.values() for p in model.parameters())
         self._parts = [part for model in models.values() for part in sharded_parts(model)]
         self._shards = list(named_parameters(models)) if self._sharded else None
-        self._attempts = 0
-        self._in_regions = not policy.has_regions or policy.params is not torch.float32
-        self._closed = False
+        self._attempts, self._closed, self._in_regions = 0, False, False
         self._gradients.carry(earlier or {})
         if policy.has_regions:
             assert policy.ops is not None
@@ -186,8 +184,7 @@ class Session:
         name = self._losses.named(name)
         if not self._in_regions:  # of the first loss only
             self._in_regions = True
-            if ran_outside(loss):
-                warn_of_no_region(self.policy.compute)
+            warn_outside(loss, self.policy)
         if not self._full.depth:
             self._gradients.rest()
         self._settle(name)
