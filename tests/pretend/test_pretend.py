@@ -38,11 +38,16 @@ SEVERAL = [pytest.param(name, marks=pytest.mark.slow) for name in (
     "sharded", "undisturbed", "wrapped",
 )]  # fmt: skip
 
+WHOLE = ("framed", "meshes", "rivals")
+"""Files whose every test is slow on a CPU."""
+
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", SEVERAL)
 def test_ranks_with_a_gpu_each(name: str) -> None:
-    chosen = ["-k", "test_neutral_events"] if name == "undisturbed" else ["-m", "not slow"]  # all of that are slow
+    chosen = [] if name in WHOLE else ["-m", "not slow"]
+    if name == "undisturbed":
+        chosen = ["-k", "test_neutral_events"]  # all of that are slow
     run_tests(*chosen, f"tests/distributed/test_{name}.py", PREAMP_TESTS_DEVICE="cuda")
 
 
