@@ -186,3 +186,67 @@ def test_a_model_that_is_called_outside_of_the_session_s_region_is_found(inside:
     found = [finding for finding in watch.report().findings if finding.code == "PA109"]
     assert [finding.severity for finding in found] == ([] if inside else ["warning"])
     assert inside or "outside of session.autocast()" in found[0].message
+
+
+def _ways(session: preamp.Session) -> dict[str, Callable[[torch.Tensor], None]]:
+    """To go back from a loss: the session leaves it and starts from the scale, or multiplies it."""
+    return {
+        "backward": session.backward,
+        "half": lambda loss: session.backward(loss.half()),
+        "gradient": lambda loss: session.backward(loss, gradient=torch.ones(())),
+        "scale": lambda loss: session.scale(loss).backward(),
+        "scaler": lambda loss: preamp.SessionScaler(session).scale(loss).backward(),
+    }
+
+
+@pytest.mark.parametrize("way", ["backward", "half", "gradient", "scale", "scaler"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_losses_are_shown_as_the_script_has_them(level: str, way: str) -> None:
+    _, _, session, loss_now = prepared(level, scale=1024.0)
+    losses = []
+    with preamp.doctor.watch(session) as seen:
+        for _ in range(3):
+            with session.autocast():
+                loss = loss_now()
+            losses.append(loss.item())
+            _ways(session)[way](loss)
+            session.step()
+            session.zero_grad()
+    session.close()
+    shown = [step["loss"] for step in seen.report().data["processes"][0]["steps"]]
+    assert shown == pytest.approx(losses, rel=1e-3)
+
+
+@pytest.mark.parametrize("way", ["backward", "scale"])
+def test_an_overflow_of_the_scale_is_known_for_one(way: str) -> None:
+    """The first steps of a scale that begins too high are no finding, and told as what they are."""
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    x = torch.randn(64, 8)
+    with preamp.prepare(model, optimizer, level="O1", scale=2.0**30) as session, preamp.doctor.watch(session) as seen:
+        for _ in range(2):
+            with session.autocast():
+                loss = model(x).float().square().sum()
+            _ways(session)[way](loss)
+            assert session.step().skipped
+            session.zero_grad()
+    (process,) = seen.report().data["processes"]
+    assert "unexplained" not in process
+    assert not told(seen.findings, "PA201")
+
+
+def test_what_float16_lost_is_measured_alike_however_the_scale_came() -> None:
+    found = {}
+    for way in ("backward", "scale"):
+        torch.manual_seed(0)
+        model, x = nn.Linear(64, 64), torch.randn(64, 64)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        with preamp.prepare(model, optimizer, level="O1", scale=2.0) as session, preamp.doctor.watch(session) as seen:
+            for _ in range(3):
+                with session.autocast():
+                    loss = 1e-6 * model(x).float().square().mean()
+                _ways(session)[way](loss)
+                session.step()
+                session.zero_grad()
+        found[way] = [(one.severity, one.message, one.fix) for one in told(seen.findings, "PA202")]
+    assert found["backward"] == found["scale"] and found["scale"]

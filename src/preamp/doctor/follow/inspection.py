@@ -214,7 +214,7 @@ class Inspection:
         run, scale, stored = self._run, self._scales.of_backward, self._scales.on_gradients
         rows = None
         if self._replay and len(run.losses) == 1 and not run.names.is_sharded:
-            rows = compare_gradients(run.tape, run.names, run.losses[0], scale, stored)
+            rows = compare_gradients(run.tape, run.names, run.losses[0], scale / self._scales.seed, stored)
         if rows is None:
             run.emit(GradientsRead(self._spreads(stored), scale, is_exact=False))
             return

@@ -182,10 +182,12 @@ class Scalers:
         scales = self._scales
         self._by_session(session, kwargs.get("name"))
         scales.unscales_itself = session._losses.separate_scales
+        scales.begins_at = loss
         try:
             with self._library():
                 return original(session, loss, *args, **kwargs)
         finally:
+            scales.begins_at = None
             scales.is_pending, scales.unscales_itself = scales.are_used and not scales.unscales_itself, False
 
     def _session_unscale(self, original: Any, session: Session, *args: Any, **kwargs: Any) -> Any:

@@ -41,8 +41,11 @@ class Scales:
         """Whether anything scaled a loss so far."""
         self.is_pending = False
         """Whether there are gradients that are still scaled."""
-        self.of_backward = 1.0
-        """What was on the loss of the last backward pass, whatever happened to the gradients since."""
+        self.of_backward = self.seed = 1.0
+        """What was on the last backward pass, whatever happened to the gradients since; and how much of that was the
+        gradient it began with, and not on the loss."""
+        self.begins_at: Tensor | None = None
+        """The loss that a session goes back from, in its `backward`."""
         self.is_library = False
         """Whether a scaler, a session or a function of torch's is at work on gradients."""
         self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -83,6 +86,10 @@ class Scales:
             return noted
         return self.scale if self.by_session and self.is_library and self.scale else 1.0
 
+    def seed_of(self, losses: list[Tensor]) -> float:
+        """The gradient that a backward pass begins with: a session leaves most losses as they are, and scales that."""
+        return self.of(losses[0]) if losses and self.begins_at is losses[0] else 1.0
+
     @property
     def on_gradients(self) -> float:
         """The scale on the gradients as they are stored now."""
@@ -112,6 +119,7 @@ class Scales:
         self._scaled_now |= by_scaler
         self.is_pending = scaled and not self.unscales_itself
         self.of_backward = (self.scale or 1.0) if scaled else 1.0
+        self.seed = self.seed_of(losses) if scaled else 1.0
         self._by_hand |= any(
             self.noted(loss) is None and self.of(loss) == 1 and (self._run.tape.factor_on(loss) or 0) >= _BY_HAND
             for loss in losses

@@ -52,7 +52,8 @@ class Soundness:
         rows = samples(run.tape, masks=False) if run.names.is_sharded else ()
         found = None
         if not run.names.is_sharded:
-            found = diagnose(run.tape, run.names, losses, scale, run.parameters())
+            seed = self._scales.seed_of(losses)
+            found = diagnose(run.tape, run.names, losses, scale, run.parameters(), seed)
         if rows:
             run.emit(BatchNotFinite(rows, run.tape.called()))
         elif found is None:

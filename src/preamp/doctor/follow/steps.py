@@ -97,10 +97,10 @@ class Steps:
         run, scales = self._run, self._scales
         run.tape.close_window()
         # a scaler that only ever skips halves its scale down to 0, by which nothing can be divided
-        scale = scales.of(losses[0]) if losses else 1.0
+        scale, seed = (scales.of(losses[0]) if losses else 1.0), scales.seed_of(losses)
         run.backward_at = users_line()
         if losses and losses[0].numel() == 1:
-            self._loss = float(losses[0].detach()) / scale if scale else None
+            self._loss = float(losses[0].detach()) * seed / scale if scale else None
         run.losses += losses
         scales.before_backward(losses, self._inspection.low)
         self._inspection.before_backward(scale or 1.0, losses)

@@ -27,11 +27,12 @@ _SMALL = 16
 
 
 def diagnose(
-    tape: Tape, names: Names, losses: Sequence[Tensor], scale: float, parameters: Sequence[Tensor]
+    tape: Tape, names: Names, losses: Sequence[Tensor], scale: float, parameters: Sequence[Tensor], seed: float = 1.0
 ) -> Diagnosis | None:
     """Replay the step that led to `losses`; None where it cannot be replayed or is sound when it is.
 
-    `scale`: what is on the loss. An overflow that is gone without it is the scale's doing.
+    `scale`: what is on the backward pass. An overflow that is gone without it is the scale's doing. `seed`: how much of
+    that is the gradient the pass began with, and not on the losses.
     """
     known = [loss for loss in losses if tape.knows(loss)]
     if not known:
@@ -46,11 +47,11 @@ def diagnose(
 
     try:
         with tape.replaying():
-            origin = origin_at(1.0)
+            origin = origin_at(seed)
             by_scale = False
             # a scale that has halved down to 0 is not what makes an inf, and nothing can be divided by it
             if origin is not None and scale not in (0.0, 1.0) and not origin.from_data:
-                by_scale = origin_at(1.0 / scale) is None
+                by_scale = origin_at(seed / scale) is None
     except Exception:  # a model that cannot be called a second time
         return None
     if origin is None:
@@ -96,7 +97,7 @@ def compare_gradients(
 ) -> list[GradientSpread] | None:
     """Gradients against those of the same step in float32, the worst first; None where it cannot be replayed so.
 
-    `backward_scale`: on the loss in the backward pass; `scale`: on the gradients as they are stored now. What is zero
+    `backward_scale`: on the loss itself; `scale`: on the gradients as they are stored now. What is zero
     in float16 may have been zero before; only a replay without casts shows that.
     """
     parameters = [p for p in names.parameters() if p.grad is not None and p.grad.layout is torch.strided]
