@@ -163,6 +163,22 @@ def test_a_script_that_never_steps_or_fails_is_one_clear_error(tmp_path: Path) -
     assert "there is no script" in ran.stderr
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_runs_that_fail_midway_are_said_to(tmp_path: Path, alone: bool) -> None:
+    when = "step == 4 and AMP and loss.dtype is torch.bfloat16" if alone else "step == 4"
+    script = SEEDED.replace("AMP", "True").replace(".float().square().mean()", ".square().mean()")
+    script = script.replace(
+        "    optimizer.step()\n", f"    optimizer.step()\n    if {when}:\n        raise ValueError('boom')\n"
+    )
+    (tmp_path / "fails.py").write_text(script.replace("AMP", "True"))
+    ran, content = compare(tmp_path, "--seeds", "1", "fails.py")
+    assert ran.returncode == (3 if alone else 1)
+    failed = 1 if alone else 2
+    assert f"{failed} of 2 runs failed, and only steps that both runs of a pair made are compared" in content["verdict"]
+    assert "(mixed-0 ended with status 1 after 5 steps: ValueError: boom). " in content["verdict"]
+    assert "Mend what ended these runs" in (tmp_path / "out" / "compare.html").read_text()
+
+
 @pytest.mark.slow
 def test_the_doctor_compares_when_asked(tmp_path: Path) -> None:
     line = [sys.executable, "-m", "preamp", "doctor", "--compare", "--seeds", "2", "--out", str(tmp_path / "out")]

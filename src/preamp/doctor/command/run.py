@@ -141,14 +141,16 @@ def compare_script(
 ) -> tuple[int, Report, dict[str, Any]]:
     """Run a script in `seeds` pairs; exit status, report, and the content of `compare.json`.
 
-    The status is 0, or 3 when mixed precision is worse. Raises `SessionError` when a run makes no step: there is
+    The status is 0, or 3 when mixed precision is worse: by its loss, or since it fails where full precision does not.
+    Where full precision fails too, it is that of the script. Raises `SessionError` when a run makes no step: there is
     nothing to compare.
     """
     with tempfile.TemporaryDirectory(prefix="preamp-compare-") as folder:
         runs = _pairs(script, Path(folder), seeds, progress)
         report, content = build_comparison(runs, margin, script.shown)
-    worse = any(finding.code == "PA206" for finding in report.findings)
-    return 3 if worse else 0, report, content
+    failed = {full: next((ran.status for ran in runs if ran.full is full and ran.status), 0) for full in (False, True)}
+    worse = any(finding.code == "PA206" for finding in report.findings) or (failed[False] and not failed[True])
+    return STRICT if worse else failed[True], report, content
 
 
 def _pairs(script: Script, folder: Path, seeds: int, progress: Progress, first: Ran | None = None) -> list[Ran]:

@@ -105,7 +105,7 @@ def build_comparison(runs: Sequence[Ran], margin: float | None, command: list[st
     """The report as a page, and as the content of `compare.json`."""
     pairs, (outputs, gradients) = pairs_of(runs), first_errors(runs)
     found, culprit = parity(pairs, margin), culprit_of(outputs)
-    line, findings = verdict(found, len(pairs)), PA206().of(found, culprit)
+    line, findings = f"{failures(runs)}{verdict(found, len(pairs))}", PA206().of(found, culprit)
     environment = {
         "command": " ".join(command),
         "pairs": len(pairs),
@@ -126,6 +126,8 @@ def build_comparison(runs: Sequence[Ran], margin: float | None, command: list[st
     status: Status | None = "good" if found.verdict == "equivalent" else "neutral"
     if any(finding.severity != "info" for finding in findings):
         status = None
+    elif failures(runs):
+        status = "warning"
     content: dict[str, Any] = to_json(
         {
             "schema": "preamp-compare/1",
@@ -141,6 +143,8 @@ def build_comparison(runs: Sequence[Ran], margin: float | None, command: list[st
     )
     title, meanings = f"Compare: {Path(command[0]).name}", glossary(finding.code for finding in findings)
     words, paste = advice(found, culprit, command)
+    if failures(runs):
+        words, paste = "Mend what ended these runs, then compare again:", f"preamp compare {shlex.join(command)}"
     report = Report(
         title, line, sections, picture=_losses(runs, found), advice=words, paste=paste, environment=environment,
         status=status, data=content, glossary=meanings,
@@ -166,6 +170,19 @@ def with_comparison(report: Report, content: dict[str, Any], runs: Sequence[Ran]
     findings = to_json([finding.to_dict() for finding in items])
     content = {**content, "verdict": merged.verdict, "findings": findings, "comparison": kept}
     return replace(merged, data=content), content
+
+
+def failures(runs: Sequence[Ran]) -> str:
+    """A sentence on the runs that did not come to their end, with a space after it; "" without any."""
+    failed = [ran for ran in runs if ran.status]
+    if not failed:
+        return ""
+    ran = failed[0]
+    why = "".join(f": {line.strip()}" for line in ran.stderr.strip().splitlines()[-1:])
+    how = f"{ran.name} ended with status {ran.status} after {len(ran.losses)} steps{why}"
+    return (
+        f"{len(failed)} of {len(runs)} runs failed, and only steps that both runs of a pair made are compared ({how}). "
+    )
 
 
 def verdict(found: Parity, pairs: int) -> str:
