@@ -432,3 +432,29 @@ def test_zero_grad_clears_what_no_optimizer_has_and_calls_a_model_s_own() -> Non
             session.zero_grad(set_to_none)
             assert all(p.grad is None if set_to_none else not p.grad.any() for p in model.parameters())
     assert Own.cleared == 2
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@pytest.mark.parametrize("who", ["optimizer", "model", "by hand", "never reached"])
+def test_a_step_whose_gradients_were_cleared_is_an_error_before_it(level: str, who: str) -> None:
+    """Where torch's scaler raises too; the next backward pass goes on as if nothing had been."""
+    model, other = mlp(), nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with preamp.prepare(model, optimizer, level=level) as session:
+        before = weights(model)
+        with session.autocast():
+            loss = loss_of(model, 0) if who != "never reached" else other(torch.ones(2, 3)).sum()
+        session.backward(loss)
+        if who in ("optimizer", "model"):
+            {"optimizer": optimizer, "model": model}[who].zero_grad()
+        for parameter in model.parameters():
+            parameter.grad = None
+        with pytest.raises(SessionError, match=r"finds no gradient.*after session\.step\(\)"):
+            session.step()
+        assert same(before, weights(model)) and session.steps == 0
+        with session.autocast():
+            loss = loss_of(model, 0)
+        session.zero_grad()
+        session.backward(loss)
+        assert not session.step().skipped and session.steps == 1
+        assert not same(before, weights(model))

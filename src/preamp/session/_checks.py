@@ -40,6 +40,16 @@ def check_backward_ran(losses: Sequence[str], steps: int) -> None:
         )
 
 
+def check_gradients_left(parameters: Sequence[nn.Parameter], is_stage: bool) -> None:
+    """After a backward pass a step has gradients to apply; a stage of a pipeline may have none."""
+    if not parameters and not is_stage:
+        raise SessionError(
+            "step() finds no gradient, and would change nothing: they were cleared after session.backward(), or the "
+            "loss reaches no parameter of the optimizer. Clear gradients after session.step(), or before the forward "
+            "pass"
+        )
+
+
 def check_clipped_once(chosen: Sequence[Optimizer], share: bool) -> None:
     """Optimizers that have parameters in common clip one by one."""
     if share and len(chosen) > 1:

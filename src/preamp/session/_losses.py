@@ -200,6 +200,11 @@ class PendingScales:
         """Record that a backward pass of a loss has run."""
         self._ran.add(name)
 
+    def all_ran(self) -> list[str]:
+        """Record a backward pass of every loss; their names."""
+        self._ran.update(self._losses)
+        return self.names
+
     def record(self, name: str, readings: dict[Optimizer, Reading]) -> None:
         """Record the readings of each optimizer, for a loss with a scale of its own."""
         for optimizer, reading in readings.items():

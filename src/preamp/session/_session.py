@@ -28,6 +28,7 @@ from ._checks import (
     check_backward_ran,
     check_clipped_once,
     check_gathered_full,
+    check_gradients_left,
     check_loss,
     check_no_sync,
     check_scaled_somewhere,
@@ -285,16 +286,14 @@ class Session:
         if self.is_stage and not self._losses.separate_scales:
             if not self._attempts:
                 check_scaled_somewhere(self._losses, ran, device, self._group)
-            if not ran:
-                ran = list(self._losses)
-                for name in ran:
-                    self._pending.ran(name)  # and was scaled where it was computed
+            ran = ran or self._pending.all_ran()  # and were scaled where they were computed
         check_backward_ran(ran, self._attempts)
         scale = self._losses[ran[0]].current(device)
         # of several not: a hook around the step of one may change the gradients of another after they were copied
         readings = [self._read(each, steps_next=len(chosen) == 1) for each in chosen]
         norm, scaled = self._gradients.norm_of_all(chosen)
         parameters = list(itertools.chain.from_iterable(self._gradients[each].parameters for each in chosen))
+        check_gradients_left(parameters, self.is_stage)
         skipped: list[bool | None] = []
         try:
             for each, reading in zip(chosen, readings, strict=True):
