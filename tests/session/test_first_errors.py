@@ -131,3 +131,14 @@ def test_a_step_without_a_new_backward() -> None:
         session.step()
         with pytest.raises(SessionError, match=r"without session.backward\(\) since the last step: "):
             session.step()
+
+
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_a_session_that_is_unpacked_is_closed_and_told(level: str) -> None:
+    model = mlp()
+    optimizer = adamw(model)
+    with pytest.raises(
+        SessionError, match=r"session = preamp.prepare\(model, optimizer\), and go on with the same two"
+    ):
+        model, optimizer = preamp.prepare(model, optimizer, level=level)
+    preamp.prepare(model, optimizer, level=level).close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,16 @@ def check_clipped_once(chosen: Sequence[Optimizer], share: bool) -> None:
             "optimizers of this session have parameters in common, whose gradients would be clipped once for each: "
             "clip by one, clip_grad_norm_(max_norm, optimizer=optimizer)"
         )
+
+
+def not_unpacked(session: Any) -> NoReturn:
+    """`model, optimizer = prepare(...)`: what Apex's and Accelerate's functions return is not what this one does."""
+    if not session.steps:
+        session.close()  # as it is unpacked nobody has it who could
+    raise SessionError(
+        "prepare() returns one session, and changes model and optimizer in place. Write "
+        "session = preamp.prepare(model, optimizer), and go on with the same two"
+    )
 
 
 def check_no_sync(models: Iterable[nn.Module]) -> None:

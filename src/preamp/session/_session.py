@@ -7,7 +7,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from ._checks import (
     first_nonfinite,
     named_parameters,
     names_of,
+    not_unpacked,
     selected,
     warn_rounded,
 )
@@ -44,9 +45,6 @@ from ._losses import Losses, PendingScales
 from ._regions import FullPrecision, SessionRegion, not_synchronised, warn_outside
 from ._report import Skips, StepReport
 from ._step import OptimizerSteps
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class Session:
@@ -455,7 +453,9 @@ class Session:
                     each.zero_grad()
         return self._gradients.true_for_good(inverse)
 
-    def __enter__(self) -> Self:
+    __iter__ = not_unpacked
+
+    def __enter__(self) -> Session:
         self._check_open()
         return self
 
