@@ -137,8 +137,13 @@ def test_a_step_without_a_new_backward() -> None:
 def test_a_session_that_is_unpacked_is_closed_and_told(level: str) -> None:
     model = mlp()
     optimizer = adamw(model)
-    with pytest.raises(
-        SessionError, match=r"session = preamp.prepare\(model, optimizer\), and go on with the same two"
-    ):
+    with pytest.raises(SessionError, match=r"session = preamp.prepare\(model, optimizer\), and go on"):
         model, optimizer = preamp.prepare(model, optimizer, level=level)
-    preamp.prepare(model, optimizer, level=level).close()
+    with preamp.prepare(model, optimizer, level=level) as session:
+        with session.autocast():
+            loss = model(batch(0)[0]).float().sum()
+        session.backward(loss)
+        session.step()
+        with pytest.raises(SessionError, match="in place"):
+            list(session)
+        session.zero_grad()  # training goes on
