@@ -117,6 +117,15 @@ def test_a_script_that_fails_before_its_first_step_is_told_what_to_mend(tmp_path
     assert report["verdict"].endswith("Mend the script's own error first.")
 
 
+def test_options_after_the_script_are_said_to_be_its_own(tmp_path: Path) -> None:
+    script = _script(tmp_path, "import argparse\nargparse.ArgumentParser().parse_args()\n")
+    line = [sys.executable, "-m", "preamp", "doctor", "--out", str(tmp_path / "out"), str(script), "--steps", "3"]
+    ran = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path)
+    assert ran.returncode == 2
+    told = " ".join(ran.stderr.split())
+    assert "--steps was given to the script, since it stands after it: preamp's own options go before." in told
+
+
 def test_steps_end_the_script(tmp_path: Path) -> None:
     ran, report = _run(_script(tmp_path, steps=10_000), "--steps", "3")
     assert ran.returncode == 0
@@ -237,6 +246,9 @@ def test_a_missing_script_is_one_clear_line(tmp_path: Path) -> None:
     assert ran.returncode == 2
     assert "there is no script 'nowhere.py'" in ran.stderr
     assert "Traceback" not in ran.stderr
+    ran = subprocess.run([*command[:-1], "--nosuch", "nowhere.py"], capture_output=True, text=True, cwd=tmp_path)
+    assert ran.returncode == 2
+    assert "there is no option --nosuch; this command's own are listed by --help, and come first" in ran.stderr
 
 
 def test_another_sitecustomize_still_runs(tmp_path: Path) -> None:

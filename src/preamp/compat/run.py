@@ -18,6 +18,8 @@ class NothingToRun(PreampError, FileNotFoundError):
 
 def command(target: str, arguments: Sequence[str], as_module: bool) -> list[str]:
     """The command line of the interpreter that runs us, flags included. `NothingToRun` if there is no such script."""
+    if target.startswith("-"):
+        raise NothingToRun(f"there is no option {target}; this command's own are listed by --help, and come first")
     if not as_module and not Path(target).exists():
         raise NothingToRun(
             f"there is no script {target!r} in {Path.cwd()}. Write its path, as in path/to/script.py, or "

@@ -29,7 +29,7 @@ def headline_of(findings: Sequence[Finding]) -> str:
     if not findings or findings[0].severity == "info":
         return ""
     worst = findings[0]
-    name = "." in worst.message.split(" ")[0]  # of an operator: aten.bmm
+    name = re.search(r"[._]", worst.message.split(" ")[0])  # of an operator or a function: aten.bmm, clip_grad_norm_
     message = worst.message if name else worst.message[:1].upper() + worst.message[1:]
     return f"{message} ({worst.code}{_place(worst, '')})."
 

@@ -24,6 +24,8 @@ STRICT = 3
 PRODUCTS = 60
 """Products on the page, those with most FLOPs; `report.json` has them all."""
 _MIB = 1 << 20
+OPTIONS = frozenset({"--compare", "--every", "--json", "--margin", "--out", "--seeds", "--steps", "--strict"})
+"""Of the commands that run a script: behind it they are the script's."""
 NO_STEP = "Give the script that trains, with its arguments; a step is one of an optimizer of torch.optim."
 """What to do where no step was seen."""
 UNSEEN = "precision not observed"
@@ -99,6 +101,8 @@ def build(
     precision = policy_seen(first)
     line = verdict(findings, steps, ended, precision)
     broke = next((rank.facts["failed"] for rank in ranks if "failed" in rank.facts), None)
+    if late := [] if any(rank.steps for rank in ranks) else [each for each in command[1:] if each in OPTIONS]:
+        line += f" {late[0]} was given to the script, since it stands after it: preamp's own options go before."
     if broke is not None:
         line += f" The doctor itself failed in step {broke['step']} and saw no more: please report {broke['error']}"
     headline = headline_of(findings) if broke is None else line
