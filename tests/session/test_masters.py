@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -408,3 +409,38 @@ def test_masters_follow_where_groups_take_turns(level: str, ours: bool) -> None:
             for name, param in model.named_parameters():
                 kept = masters.get(name, param)
                 assert torch.equal(kept.to(param.dtype), param), (index, name)
+
+
+CASTS = {"all": lambda m: m.float(), "by to": lambda m: m.to(torch.float32), "a part": lambda m: m[0].float()}
+STEPPED = {
+    "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW(p, 1e-2, eps=1e-4),
+    "AdamW-fused": lambda p: torch.optim.AdamW(p, 1e-2, eps=1e-4, fused=True),
+    "preamp": lambda p: preamp.optim.AdamW(p, 1e-2, eps=1e-4),
+    "split": lambda p: preamp.optim.AdamW(p, 1e-2, eps=1e-4, master="split", flat=False),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize(
+    ("level", "make"), [(level, make) for level in ("O2", "O5") for make in STEPPED if (level, make) != ("O2", "split")]
+)
+def test_a_model_cast_to_float32_inside_a_session_is_trained(level: str, make: str, cast: str) -> None:
+    def run(cast: Callable[[Any], Any]) -> tuple[list[Tensor], list[Tensor]]:
+        model = mlp()
+        with preamp.prepare(model, STEPPED[make](model.parameters()), level=level, scale=128.0) as session:
+            cast(model)
+            for step in range(8):
+                with session.autocast():
+                    loss = loss_of(model, step)
+                session.backward(loss)
+                assert not session.step().skipped
+                session.zero_grad()
+            with session.full_precision():
+                inside = weights(model)
+        return inside, weights(model)
+
+    (low, _), (full, closed) = run(lambda model: None), run(CASTS[cast])
+    assert same(full, closed) and all(p.dtype is torch.float32 for p in full)
+    for one, other, begun in zip(low, full, weights(mlp()), strict=True):
+        assert float((other - one).norm()) <= 0.2 * float((one - begun).norm()), "it moves as without the cast"

@@ -181,7 +181,8 @@ class Masters:
             for parameter in leaving:
                 leaf = self._inside[parameter]
                 other = leaf.other
-                if other is None or other.dtype is torch.float32:  # an interrupt left it in place, still 16-bit
+                # an interrupt kept it from being swapped; one that was cast by its user is float32 as its master is
+                if other is None or (other.dtype is torch.float32 and other.data_ptr() != leaf.low.data_ptr()):
                     continue
                 leaf.take_back(parameter, scale, changed)
                 other.requires_grad_(parameter.requires_grad)  # freezing it while swapped in is meant to last
