@@ -15,6 +15,7 @@ from ..formats import LOW_DTYPES
 from ..ledger import Buckets, Masters, SplitMasters, State
 from ..sharding import held_here
 from ._eight_bit import NAMES, is_8bit
+from ._from_apex import translated
 
 
 class Loading(Optimizer):
@@ -104,8 +105,10 @@ class Loading(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's. States of 16-bit parameters stay float32, and masters in the state are written to them.
 
-        `OptimizerError`, a ValueError, changing nothing, for states of other shapes than the parameters'.
+        What Apex's fused optimizer of the same kind saved is understood. `OptimizerError`, a ValueError, changing
+        nothing, for states of other shapes than the parameters'.
         """
+        state_dict = translated(self, state_dict)
         self.check_loadable(state_dict)
         low, key = self._low_params(), self._master_key
         wanted = torch.int16 if key == "master_bits" else torch.float32
