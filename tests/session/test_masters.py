@@ -224,6 +224,43 @@ def test_a_write_through_data_is_noticed() -> None:
         assert max(float(m.abs().max()) for m in masters.values()) < 1.0
 
 
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_write_through_data_is_noticed_before_an_evaluation(level: str, steps: int, ours: bool) -> None:
+    """A late `nn.init` of `.data`: full_precision() would put the former weights back."""
+    model = mlp()
+    kind = preamp.optim.SGD if ours else torch.optim.SGD
+    with preamp.prepare(model, kind(model.parameters(), 0.1), level=level) as session:
+        for step in range(steps):
+            with session.autocast():
+                loss = loss_of(model, step)
+            session.backward(loss)
+            session.step()
+            session.zero_grad()
+        for layer in (model[0], model[3]):
+            torch.nn.init.constant_(layer.weight.data, 0.25)
+        with pytest.warns(preamp.PreampWarning, match=r"0\.weight.*\.data"), session.full_precision():
+            assert bool((model[0].weight == 0.25).all()) and bool((model[3].weight == 0.25).all())
+        assert bool((model[0].weight == 0.25).all())
+        model[0].weight.data.fill_(0.5)
+        with session.full_precision():
+            assert bool((model[0].weight == 0.5).all())
+
+
+def test_evaluations_do_not_use_up_the_comparisons_of_steps() -> None:
+    model = mlp()
+    with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.0), level="O5") as session:
+        for _ in range(8):
+            with session.full_precision():
+                pass
+        model[0].weight.data.fill_(0.5)
+        session.backward(loss_of(model, 0))
+        with pytest.warns(preamp.PreampWarning, match=r"\.data"):
+            session.step()
+        assert bool((session.state_dict()["masters"]["0.weight"] == 0.5).all())
+
+
 def test_an_exception_in_the_optimizer_gives_the_parameters_back() -> None:
     class Broken(torch.optim.SGD):
         def step(self, closure=None):
@@ -430,6 +467,8 @@ def test_a_model_cast_to_float32_inside_a_session_is_trained(level: str, make: s
         model = mlp()
         with preamp.prepare(model, STEPPED[make](model.parameters()), level=level, scale=128.0) as session:
             cast(model)
+            with session.full_precision():
+                assert same(weights(model), weights(mlp())), "the masters have all bits"
             for step in range(8):
                 with session.autocast():
                     loss = loss_of(model, step)

@@ -44,8 +44,15 @@ class Audit:
             self._verdicts.remove(verdict)
             self._judge(verdict.name if verdict.guilty() else None)
 
-    def written(self, pairs: Sequence[tuple[Parameter, Leaf]]) -> Iterator[tuple[Parameter, Leaf]]:
-        """Parameters written without a trace, for the caller to update masters; on an accelerator it is done here."""
+    def written(
+        self, pairs: Sequence[tuple[Parameter, Leaf]], *, counts: bool = True
+    ) -> Iterator[tuple[Parameter, Leaf]]:
+        """Parameters written without a trace, for the caller to update masters; on an accelerator it is done here.
+
+        `counts`: whether this is a step, of which `STEPS` are compared.
+        """
+        if counts and self._left > 0:
+            self._left -= 1
         if pairs and pairs[0][0].device.type != "cpu":
             self._on_device(pairs)
             return
@@ -63,8 +70,6 @@ class Audit:
                 PreampWarning,
                 stacklevel=2,
             )
-        elif self._left > 0:
-            self._left -= 1
 
     def _on_device(self, pairs: Sequence[tuple[Parameter, Leaf]]) -> None:
         """Compare and update without a host sync: the verdict is read once it has arrived."""
@@ -79,7 +84,6 @@ class Audit:
         names = ", ".join(leaf.name for _, leaf in pairs[:3])
         found = torch.stack([one.to(differ[0].device) for one in differ]).any()  # stages may be on several devices
         self._verdicts.append(Verdict(f"one of {names}, ...", found))
-        self._left -= 1
 
 
 def agrees(parameter: Parameter, leaf: Leaf) -> bool:

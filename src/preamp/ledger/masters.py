@@ -109,11 +109,14 @@ class Masters:
             return
         data = parameter.data
         master = leaf.stored.to(data.device)
-        kept = data == master.to(data.dtype)
+        # one that was cast to float32 holds what its master rounds to, and gets the bits that its master has
+        kept = data == master.to(data.dtype if data.dtype in LOW_DTYPES else leaf.low.dtype)
         if self._loaded and not bool(held_here(kept).all()):
             self.rounded = leaf.name
-        written = torch.where(kept, master, data.float()) if data.dtype is not torch.float32 else data.detach()
+        written = torch.where(kept, master, data.float())
         leaf.stored = master.detach().copy_(written)  # in place: an optimizer's state may hold it too
+        if data.dtype is torch.float32:
+            data.copy_(written)
         self._agreed.exchanges += 1
         self._note(parameter, leaf)
 
@@ -122,10 +125,10 @@ class Masters:
         leaf.low = parameter.data
         self._agreed.note(leaf.number, parameter)
 
-    def refresh_before_step(self, leaves: Leaves, *, again: bool = False) -> None:
+    def refresh_before_step(self, leaves: Leaves, *, again: bool = False, counts: bool = True) -> None:
         """`refresh`, and in the first steps a comparison of the values (`Audit`).
 
-        `again`: the step itself refreshes them.
+        `again`: the step itself refreshes them. `counts`: whether it is a step.
         """
         if not self._leaves:
             return
@@ -138,7 +141,8 @@ class Masters:
         self._audit.hear()
         if not self._audit.due:
             return
-        for parameter, leaf in self._audit.written(list(zip(leaves.parameters, leaves.leaves, strict=True))):
+        pairs = list(zip(leaves.parameters, leaves.leaves, strict=True))
+        for parameter, leaf in self._audit.written(pairs, counts=counts):
             self._agreed.versions[leaf.number] = -1
             self._follow(parameter, leaf)
 
@@ -229,7 +233,8 @@ class Masters:
 
     def full(self) -> None:
         """Turn every parameter into float32, without a gradient, until `low`."""
-        self.refresh()
+        self._every = self._every or self.leaves_of(list(self._leaves))
+        self.refresh_before_step(self._every, counts=False)
         self.swap_in(self._leaves)
 
     def low(self) -> None:

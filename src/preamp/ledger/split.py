@@ -44,7 +44,7 @@ class SplitMasters(Masters):
         """Record the address of a parameter that was given other data."""
         self._note(parameter, leaf)
 
-    def refresh_before_step(self, leaves: Leaves, *, again: bool = False) -> None:
+    def refresh_before_step(self, leaves: Leaves, *, again: bool = False, counts: bool = True) -> None:
         """`refresh`; the values need no comparison, since a weight and its bits always agree."""
         self.refresh(leaves)
 
