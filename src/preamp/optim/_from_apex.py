@@ -29,7 +29,8 @@ def translated(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
         if group.get("bias_correction") is False and "bias_correction" not in own:
             raise OptimizerError(
                 f"the state was saved by an optimizer with bias_correction=False, and {type(optimizer).__name__} "
-                "always corrects: its steps would be longer. Go on without the state, from a small learning rate"
+                "always corrects: its steps would be longer. Load it into preamp.compat.apex.optimizers.FusedAdam, "
+                "which a session steps too"
             )
         known = [number for number in group["params"] if states.get(number)]
         norms = group.pop("exp_avg_sq", None)
