@@ -141,6 +141,19 @@ def test_other_masters_and_states_of_8_bits(options: dict[str, Any]) -> None:
         assert {"master", "master_bits"} & row.keys() == ({own} if own else set()), "no master that no step follows"
 
 
+def test_a_sessions_optimizer_keeps_no_master_of_a_checkpoint() -> None:
+    """It would be saved, and written over newer weights when that is loaded."""
+    params = made(torch.bfloat16)
+    before = FusedAdam(params, master_weights=True)
+    run(before, params, range(3))
+    model = nn.ParameterList(made())
+    optimizer = AdamW(model.parameters())
+    session = preamp.prepare(model, optimizer, level="O5")
+    optimizer.load_state_dict(before.state_dict())
+    assert [set(row) for row in optimizer.state_dict()["state"].values()] == [{"exp_avg", "exp_avg_sq", "step"}] * 4
+    session.close()
+
+
 # -- as Apex itself saves them
 
 
