@@ -83,8 +83,6 @@ class FusedOptimizer(Loading):
 
     # -- what a subclass defines
 
-    counts_steps = True
-
     @abstractmethod
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Names of the states that have a parameter's shape."""

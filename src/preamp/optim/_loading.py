@@ -15,13 +15,14 @@ from ..formats import LOW_DTYPES
 from ..ledger import Buckets, Masters, SplitMasters, State
 from ..sharding import held_here
 from ._eight_bit import NAMES, is_8bit
-from ._from_apex import translated
+from ._from_apex import completed
 
 
 class Loading(Optimizer):
     """The part of `FusedOptimizer` for states: `master`, and whether a session has lent its masters."""
 
     master: str | None
+    counts_steps = True
     _masters: Masters
     _lent: bool
     _buckets: Buckets | None
@@ -79,7 +80,12 @@ class Loading(Optimizer):
         return packed
 
     def check_loadable(self, state_dict: dict[str, Any]) -> None:
-        """`OptimizerError` for a state_dict that holds states of other shapes than the parameters'."""
+        """`OptimizerError` for a state_dict that holds states of other shapes than the parameters', or options that
+        this optimizer has not.
+        """
+        self._check_states(completed(self, state_dict))
+
+    def _check_states(self, state_dict: dict[str, Any]) -> None:
         names = (*self.kept, "master", "master_bits")
         for param, number in self._saved(state_dict):
             saved = state_dict["state"].get(number, {})
@@ -105,11 +111,12 @@ class Loading(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's. States of 16-bit parameters stay float32, and masters in the state are written to them.
 
-        What Apex's fused optimizer of the same kind saved is understood. `OptimizerError`, a ValueError, changing
-        nothing, for states of other shapes than the parameters'.
+        States of Apex's fused optimizers load too. Options that saved groups lack stay as they are here.
+        `OptimizerError`, a ValueError, changing nothing, for states of other shapes than the parameters', and for
+        options that were on where this optimizer has none.
         """
-        state_dict = translated(self, state_dict)
-        self.check_loadable(state_dict)
+        state_dict = completed(self, state_dict)
+        self._check_states(state_dict)
         low, key = self._low_params(), self._master_key
         wanted = torch.int16 if key == "master_bits" else torch.float32
         strangers = {  # torch's optimizers keep a master in the parameter's dtype, and do not step it
@@ -129,6 +136,9 @@ class Loading(Optimizer):
             for group in self.param_groups:
                 for param in group["params"]:
                     if param in self.state:
+                        for name in ("master", "master_bits"):  # one that no step follows would be saved, and loaded
+                            if self._lent or self.master is None or name != key:
+                                self.state[param].pop(name, None)
                         self._mend(param, self.state[param])
 
     def _low_params(self) -> set[Parameter]:
