@@ -7,7 +7,10 @@ and a test holds that.
 
 from __future__ import annotations
 
+import os
+import platform
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # torch is imported when one of its dtypes is asked for: `preamp doctor` reports without it
@@ -113,3 +116,28 @@ def name_of(dtype: torch.dtype) -> str:
     """The short name of a dtype ("fp16"); torch's own name for dtypes outside `FORMATS`."""
     found = _BY_TORCH_NAME.get(str(dtype))
     return found.name if found else str(dtype).removeprefix("torch.")
+
+
+@lru_cache
+def cpu_multiplies(dtype: torch.dtype) -> bool:
+    """Whether this CPU has arithmetic for a dtype, and torch uses it.
+
+    Bfloat16: AVX512-BF16, AMX, or what torch asks of other architectures; AVX512 alone emulates it. Float16:
+    AVX512-FP16, AMX-FP16, or the like. The environment variable PREAMP_CPU_MULTIPLIES says it in place of the CPU, as
+    a list: "bf16,fp16", or "" for neither.
+    """
+    import torch
+
+    said = os.environ.get("PREAMP_CPU_MULTIPLIES")
+    if dtype is torch.float32 or dtype is torch.float64:
+        return True
+    if said is not None:
+        return dtype in {dtype_of(name) for name in said.split(",") if name.strip()}
+    if dtype is torch.bfloat16 and platform.machine().lower() in ("x86_64", "amd64"):
+        probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        return any(bool(getattr(torch.cpu, name, bool)()) for name in probes)
+    probe = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
+    try:
+        return probe is not None and bool(getattr(torch.ops.mkldnn, probe)())
+    except AttributeError:  # a torch without oneDNN
+        return False

@@ -189,7 +189,7 @@ RULED_ON_CPU = frozenset({"gru.input", "gru.data", "lstm.data"})
 alone they would give back the dtype of the state, float32.
 """
 
-Native = Category | Literal["refused", "float16 fails", "promote one dtype"]
+Native = Category | Literal["refused", "promote one dtype"]
 
 
 def native_category(op: str, device_type: str) -> Native | None:
@@ -197,15 +197,12 @@ def native_category(op: str, device_type: str) -> Native | None:
 
     Which operators are ruled is read off the dispatcher of this very torch; in which way is a documented fact that
     the dispatcher does not tell: on every device but the CPU it is the way of `TABLE`, which follows CUDA.
-    "refused" is an error whatever the inputs, which is how torch.amp bans binary_cross_entropy on CUDA; "float16 fails"
-    is mkldnn's RNN on the CPU, which torch lowers to any dtype and which then knows no float16; "promote one dtype" is
-    cat and its kin there, which take float32 and the region's dtype and fail for the other 16-bit one.
+    "refused" is an error whatever the inputs, which is how torch.amp bans binary_cross_entropy on CUDA; "promote one
+    dtype" is cat and its kin on the CPU, which take float32 and the region's dtype and fail for the other 16-bit one.
     """
     if not has_kernel(op, device_type):
         return _DEFAULT.get(op) if op in RULED_BY_PARTS else None
     if device_type == "cpu":
-        if op == "mkldnn_rnn_layer":
-            return "float16 fails"
         if op in ("cat", "stack", "index_copy"):
             return "promote one dtype"
         return NATIVE_CPU.get(op, "full")

@@ -80,10 +80,7 @@ CALLS: dict[str, Callable[[Maker], Args]] = {
     "lstm.data": _call(
         lambda t: (t(6, 3), BATCHES, [t(1, 2, 3), t(1, 2, 3)], _layer(t, 4), True, 1, 0.0, False, False)
     ),
-    "mkldnn_rnn_layer": _call(
-        lambda t: (t(2, 1, 4), t(16, 4), t(16, 4), t(16), t(16), t(1, 4), t(1, 4), False, [], 2, 4, 1, True, False,
-                   False, False)
-    ),
+    "linalg_vecdot": _call(lambda t: (t(3, 4), t(3, 4))),
     "exp": _one, "expm1": _one, "cosh": _one, "sinh": _one, "tan": _one, "softplus": _one, "sum": _one,
     "norm.Scalar": _one, "linalg_vector_norm": _one,
     "log": _unit, "log10": _unit, "log2": _unit, "log1p": _unit, "reciprocal": _unit, "rsqrt": _unit,

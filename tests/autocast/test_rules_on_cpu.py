@@ -87,15 +87,26 @@ def equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+def near(low: Any, exact: Any) -> bool:
+    """Whether 16-bit results are the exact ones but for roundings."""
+    if isinstance(low, Tensor):
+        atol = 0.02 * max(1.0, float(exact.double().abs().nan_to_num(0).max())) if exact.numel() else 0.0
+        return torch.allclose(low.double(), exact.double(), rtol=0.02, atol=atol, equal_nan=True)
+    if isinstance(low, collections.abc.Iterable):
+        return all(near(x, y) for x, y in zip(low, exact, strict=True))
+    return bool(low == exact)
+
+
 def check(entry: Entry, args: tuple[Any, ...], low: torch.dtype, run_as: torch.dtype, out: torch.dtype | None) -> None:
     with preamp.autocast("cpu", dtype=low):
         results = call(entry, args)
-    controls = call(entry, cast(args, run_as))
+    # how a CPU multiplies 16-bit tensors is its own affair: what it should come to is known from float64
+    controls = call(entry, cast(cast(args, run_as), torch.float64) if run_as is low else cast(args, run_as))
     for result, control in zip(results, controls, strict=True):
         first = result[0] if isinstance(result, (list, tuple)) else result
         if isinstance(first, Tensor):
             assert first.dtype is (out or run_as)
-        assert equal(result, control), (result, control)
+        assert near(result, control) if run_as is low else equal(result, control), (result, control)
 
 
 @pytest.mark.parametrize("low", LOW.values(), ids=LOW)
@@ -112,7 +123,8 @@ def test_einsum_runs_low(low: torch.dtype) -> None:
     equation = "bkhd,bqhd->bqkh"
     with preamp.autocast("cpu", dtype=low):
         result = torch.einsum(equation, a, b)
-    assert equal(result, torch.einsum(equation, a.to(low), b.to(low)))
+    assert result.dtype is low
+    assert near(result, torch.einsum(equation, a.to(low).double(), b.to(low).double()))
 
 
 @pytest.mark.parametrize("low", LOW.values(), ids=LOW)

@@ -24,6 +24,7 @@ FP32 = torch.float32
 
 def overridden() -> set[str]:
     names = {name for name, category in OpRules().ruled() if category != (native_category(name, "cpu") or "as-is")}
+    names.add("linalg_vecdot")  # low in torch, too, where each term is rounded
     return {name for name in names if _overload(name) is not None}
 
 
@@ -42,6 +43,17 @@ def same(a: list[Tensor] | type[Exception], b: list[Tensor] | type[Exception]) -
         return a is b
     return len(a) == len(b) and all(
         x.dtype == y.dtype and torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(a, b, strict=True)
+    )
+
+
+def near(a: list[Tensor] | type[Exception], b: list[Tensor] | type[Exception], low: torch.dtype) -> bool:
+    """The same but for roundings: how a CPU multiplies 16-bit tensors differs between CPUs."""
+    if isinstance(a, type) or isinstance(b, type):
+        return a is b
+    return len(a) == len(b) and all(
+        x.dtype is low and torch.allclose(x.float(), y.float(), rtol=0.02, atol=0.02)
+        for x, y in zip(a, b, strict=True)
+        if x.numel() or y.numel()
     )
 
 
@@ -90,10 +102,7 @@ def test_preamps_regions_follow_the_table(name: str, low: torch.dtype) -> None:
         if len(dtypes) == 2 and category == "promote" and len(list(tensors(CALLS[name](Maker(FP32))))) < 2:
             continue
         by_hand = outcome(name, run_in, torch.autocast("cpu", enabled=False))
-        if name == "mkldnn_rnn_layer" and low is torch.float16:
-            assert isinstance(ours, list) and {t.dtype for t in ours if t.numel()} <= {low}
-        else:
-            assert same(ours, by_hand), (dtypes, ours, by_hand)
+        assert near(ours, by_hand, low) if category == "low" else same(ours, by_hand), (dtypes, ours, by_hand)
 
 
 @pytest.mark.parametrize("low", LOW.values(), ids=LOW)

@@ -1,7 +1,18 @@
 """Regions of mixed precision: which operation runs in which dtype."""
 
 from ._decorators import float_function, half_function, promote_function
+from ._products import MARKER, PRODUCTS, widened
 from ._region import autocast, decorated
-from ._registry import MARKER, REGISTRY
+from ._registry import REGISTRY
 
-__all__ = ["MARKER", "REGISTRY", "autocast", "decorated", "float_function", "half_function", "promote_function"]
+__all__ = [
+    "MARKER",
+    "PRODUCTS",
+    "REGISTRY",
+    "autocast",
+    "decorated",
+    "float_function",
+    "half_function",
+    "promote_function",
+    "widened",
+]

@@ -119,24 +119,26 @@ def _plain_low(op: Any, device_type: str) -> Kernel:
 
 
 def _low(op: Any, device_type: str) -> Kernel:
-    call, low = _calling(op, device_type), _plain_low(op, device_type)
+    low = _plain_low(op, device_type)
 
     def low_cell(input: Tensor, state: Any, *weights: Any, **kwargs: Any) -> Any:
         """For lstm_cell and its kin: its parts stay under autocast, whose cache casts a weight once, not every step."""
         to_low = _caster(device_type, CASTABLE, torch.get_autocast_dtype(device_type))
         return op.decompose(to_low(input), to_low(state), *weights, **kwargs)
 
-    def low_layer(*args: Any, **kwargs: Any) -> Any:
-        """For mkldnn_rnn_layer, which knows no float16: computed in float32, given back in float16."""
-        if torch.get_autocast_dtype(device_type) is not torch.float16:
-            return low(*args, **kwargs)
-        computed = call(_caster(device_type, CASTABLE, torch.float32), args, kwargs)
-        return _caster(device_type, frozenset({torch.float32}), torch.float16)(computed)
+    def low_vecdot(x: Tensor, y: Tensor, *, dim: int = -1) -> Any:
+        """As a matrix product: torch rounds each term to 16 bits before it adds them."""
+        to_low = _caster(device_type, CASTABLE, torch.get_autocast_dtype(device_type))
+        if x.is_complex() or y.is_complex() or (x.dim() != y.dim() and dim != -1):
+            return low(x, y, dim=dim)
+        with torch._C._ExcludeDispatchKeyGuard(_autocast_keys(device_type)):
+            rows, columns = to_low(x).movedim(dim, -1).unsqueeze(-2), to_low(y).movedim(dim, -1).unsqueeze(-1)
+            return (rows @ columns).squeeze(-1).squeeze(-1)
 
     name = str(op).split(".")[1]
-    if name in _CELLS:
-        return low_cell
-    return low_layer if name == "mkldnn_rnn_layer" else low
+    if name == "linalg_vecdot" and device_type == "cpu":
+        return low_vecdot
+    return low_cell if name in _CELLS else low
 
 
 _CELLS = ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
@@ -208,11 +210,11 @@ _BUILDERS: dict[str, Callable[[Any, str], Kernel]] = {
     "as-is": _as_is,
     "full": _full,
     "low": _low,
+    "plain low": _plain_low,
     "promote": _promote,
     "promote one dtype": _promote_one_dtype,
     "banned": _banned,
     "refused": _refused,
-    "float16 fails": _plain_low,
 }
 
 

@@ -13,7 +13,8 @@ from ..compiling import traced_by_callers, uncompiled
 from ..errors import PolicyError, kind_of
 from ..rules import OpRules
 from ._nodes import NODES
-from ._registry import COMPILED, MARKER, MARKER_DTYPES, REGISTRY
+from ._products import COMPILED, MARKER
+from ._registry import MARKER_DTYPES, REGISTRY
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -7,9 +7,9 @@ on the device, so that an operator without such a rule costs nothing.
 Kernels are process-wide, a region belongs to one thread. So each kernel first checks whether preamp's rules apply,
 and otherwise does what torch's own autocast would have done:
 
-* inside a region the *marker* is set: autocast's state for the device type "ipu", which nothing else uses. Keeping it
-  there, and not in a variable of our own, makes torch.compile correct: dynamo runs changes of autocast state
-  while it traces, and guards compiled code on them.
+* inside a region the *marker* is set: autocast's state for a device type that nothing else uses. Keeping it there, and
+  not in a variable of our own, makes torch.compile correct: dynamo runs changes of autocast state while it traces, and
+  guards compiled code on them.
 * a checkpointed block is recomputed during backward, under the plain `torch.autocast` that torch's checkpoint sets up;
   so the rules hold while nodes of the graph are run that were made in such a region (`_nodes`).
 """
@@ -31,11 +31,7 @@ from ..errors import PolicyError
 from ..rules import RULED_ON_CPU, OpRules, autocast_key, has_kernel, native_category
 from . import _kernels
 from ._nodes import NODES
-
-MARKER = "ipu"
-
-COMPILED = torch.bfloat16
-"""The marker's dtype in regions of compiled code, which torch enters and leaves by itself."""
+from ._products import COMPILED, MARKER, PRODUCTS, ruled
 
 # Another set of rules has another marker dtype, so that code compiled under one set is not reused under another.
 MARKER_DTYPES = (
@@ -55,6 +51,8 @@ class Registry:
         self._holders: set[object] = set()
         self._lingering = False
         self._libraries: dict[str, list[torch.library.Library]] = {}
+        self._products: object = None
+        """The hold on the products of the CPU, if there are rules for it."""
         self._tag = ""
         self._lock = threading.RLock()
 
@@ -90,7 +88,8 @@ class Registry:
             rules, devices, lingering = self.rules, list(self._libraries), self._lingering
             self._clear()
         try:
-            yield
+            with PRODUCTS.away():
+                yield
         finally:
             with self._lock:
                 self._clear()
@@ -114,7 +113,7 @@ class Registry:
                     f"{str(self.rules) or 'the default'}; asked for: {str(wanted) or 'the default'}. "
                     "Close that session first, or give both the same OpRules."
                 )
-            if torch.is_autocast_enabled(MARKER):
+            if torch.is_autocast_enabled(MARKER) and ruled(torch.get_autocast_dtype(MARKER)):
                 raise PolicyError(
                     "operator rules hold for the whole process, and the region around this one has others: "
                     f"{str(self.rules) or 'the default'}; asked for: {str(wanted) or 'the default'}. "
@@ -125,6 +124,10 @@ class Registry:
             self.rules = wanted
             self.stamp = f"rules {self._numbers.setdefault(wanted, len(self._numbers))}"
             self._tag_compile_cache(wanted)
+        if device_type == "cpu":
+            if self._products is None:
+                self._products = PRODUCTS.hold()
+            PRODUCTS.install()  # those for tracing, if the compiler has come since
         if device_type not in self._libraries:
             try:
                 self._libraries[device_type] = _install(self.rules, device_type)
@@ -140,6 +143,8 @@ class Registry:
             for library in libraries:
                 library._destroy()
         self._libraries.clear()
+        PRODUCTS.release(self._products)
+        self._products = None
         torch.compiler.config.cache_key_tag = torch.compiler.config.cache_key_tag.replace(self._tag, "")
         self.rules = None
         self._lingering = False
@@ -175,12 +180,15 @@ def _install(rules: OpRules, device_type: str) -> list[torch.library.Library]:
                     "which preamp could not put back: change it there, or leave it out of OpRules"
                 )
             # Where torch has no kernel, its rule or its lack of one stems from the operator's parts.
-            if category == (native or "as-is") and (
-                torch_has_one or not changed or (not native and name not in changed)
-            ):
+            if (
+                category == (native or "as-is")
+                and (torch_has_one or not changed or (not native and name not in changed))
+                and (name != "linalg_vecdot" or device_type != "cpu")
+            ):  # torch's is low, too, and adds up in 16 bits
                 continue
             ours = _kernels.build(op, category, device_type)
-            torchs = _kernels.build(op, native, device_type) if native and torch_has_one else None
+            by_torch = "plain low" if native == "low" else native
+            torchs = _kernels.build(op, by_torch, device_type) if by_torch and torch_has_one else None
             namespace, _, plain = name.rpartition("::")
             library = libraries.setdefault(namespace or "aten", torch.library.Library(namespace or "aten", "IMPL"))
             library.impl(plain, _gate(op, ours, torchs, device_type), autocast_key(device_type), with_keyset=True)
@@ -198,8 +206,8 @@ def _gate(op: Any, ours: _kernels.Kernel, torchs: _kernels.Kernel | None, device
 
     @traced_by_callers
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if enabled(MARKER):
-            if dtype_of(MARKER) is COMPILED and graph_task() == -1:
+        if enabled(MARKER) and ruled(marker := dtype_of(MARKER)):
+            if marker is COMPILED and graph_task() == -1:
                 NODES.note(compiled=True)
             return ours(*args, **kwargs)
         if graph_task() == -1:

@@ -46,6 +46,8 @@ class Casting:
     """The device type of a whole model's parameters."""
     ambient: torch.dtype | None = None
     """The dtype of a region that a whole model enters where there is none, since float32 buffers meet its weights."""
+    around: Callable[[], Any] | None = None
+    """Makes a context for each call of a whole model."""
     keeper: weakref.ref[Any] | None = None
     """The holder of a whole model's masters, which must be informed of states that are loaded into it."""
 
@@ -86,7 +88,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         _tell_foreign_region(casting.computes, casting.device_type, self)
     if casting.inputs is not None:
         args, kwargs = cast_floating(args, casting.inputs), kwargs and cast_floating(kwargs, casting.inputs)
-    with _region(region, self, came_in, args, kwargs):
+    with _region(region, self, came_in, args, kwargs), nullcontext() if casting.around is None else casting.around():
         if casting.through is not None and _in_low_region(self):
             result = _computed_through(self, casting.through, *args, **kwargs)
         elif casting.wide_weights:

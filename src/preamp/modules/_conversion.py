@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -34,11 +34,15 @@ class Conversion:
     """A model brought under a policy; `undo()` brings its modules and buffers back (`keeper` its parameters).
 
     `model`: its floating parameters in float32, or already in the policy's dtype. `prefix` goes before names ("gen:"),
-    to distinguish several models. If the policy does not fit the model, nothing is changed.
+    to distinguish several models. `around` makes a context for each call of a model with 16-bit parameters. If the
+    policy does not fit the model, nothing is changed.
     """
 
-    def __init__(self, model: nn.Module, policy: Policy, keeper: Masters, prefix: str = "") -> None:
-        self._policy, self._keeper, self._prefix = policy, keeper, prefix
+    def __init__(
+        self, model: nn.Module, policy: Policy, keeper: Masters, prefix: str = "",
+        around: Callable[[], Any] | None = None,
+    ) -> None:  # fmt: skip
+        self._policy, self._keeper, self._prefix, self._around = policy, keeper, prefix, around
         root = unwrapped(model)
         check_free(root)
         for path, module in root.named_modules():
@@ -203,6 +207,8 @@ class Conversion:
                 device_type = next((p.device.type for p in module.parameters()), "cpu")
                 casting = replace(casting, computes=low, device_type=device_type, keeper=weakref.ref(self._keeper))
                 casting = replace(casting, ambient=low if self._wide_buffers else None)
+            if low:
+                casting = replace(casting, around=self._around)
             if policy.output is not None:
                 casting = replace(casting, outputs=policy.output, outputs_as_inputs=False)
         return casting

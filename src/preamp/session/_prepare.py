@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..autocast import PRODUCTS, widened
 from ..eps import safe_eps
 from ..errors import PolicyError, PreampWarning, SessionError, kind_of
 from ..formats import LOW_DTYPES, name_of
@@ -111,9 +112,10 @@ def prepare(
     masters = _shadows(chosen, models, optimizers, len(scales)) if shadow else _masters_for(chosen, optimizers)
     conversions: list[Conversion] = []
     earlier = {p: p.grad for each in optimizers.values() for p in parameters_of(each) if p.grad is not None}
+    around = widened if device_type == "cpu" and chosen.params in PRODUCTS.dtypes else None
     try:
         for name, each in models.items():
-            conversions.append(Conversion(each, chosen, masters, f"{name}:" if name else ""))
+            conversions.append(Conversion(each, chosen, masters, f"{name}:" if name else "", around))
         if chosen.params in LOW_DTYPES:
             lowered = {p for each in models.values() for p in each.parameters() if p.dtype in LOW_DTYPES}
             rebuild_reducers(lowered, models=models.values(), strict=True)

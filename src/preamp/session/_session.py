@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..autocast import REGISTRY
+from ..autocast import PRODUCTS, REGISTRY
 from ..compiling import traced_by_callers, uncompiled
 from ..errors import SessionError
+from ..formats import LOW_DTYPES
 from ..frameworks import unwrap
 from ..kernels import Reading, clip_values_
 from ..ledger import Gradients, Masters, gradients_of, parameters_in, state_like_parameters
@@ -91,12 +92,16 @@ class Session:
         self._shards = list(named_parameters(models)) if self._sharded else None
         self._attempts, self._closed, self._in_regions = 0, False, False
         self._gradients.carry(earlier or {})
+        kernels: Any = REGISTRY if policy.has_regions else PRODUCTS
+        holder = None
         if policy.has_regions:
             assert policy.ops is not None
             holder = REGISTRY.hold(policy.ops, device_type)
-            # also of a session that is lost before it is closed
-            self._rules = weakref.finalize(self, REGISTRY.release, holder)
-            self._rules.atexit = False
+        elif policy.params in LOW_DTYPES and device_type == "cpu":
+            holder = PRODUCTS.hold()
+        # also of a session that is lost before it is closed
+        self._release_kernels = weakref.finalize(self, kernels.release, holder)
+        self._release_kernels.atexit = False
 
     # -- forward
 
@@ -435,8 +440,7 @@ class Session:
         for each in self._optimizers.values():
             state_like_parameters(each)
         self._steps.take_masters_back()
-        if self.policy.has_regions:
-            self._rules()
+        self._release_kernels()
         self._rates.restore()
 
     def _true_gradients(self) -> dict[nn.Parameter, Tensor]:

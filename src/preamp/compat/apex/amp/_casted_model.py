@@ -6,13 +6,16 @@ copies then run their own forward, which a function put on the instance would no
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ....autocast import PRODUCTS, widened
 from ....formats import LOW_DTYPES
 from ....modules import Subclasses
 from ....tree import map_tensors
@@ -38,7 +41,8 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if inputs is not None:
         args = tuple(cast_nested(value, inputs) for value in args)
         kwargs = {key: cast_nested(value, inputs) for key, value in kwargs.items()}
-    result = self._amp_original.forward(self, *args, **kwargs) if inner is None else inner(*args, **kwargs)
+    with widened() if inputs in LOW_DTYPES else nullcontext():
+        result = self._amp_original.forward(self, *args, **kwargs) if inner is None else inner(*args, **kwargs)
     return result if outputs is None else cast_nested(result, outputs)
 
 
@@ -53,10 +57,16 @@ def _rebuild(original: type[nn.Module]) -> nn.Module:
 _SUBCLASSES = Subclasses(CastedModel, "_amp_original", forward=_forward, __reduce_ex__=_reduce_ex)
 
 
+_PRODUCTS: weakref.WeakKeyDictionary[nn.Module, weakref.finalize[..., Any]] = weakref.WeakKeyDictionary()
+"""What ends the hold that a 16-bit model has on the products of the CPU."""
+
+
 def patch_forward(model: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
     """Have a model cast floating inputs to `inputs` and outputs to `outputs`; None leaves them alone."""
     model.__dict__["_amp_dtypes"] = (inputs, outputs)
-    model.__dict__["_amp_witness"] = next((p for p in model.parameters() if p.dtype is inputs), None)
+    witness = model.__dict__["_amp_witness"] = next((p for p in model.parameters() if p.dtype is inputs), None)
+    if inputs in LOW_DTYPES and witness is not None and witness.device.type == "cpu" and model not in _PRODUCTS:
+        _PRODUCTS[model] = PRODUCTS.hold_while(model)
     if isinstance(model, CastedModel):
         return
     if "forward" in model.__dict__ and "_amp_forward" not in model.__dict__:
@@ -67,6 +77,8 @@ def patch_forward(model: nn.Module, inputs: torch.dtype | None, outputs: torch.d
 
 def unpatch_forward(model: nn.Module) -> None:
     """Undo `patch_forward`; a forward that somebody has put on the model since stays, and may call the one he found."""
+    if model in _PRODUCTS:
+        _PRODUCTS.pop(model)()
     if isinstance(model, CastedModel):
         _SUBCLASSES.leave(model)
         for name in ("_amp_dtypes", "_amp_witness"):

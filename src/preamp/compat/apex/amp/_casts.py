@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ....autocast import PRODUCTS
 from .utils import Caster, caster_to, verbosify
 
 
@@ -30,6 +31,8 @@ class Casts:
         self._saved: list[tuple[Any, str, bool, Any]] = []
         self.half_type = half_type
         self.takes_cpu = takes_cpu
+        self._products = PRODUCTS.hold_while(self, everywhere=True) if takes_cpu else None
+        """Ends the hold on products of the CPU: functions of torch are patched for all code, so it is for all, too."""
         self._casters = {dtype: self.only(caster_to(dtype)) for dtype in (half_type, torch.float32, torch.float64)}
 
     def dtype_of(self, kind: str) -> torch.dtype:
@@ -104,6 +107,8 @@ class Casts:
         for module, name, own, function in reversed(self._saved):
             setattr(module, name, function) if own else delattr(module, name)
         self._saved.clear()
+        if self._products is not None:
+            self._products()
         self._clear_cache()
         self._is_active = False
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ....autocast import PRODUCTS
 from ....errors import StateError
 from ....formats import LOW_DTYPES
 from .._masters import Masters, multiply_gradients
@@ -51,6 +52,9 @@ class FP16_Optimizer(Masters):
         for i, group in enumerate(init_optimizer.param_groups):
             self.maybe_print(f"FP16_Optimizer processing param group {i}:")
             self._take_group(group)
+        if any(param.device.type == "cpu" for param in self.all_fp16_params):
+            # of a model that the optimizer does not know: `.half()` made it, and its forward pass is torch's
+            PRODUCTS.hold_while(self, everywhere=True)
         self.dynamic_loss_scale = bool(dynamic_loss_scale)
         self.loss_scaler = self._make_scaler(static_loss_scale, self.dynamic_loss_scale, dynamic_loss_args)
         self.overflow = False

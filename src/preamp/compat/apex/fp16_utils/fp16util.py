@@ -11,6 +11,8 @@ from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_
 
+from ....autocast import PRODUCTS, widened
+
 clip_grad_norm = clip_grad_norm_
 
 
@@ -32,11 +34,13 @@ class FP16Model(nn.Module):
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = convert_network(network, dtype=torch.half)
+        PRODUCTS.hold_while(self)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The network on float16 inputs."""
         cast = (value.half() if isinstance(value, Tensor) else value for value in inputs)
-        return self.network(*cast, **kwargs)
+        with widened():
+            return self.network(*cast, **kwargs)
 
 
 def BN_convert_float(module: nn.Module) -> nn.Module:
@@ -50,12 +54,25 @@ def BN_convert_float(module: nn.Module) -> nn.Module:
     return module
 
 
+class _HalfNetwork(nn.Sequential):
+    """What `network_to_half` returns."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        PRODUCTS.hold_while(self)
+
+    def forward(self, input: Any) -> Any:
+        """The layers in turn."""
+        with widened():
+            return super().forward(input)
+
+
 def network_to_half(network: nn.Module) -> nn.Sequential:
     """A network in float16, in place, but for affine batch norms, behind a layer that casts its one input.
 
     Keys of the state_dict begin with "1.".
     """
-    return nn.Sequential(tofp16(), BN_convert_float(network.half()))
+    return _HalfNetwork(tofp16(), BN_convert_float(network.half()))
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:

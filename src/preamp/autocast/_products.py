@@ -1,0 +1,278 @@
+"""Products of 16-bit tensors through float32, on CPUs without arithmetic for them.
+
+Such a CPU multiplies float16 and bfloat16 by scalar loops of torch's, 25 to 100 times slower than float32. There the
+factors are widened, multiplied in float32, and the result is rounded once. That is what a tensor core means by a
+product: 16-bit factors, float32 sums, one rounding.
+
+The kernels lie in the dispatcher below autograd, so that nothing else notices them: autograd records the 16-bit
+operator and keeps its 16-bit tensors, and dispatch modes see it as it was called. The products of its backward are
+operators of the same table, and come by here again.
+
+Kernels are process-wide, and a product is widened for preamp's code alone: inside of its regions, in the forward pass
+of its 16-bit models (`widened`), and in the backward of what was computed there (`RegionNodes`). What `torch.compile`
+traces never comes down to a kernel that low. So the same kernels also lie one key higher, where only tracing uses them.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.compiler.config
+from torch import Tensor
+
+from ..compiling import traced_by_callers, uncompiled
+from ..formats import LOW_DTYPES, cpu_multiplies, name_of
+from ._nodes import NODES, RegionNodes
+
+MARKER = "ipu"
+"""A device type that nothing else uses. Its autocast state marks what is preamp's, since the compiler knows of it."""
+
+COMPILED = torch.bfloat16
+"""The marker's dtype in regions of compiled code, which torch enters and leaves by itself."""
+
+_WIDENED, _WIDENED_COMPILED = torch.float32, torch.float16
+"""The marker's dtypes where products are widened, and no rules hold: in a 16-bit model that runs outside of regions."""
+
+_OPS = {
+    "mm": 1, "bmm": 1, "mv": 1, "dot": 1, "vdot": 1, "addmm": 1, "addmv": 1, "addr": 1, "addbmm": 1, "baddbmm": 1,
+    "_addmm_activation": 1, "convolution": 1, "_convolution": 1, "convolution_backward": 3, "conv_tbc": 1,
+    "conv_tbc_backward": 3, "_scaled_dot_product_flash_attention_for_cpu": 1,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 3, "mkldnn_rnn_layer": 3, "mkldnn_rnn_layer_backward": 7,
+}  # fmt: skip
+"""Operators that multiply, below autograd, and how many of their results, from the first, have the factors' dtype."""
+
+_WRITING = (
+    "addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_", "mm.out", "bmm.out", "mv.out", "addmm.out", "addmv.out",
+    "addbmm.out", "baddbmm.out",
+)  # fmt: skip
+"""Those that write into a tensor they are given. Torch's own fast paths use them; traced ones write nothing."""
+
+_WITH_FLOAT32 = frozenset({
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward",
+})  # fmt: skip
+"""Operators that take float32 beside 16-bit factors: a mask, logarithms of sums. For others that is torch's error."""
+
+_RECURRENT = frozenset({"mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"})
+"""Operators that know no float16 on any CPU."""
+
+_EAGER, _TRACED = "BackendSelect", "ADInplaceOrView"
+
+WIDENED_NODES = RegionNodes()
+"""Nodes whose products were widened, outside of regions or in a backward that is differentiated again."""
+
+
+class Products:
+    """The kernels that are in the dispatcher now. There is one (`PRODUCTS`), because there is one dispatcher."""
+
+    def __init__(self) -> None:
+        self._holders: set[object] = set()
+        self._everywhere: set[object] = set()
+        self._libraries: dict[str, torch.library.Library] = {}
+        self._tag = ""
+        self._lock = threading.RLock()
+
+    @property
+    def dtypes(self) -> frozenset[torch.dtype]:
+        """The dtypes whose products are computed through float32 on this CPU."""
+        return frozenset(dtype for dtype in LOW_DTYPES if not cpu_multiplies(dtype))
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether products are widened in all code: `hold(everywhere=True)`."""
+        return bool(self._everywhere)
+
+    def hold(self, *, everywhere: bool = False) -> object:
+        """Have products widened in what is preamp's until `release()` of what is returned; or in all code."""
+        holder = object()
+        with self._lock:
+            self._holders.add(holder)
+            if everywhere:
+                self._everywhere.add(holder)
+            self.install()
+        return holder
+
+    def hold_while(self, thing: object, *, everywhere: bool = False) -> weakref.finalize[..., object]:
+        """A `hold()` that ends with `thing`, or when what is returned is called."""
+        end = weakref.finalize(thing, self.release, self.hold(everywhere=everywhere))
+        end.atexit = False
+        return end
+
+    def release(self, holder: object) -> None:
+        """Give up a `hold()`. The last one clears the dispatcher. A second call does nothing."""
+        with self._lock:
+            self._holders.discard(holder)
+            self._everywhere.discard(holder)
+            if not self._holders:
+                self._clear()
+
+    def install(self) -> None:
+        """Put kernels that are missing into the dispatcher: those for tracing once the compiler has been imported."""
+        traces = "torch._dynamo" in sys.modules
+        if len(self._libraries) > traces or not self._holders:
+            return
+        with self._lock:
+            dtypes = self.dtypes
+            if not self._tag:  # the compiler's cache on disk knows nothing of our kernels
+                self._tag = f"preamp-products:{'+'.join(sorted(map(name_of, dtypes)))}"
+                torch.compiler.config.cache_key_tag += self._tag
+            for key in (_EAGER, _TRACED) if traces else (_EAGER,):
+                if key not in self._libraries:
+                    self._libraries[key] = _install(key, dtypes)
+
+    def _clear(self) -> None:
+        for library in self._libraries.values():
+            library._destroy()
+        self._libraries.clear()
+        torch.compiler.config.cache_key_tag = torch.compiler.config.cache_key_tag.replace(self._tag, "")
+        self._tag = ""
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Inside, the dispatcher has no such kernels, whoever holds them."""
+        with self._lock:
+            holders, self._holders = self._holders, set()
+            self._clear()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holders |= holders
+                self.install()
+
+
+PRODUCTS = Products()
+
+
+class _Widened:
+    """A stretch of a thread in which products are widened, and no rules hold. Not for compiled code."""
+
+    def __enter__(self) -> None:
+        self._outer = (torch.is_autocast_enabled(MARKER), torch.get_autocast_dtype(MARKER))
+        self._first_node = WIDENED_NODES.now()
+        if not self._outer[0]:
+            torch.set_autocast_dtype(MARKER, _WIDENED)
+            torch.set_autocast_enabled(MARKER, True)
+
+    def __exit__(self, *_: object) -> None:
+        enabled, dtype = self._outer
+        torch.set_autocast_enabled(MARKER, enabled)
+        torch.set_autocast_dtype(MARKER, dtype)
+        if not enabled:
+            WIDENED_NODES.add(self._first_node)
+
+
+@traced_by_callers
+def widened() -> Any:
+    """A context for the call of a 16-bit model: its products go through float32, if kernels are held."""
+    if not torch.compiler.is_compiling():
+        return _Widened()
+    _install_for_tracing()
+    return nullcontext() if torch.is_autocast_enabled(MARKER) else torch.autocast(MARKER, dtype=_WIDENED_COMPILED)
+
+
+@uncompiled
+def _install_for_tracing() -> None:
+    """Run for real while dynamo traces, which then sees a constant."""
+    PRODUCTS.install()
+
+
+_install_for_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def ruled(dtype: torch.dtype) -> bool:
+    """Whether a marker of this dtype says that rules hold, and not only that products are widened."""
+    return dtype is not _WIDENED and dtype is not _WIDENED_COMPILED
+
+
+def _install(key: str, dtypes: frozenset[torch.dtype]) -> torch.library.Library:
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+        for name in (*_OPS, *_WRITING) if key == _EAGER else _OPS:
+            its = dtypes | {torch.float16} if name in _RECURRENT else dtypes
+            packet, _, overload = name.partition(".")
+            op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+            if its and op is not None:  # of every release of torch
+                library.impl(name, _kernel(name, op, key, its), key, with_keyset=True)
+    return library
+
+
+def _kernel(name: str, op: Any, key: str, dtypes: frozenset[torch.dtype]) -> Callable[..., Any]:
+    """The kernel of an operator at a dispatch key."""
+    below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
+    redispatch, traces, narrowed = op.redispatch, key == _TRACED, _OPS.get(name, 1)
+    with_float32, writes = name in _WITH_FLOAT32, name in _WRITING
+    compute = getattr(torch.ops.aten, name.removesuffix("_").removesuffix(".out")).default.redispatch
+
+    def low_dtype(values: Any) -> torch.dtype | None:
+        """The one 16-bit dtype of the factors; None where they are to be left as they are."""
+        found = None
+        for value in values:
+            if not isinstance(value, Tensor):
+                continue
+            dtype = value.dtype
+            if dtype in dtypes:
+                if (found is not None and found is not dtype) or value.device.type != "cpu":
+                    return None
+                if value.layout is not torch.strided or (traces and not _is_traced(value)):
+                    return None
+                found = dtype
+            elif not with_float32 and dtype.is_floating_point:
+                return None
+        return found
+
+    @traced_by_callers
+    def product(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        out = kwargs.get("out", args[0]) if writes else None
+        dtype = low_dtype(args if out is None else (out, *args))
+        if dtype is None or not (_applies_traced() if traces else _applies()):
+            return redispatch(keyset & below, *args, **kwargs)
+
+        def wide(value: Any) -> Any:
+            return value.float() if isinstance(value, Tensor) and value.dtype is dtype else value
+
+        if kwargs:
+            kwargs = {name: wide(value) for name, value in kwargs.items() if name != "out"}
+        result = compute(keyset & below, *map(wide, args), **kwargs)
+        if out is not None:
+            return (out if out.shape == result.shape else out.resize_(result.shape)).copy_(result)
+        if isinstance(result, Tensor):
+            return result.to(dtype)
+        return tuple(
+            each.to(dtype) if i < narrowed and isinstance(each, Tensor) else each for i, each in enumerate(result)
+        )
+
+    return product
+
+
+def _applies() -> bool:
+    """Whether a product of 16-bit tensors is preamp's."""
+    if torch.is_autocast_enabled(MARKER) or PRODUCTS.is_everywhere:
+        applies = True
+    elif torch._C._current_graph_task_id() == -1:
+        return False
+    else:
+        applies = NODES.is_running() or WIDENED_NODES.is_running()
+    if applies and torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+        WIDENED_NODES.add(WIDENED_NODES.now() - 1)  # of this operator, in a backward that is differentiated again
+    return applies
+
+
+def _applies_traced() -> bool:
+    """The same for one that is traced. Its node is noted now, since compiled code will not come by here."""
+    if torch._C._current_graph_task_id() == -1:
+        marker = torch.get_autocast_dtype(MARKER) if torch.is_autocast_enabled(MARKER) else None
+        NODES.note(compiled=marker is COMPILED)
+        WIDENED_NODES.note(compiled=marker is _WIDENED_COMPILED)
+    return _applies()
+
+
+def _is_traced(value: Tensor) -> bool:
+    return isinstance(value, sys.modules["torch._subclasses.functional_tensor"].FunctionalTensor)
