@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.compiler.config
 
 from preamp.autocast import REGISTRY
+from preamp.formats import cpu_multiplies
+
+from .products import BY_FLOAT32, cpu_that_multiplies
+
+BOTH_WAYS = {"autocast": (), "session": (), "compat": pytest.mark.slow}
+"""Rooms whose tests run twice on a CPU that multiplies bfloat16: by it, and through float32; and with which marks."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    room = metafunc.definition.path.parent.name
+    if room in BOTH_WAYS and cpu_multiplies(torch.bfloat16):
+        metafunc.fixturenames.insert(0, "products")
+        ways = ["by this CPU", pytest.param("through float32", marks=BOTH_WAYS[room])]
+        metafunc.parametrize("products", ways, indirect=True)
+
+
+@pytest.fixture
+def products(request: pytest.FixtureRequest) -> Iterator[None]:
+    """How the CPU multiplies 16-bit tensors."""
+    with cpu_that_multiplies(BY_FLOAT32) if request.param == "through float32" else nullcontext():
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -22,6 +22,7 @@ from .docs_results import (
     apex_door,
     apex_levels,
     bench,
+    cpu_levels,
     demo,
     doctor_overhead,
     doctor_versus,
@@ -38,6 +39,7 @@ from .docs_site import commands, figures
 DOCUMENTS = (
     "README.md",
     "docs/coming-from-apex.md",
+    "docs/cpu.md",
     "docs/doctor.md",
     "docs/index.md",
     "docs/levels.md",
@@ -84,6 +86,7 @@ GENERATORS: dict[str, Callable[[Path], str]] = {
     "apex_levels": apex_levels,
     "bench": bench,
     "cli": commands,
+    "cpu_levels": cpu_levels,
     "demo": demo,
     "doctor_versus": doctor_versus,
     "figures": figures,

@@ -168,6 +168,32 @@ def apex_levels(results: dict[str, Any]) -> tuple[Table, str]:
     return Table("", columns, rows), text
 
 
+@committed("cpu-levels", "python benchmarks/cpu_levels.py")
+def cpu_levels(results: dict[str, Any]) -> tuple[Table, str]:
+    """Whole steps on a CPU without 16-bit arithmetic: time against float32 and torch.amp, and what is kept."""
+    rows = []
+    for row in results["rows"]:
+        own = {each["name"]: each for each in row["contenders"]}
+        for name, each in own.items():
+            low = "fp16" if name in ("O1", "O2") else "bf16"
+            of_torch = own[f"torch.amp {low}"]["median ms"] / each["median ms"] if name.startswith("O") else None
+            kept = each["kept"] / own["float32"]["kept"]
+            rows.append((row["name"], name, each["median ms"], each["ratio"]["median"], of_torch, kept))
+    columns = (
+        "network", "contender", Column("step", "ms", 1), Column("against float32", "x", 2),
+        Column("against torch.amp", "x", 1), Column("kept for backward", "of float32's", 2),
+    )  # fmt: skip
+    machine = results["environment"]
+    rounds = len(results["rows"][0]["contenders"][0]["seconds"])
+    text = (
+        "Medians of steps, contenders in turn in one process; ratios are medians over rounds, above 1 is faster; "
+        "torch.amp is that of the same 16-bit dtype. "
+        f"{machine['cpu']}, 16-bit arithmetic: {machine['cpu 16-bit arithmetic']}, {machine['threads']} threads, torch "
+        f"{machine['torch']}, preamp at {machine['commit']}, {rounds} rounds"
+    )
+    return Table("", columns, rows), text
+
+
 @committed("step", "./dev bench --suite step")
 def step(results: dict[str, Any]) -> tuple[Table, str]:
     """The newest committed ratios of the suite "step", and what was counted."""

@@ -17,7 +17,7 @@ from preamp.demo._plan import make_plan
 name, level = sys.argv[1:]
 task = make_plan([name], level, "ci", True, 1, "cpu").tasks[0]
 recipe = dataclasses.replace(task.recipe("ci", quick=True), steps=5)
-trial = run_trial(task, level, size="ci", seed=0, device=torch.device("cpu"), recipe=recipe, evaluate=False)
+trial = run_trial(task, level, size="ci", seed=0, device=torch.device("cpu"), recipe=recipe)
 print([loss.hex() for loss in trial.losses])
 """
 FAST = {("flights", "O4")}

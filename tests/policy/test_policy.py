@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import platform
 import re
 from typing import Any
 
@@ -15,8 +16,11 @@ from hypothesis import strategies as st
 
 import preamp
 from preamp.errors import PolicyError
-from preamp.policy import LEVELS, Policy, _levels, auto_level, cpu_has_bf16, level_names, policy
+from preamp.formats import cpu_multiplies
+from preamp.policy import LEVELS, Policy, auto_level, cpu_arithmetic, level_names, policy
 from preamp.rules import CATEGORIES, OpRules
+
+from ..products import cpu_that_multiplies
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -260,9 +264,18 @@ def test_the_level_for_a_cuda_device(monkeypatch: pytest.MonkeyPatch, capability
     assert policy("AUTO, scale=7").scale == 7.0
 
 
-@pytest.mark.parametrize("has, level", [(True, "O4"), (False, "O0")])
-def test_the_level_for_a_cpu(monkeypatch: pytest.MonkeyPatch, has: bool, level: str) -> None:
-    monkeypatch.setattr(_levels, "cpu_has_bf16", lambda: has)
+@pytest.mark.parametrize("cpu, level, told", [
+    ("bf16,fp16", "O4", "multiplies bfloat16 and float16 in hardware."),
+    ("bf16", "O4", "multiplies bfloat16 in hardware. Products of float16 are computed in float32"),
+    ("", "O0", "has no 16-bit arithmetic. Products of bfloat16 and float16 are computed in float32"),
+])  # fmt: skip
+def test_the_level_for_a_cpu(monkeypatch: pytest.MonkeyPatch, cpu: str, level: str, told: str) -> None:
+    with cpu_that_multiplies(cpu):
+        assert told in cpu_arithmetic()
+        _check_cpu_level(monkeypatch, level)
+
+
+def _check_cpu_level(monkeypatch: pytest.MonkeyPatch, level: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert auto_level("cpu")[0] == auto_level()[0] == level
     assert policy("auto").level == level
@@ -272,13 +285,18 @@ def test_the_level_for_other_devices() -> None:
     assert auto_level("xpu")[0] == "O4"
     found, reason = auto_level("toaster")
     assert found == "O0" and "'toaster'" in reason
-    assert isinstance(cpu_has_bf16(), bool)
 
 
 def test_asking_about_a_cpu_that_has_no_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
         monkeypatch.delattr(torch.cpu, probe, raising=False)
-    assert cpu_has_bf16() is False
+    cpu_multiplies.cache_clear()
+    try:
+        monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+        assert not cpu_multiplies(torch.bfloat16)
+    finally:
+        cpu_multiplies.cache_clear()
+    assert cpu_multiplies(torch.float32)
 
 
 def test_the_documented_string_of_a_level() -> None:

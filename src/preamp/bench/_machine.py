@@ -14,7 +14,7 @@ import torch
 
 from .._version import __version__
 from ..errors import PreampError
-from ..policy import cpu_has_bf16
+from ..formats import LOW_DTYPES, cpu_multiplies, name_of
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": cpu_name(),
-        "cpu bf16 units": cpu_has_bf16(),
+        "cpu 16-bit arithmetic": ", ".join(sorted(map(name_of, filter(cpu_multiplies, LOW_DTYPES)))) or "none",
         "threads": torch.get_num_threads(),
         "device": str(device),
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -123,16 +122,14 @@ def run_trial(
     device: torch.device,
     recipe: Recipe,
     on_step: Callable[[Trial], None] = lambda trial: None,
-    evaluate: bool = True,
-    budget_s: float | None = None,
     histogram_scale: float | None = None,
     into: list[Trial] | None = None,
 ) -> Trial:
     """Train `task` under `level` and return what was seen.
 
     `into`: the trial is appended there before it starts, so that an interrupted run leaves what it has.
-    `budget_s`: stop early after so many seconds. `histogram_scale`: also take the histogram of the last step's
-    gradients, which must be unscaled ones (levels without a loss scale), for that scale.
+    `histogram_scale`: also take the histogram of the last step's gradients, which must be unscaled ones (levels
+    without a loss scale), for that scale.
     """
     model = task.build(size, seed=seed).to(device)
     optimizer = make_optimizer(recipe, model)
@@ -150,7 +147,6 @@ def run_trial(
         session = prepare(model, optimizer, level=level)
     with session:
         outer = over_ranks(model)
-        began = time.perf_counter()
         batches = task.batches(size, seed=seed, steps=recipe.steps, batch_size=recipe.batch_size)
         for index, (inputs, target) in enumerate(batches):
             inputs = tuple(own_part(x, recipe.batch_size).to(device) for x in inputs)
@@ -175,12 +171,9 @@ def run_trial(
                 schedule.step()
             trial.step_ms.append((seconds_now(device) - started) * 1e3)
             on_step(trial)
-            if budget_s is not None and any_rank(time.perf_counter() - began > budget_s):
-                break
         if device.type == "cuda":
             trial.peak_bytes = torch.cuda.max_memory_allocated(device)
-        if evaluate:
-            trial.quality = _evaluate(task, model, session, size, device)
+        trial.quality = _evaluate(task, model, session, size, device)
     trial.complete = True
     return trial
 
@@ -286,13 +279,3 @@ def mean_over_ranks(loss: Tensor) -> Tensor:
         dist.all_reduce(loss)
         loss /= ranks()
     return loss
-
-
-def any_rank(here: bool) -> bool:
-    """Whether it is so on one of them: all have to stop together."""
-    if ranks() == 1:
-        return here
-    flag = torch.tensor(float(here))
-    flag = flag.cuda() if dist.get_backend() == "nccl" else flag
-    dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return bool(flag)

@@ -6,7 +6,7 @@ import torch
 
 from ..bench import environment
 from ..errors import PreampError
-from ..policy import LEVELS, auto_level, parse_policy
+from ..policy import LEVELS, auto_level, cpu_arithmetic, parse_policy
 from ..report import Column, Table
 from ..rules import OpRules
 
@@ -40,6 +40,6 @@ def environment_table() -> Table:
     """The machine and the versions."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     auto, why = auto_level(device.type)
-    found = {**environment(device), "auto level": f"{auto}: {why}"}
+    found = {**environment(device), "16 bits on the CPU": cpu_arithmetic(), "auto level": f"{auto}: {why}"}
     rows = [(name, str(value) if isinstance(value, bool) else value) for name, value in found.items()]
     return Table("Environment", ("what", "value"), rows)

@@ -1,19 +1,15 @@
-"""What a demo runs: which levels make sense on a device, whole or as a slice."""
+"""What a demo runs: which networks, at which levels, how long."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from ..bench import device_named
 from ..errors import PolicyError, PreampError
-from ..policy import LEVELS, parse_policy
+from ..policy import LEVELS
 from ..zoo import TASKS, Recipe, Task, task_named
-
-SLICE_BATCH = 4
-SLICE_STEPS, SLICE_SECONDS = {False: 40, True: 12}, {False: 6.0, True: 1.5}
-"""Without and with --quick: a float16 level on a CPU gets so many steps of so many samples, for so many seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,32 +17,24 @@ class Plan:
     """Everything the demo was asked for, resolved."""
 
     tasks: tuple[Task, ...]
-    whole: tuple[str, ...]
-    """Levels trained to the end, for every seed."""
-    sliced: tuple[str, ...]
-    """Levels that get a few steps only."""
+    levels: tuple[str, ...]
     size: str
     quick: bool
     seeds: tuple[int, ...]
     device: torch.device
 
     def recipe(self, task: Task) -> Recipe:
-        """How a task is trained to the end."""
+        """How a task is trained."""
         return task.recipe(self.size, quick=self.quick)
-
-    def slice(self, task: Task) -> Recipe:
-        """How a sliced level is trained: too short to learn, long enough to see the same losses as float32."""
-        return replace(self.recipe(task), steps=SLICE_STEPS[self.quick], batch_size=SLICE_BATCH)
 
     def steps(self, task: Task) -> int:
         """Of all runs of a network."""
-        sliced = 1 + len(self.sliced) if self.sliced else 0  # float32 is sliced with them
-        return len(self.whole) * len(self.seeds) * self.recipe(task).steps + sliced * self.slice(task).steps
+        return len(self.levels) * len(self.seeds) * self.recipe(task).steps
 
     def check_shared(self, processes: int) -> None:
         """`PreampError` unless so many processes can share every batch equally."""
-        recipes = [recipe(task) for task in self.tasks for recipe in (self.recipe, self.slice)]
-        odd = next((recipe.batch_size for recipe in recipes if recipe.batch_size % processes), None)
+        sizes = [self.recipe(task).batch_size for task in self.tasks]
+        odd = next((size for size in sizes if size % processes), None)
         if odd is not None:
             raise PreampError(f"--nproc {processes}: a batch of {odd} samples cannot be shared equally; take 2 or 4")
 
@@ -60,13 +48,9 @@ def make_plan(
     count = (1 if quick else 3) if seeds is None else seeds
     if count < 1:
         raise PreampError(f"--seeds {count}: at least one seed is needed")
-    asked = _levels(levels, where)
-    slow = where.type == "cpu"
-    sliced = tuple(level for level in asked if slow and parse_policy(level).compute is torch.float16)
     return Plan(
         tasks=tasks,
-        whole=tuple(level for level in asked if level not in sliced),
-        sliced=sliced,
+        levels=_levels(levels, where),
         size=size,
         quick=quick,
         seeds=tuple(range(count)),
@@ -86,7 +70,5 @@ def _levels(text: str | None, device: torch.device) -> tuple[str, ...]:
             )
         return tuple(dict.fromkeys(known[name.lower()] for name in asked))
     if device.type == "cuda" and not torch.cuda.is_bf16_supported():
-        return ("O0", "O1", "O2", "O3")
-    if device.type == "cpu":
-        return ("O0", "O4", "O5", "O1", "O2", "O3")
-    return tuple(level.name for level in LEVELS)
+        return ("O0", "O1", "O2")
+    return ("O0", "O1", "O2", "O4", "O5")

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..bench import EXPONENTS, Trial
 from ..formats import FP16
+from ..policy import cpu_arithmetic
 from ..report import (
     BarChart,
     Bars,
@@ -27,15 +28,9 @@ from ..report import (
 from ..report.files import write_json
 from ..zoo import Task
 from ._run import Results
-from ._tables import Judgement, gradient_table, judge, judgement_table, slice_table, task_table
+from ._tables import Judgement, gradient_table, judge, judgement_table, task_table
 
 SCHEMA = "preamp-demo/1"
-
-WHY_SLICED = (
-    "This CPU has no float16 arithmetic: torch emulates it, up to a hundred times slower than float32. The float16 "
-    "levels therefore train a few steps of a few samples, beside O0 on the same samples: enough to see that the "
-    "numbers agree, not enough to learn or to time anything."
-)
 
 
 def schema() -> dict[str, Any]:
@@ -55,15 +50,13 @@ def results_dict(results: Results) -> dict[str, Any]:
         "environment": results.environment,
         "plan": {
             "models": [task.name for task in plan.tasks],
-            "levels": list(plan.whole),
-            "sliced_levels": list(plan.sliced),
+            "levels": list(plan.levels),
             "size": plan.size,
             "quick": plan.quick,
             "seeds": list(plan.seeds),
             "device": str(plan.device),
         },
-        "runs": [trial.to_dict() for trial in results.whole],
-        "slices": [trial.to_dict() for trial in results.sliced],
+        "runs": [trial.to_dict() for trial in results.trials],
         "range_test": None if test is None else {"level": test.level, **test.curve.to_dict()},
         "judgements": [j.to_dict() for task in plan.tasks for j in judge(results, task)],
     }
@@ -82,7 +75,7 @@ def build(results: Results) -> Report:
     if results.range_test is not None:
         sections.append(Section("Learning-rate range test", _LR_TEXT, (results.range_test.chart,)))
     data = results_dict(results)
-    for run in [*data["runs"], *data["slices"]]:
+    for run in data["runs"]:
         run.pop("step_ms", None)  # kept in results.json; the page shows medians
     line, status = verdict(results, judgements), _status(results, judgements)
     words, paste = _advice(judgements)
@@ -102,7 +95,7 @@ def build(results: Results) -> Report:
 
 def verdict(results: Results, judgements: Sequence[Judgement]) -> str:
     """The one line to remember."""
-    count = len({t.task for t in results.whole if t.complete})
+    count = len({t.task for t in results.trials if t.complete})
     networks = f"{count} network" + ("" if count == 1 else "s")
     if results.interrupted:
         return f"Interrupted after {results.seconds:.0f} s: {networks} have results, the rest is missing."
@@ -128,7 +121,7 @@ def quality_chart(results: Results, judgements: Sequence[Judgement]) -> BarChart
     if not judgements:
         return None
     tasks = [task for task in results.plan.tasks if any(j.task == task.name for j in judgements)]
-    judged = [level for level in results.plan.whole if any(j.level == level for j in judgements)]
+    judged = [level for level in results.plan.levels if any(j.level == level for j in judgements)]
     bars, several = [], judgements[0].seeds > 1
     for level in ("O0", *judged):
         columns: list[tuple[float | None, ...]] = []
@@ -180,36 +173,27 @@ def _status(results: Results, judgements: Sequence[Judgement]) -> Any:
 
 
 def _ran(results: Results, task: Task) -> bool:
-    return any(t.task == task.name and t.losses for t in results.whole)
+    return any(t.task == task.name and t.losses for t in results.trials)
 
 
 def _overview(results: Results, judgements: Sequence[Judgement]) -> Section:
     plan = results.plan
     text = (
-        f"{len(plan.tasks)} networks, levels {', '.join((*plan.whole, *plan.sliced))}, "
+        f"{len(plan.tasks)} networks, levels {', '.join(plan.levels)}, "
         f"seeds for each: {len(plan.seeds)}, size {plan.size}{' (quick)' if plan.quick else ''}, "
         f"{results.seconds:.0f} s in all. "
     )
     if plan.device.type == "cpu":
         text += (
-            "\n\nOn this machine times prove nothing about a GPU. "
-            + (
-                "This CPU multiplies bfloat16 in hardware, so O4 and O5 can be faster than float32 where matrix "
-                "products dominate; elsewhere the casts cost more than they save. "
-                if results.environment.get("cpu bf16 units")
-                else "This CPU has no 16-bit arithmetic: torch converts to float32, computes and rounds back, so "
-                "16-bit levels are slower than float32. "
-            )
-            + "Peak memory is counted, not sampled: parameters, gradients, masters, optimizer state, and each tensor "
+            f"\n\nOn this machine times prove nothing about a GPU. {cpu_arithmetic()} "
+            "Peak memory is counted, not sampled: parameters, gradients, masters, optimizer state, and each tensor "
             "that autograd keeps for backward, once. The count is the same on every machine."
         )
-        if plan.sliced:
-            text += "\n\n" + WHY_SLICED
     return Section("Overview", text, (judgement_table(judgements),) if judgements else ())
 
 
 def _task_section(results: Results, task: Task) -> Section:
-    made = (task_table, loss_chart, scale_chart, slice_table)
+    made = (task_table, loss_chart, scale_chart)
     items = [item for make in made if (item := make(results, task)) is not None]
     return Section(task.title, task.data, items, anchor=task.name)
 
@@ -217,8 +201,8 @@ def _task_section(results: Results, task: Task) -> Section:
 def loss_chart(results: Results, task: Task) -> LineChart:
     """Training loss over steps, smoothed, with a band over the seeds."""
     series = []
-    for level in results.plan.whole:
-        trials = [t for t in results.whole if (t.task, t.level) == (task.name, level) and t.losses]
+    for level in results.plan.levels:
+        trials = [t for t in results.trials if (t.task, t.level) == (task.name, level) and t.losses]
         if trials:
             series.append(_band(level, [smoothed(t.losses) for t in trials]))
     note = "Exponential average over ten steps; bands span the seeds." if len(results.plan.seeds) > 1 else ""
@@ -226,12 +210,11 @@ def loss_chart(results: Results, task: Task) -> LineChart:
 
 
 def scale_chart(results: Results, task: Task) -> LineChart | None:
-    """The loss scale over steps, for the levels that have one, slices included; skips as marks."""
+    """The loss scale over steps, for the levels that have one; skips as marks."""
     series, markers = [], []
-    for trial in [*results.whole, *results.sliced]:
+    for trial in results.trials:
         if trial.task == task.name and trial.seed == 0 and any(scale != 1 for scale in trial.scales):
-            name = f"{trial.level} (slice)" if trial in results.sliced else trial.level
-            series.append(Series(name, range(len(trial.scales)), trial.scales, steps=True))
+            series.append(Series(trial.level, range(len(trial.scales)), trial.scales, steps=True))
             markers += [Marker(step, trial.scales[step], "skipped") for step in trial.skipped]
     if not series:
         return None
@@ -240,7 +223,7 @@ def scale_chart(results: Results, task: Task) -> LineChart | None:
 
 def _gradient_section(results: Results) -> Section | None:
     table = gradient_table(results)
-    trials = [t for t in results.whole if t.gradients is not None]
+    trials = [t for t in results.trials if t.gradients is not None]
     if table is None or not trials:
         return None
     worst = max(trials, key=lambda t: t.gradients.flushed if t.gradients else 0.0)

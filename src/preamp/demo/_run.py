@@ -16,8 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..bench import RangeTest, Trial, environment, range_test, run_trial
 from ..sharding import rank, ranks
-from ..zoo import Recipe, Task
-from ._plan import SLICE_SECONDS, Plan
+from ..zoo import Task
+from ._plan import Plan
 
 HISTOGRAM_SCALE = 2.0**16
 """The scale at which the figure of gradients shows what scaling saves: where dynamic scaling starts."""
@@ -29,15 +29,14 @@ class Results:
 
     plan: Plan
     environment: dict[str, Any]
-    whole: list[Trial] = field(default_factory=list)
-    sliced: list[Trial] = field(default_factory=list)
+    trials: list[Trial] = field(default_factory=list)
     range_test: RangeTest | None = None
     interrupted: bool = False
     seconds: float = 0.0
 
     def of(self, task: str, level: str) -> list[Trial]:
         """The runs of a level that went to the end."""
-        return [t for t in self.whole if (t.task, t.level) == (task, level) and t.complete]
+        return [t for t in self.trials if (t.task, t.level) == (task, level) and t.complete]
 
 
 def run(plan: Plan, console: Console) -> Results:
@@ -51,12 +50,9 @@ def run(plan: Plan, console: Console) -> Results:
                 with bars.of(f"{task.name}: preparing data"):
                     # the first batch loads and prepares the data, which is kept out of the first run's time
                     next(iter(task.batches(plan.size, seed=0, steps=1, batch_size=plan.recipe(task).batch_size)))
-                for level in plan.whole:
+                for level in plan.levels:
                     for seed in plan.seeds:
                         _train(results, bars, task, level, seed)
-                if plan.sliced:
-                    for level in ("O0", *plan.sliced):
-                        _train(results, bars, task, level, 0, sliced=True)
             if rank() == 0:
                 _sweep(results, bars)
     except KeyboardInterrupt:
@@ -105,7 +101,7 @@ class Bars:
 
 def _sweep_steps(plan: Plan) -> int:
     """Steps of the range test; 0 where no 16-bit level is trained."""
-    return (60 if plan.quick else 120) if any(level != "O0" for level in plan.whole) else 0
+    return (60 if plan.quick else 120) if any(level != "O0" for level in plan.levels) else 0
 
 
 def _sweep(results: Results, bars: Bars) -> None:
@@ -114,30 +110,28 @@ def _sweep(results: Results, bars: Bars) -> None:
     steps = _sweep_steps(plan)
     if not steps:
         return
-    low = next(level for level in plan.whole if level != "O0")
+    low = next(level for level in plan.levels if level != "O0")
     with bars.of(f"{plan.tasks[-1].name} {low} learning rates", steps) as at:
         results.range_test = range_test(
             plan.tasks[-1], low, size=plan.size, device=plan.device, steps=steps, on_step=lambda step: at(step + 1, ""),
         )  # fmt: skip
 
 
-def _train(results: Results, bars: Bars, task: Task, level: str, seed: int, *, sliced: bool = False) -> None:
+def _train(results: Results, bars: Bars, task: Task, level: str, seed: int) -> None:
     plan = results.plan
-    recipe: Recipe = plan.slice(task) if sliced else plan.recipe(task)
-    with_histogram = level == "O0" and seed == 0 and not sliced
-    with bars.of(f"{task.name} {level} " + ("slice" if sliced else f"seed {seed}"), recipe.steps) as at:
+    recipe = plan.recipe(task)
+    with_histogram = level == "O0" and seed == 0
+    with bars.of(f"{task.name} {level} seed {seed}", recipe.steps) as at:
         trial = run_trial(
             task, level, size=plan.size, seed=seed, device=plan.device, recipe=recipe,
             on_step=lambda trial: at(len(trial.losses), f"loss {trial.losses[-1]:.3f}"),
-            evaluate=not sliced, budget_s=SLICE_SECONDS[plan.quick] if sliced else None,
-            histogram_scale=HISTOGRAM_SCALE if with_histogram else None,
-            into=results.sliced if sliced else results.whole,
+            histogram_scale=HISTOGRAM_SCALE if with_histogram else None, into=results.trials,
         )  # fmt: skip
-    if not sliced:
-        bars.progress.console.print(
-            f"  {level} seed {seed}: loss {trial.final_loss:.4f}, {task.metric} {trial.quality:.3f}, "
-            f"{trial.ms_per_step:.1f} ms/step"
-        )
+    skips = f", skipped {len(trial.skipped)}" if trial.skipped else ""
+    bars.progress.console.print(
+        f"  {level} seed {seed}: loss {trial.final_loss:.4f}, {task.metric} {trial.quality:.3f}, "
+        f"{trial.ms_per_step:.1f} ms/step{skips}"
+    )
 
 
 def torchrun(processes: int, arguments: Sequence[str]) -> int:

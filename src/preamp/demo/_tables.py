@@ -52,7 +52,7 @@ def judge(results: Results, task: Task) -> list[Judgement]:
     if not band:
         return []
     found = []
-    for level in results.plan.whole:
+    for level in results.plan.levels:
         qualities = [t.quality for t in results.of(task.name, level) if t.quality is not None]
         if level != "O0" and qualities:
             quality = statistics.fmean(qualities)
@@ -65,7 +65,7 @@ def task_table(results: Results, task: Task) -> Table:
     """One row a level: time, memory, loss, quality, skips, scale, dtype."""
     rows = []
     reference = _median_ms(results.of(task.name, "O0"))
-    for level in results.plan.whole:
+    for level in results.plan.levels:
         trials = results.of(task.name, level)
         if not trials:
             continue
@@ -96,28 +96,6 @@ def task_table(results: Results, task: Task) -> Table:
     )  # fmt: skip
 
 
-def slice_table(results: Results, task: Task) -> Table | None:
-    """The float16 levels that got a few steps: their losses beside O0's on the same samples."""
-    trials = [t for t in results.sliced if t.task == task.name and t.losses]
-    reference = next((t for t in trials if t.level == "O0"), None)
-    rows = []
-    for trial in trials:
-        if trial is reference or reference is None:
-            continue
-        steps = min(len(trial.losses), len(reference.losses))
-        gap = max(abs(a - b) for a, b in zip(trial.losses[:steps], reference.losses[:steps], strict=True))
-        losses = (trial.losses[0], reference.losses[0], gap)
-        rows.append((trial.level, len(trial.losses), *losses, len(trial.skipped), trial.scales[-1], observed(trial)))
-    if not rows:
-        return None
-    columns = (
-        "level", Column("steps", digits=0), Column("first loss", digits=5), Column("of O0", digits=5),
-        Column("largest gap", digits=5), Column("skips", digits=0), "scale", "dtypes seen",
-    )  # fmt: skip
-    note = f"batch {trials[0].batch_size}; a skipped step leaves its level one update behind O0"
-    return Table(f"{task.title}: float16 on a slice", columns, rows, notes=(note,))
-
-
 def judgement_table(judgements: Sequence[Judgement]) -> Table:
     """Quality of the 16-bit levels beside the float32 band."""
     seeds = judgements[0].seeds if judgements else 0
@@ -132,14 +110,14 @@ def judgement_table(judgements: Sequence[Judgement]) -> Table:
 def gradient_table(results: Results) -> Table | None:
     """What float16 would do to each network's weight gradients, without and with a scale."""
     rows: list[list[str | float]] = []
-    for trial in results.whole:
+    for trial in results.trials:
         g = trial.gradients
         if g is not None:
             shares = [100 * share for share in (g.flushed, g.flushed_scaled, g.subnormal, g.overflow_scaled)]
             rows.append([trial.task, g.nonzero, *shares])
     if not rows:
         return None
-    scale = next(t.gradients.scale for t in results.whole if t.gradients is not None)
+    scale = next(t.gradients.scale for t in results.trials if t.gradients is not None)
     columns = (
         "network", Column("non-zero values", digits=0), Column("flushed to zero", "%", 3),
         Column(f"flushed at {scale:g}", "%", 3), Column("subnormal", "%", 3),
@@ -163,7 +141,7 @@ def _median_ms(trials: Sequence[Trial]) -> float | None:
 
 def _recipe_note(results: Results, task: Task) -> str:
     recipe = results.plan.recipe(task)
-    parameters = next((t.parameters for t in results.whole if t.task == task.name), 0)
+    parameters = next((t.parameters for t in results.trials if t.task == task.name), 0)
     return (
         f"{parameters:,} parameters; {recipe.steps} steps of {recipe.batch_size}, {recipe.optimizer}, OneCycle to "
         f"{recipe.max_lr:g}, clipped at {recipe.clip:g}; times are medians without the first three steps"

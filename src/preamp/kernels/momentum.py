@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..formats import cpu_multiplies
 from .dispatch import Backend, Backends
 from .foreach import Gate, descend, gate_of, gradients_of, number_of, single
 from .rounding import Kinds
@@ -76,6 +77,8 @@ def orthogonalized(x: Tensor, o: MuonOptions) -> Tensor:
     """
     if not x.numel():
         return x
+    if x.device.type == "cpu" and not cpu_multiplies(x.dtype):
+        return orthogonalized(x.float(), o).to(x.dtype)
     (a, b, c), (_, rows, columns) = o.ns_coefficients, x.shape
     x.div_(torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp_min(o.eps))
     for _ in range(o.ns_steps):

@@ -1,6 +1,6 @@
 """Policies and levels."""
 
-from ._levels import auto_level, cpu_has_bf16
+from ._levels import auto_level, cpu_arithmetic
 from ._parse import policy
 from ._policy import LEVELS, Level, Policy, Precision, Scale, level_names
 
@@ -14,7 +14,7 @@ __all__ = [
     "Precision",
     "Scale",
     "auto_level",
-    "cpu_has_bf16",
+    "cpu_arithmetic",
     "level_names",
     "parse_policy",
     "policy",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ..formats import cpu_multiplies
+
 
 def auto_level(device_type: str | None = None) -> tuple[str, str]:
     """The level that suits a device type best, and the reason. Asks the driver about a CUDA device."""
@@ -23,9 +25,9 @@ def auto_level(device_type: str | None = None) -> tuple[str, str]:
             f"compute capability {major}.{minor} has no tensor cores: 16 bits would save memory, not time",
         )
     if device_type == "cpu":
-        if cpu_has_bf16():
+        if cpu_multiplies(torch.bfloat16):
             return "O4", "this CPU multiplies bfloat16 in hardware"
-        return "O0", "this CPU has no 16-bit arithmetic: mixed precision would be slower than float32"
+        return "O0", "this CPU has no bfloat16 arithmetic: 16 bits would save memory, not time; name a level to use one"
     if device_type == "xpu":
         return "O4", "XPU devices multiply bfloat16 in hardware"
     return (
@@ -34,7 +36,17 @@ def auto_level(device_type: str | None = None) -> tuple[str, str]:
     )
 
 
-def cpu_has_bf16() -> bool:
-    """Whether this CPU has instructions that multiply bfloat16 (AVX512-BF16 or AMX)."""
-    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(bool(getattr(torch.cpu, name, bool)()) for name in probes)
+def cpu_arithmetic() -> str:
+    """Which 16-bit products this CPU computes, and how it computes the others, in a sentence or two."""
+    native = [name for name, dtype in _LOW.items() if cpu_multiplies(dtype)]
+    others = [name for name in _LOW if name not in native]
+    told = f"multiplies {' and '.join(native)} in hardware." if native else "has no 16-bit arithmetic."
+    if others:
+        told += (
+            f" Products of {' and '.join(others)} are computed in float32 and rounded once: they take the time of "
+            "float32, and tensors that are kept for backward take half its memory."
+        )
+    return f"This CPU {told}"
+
+
+_LOW = {"bfloat16": torch.bfloat16, "float16": torch.float16}

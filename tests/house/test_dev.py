@@ -1,0 +1,203 @@
+"""`./dev` sets `.venv` up by verb: what a verb needs and no more, and after a kill, what is missing."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import re
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Killed(BaseException):
+    """As by SIGKILL: nothing may catch it."""
+
+
+class Machine:
+    """Runs no command; does on disk what venv and pip do, and may be ended within any of the commands."""
+
+    def __init__(self, venv: Path) -> None:
+        self.venv = venv
+        self.ran: list[str] = []
+        self.ends: dict[int, BaseException] = {}  # by the number of the command
+
+    def __call__(self, *command: str | Path, **_: Any) -> int:
+        words = [str(each) for each in command]
+        self.ran.append(" ".join(words).replace(f"{self.venv}", ".venv").replace(sys.executable, "python3"))
+        end = self.ends.pop(len(self.ran), None)
+        if words[1:3] == ["-m", "venv"]:
+            self._venv(Path(words[-1]), "--clear" in words, end)
+        elif words[1:3] == ["-m", "pip"]:
+            self._pip(Path(words[0]).parents[1], words, end)
+        return 0
+
+    def _venv(self, folder: Path, clear: bool, end: BaseException | None) -> None:
+        if clear:
+            shutil.rmtree(folder, ignore_errors=True)
+        site = folder / "lib" / "python3.11" / "site-packages"
+        site.mkdir(parents=True, exist_ok=True)
+        (folder / "bin").mkdir(exist_ok=True)
+        (folder / "bin" / "python").touch()
+        if end:
+            raise end
+        for name in ("pip", "activate"):
+            (folder / "bin" / name).touch()
+
+    def _pip(self, folder: Path, words: list[str], end: BaseException | None) -> None:
+        for name in words[-1].strip(".[]").split(","):
+            about = next((folder / "lib").glob("*/site-packages")) / f"{name}.dist-info"
+            if about.exists():
+                assert (about / "INSTALLER").exists(), "a package that is half there counts as installed"
+                continue
+            about.mkdir()
+            if end:
+                raise end
+            (about / "INSTALLER").touch()
+
+    def pips(self) -> list[str]:
+        """What pip was asked for, in which environment; forgets it."""
+        asked = [line.split(" -m pip install --quiet --disable-pip-version-check --no-compile ") for line in self.ran]
+        self.ran.clear()
+        return [f"{line[0].removesuffix('/bin/python')}: {line[1]}" for line in asked if len(line) == 2]
+
+
+@pytest.fixture
+def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    loader = importlib.machinery.SourceFileLoader("dev", str(ROOT / "dev"))
+    spec = importlib.util.spec_from_loader("dev", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.delenv("PREAMP_PYTHON", raising=False)
+    loader.exec_module(module)
+    module.ROOT, module.VENV = tmp_path, tmp_path / ".venv"
+    module.run = Machine(module.VENV)
+    # what only tests load, made small
+    module.beside = lambda: {"timm": ("-c", "constraints.txt", "timm"), "triton-3.6": ("triton==3.6.0",)}
+    return module
+
+
+CONSTRAINED = ".venv: -c constraints.txt"
+APART = [".venv/timm: -c constraints.txt timm", ".venv/triton-3.6: triton==3.6.0"]
+STAMPS = {"ruff", "cli", "report", "demo", "migrate", "docs", "dev", "timm", "triton-3.6"}
+
+
+def stamps(dev: ModuleType) -> set[str]:
+    return {path.name.removeprefix("preamp-setup-") for path in dev.VENV.glob("preamp-setup-*")}
+
+
+def test_a_verb_installs_what_it_needs_and_test_the_rest(dev: ModuleType) -> None:
+    dev.demo("--quick")
+    assert dev.run.ran[0] == "python3 -m venv --clear .venv"
+    assert dev.run.ran[2:] == [".venv/bin/python -m preamp demo --quick"]
+    assert dev.run.pips() == [f"{CONSTRAINED} -e .[cli,demo]"]
+    dev.bench()
+    assert dev.run.ran == [".venv/bin/python -m preamp bench"]
+    dev.run.ran.clear()
+    dev.test()
+    assert not [line for line in dev.run.ran if line.endswith("-m venv .venv")]
+    assert dev.run.pips() == [f"{CONSTRAINED} ruff -e .[report,migrate,docs,dev]", *APART]
+    assert stamps(dev) == STAMPS
+    for verb in dev.VERBS.keys() - {"gpu", "against"}:
+        dev.VERBS[verb]()
+    assert dev.run.pips() == []
+
+
+@pytest.mark.parametrize(
+    ("verb", "asked"), [("docs", "-e .[cli,docs]"), ("fix", "ruff"), ("bench", "-e .[cli]")], ids=lambda each: each[:5]
+)
+def test_other_verbs_install_less(dev: ModuleType, verb: str, asked: str) -> None:
+    dev.VERBS[verb]()
+    assert dev.run.pips() == [f"{CONSTRAINED} {asked}"]
+
+
+@pytest.mark.parametrize("end", [Killed(), SystemExit(3), KeyboardInterrupt()], ids=["killed", "failed", "Ctrl-C"])
+def test_a_set_up_that_was_ended_goes_on(
+    dev: ModuleType, end: BaseException, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dev.setup()
+    whole, commands = stamps(dev), len(dev.run.ran)
+    assert commands == 6  # .venv, pip; two environments on top, a pip each
+    for number in range(1, commands + 1):
+        monkeypatch.setattr(dev, "VENV", dev.ROOT / f"{number}")
+        dev.run = Machine(dev.VENV)
+        dev.run.ends = {number: end}
+        with pytest.raises(BaseException) as raised:
+            dev.setup()
+        assert getattr(raised.value, "code", None) == {SystemExit: 3, KeyboardInterrupt: 130}.get(type(end))
+        told = capsys.readouterr().err
+        assert told == (
+            "" if isinstance(end, Killed) else "the set-up stopped; ./dev setup goes on with what is missing\n"
+        )
+        done = stamps(dev)
+        assert done < whole
+        dev.run.ran.clear()
+        dev.setup()
+        assert stamps(dev) == whole, number
+        again = dev.run.pips()
+        assert not [line for part in done for line in again if f"/{part}:" in line], "what is there stays as it is"
+        assert ("ruff" in done) != any(line.startswith(CONSTRAINED) for line in again)
+
+
+def test_only_what_has_changed_is_installed_again(dev: ModuleType) -> None:
+    dev.setup()
+    dev.run.ran.clear()
+    changed = {**dev.beside(), "triton-3.6": ("triton==3.6.1",)}
+    dev.beside = lambda: changed
+    dev.setup()
+    assert dev.run.pips() == [".venv/triton-3.6: triton==3.6.1"]
+    with (dev.ROOT / "constraints.txt").open("a") as pins:
+        pins.write("another==1.0\n")
+    dev.demo()
+    assert dev.run.pips() == [f"{CONSTRAINED} -e .[cli,demo]"]
+    dev.setup()
+    assert len(dev.run.pips()) == 3
+
+
+def test_an_environment_without_its_python_is_made_anew(dev: ModuleType) -> None:
+    dev.setup()
+    python = dev.VENV / "bin" / "python"
+    python.unlink()
+    python.symlink_to("removed")
+    dev.run.ran.clear()
+    dev.fix()
+    assert dev.run.ran[0] == "python3 -m venv --clear .venv"
+    assert stamps(dev) == {"ruff"}
+
+
+def test_an_environment_without_pip_gets_it_and_keeps_what_it_has(dev: ModuleType) -> None:
+    dev.run._venv(dev.VENV, False, None)
+    (dev.VENV / "bin" / "pip").unlink()
+    dev.fix()
+    assert dev.run.ran[0] == "python3 -m venv .venv"
+
+
+def test_a_python_of_ones_own_gets_nothing(dev: ModuleType) -> None:
+    dev.OWN_PYTHON = "python-of-the-machine"
+    dev.demo()
+    assert dev.run.ran == ["python-of-the-machine -m preamp demo"]
+
+
+def test_an_old_python_is_told_what_to_do(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 9))
+    with pytest.raises(SystemExit, match=r"preamp needs Python 3\.10 or newer .* try python3\.11 \./dev"):
+        dev.demo()
+    assert dev.run.ran == []
+
+
+def test_parts_are_there_and_torch_is_pinned(dev: ModuleType) -> None:
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(dev.EXTRAS) <= project["optional-dependencies"].keys()
+    assert {part for parts in dev.PARTS.values() for part in parts} <= {"ruff", *dev.EXTRAS, *dev.beside()}
+    assert dev.PARTS.keys() <= dev.VERBS.keys()
+    assert re.search(r"^torch==[\d.]+$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
