@@ -39,7 +39,7 @@ def figures(root: Path) -> str:
     shown = (
         (
             f"{within} of {judged}",
-            "bfloat16 results are as good as the worst float32 seed, or better: four networks, O4 and O5",
+            "16-bit results are as good as the worst float32 seed, or better: four networks at O1, O2, O4 and O5",
             "levels.md",
         ),
         (

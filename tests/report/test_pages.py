@@ -119,7 +119,7 @@ def shown() -> Report:
     for level in ("O0", "O4"):
         for seed in range(3):
             losses = [2 / (step + 1) + 0.01 * seed for step in range(30)]
-            results.whole.append(
+            results.trials.append(
                 Trial(task="flights", level=level, seed=seed, steps=30, batch_size=2, parameters=3, losses=losses,
                       scales=[1.0] * 30, step_ms=[1.0] * 30, quality=0.7 + seed / 100, dtypes={"fp32": 1},
                       complete=True)

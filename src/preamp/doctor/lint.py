@@ -23,7 +23,7 @@ from ..errors import PolicyError, SessionError, kind_of
 from ..formats import LOW_DTYPES
 from ..ledger import Masters, NoMasters
 from ..modules import CastingModule, Conversion
-from ..policy import Policy, auto_level
+from ..policy import Policy, auto_level, cpu_arithmetic
 from ..policy import policy as make_policy
 from ..report import Finding, Report, Section
 from ..tree import map_tensors, tensors
@@ -119,6 +119,8 @@ def _report(model: nn.Module, policy: Policy, findings: tuple[Finding, ...], pro
         data = {"flops": products.flops, "low share of flops": products.low_share}
         share = "none" if products.low_share is None else f"{products.low_share:.1%}"
         summary = f"One forward pass was observed; 16-bit share of the FLOPs of its matrix products: {share}."
+    if environment["device"] == "cpu" and policy.compute in LOW_DTYPES:
+        summary += f" {cpu_arithmetic()}"
     return Report(
         f"Examination of {type(model).__name__} under {name}",
         _verdict(findings, name),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ..autocast import autocast, decorated
+from ..autocast import PRODUCTS, REGISTRY, autocast, decorated
 from ..compiling import traced_by_callers
 from ..errors import PreampWarning
-from ..formats import name_of
+from ..formats import LOW_DTYPES, name_of
 from ..ledger import Masters
 from ..modules import Conversion
 from ..policy import Policy
@@ -50,6 +51,15 @@ class SessionRegion(autocast):
     def __call__(self, func: F) -> F:
         """`func` run inside such a region; each call enters a region of its own, so recursion and threads are safe."""
         return decorated(func, self._another)
+
+
+def held_kernels(policy: Policy, device_type: str) -> Callable[[], None]:
+    """Have the dispatcher hold the kernels that a session needs; returns what releases them."""
+    if policy.has_regions:
+        assert policy.ops is not None
+        return functools.partial(REGISTRY.release, REGISTRY.hold(policy.ops, device_type))
+    low = policy.params in LOW_DTYPES and device_type == "cpu"
+    return functools.partial(PRODUCTS.release, PRODUCTS.hold() if low else None)
 
 
 _PRODUCT = re.compile(r"(Add|B|Badd)?[Mm]m|Convolution|Linear|ScaledDot")

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..autocast import PRODUCTS, REGISTRY
 from ..compiling import traced_by_callers, uncompiled
 from ..errors import SessionError
-from ..formats import LOW_DTYPES
 from ..frameworks import unwrap
 from ..kernels import Reading, clip_values_
 from ..ledger import Gradients, Masters, gradients_of, parameters_in, state_like_parameters
@@ -43,7 +41,7 @@ from ._checks import (
     warn_rounded,
 )
 from ._losses import Losses, PendingScales
-from ._regions import FullPrecision, SessionRegion, not_synchronised, warn_outside
+from ._regions import FullPrecision, SessionRegion, held_kernels, not_synchronised, warn_outside
 from ._report import Skips, StepReport
 from ._step import OptimizerSteps
 
@@ -92,15 +90,8 @@ class Session:
         self._shards = list(named_parameters(models)) if self._sharded else None
         self._attempts, self._closed, self._in_regions = 0, False, False
         self._gradients.carry(earlier or {})
-        kernels: Any = REGISTRY if policy.has_regions else PRODUCTS
-        holder = None
-        if policy.has_regions:
-            assert policy.ops is not None
-            holder = REGISTRY.hold(policy.ops, device_type)
-        elif policy.params in LOW_DTYPES and device_type == "cpu":
-            holder = PRODUCTS.hold()
-        # also of a session that is lost before it is closed
-        self._release_kernels = weakref.finalize(self, kernels.release, holder)
+        # released by close(), or with a session that is lost before it
+        self._release_kernels = weakref.finalize(self, held_kernels(policy, device_type))
         self._release_kernels.atexit = False
 
     # -- forward
