@@ -36,6 +36,8 @@ class Machine:
             self._venv(Path(words[-1]), "--clear" in words, end)
         elif words[1:3] == ["-m", "pip"]:
             self._pip(Path(words[0]).parents[1], words, end)
+        elif end:
+            raise end
         return 0
 
     def _venv(self, folder: Path, clear: bool, end: BaseException | None) -> None:
@@ -88,7 +90,7 @@ def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 CONSTRAINED = ".venv: -c constraints.txt"
 APART = [".venv/timm: -c constraints.txt timm", ".venv/triton-3.6: triton==3.6.0"]
-STAMPS = {"ruff", "cli", "report", "demo", "migrate", "docs", "dev", "timm", "triton-3.6"}
+STAMPS = {"ruff", "cli", "report", "demo", "migrate", "docs", "dev", "timm", "triton-3.6", "bytecode"}
 
 
 def stamps(dev: ModuleType) -> set[str]:
@@ -104,7 +106,8 @@ def test_a_verb_installs_what_it_needs_and_test_the_rest(dev: ModuleType) -> Non
     assert dev.run.ran == [".venv/bin/python -m preamp bench"]
     dev.run.ran.clear()
     dev.test()
-    assert not [line for line in dev.run.ran if line.endswith("-m venv .venv")]
+    assert dev.run.ran[0].startswith(".venv/bin/python -m pip install ")  # into the same environment
+    assert any(" -m compileall " in line for line in dev.run.ran)
     assert dev.run.pips() == [f"{CONSTRAINED} ruff -e .[report,migrate,docs,dev]", *APART]
     assert stamps(dev) == STAMPS
     for verb in dev.VERBS.keys() - {"gpu", "against"}:
@@ -126,7 +129,7 @@ def test_a_set_up_that_was_ended_goes_on(
 ) -> None:
     dev.setup()
     whole, commands = stamps(dev), len(dev.run.ran)
-    assert commands == 6  # .venv, pip; two environments on top, a pip each
+    assert commands == 7  # .venv, pip; two environments on top, a pip each; bytecode
     for number in range(1, commands + 1):
         monkeypatch.setattr(dev, "VENV", dev.ROOT / f"{number}")
         dev.run = Machine(dev.VENV)
@@ -198,6 +201,6 @@ def test_parts_are_there_and_torch_is_pinned(dev: ModuleType) -> None:
     tomllib = pytest.importorskip("tomllib")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert set(dev.EXTRAS) <= project["optional-dependencies"].keys()
-    assert {part for parts in dev.PARTS.values() for part in parts} <= {"ruff", *dev.EXTRAS, *dev.beside()}
+    assert {part for parts in dev.PARTS.values() for part in parts} <= {"ruff", *dev.EXTRAS}
     assert dev.PARTS.keys() <= dev.VERBS.keys()
     assert re.search(r"^torch==[\d.]+$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)

@@ -27,7 +27,7 @@ def auto_level(device_type: str | None = None) -> tuple[str, str]:
     if device_type == "cpu":
         if cpu_multiplies(torch.bfloat16):
             return "O4", "this CPU multiplies bfloat16 in hardware"
-        return "O0", "this CPU has no bfloat16 arithmetic: 16 bits would save memory, not time; name a level to use one"
+        return "O0", "this CPU has no bfloat16 arithmetic: 16 bits save memory and no time; name a level to use one"
     if device_type == "xpu":
         return "O4", "XPU devices multiply bfloat16 in hardware"
     return (
@@ -43,8 +43,8 @@ def cpu_arithmetic() -> str:
     told = f"multiplies {' and '.join(native)} in hardware." if native else "has no 16-bit arithmetic."
     if others:
         told += (
-            f" Products of {' and '.join(others)} are computed in float32 and rounded once: they take the time of "
-            "float32, and tensors that are kept for backward take half its memory."
+            f" Products of {' and '.join(others)} are computed in float32 and rounded once: they take somewhat "
+            "longer than float32, and tensors that are kept for backward take half its memory."
         )
     return f"This CPU {told}"
 
