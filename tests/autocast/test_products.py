@@ -429,6 +429,19 @@ def test_what_writes_into_a_tensor_keeps_it() -> None:
     assert torch.equal(out, (x.double() @ y.double()).to(BF16))
 
 
+@pytest.mark.parametrize("cpu", [BY_FLOAT32, BY_TORCH])
+def test_what_no_cpu_computes_in_16_bits_goes_through_float32_on_each(cpu: str) -> None:
+    volumes = some((1, 2, 4, 4, 4))[0]
+    with cpu_that_multiplies(cpu):
+        model = nn.Sequential(nn.AvgPool3d(2), nn.Flatten(), nn.Linear(16, 1))
+        with preamp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O5") as session:
+            loss = model(volumes).sum()  # outside of a region, where torch has no such kernel
+            session.backward(loss)
+        lstm = nn.LSTM(4, 3)
+        with preamp.autocast("cpu", FP16):
+            assert lstm(volumes.view(-1, 8, 4))[0].dtype is FP16
+
+
 def test_mixed_dtypes_stay_torchs_error() -> None:
     with preamp.autocast("cpu", BF16, enabled=False), pytest.raises(RuntimeError, match="dtype"):
         torch.mm(torch.ones(2, 3, dtype=BF16), torch.ones(3, 2))

@@ -36,18 +36,7 @@ def _as_is(op: Any, device_type: str) -> Kernel:
         with exclude(keys):
             return op(*args, **kwargs)
 
-    if op is torch.ops.aten.avg_pool3d.default and device_type == "cpu":
-        return _through_float(as_is)  # the one pooling operator whose CPU kernel knows no 16-bit dtype
     return as_is
-
-
-def _through_float(kernel: Kernel) -> Kernel:
-    def through_float(first: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if first.dtype in LOW_DTYPES:
-            return kernel(first.float(), *args, **kwargs).to(first.dtype)
-        return kernel(first, *args, **kwargs)
-
-    return through_float
 
 
 def _full(op: Any, device_type: str) -> Kernel:

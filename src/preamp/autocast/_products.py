@@ -45,8 +45,12 @@ _OPS = {
     "_addmm_activation": 1, "convolution": 1, "_convolution": 1, "convolution_backward": 3, "conv_tbc": 1,
     "conv_tbc_backward": 3, "_scaled_dot_product_flash_attention_for_cpu": 1,
     "_scaled_dot_product_flash_attention_for_cpu_backward": 3, "mkldnn_rnn_layer": 3, "mkldnn_rnn_layer_backward": 7,
+    "avg_pool3d": 1, "avg_pool3d_backward": 1,
 }  # fmt: skip
-"""Operators that multiply, below autograd, and how many of their results, from the first, have the factors' dtype."""
+"""Operators that go through float32, below autograd, and how many of their results, from the first, are rounded.
+
+They multiply; average pooling of volumes is here because it has no 16-bit kernel.
+"""
 
 _WRITING = (
     "addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_", "mm.out", "bmm.out", "mv.out", "addmm.out", "addmv.out",
@@ -59,8 +63,11 @@ _WITH_FLOAT32 = frozenset({
 })  # fmt: skip
 """Operators that take float32 beside 16-bit factors: a mask, logarithms of sums. For others that is torch's error."""
 
-_RECURRENT = frozenset({"mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"})
-"""Operators that know no float16 on any CPU."""
+_NOT_ON_ANY_CPU = {
+    **dict.fromkeys(("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"), frozenset({torch.float16})),
+    **dict.fromkeys(("avg_pool3d", "avg_pool3d_backward"), LOW_DTYPES),
+}
+"""16-bit dtypes for which torch has no kernel, whatever the CPU."""
 
 _EAGER, _TRACED = "BackendSelect", "ADInplaceOrView"
 
@@ -77,11 +84,6 @@ class Products:
         self._libraries: dict[str, torch.library.Library] = {}
         self._tag = ""
         self._lock = threading.RLock()
-
-    @property
-    def dtypes(self) -> frozenset[torch.dtype]:
-        """The dtypes whose products are computed through float32 on this CPU."""
-        return frozenset(dtype for dtype in LOW_DTYPES if not cpu_multiplies(dtype))
 
     @property
     def is_everywhere(self) -> bool:
@@ -118,7 +120,7 @@ class Products:
         if len(self._libraries) > traces or not self._holders:
             return
         with self._lock:
-            dtypes = self.dtypes
+            dtypes = frozenset(dtype for dtype in LOW_DTYPES if not cpu_multiplies(dtype))
             if not self._tag:  # the compiler's cache on disk knows nothing of our kernels
                 self._tag = f"preamp-products:{'+'.join(sorted(map(name_of, dtypes)))}"
                 torch.compiler.config.cache_key_tag += self._tag
@@ -196,7 +198,7 @@ def _install(key: str, dtypes: frozenset[torch.dtype]) -> torch.library.Library:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         for name in (*_OPS, *_WRITING) if key == _EAGER else _OPS:
-            its = dtypes | {torch.float16} if name in _RECURRENT else dtypes
+            its = dtypes | _NOT_ON_ANY_CPU.get(name, frozenset())
             packet, _, overload = name.partition(".")
             op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
             if its and op is not None:  # of every release of torch

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..autocast import PRODUCTS, widened
+from ..autocast import widened
 from ..eps import safe_eps
 from ..errors import PolicyError, PreampWarning, SessionError, kind_of
 from ..formats import LOW_DTYPES, name_of
@@ -112,7 +112,7 @@ def prepare(
     masters = _shadows(chosen, models, optimizers, len(scales)) if shadow else _masters_for(chosen, optimizers)
     conversions: list[Conversion] = []
     earlier = {p: p.grad for each in optimizers.values() for p in parameters_of(each) if p.grad is not None}
-    around = widened if device_type == "cpu" and chosen.params in PRODUCTS.dtypes else None
+    around = widened if device_type == "cpu" and chosen.params in LOW_DTYPES else None
     try:
         for name, each in models.items():
             conversions.append(Conversion(each, chosen, masters, f"{name}:" if name else "", around))
