@@ -67,7 +67,7 @@ def main() -> None:
         )  # fmt: skip
         data = Dataset.from_dict({"prompt": prompts})
         trainer = GRPOTrainer(model, vowels, args=arguments, train_dataset=data, processing_class=tokenizer)
-        attach(trainer, given.level, **({"scale": "window"} if given.level == "O2" else {}))
+        attach(trainer, given.level)
         trainer.train()
     model.eval()
     ids = tokenizer("\n".join(passages(held_out=True)[:200]), return_tensors="pt").input_ids[0]

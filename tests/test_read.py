@@ -17,37 +17,23 @@ from preamp.kernels.read import SMALL
 
 from .test_gradients import EACH, EVERY, LAYOUTS, mixed, normal, sparse
 
-TINY = 2.0**-14
-
 
 def flat64(gradients: list[Tensor]) -> np.ndarray:
     parts = [dense_values(g).double().numpy().ravel() for g in gradients]
     return np.concatenate(parts) if parts else np.zeros(0)
 
 
-def check(gradients: list[Tensor], tiny: float = TINY) -> None:
-    values = flat64(gradients)
+def check(gradients: list[Tensor]) -> None:
     before = [g.clone() for g in gradients]
-    for statistics in (False, True):
-        reading = read(gradients, statistics=statistics, tiny=tiny)
-        bad = [not np.isfinite(flat64([g])).all() for g in gradients]
-        assert reading.nonfinite.tolist() == bad
-        assert bool(reading.found) == any(bad) and reading.found.dtype is torch.float32
-        assert reading.entries == values.size
-        if not any(bad):
-            assert float(reading.norm) == pytest.approx(float(np.linalg.norm(values)), rel=2e-5, abs=1e-30)
-        else:
-            assert not math.isfinite(float(reading.norm))
-        if not statistics:
-            assert reading.amax is reading.subnormals is reading.zeros is None
-            continue
-        assert reading.amax is not None and reading.subnormals is not None and reading.zeros is not None
-        if not any(bad):
-            assert float(reading.amax) == np.abs(values).max(initial=0.0).astype(np.float32)
-        else:
-            assert not math.isfinite(float(reading.amax))
-        assert int(reading.zeros) == int((values == 0).sum())
-        assert int(reading.subnormals) == int(((values != 0) & (np.abs(values) < tiny)).sum())
+    reading = read(gradients)
+    bad = [not np.isfinite(flat64([g])).all() for g in gradients]
+    assert reading.nonfinite.tolist() == bad
+    assert bool(reading.found) == any(bad) and reading.found.dtype is torch.float32
+    if not any(bad):
+        norm = float(np.linalg.norm(flat64(gradients)))
+        assert float(reading.norm) == pytest.approx(norm, rel=2e-5, abs=1e-30)
+    else:
+        assert not math.isfinite(float(reading.norm))
     for gradient, copy in zip(gradients, before, strict=True):
         assert torch.equal(dense_values(gradient).nan_to_num(), dense_values(copy).nan_to_num()), "read wrote"
 
@@ -66,8 +52,8 @@ def test_mixed_dtypes_and_sizes() -> None:
 
 
 def test_none() -> None:
-    reading = read([], statistics=True)
-    assert (float(reading.found), float(reading.norm), reading.entries, len(reading.nonfinite)) == (0, 0, 0, 0)
+    reading = read([])
+    assert (float(reading.found), float(reading.norm), len(reading.nonfinite)) == (0, 0, 0)
 
 
 places = st.tuples(st.integers(0, 3), st.integers(0, 10**6), st.sampled_from([math.inf, -math.inf, math.nan]))
@@ -98,7 +84,7 @@ def test_many_of_any_sizes(sizes: list[int], data: st.DataObject) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=40))
-def test_every_float16_pattern_is_counted_as_numpy_counts(patterns: list[int]) -> None:
+def test_every_float16_pattern_is_finite_as_numpy_says(patterns: list[int]) -> None:
     values = np.array(patterns, dtype=np.uint16).view(np.float16)
     check([torch.from_numpy(values.copy()), torch.zeros(2)])
 
@@ -110,10 +96,6 @@ def test_large_finite_gradients_are_finite(dtype: torch.dtype) -> None:
     check([large, normal(3).to(dtype)])
     check([torch.full((SMALL + 1,), 2e36, dtype=dtype), normal(3).to(dtype)])
     check([large, torch.tensor([math.nan], dtype=dtype)])
-
-
-def test_the_threshold_is_the_callers() -> None:
-    check([torch.tensor([0.0, -0.0, 1e-30, -1e-39, 2e-38, 1.0])], tiny=torch.finfo(torch.float32).tiny)
 
 
 class Syncs(TorchDispatchMode):
@@ -128,6 +110,5 @@ class Syncs(TorchDispatchMode):
 
 def test_on_accelerators_nothing_waits() -> None:
     with torch.device("meta"), Syncs() as syncs:
-        reading = read([torch.ones(4), torch.ones(2, 3).half()], statistics=True)
+        reading = read([torch.ones(4), torch.ones(2, 3).half()])
     assert reading.found.device.type == "meta" and syncs.seen == 0
-    assert reading.zeros is not None and reading.zeros.dtype is torch.int64

@@ -1,4 +1,4 @@
-"""Writes the generated parts of the documents anew: tables from the code, figures and pictures from committed results.
+"""Writes the generated parts of the documents anew: tables from the code, figures from committed results.
 
 Generated text stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`. `./dev docs` writes it, and a test fails
 when a document is behind. Run as `python -m tools.docs ROOT`.
@@ -13,8 +13,7 @@ from pathlib import Path
 
 from preamp.formats import FORMATS
 from preamp.policy import LEVELS
-from preamp.report import Table, to_svg
-from preamp.report.files import write_text
+from preamp.report import Table
 from preamp.rules import TABLE
 
 from .docs_results import (
@@ -29,8 +28,6 @@ from .docs_results import (
     doctor_versus,
     option_losses,
     option_times,
-    schedule_pictures,
-    schedules,
     sessions,
     step,
 )
@@ -45,7 +42,6 @@ DOCUMENTS = (
     "docs/get-started.md",
     "docs/index.md",
     "docs/levels.md",
-    "docs/loss-scaling.md",
     "docs/optimizers.md",
     "docs/reference/cli.md",
     "docs/rules.md",
@@ -100,7 +96,6 @@ GENERATORS: dict[str, Callable[[Path], str]] = {
     "option_losses": option_losses,
     "option_times": option_times,
     "rules": rules,
-    "schedules": schedules,
     "sessions": sessions,
     "simulated_kernels": simulated_kernels,
     "simulated_steps": simulated_steps,
@@ -129,9 +124,6 @@ def main(root: Path) -> None:
         if after != before:
             path.write_text(after, encoding="utf-8")
         print(f"{name}: {'written' if after != before else 'up to date'}")
-    for name, chart in schedule_pictures(root).items():
-        write_text(root / name, to_svg(chart))
-        print(f"{name}: written")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from preamp.report import Column, LineChart, Series, Table
+from preamp.report import Column, Table
 
 _Maker = Callable[[dict[str, Any]], tuple[Table, str]]
 _Generator = Callable[[Path], str]
@@ -243,54 +243,6 @@ def step(results: dict[str, Any]) -> tuple[Table, str]:
         f"{machine['commit']}, {results['rounds']} rounds"
     )
     return Table("", columns, rows), text
-
-
-@committed("schedules", "python -m tools.traces")
-def schedules(results: dict[str, Any]) -> tuple[Table, str]:
-    """Skips and flushed gradients of every schedule, network and start, from the newest committed replays."""
-    rows = results["suites"]["schedules"]
-    names = [each["name"] for each in rows[0]["contenders"]]
-    columns = ("network", "start", *(f"{name}: {figure}" for name in names for figure in ("skips", "flushed")))
-    cells = [
-        (row["task"], row["start"], *(
-            cell for each in row["contenders"] for cell in (str(each["skips"]), _share(each["flushed"]))
-        ))
-        for row in rows
-    ]  # fmt: skip
-    steps = {row["task"]: row["contenders"][0]["steps"] for row in rows}
-    told = ", ".join(f"{task} {count}" for task, count in steps.items())
-    text = (
-        f"Skipped steps, and the share of non-zero weight gradients that became zero in the steps not skipped; {told} "
-        f"steps, from {rows[0]['seeds']} seeds each. Replayed by preamp at {results['environment']['commit']}"
-    )
-    return Table("", columns, cells), text
-
-
-def _share(share: float) -> str:
-    return f"{share:.1e}" if share else "0"
-
-
-def schedule_pictures(root: Path) -> dict[str, LineChart]:
-    """The scale by step, by path of the picture; empty without committed results."""
-    path = newest(root, "schedules")
-    if path is None:
-        return {}
-    rows = json.loads(path.read_text(encoding="utf-8"))["suites"]["schedules"]
-    wanted = {("bert", "2^20 too high"): "scale-too-high", ("flights", "2^20 too low"): "scale-too-low"}
-    return {
-        f"docs/pictures/{wanted[key]}.svg": _scale_chart(row)
-        for row in rows
-        if (key := (row["task"], row["start"])) in wanted
-    }
-
-
-def _scale_chart(row: dict[str, Any]) -> LineChart:
-    limit = row["log2 largest scale"]
-    series = [Series("largest that does not overflow", range(len(limit)), [2.0**x for x in limit], dashed=True)]
-    for each in row["contenders"]:
-        scales = [2.0**log2 for log2, steps in each["first"]["log2 scale, steps"] for _ in range(steps)]
-        series.append(Series(each["name"], range(len(scales)), scales, steps=True))
-    return LineChart(f"Loss scale of {row['name']}", "step", "loss scale", series, y_log2=True)
 
 
 @committed("options", "python benchmarks/options.py")

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from tests.kernels.compile_kernels import POINTERS, WHOLE, compiled, resources
 
-from preamp.kernels.triton import eight_bit, elementwise, launch, layerwise, read, sums
+from preamp.kernels.triton import eight_bit, elementwise, launch, read
 
 from .block import Event, run_block
 from .memory import Array, Memory
@@ -73,10 +73,9 @@ def _simple(name: str, rows: str, rule: int) -> Case:
     return _step(name, elementwise.simple_kernel, rows, GRAD=tl.float16, LOW=tl.float16, RULE=rule, NESTEROV=False)
 
 
-def _read(name: str, row: str, dtype: torch.dtype, counts: bool) -> Case:
+def _read(name: str, row: str, dtype: torch.dtype) -> Case:
     kind, integer, warps = read.KINDS[dtype]
-    constants = {"KIND": kind, "INTEGER": integer, "COUNTS": counts, "ALIGNED": True, "CHUNK": read.LONG,
-                 "BLOCK": read.BLOCK}  # fmt: skip
+    constants = {"KIND": kind, "INTEGER": integer, "ALIGNED": True, "CHUNK": read.LONG, "BLOCK": read.BLOCK}
     return Case(name, read.read_kernel, constants, warps, row)
 
 
@@ -97,18 +96,9 @@ CASES = [
     _simple("SGD: float32 masters, float16", "fhh", 0),
     _simple("SGD with momentum: float32 masters, float16", "fhfh", 2),
     _simple("Adagrad: float32 masters, float16", "fhfh", 3),
-    _step("norms of LAMB and NovoGrad: float16", sums.chunk_norms_kernel, "fh", 1, GRAD=_HALF,
-          HAS_FACTOR=True, SQUARES=True, BLOCK=2 * sums.BLOCK),
-    _step("NovoGrad: float32 masters, float16", layerwise.novograd_kernel, "fhfh", GRAD=_HALF, LOW=_HALF,
-          INSIDE=False),
-    _step("LAMB, moments: float16 gradients", layerwise.lamb_moments, "fhff", 1, GRAD=_HALF, TRUSTS=True,
-          BLOCK=sums.BLOCK),
-    _step("LAMB, parameters: float32 masters, float16", layerwise.lamb_apply, "fhffh", LOW=_HALF,
-          TRUSTS=True),
     *[
-        _read(f"reading {dtype} gradients{', counting' * counts}".replace("torch.", ""), row, dtype, counts)
+        _read(f"reading {dtype} gradients".replace("torch.", ""), row, dtype)
         for dtype, row in ((torch.float16, _SHORT), (torch.bfloat16, _SHORT), (torch.float32, _FULL))
-        for counts in (False, True)
     ],
 ]  # fmt: skip
 
@@ -143,9 +133,8 @@ def _arguments(case: Case, memory: Memory) -> bytes:
         "scalars": SCALARS, "table": np.array([*rows, 0], np.int64), "sizes": np.array([case.elements], np.int64),
         **{name: np.zeros(1, np.int32) for name in ("tensor_of", "block_of")},
     }  # fmt: skip
-    numbers = {"one_beta1": 0.1, "one_beta2": 0.001, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "decay": 0.01,
+    numbers = {"one_beta1": 0.1, "one_beta2": 0.001, "beta2": 0.999, "eps": 1e-8, "decay": 0.01,
                "momentum": 0.9, "blend": 1.0}  # fmt: skip
-    wholes = {"tensors": 1, "tiny": 0x400}
     packed = b""
     for name in case.kernel.arg_names:
         if name in case.constants:
@@ -153,7 +142,7 @@ def _arguments(case: Case, memory: Memory) -> bytes:
         if name in POINTERS:
             value = struct.pack("Q", memory.add(name, held.get(name, np.ones(8, np.float32))))
         elif name in WHOLE:
-            value = struct.pack("i", wholes.get(name, 0))
+            value = struct.pack("i", name == "tensors")
         else:
             value = struct.pack("f", numbers.get(name, 0.0))
         packed += bytes(-len(packed) % len(value)) + value

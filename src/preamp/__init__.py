@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .errors import PreampError, PreampWarning
     from .policy import Policy, policy
     from .rules import OpRules
-    from .scaling import DynamicScale, GradScaler, HysteresisScale, NoScale, StaticScale, WindowScale
+    from .scaling import DynamicScale, GradScaler, HysteresisScale, NoScale, StaticScale
     from .session import Session, SessionScaler, StepReport, prepare
 
 __all__ = [
@@ -43,7 +43,6 @@ __all__ = [
     "SessionScaler",
     "StaticScale",
     "StepReport",
-    "WindowScale",
     "__version__",
     "autocast",
     "checkpoint",
@@ -84,7 +83,6 @@ _MODULE_OF = {
     "HysteresisScale": "scaling",
     "NoScale": "scaling",
     "StaticScale": "scaling",
-    "WindowScale": "scaling",
     "Session": "session",
     "SessionScaler": "session",
     "StepReport": "session",

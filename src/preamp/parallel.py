@@ -39,8 +39,6 @@ class Agreement:
         self._meshes = list(dict.fromkeys(group for parameter in parameters for group in mesh_groups(parameter)))
         self._count = len(parameters)
         self._device = held_here(parameters[0]).device if parameters else torch.device("cpu")
-        self._here = sum(parameter.numel() for parameter in parameters)
-        self._entries: int | None = None
         self._sent: dict[tuple[Any, ...], Tensor] = {}
 
     @property
@@ -49,53 +47,33 @@ class Agreement:
         return bool(self._meshes) or self._group is not None
 
     @torch.no_grad()
-    def read(self, gradients: Gradients, *, statistics: bool = False) -> Reading:
+    def read(self, gradients: Gradients) -> Reading:
         """`kernels.read` over all ranks; one gradient, or None, for each parameter.
 
         `nonfinite` is of the gradients that exist. With a `group` it covers only this rank and its mesh.
         """
         own = [
-            read(
-                [held_here(g) for i in indices if (g := gradients[i]) is not None],
-                statistics=statistics,
-                device=self._device,
-            )
+            read([held_here(g) for i in indices if (g := gradients[i]) is not None], device=self._device)
             for indices in self._classes.values()
         ]
         found = self._together([reading.found for reading in own]).amax()
-        sums = torch.stack([self._sums(reading) for reading in own])
+        squares = self._together([reading.norm for reading in own]).square()
         flags = torch.zeros(self._count, dtype=torch.float64, device=self._device)
         for indices, reading in zip(self._classes.values(), own, strict=True):
             there = [i for i in indices if gradients[i] is not None]
             if there:
                 flags[self._placed(there)] = reading.nonfinite.to(self._device).double()
-        top = self._together([r.amax for r in own if r.amax is not None]).amax() if statistics else None
         for mesh in self._meshes:
-            packed = _added_up(torch.cat([found.reshape(1), flags, sums.flatten()]), mesh)
+            packed = _added_up(torch.cat([found.reshape(1), flags, squares]), mesh)
             found, flags = packed[0].clamp(max=1), packed[1 : 1 + self._count].clamp(max=1)
-            over_it = self._placed([mesh in groups for groups in self._classes]).unsqueeze(1)
-            sums = torch.where(over_it, packed[1 + self._count :].view_as(sums), sums)
-            top = None if top is None else agreed_largest(top, mesh)
-        total = sums.sum(0)
+            over_it = self._placed([mesh in groups for groups in self._classes])
+            squares = torch.where(over_it, packed[1 + self._count :], squares)
+        square = squares.sum()
         if self._group is not None:
-            packed = _added_up(torch.cat([found.reshape(1), total]), self._group)
-            found, total = packed[0].clamp(max=1), packed[1:]
-            top = None if top is None else agreed_largest(top, self._group)
-        square, subnormals, zeros = total.unbind()
+            found, square = _added_up(torch.stack([found, square]), self._group).unbind()
+            found = found.clamp(max=1)
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
-        return Reading(
-            found.float(), square.sqrt().float(), flags.bool()[self._placed(present)], self._total(gradients),
-            None if top is None else top.float(),
-            subnormals.long() if statistics else None, zeros.long() if statistics else None,
-        )  # fmt: skip
-
-    def _sums(self, reading: Reading) -> Tensor:
-        """(3,) float64: the square of the norm, and the counts of subnormals and zeros."""
-        counts = [
-            reading.norm.new_zeros(()) if count is None else count for count in (reading.subnormals, reading.zeros)
-        ]
-        norm, *rest = self._together([reading.norm, *counts]).unbind()
-        return torch.stack([norm.square(), *rest])
+        return Reading(found.float(), square.sqrt().float(), flags.bool()[self._placed(present)])
 
     def _together(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.stack([part.to(self._device).double() for part in parts])
@@ -124,16 +102,6 @@ class Agreement:
             dtype = torch.bool if key[0] is bool else torch.int64
             self._sent[key] = torch.tensor(values, dtype=dtype, device=self._device)
         return self._sent[key]
-
-    def _total(self, gradients: Gradients) -> int:
-        """The number of entries over all ranks. With a group: exchanged once, for all parameters, by a host sync."""
-        if self._group is None:
-            return sum(gradient.numel() for gradient in gradients if gradient is not None)  # of a DTensor: the whole
-        if self._entries is None:
-            count = torch.tensor(self._here, dtype=torch.int64, device=self._device)
-            torch.distributed.all_reduce(count, group=self._group)
-            self._entries = int(count)
-        return self._entries
 
 
 class ShardReduction:

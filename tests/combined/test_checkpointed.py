@@ -79,14 +79,6 @@ def test_runs_with_accumulation_and_a_skip(level: str, kind: str) -> None:
     check_same(train(level, Net(KINDS[kind])), reference(level))
 
 
-@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="shadows need a torch with Tensor.grad_dtype")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_runs_with_shadows(level: str, kind: str) -> None:
-    """No weight is cast, so a policy may save casts as well."""
-    check_same(train(level, Net(KINDS[kind]), shadow=True), reference(level, shadow=True))
-
-
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_a_region_that_keeps_no_casts_lets_a_policy_save_them(level: str) -> None:
     """What a session that saw no recomputation in its first step cannot do: preamp.autocast for session.autocast."""

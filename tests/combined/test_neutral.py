@@ -19,15 +19,14 @@ AGAIN = ("built_again", "read_from_a_file", "prepared_again")
 
 
 @st.composite
-def setups(draw: Any) -> tuple[str, str, str, bool]:
-    """Level, optimizer, schedule of the scale, shadows: what goes together."""
+def setups(draw: Any) -> tuple[str, str, str]:
+    """Level, optimizer, schedule of the scale."""
     level, maker = draw(st.sampled_from(LEVELS)), draw(st.sampled_from(list(MAKERS)))
     if maker == "AdamW, split" and level in ("O2", "O3"):
         level = "O5"
     if maker == "AdamW, by chance" and level in ("O2", "O3"):
         level = "O4"
-    shadows = level in ("O1", "O4") and not maker.startswith("torch") and maker != "AdamW, by chance"
-    return level, maker, draw(st.sampled_from(list(GROWS))), shadows and draw(st.booleans())
+    return level, maker, draw(st.sampled_from(list(GROWS)))
 
 
 steps = st.tuples(
@@ -38,7 +37,7 @@ steps = st.tuples(
 """A kind of step, what happens before it, and what between its micro-batches."""
 
 
-def ran(how: tuple[str, str, str, bool], program: Program, *, with_events: bool) -> dict[str, Any]:
+def ran(how: tuple[str, str, str], program: Program, *, with_events: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     run = Training(*how)
     try:
@@ -47,7 +46,7 @@ def ran(how: tuple[str, str, str, bool], program: Program, *, with_events: bool)
         run.session.close()
 
 
-def changes_nothing(how: tuple[str, str, str, bool], program: Program) -> None:
+def changes_nothing(how: tuple[str, str, str], program: Program) -> None:
     expected = ran(how, program, with_events=False)
     assert differences(expected, ran(how, program, with_events=True)) == []
 
@@ -57,20 +56,20 @@ checks = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, Heal
 
 @settings(max_examples=60, **checks)
 @given(setups(), st.lists(steps, min_size=3, max_size=8))
-def test_neutral_events(how: tuple[str, str, str, bool], program: Program) -> None:
+def test_neutral_events(how: tuple[str, str, str], program: Program) -> None:
     changes_nothing(how, program)
 
 
 @pytest.mark.slow
 @settings(max_examples=500, **checks)
 @given(setups(), st.lists(steps, min_size=3, max_size=10))
-def test_many_neutral_events(how: tuple[str, str, str, bool], program: Program) -> None:
+def test_many_neutral_events(how: tuple[str, str, str], program: Program) -> None:
     changes_nothing(how, program)
 
 
 @pytest.mark.parametrize("event", NEUTRAL)
-@pytest.mark.parametrize("how", [("O2", "AdamW", "dynamic", False), ("O3", "NovoGrad", "static", False)], ids=str)
-def test_each_event(how: tuple[str, str, str, bool], event: str) -> None:
+@pytest.mark.parametrize("how", [("O2", "AdamW", "dynamic"), ("O3", "NovoGrad", "static")], ids=str)
+def test_each_event(how: tuple[str, str, str], event: str) -> None:
     between = [event] if event in BETWEEN else []
     changes_nothing(
         how, [("edited", [], []), ("plain", [], []), ("accumulated", [event], between), ("clipped", [event], [])]
@@ -90,7 +89,7 @@ def places(run: Training) -> dict[str, int]:
 @pytest.mark.parametrize("maker", ["AdamW", "torch AdamW, fused"])
 def test_a_graph_finds_everything_where_it_was(level: str, maker: str) -> None:
     """What moves between two steps, a captured step would miss, unless it is told (`OptimizerSteps.loads`)."""
-    run = Training(level, maker, "window", False)
+    run = Training(level, maker, "hysteresis")
     try:
         list(STEPS["clipped"](run))
         for event in (name for name in NEUTRAL if name not in AGAIN):

@@ -15,7 +15,6 @@ import preamp
 GROWS = {
     "dynamic": lambda: preamp.DynamicScale(256.0, growth_interval=3),
     "hysteresis": lambda: preamp.HysteresisScale(256.0, growth_interval=3),
-    "window": lambda: preamp.WindowScale(256.0),
     "static": lambda: preamp.StaticScale(64.0),
 }
 
@@ -38,9 +37,8 @@ def _torch(name: str, lr: float, **options: Any) -> Callable[[nn.Module], Any]:
 
 MAKERS: dict[str, Callable[[nn.Module], Any]] = {
     "SGD": lambda model: preamp.optim.SGD(_groups(model), 0.05, momentum=0.5, dampening=0.1),
-    "SGD, flat": lambda model: preamp.optim.SGD(_groups(model), 0.05, momentum=0.5, nesterov=True, flat=True),
+    "SGD, Nesterov": lambda model: preamp.optim.SGD(_groups(model), 0.05, momentum=0.5, nesterov=True),
     "AdamW": _adamw(),
-    "AdamW, flat": _adamw(flat=True),
     "AdamW, split": _adamw(master="split"),
     "AdamW, 8 bits": _adamw(states="8bit"),
     "AdamW, by chance": _adamw(master=None, rounding="stochastic"),
@@ -82,8 +80,8 @@ class Net(nn.Module):
 class Training:
     """A model, an optimizer, a schedule and a session, and what they told."""
 
-    def __init__(self, level: str, maker: str, scale: str, shadow: bool) -> None:
-        self.how = level, maker, scale, shadow
+    def __init__(self, level: str, maker: str, scale: str) -> None:
+        self.how = level, maker, scale
         self.drawn = 0
         self.told: list[Any] = []
         self.build()
@@ -104,10 +102,10 @@ class Training:
         return loss
 
     def prepare(self) -> None:
-        level, maker, scale, shadow = self.how
+        level, maker, scale = self.how
         policy = "O5,masters=no" if (level, maker) == ("O5", "AdamW, by chance") else level
         made = GROWS[scale]() if level in ("O1", "O2") else None
-        self.session = preamp.prepare(self.model, self.optimizer, policy=policy, scale=made, shadow=shadow)
+        self.session = preamp.prepare(self.model, self.optimizer, policy=policy, scale=made)
 
     def batch(self) -> Tensor:
         self.drawn += 1

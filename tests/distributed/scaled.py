@@ -21,7 +21,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "preamp": lambda params: preamp.optim.SGD(params, 0.1, momentum=0.5),
     "LAMB": lambda params: preamp.optim.LAMB(params, 1e-2),
 }
-SCHEDULES = ("backoff", "hysteresis", "window")
+SCHEDULES = ("backoff", "hysteresis")
 CASES = [
     (shared, maker, clips, schedule)
     for shared in ("tensors", "shards")

@@ -291,7 +291,7 @@ def orders() -> dict[str, str]:
 
 def act(folder: Path) -> dict[str, Any]:
     return {
-        **{f"one shard {scale}": one_shard_spoilt(scale) for scale in ("dynamic", "window", "hysteresis")},
+        **{f"one shard {scale}": one_shard_spoilt(scale) for scale in ("dynamic", "hysteresis")},
         **{f"flat {level}": flat_parameters(level) for level in ("O1", "O4")},
         **{f"wire {name}": on_the_wire(name) for name in ("bfloat16", "float16")},
         **{f"joined {level}": joined(level) for level in ("O1", "O2", "O5")},

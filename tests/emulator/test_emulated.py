@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 PLUGIN = "tests.emulator.plugin"
-KERNELS = [f"tests/kernels/test_{name}.py" for name in ("kernels", "read_kernel", "eight_bit_kernels", "muon", "parts")]
+KERNELS = [f"tests/kernels/test_{name}.py" for name in ("kernels", "read_kernel", "eight_bit_kernels")]
 STEPS = "a_captured_step_is_the_step or reading_in_a_graph or captures_find_pinned_memory"
 TRAININGS = (
     "a_captured_step_trains_as_the_written_one and preamp and (O2 or split) or a_capture_launches or four_launches"

@@ -19,9 +19,9 @@ from tests.kernels.steps import (
     CANCELLED,
     NAMES,
     SETTINGS,
+    WITH_KERNELS,
     Run,
     awkward,
-    awkward_for,
     by_operators,
     far,
     gradients,
@@ -40,9 +40,9 @@ def number(value: float) -> Tensor:
 
 
 @pytest.mark.parametrize("low", LOWS, ids=str)
-@pytest.mark.parametrize(("name", "options"), SETTINGS, ids=NAMES)
+@pytest.mark.parametrize(("name", "options"), WITH_KERNELS, ids=NAMES[: len(WITH_KERNELS)])
 def test_kernels_do_what_operators_do(name: str, options: dict[str, Any], low: torch.dtype | None) -> None:
-    params = awkward_for(name, "cuda", 500)
+    params = awkward("cuda", 500)
     run = Run(name, options, params, [p.to(low) for p in params] if low else None)
     twin = run.twin()
     for i, factor in enumerate([None, 0.25, 0.3, 2.0**-16, 1.0]):
@@ -51,10 +51,9 @@ def test_kernels_do_what_operators_do(name: str, options: dict[str, Any], low: t
         with by_operators():
             twin.take([g.clone() for g in grads], times, number(0.0))
         run.take(grads, times, number(0.0) if i else None)
-    layerwise = name in ("lamb", "novograd")  # norms of hundreds of thousands of numbers, summed in another order
-    assert far(run.params, twin.params, but=CANCELLED) <= (64 if layerwise else 8)
+    assert far(run.params, twin.params, but=CANCELLED) <= 8
     for a, b in zip(run.states, twin.states, strict=True):
-        assert far(a, b) <= (64 if layerwise else 8)
+        assert far(a, b) <= 8
     for p, published in zip(params, run.lows or [], strict=low is not None):
         assert published is not None and torch.equal(published, p.to(published.dtype))
     assert float(run.step) == float(twin.step)
@@ -69,7 +68,7 @@ def test_parts_are_stepped_as_the_whole(name: str, options: dict[str, Any], low:
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize(("name", "options"), SETTINGS, ids=NAMES)
 def test_found_writes_nothing_and_nothing_waits(name: str, options: dict[str, Any], kernels: bool) -> None:
-    params = awkward_for(name, "cuda")
+    params = awkward("cuda")
     run = Run(name, options, params, [p.to(torch.bfloat16) for p in params])
     good, bad = gradients(params, torch.bfloat16, 0), gradients(params, torch.bfloat16, 1)
     bad[2][3, 3] = torch.inf
@@ -184,23 +183,18 @@ def test_reading(case: int) -> None:
     from preamp.kernels.triton.read import read
 
     grads = READ[case]()
-    tiny = 2.0**-14
-    read(grads, tiny)
+    read(grads)
     with no_waiting():
-        got = read(grads, tiny)
+        got = read(grads)
     sizes = [g.double().abs().reshape(-1) for g in grads]
     assert float(got.found) == 0 and not got.nonfinite.any()
-    assert float(got.amax) == max(float(s.max()) for s in sizes if len(s))
-    assert got.counts is not None
-    assert int(got.counts[1]) == sum(int((s == 0).sum()) for s in sizes)
-    assert int(got.counts[0]) == sum(int(((s > 0) & (s < tiny)).sum()) for s in sizes)
     norm = math.sqrt(sum(float(s.square().sum()) for s in sizes))
     assert float(got.norm) == pytest.approx(norm, rel=1e-6)
-    assert torch.equal(read(grads, tiny).norm, got.norm)
+    assert torch.equal(read(grads).norm, got.norm)
     if not grads[0].numel():
         grads = grads[1:]
     grads[0][(0,) * grads[0].dim()] = torch.nan
-    got = read(grads, tiny)
+    got = read(grads)
     assert float(got.found) == 1 and got.nonfinite.tolist() == [True] + [False] * (len(grads) - 1)
     assert not torch.isfinite(got.norm)
 
@@ -209,14 +203,14 @@ def test_reading_in_a_graph() -> None:
     from preamp.kernels.triton.read import read
 
     source = [torch.zeros(n, device="cuda", dtype=torch.float16) for n in (5, 100_000)]
-    read([s * 1 for s in source], 1e-4)
+    read([s * 1 for s in source])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = read([s * 1 for s in source], 1e-4)
+        got = read([s * 1 for s in source])
     for value in (1.0, 0.5, math.inf):
         source[1].fill_(value)
         graph.replay()
-        assert float(got.amax) == value
+        assert float(got.norm) == pytest.approx(value * math.sqrt(100_000))
         assert float(got.found) == float(value == math.inf)
         assert got.nonfinite.tolist() == [False, value == math.inf]
 
@@ -233,19 +227,6 @@ def test_captures_find_pinned_memory() -> None:
             (part,) = parts_of([kept[number:]], 256)
         graph.replay()
         assert part.table.tolist() == [[kept[number].data_ptr()], [0]]
-
-
-@pytest.mark.parametrize("kind", ["copies", "split", "stochastic"])
-@pytest.mark.parametrize("options", muon.SETTINGS, ids=range(len(muon.SETTINGS)))
-def test_muon_does_what_operators_do(options: dict[str, Any], kind: str) -> None:
-    (got, moments), (wanted, others) = (
-        muon.stepped(options, kind, operators, 4, "cuda") for operators in (False, True)
-    )
-    assert far(moments, others) <= 4
-    if kind == "stochastic":  # up or down by chance, near the same number
-        assert max(float((a - b).abs().max()) for a, b in zip(got, wanted, strict=True) if a.numel()) <= 2**-6
-    else:
-        assert far(got, wanted) <= 20 * muon.FLIPPED
 
 
 def test_a_captured_step_of_muon_is_the_step_and_nothing_waits() -> None:

@@ -15,7 +15,7 @@ SOURCE = Path(preamp.__file__).parent
 
 PUBLIC = [
     "DynamicScale", "GradScaler", "HysteresisScale", "NoScale", "OpRules", "Policy", "PreampError", "PreampWarning",
-    "Session", "SessionScaler", "StaticScale", "StepReport", "WindowScale", "__version__", "autocast", "checkpoint",
+    "Session", "SessionScaler", "StaticScale", "StepReport", "__version__", "autocast", "checkpoint",
     "compat", "doctor", "errors", "float_function", "half_function", "install_as_apex", "lr_finder", "optim",
     "parallel", "plan", "policy", "prepare", "promote_function", "report", "safe_eps", "uninstall_as_apex", "zoo",
 ]  # fmt: skip

@@ -1,10 +1,11 @@
-"""The plan against counted bytes of small runs at every level, and its arithmetic. Two ranks: `test_plan_ranks`."""
+"""A plan and `session.memory()` count the same rows: the one without memory, the other on the tensors of a run."""
 
 from __future__ import annotations
 
-import itertools
-import math
-import warnings
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -12,24 +13,32 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import preamp
-from preamp.errors import PreampError, PreampWarning
-from preamp.ledger import shadows_work
-from preamp.plan import MemoryPlan, plan
+from preamp.errors import OptimizerError, PolicyError, PreampError, SessionError
+from preamp.plan import count_of, plan
 
-SHADOWS = shadows_work("cpu", torch.bfloat16)
-needs_shadows = pytest.mark.skipif(not SHADOWS, reason="this torch has no Tensor.grad_dtype (it came with 2.10)")
+from . import plan_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore::preamp.errors.PreampWarning")  # of epsilons
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5", "O5,masters=no", "O2,norms=fp16")
-OPTIMIZERS: dict[str, Any] = {
-    "adam": preamp.optim.Adam, "adamw": preamp.optim.AdamW, "sgd": preamp.optim.SGD, "sgd-momentum": preamp.optim.SGD,
-    "adagrad": preamp.optim.Adagrad, "lamb": preamp.optim.LAMB, "novograd": preamp.optim.NovoGrad,
-    "lion": preamp.optim.Lion,
-    "torch.adam": torch.optim.Adam, "torch.adamw": torch.optim.AdamW, "torch.sgd": torch.optim.SGD,
-    "torch.sgd-momentum": torch.optim.SGD, "torch.adagrad": torch.optim.Adagrad,
-}  # fmt: skip
+Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "AdamW": preamp.optim.AdamW,
+    "AdamW, 8 bits": lambda p: preamp.optim.AdamW(p, states="8bit"),
+    "Adam, AMSGrad": lambda p: preamp.optim.Adam(p, amsgrad=True),
+    "SGD": lambda p: preamp.optim.SGD(p, 0.1, momentum=0.9),
+    "Adagrad": preamp.optim.Adagrad,
+    "LAMB": preamp.optim.LAMB,
+    "NovoGrad": preamp.optim.NovoGrad,
+    "Lion": preamp.optim.Lion,
+    "torch AdamW": torch.optim.AdamW,
+    "torch SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+}
+
+
+def by_chance(p: Iterable[Any]) -> torch.optim.Optimizer:
+    return preamp.optim.AdamW(p, rounding="stochastic")
 
 
 def build() -> nn.Sequential:
@@ -39,222 +48,139 @@ def build() -> nn.Sequential:
     )  # fmt: skip
 
 
-def held(tensors: Any) -> int:
-    """Bytes of tensors that are there, storages once; 0-d ones (counts of steps, NovoGrad's norms) are not planned."""
-    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None and t.dim()}
-    return sum(kept.values())
+def rows(memory: preamp.session.Memory) -> dict[tuple[str, torch.dtype], int]:
+    return {(row.kind, row.dtype): row.bytes for row in memory.rows}
 
 
-class Casts(TorchDispatchMode):
-    """16-bit copies made of some tensors."""
-
-    def __init__(self, tensors: Any) -> None:
-        super().__init__()
-        self._places, self.bytes = {t.data_ptr() for t in tensors}, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and args[0].data_ptr() in self._places and made.itemsize == 2:
-            self.bytes += made.nbytes
-        return made
-
-
-def trained(model: nn.Module, name: str, level: str, *, shadow: bool = False, **options: Any) -> dict[str, int]:
-    """Bytes by kind in the second step of a run."""
-    if name.endswith("-momentum"):
-        options["momentum"] = 0.9
-    optimizer = OPTIMIZERS[name]([p for p in model.parameters() if p.requires_grad], lr=1e-3, **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PreampWarning)  # of epsilons
-        session = preamp.prepare(model, optimizer, policy=level, shadow=shadow, scale=1.0)
-    mastered = [p for p in model.parameters() if p in session._masters and not shadow]
-    wide: list[int] = []
-    # of all optimizers: to a hook of its own one of preamp.optim would show true gradients, in float32
-    hook = register_optimizer_step_pre_hook(
-        lambda *_: wide.append(sum(p.grad.nbytes for p in mastered if p.grad is not None and p.grad.itemsize == 4))
-    )
-    with session, hook:
-        for _ in range(2):
-            session.zero_grad()
-            with Casts(model.parameters()) as casts, session.autocast():
-                loss = model(torch.randn(8, 64)).float().square().mean()
-            session.backward(loss)
-            gradients = held(p.grad for p in model.parameters())
-            session.step()
-        masters, parameters = session._masters, list(model.parameters())
-        wide_buffers = [full for conversion in session._conversions for _, _, full, _ in conversion._buffers]
-        counts = sum(b.nbytes for b in model.buffers() if not b.dim())  # BatchNorm's, of batches
-        return {
-            "parameters": held(parameters),
-            "gradients": gradients,
-            "masters": held(map(masters.stored, mastered)),
-            "states": held(t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)),
-            "shadows": held(masters.leaves_of(parameters).stored() if masters.shadows else []),
-            "buffers": held([*model.buffers(), *wide_buffers]) + counts,
-            "cast weights": casts.bytes,
-            "float32 gradients": wide[-1],
-        }
-
-
-def planned(given: MemoryPlan) -> dict[str, int]:
-    kinds = ("parameters", "gradients", "masters", "states", "shadows", "buffers", "cast weights", "float32 gradients")
-    return {kind: given.bytes_of(kind) for kind in kinds}
-
-
-def attempt(level: str, name: str, **options: Any) -> bool:
-    """Whether there is such a run; if so, every kind is planned to the byte."""
-    own = {key: value for key, value in options.items() if name in ("adam", "adamw") or key == "shadow"}
-    torch.manual_seed(0)
-    try:
-        paper = plan(build(), level=level, optimizer=name, **options)
-    except PreampError:
-        with pytest.raises((PreampError, TypeError)):  # TypeError: torch's optimizers know no such argument
-            trained(build(), name, level, **options)
-        return False
-    assert planned(paper) == trained(build(), name, level, **own), (level, name, options)
-    return True
+def step(session: preamp.Session, model: nn.Module) -> None:
+    with session.autocast():
+        loss = model(torch.randn(8, 64)).float().square().mean()
+    session.backward(loss)
+    session.step()
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_plan_is_what_a_run_holds_or_both_refuse(level: str) -> None:
-    taken = 0
-    for name, states, shadow in itertools.product(OPTIMIZERS, ("float32", "8bit"), (False, True)):
-        options: dict[str, Any] = {"states": states} if states == "8bit" else {}
-        taken += attempt(level, name, **options, **({"shadow": True} if shadow else {}))
-    shadows = SHADOWS and level in ("O1", "O4")
-    assert taken == (13 + 2) + (8 + 2 if shadows else 0)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_plan_is_what_a_run_holds(name: str, level: str) -> None:
+    made = plan(build(), OPTIMIZERS[name], level=level)
+    model = build()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    peaks: list[int] = []
+    with preamp.prepare(model, optimizer, policy=level) as session:
+        for _ in range(2):
+            session.zero_grad()
+            if name.startswith("torch"):  # a hook on ours would see float32 gradients, which it does not need
+                handle = optimizer.register_step_post_hook(lambda *_: peaks.append(session.memory().total))
+                step(session, model)
+                handle.remove()
+            else:
+                step(session, model)
+        assert rows(session.memory()) == rows(made.held)
+        assert session.memory().parameters == made.held.parameters == sum(p.numel() for p in model.parameters())
+        assert made.peak == (peaks[-1] if peaks else made.held.total)
+        if not level.startswith(("O2", "O5")) or "masters=no" in level:
+            assert made.held.bytes_of("masters") == 0
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
-@pytest.mark.parametrize("states", ["float32", "8bit"])
-@pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "torch.adamw"])
-def test_split_masters_are_planned_or_refused(level: str, states: str, name: str) -> None:
-    options = {"master": "split", **({"states": "8bit"} if states == "8bit" else {})}
-    assert attempt(level, name, **options) == (level == "O5" and name.startswith("adam"))
+def test_memory_is_what_lies_in_storages() -> None:
+    model = build()
+    optimizer = preamp.optim.AdamW(model.parameters())
+    with preamp.prepare(model, optimizer, level="O2") as session:
+        step(session, model)
+        kept: list[Tensor] = [*model.parameters(), *model.buffers(), *session.state_dict()["masters"].values()]
+        kept += [p.grad for p in model.parameters() if p.grad is not None]
+        kept += [value for state in optimizer.state.values() for value in state.values()]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+        assert session.memory().total == sum(storages.values())
+        assert "masters" in session.memory().to_table().to_text()
+        assert json.loads(json.dumps(session.memory().to_json()))["total"] == session.memory().total
+    with pytest.raises(SessionError, match="closed"):
+        session.memory()
 
 
-@pytest.mark.parametrize("states", ["float32", "8bit"])
-def test_stochastic_rounding_has_wide_states(states: str) -> None:
-    real = {"master": None, "rounding": "stochastic", "states": states}
-    paper = plan(build(), level="O5,masters=no", master="none", rounding="stochastic", states=states)
-    assert planned(paper) == trained(build(), "adamw", "O5,masters=no", **real)
+def test_split_masters_and_8_bits() -> None:
+    def make(p: Iterable[Any]) -> torch.optim.Optimizer:
+        return preamp.optim.AdamW(p, master="split", states="8bit")
+
+    model = build()
+    with preamp.prepare(model, make(model.parameters()), level="O5") as session:
+        step(session, model)
+        assert rows(session.memory()) == rows(plan(build(), make, level="O5").held)
 
 
-@pytest.mark.parametrize("level", ["O0", "O4; 3 -> full", "O5", "O5; 0 -> full", "O2; 3 -> bf16"])
-def test_frozen_weights_and_rules_for_modules(level: str) -> None:
-    models = build(), build()
-    for model in models:
-        model[0].requires_grad_(False)
-    assert planned(plan(models[0], level=level)) == trained(models[1], "adamw", level)
+@pytest.mark.parametrize(
+    ("level", "make", "each"),
+    [
+        ("O0", preamp.optim.AdamW, 16.0), ("O2", preamp.optim.AdamW, 16.0), ("O3", preamp.optim.AdamW, 8.0),
+        ("O5", lambda p: preamp.optim.AdamW(p, master="split"), 14.0),
+        ("O5", lambda p: preamp.optim.AdamW(p, states="8bit"), 10.03),
+        ("O5", lambda p: preamp.optim.AdamW(p, master="split", states="8bit"), 8.03),
+        ("O5", lambda p: preamp.optim.SGD(p, 0.1), 8.0),
+    ],
+)  # fmt: skip
+def test_bytes_a_parameter(level: str, make: Make, each: float) -> None:
+    assert plan("7B", make, level=level).held.total / 7e9 == pytest.approx(each, abs=0.005)
 
 
-def test_a_model_is_only_looked_at() -> None:
+def test_a_model_is_only_read() -> None:
     model = build()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    state = torch.get_rng_state()
-    plan(model, level="O5", master="split", states="8bit")
-    assert torch.equal(torch.get_rng_state(), state)
-    assert {type(module) for module in model} == {nn.Linear, nn.LayerNorm, nn.GELU, nn.BatchNorm1d}
+    plan(model, level="O2")
+    assert all(p.grad is None and p.dtype is torch.float32 for p in model.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    with torch.device("meta"):
-        shapes = build()
-    assert plan(shapes, level="O5").rows == plan(model, level="O5").rows
+    frozen = build()
+    frozen[0].requires_grad_(False)
+    assert plan(frozen, level="O4").held.bytes_of("gradients") < plan(model, level="O4").held.bytes_of("gradients")
 
 
-class Attention(nn.Module):
-    """An embedding that is the head too, weights that regions cast and shadows leave out, a buffer of no norm's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.norm, self.head = nn.Embedding(100, 64), nn.RMSNorm(64), nn.Linear(64, 100, bias=False)
-        self.places = nn.Embedding(100, 64)
-        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
-        self.head.weight = self.embedding.weight
-        self.register_buffer("table", torch.zeros(7, 5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        words = x.abs().long().clamp(0, 99)
-        given = self.embedding(words) + self.places(words)
-        mixed: Tensor = self.head(self.norm(given + self.attention(given, given, given, need_weights=False)[0]))
-        return mixed
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What two processes counted (`plan_ranks`)."""
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    folder = tmp_path_factory.mktemp("ranks")
+    ran = subprocess.run([*line, plan_ranks.__file__], capture_output=True, text=True, cwd=folder, timeout=240)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    told: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return told
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", pytest.param("O4 shadow", marks=needs_shadows), "O5"])
-def test_shared_weights_attention_and_buffers(level: str) -> None:
-    shadow = {"shadow": True} if "shadow" in level else {}
-    seen = trained(Attention(), "adamw", level.split()[0], **shadow)
-    assert planned(plan(Attention(), level=level.split()[0], **shadow)) == seen
+@pytest.mark.parametrize("case", plan_ranks.CASES)
+def test_two_ranks(counted: dict[str, Any], case: str) -> None:
+    shard, level, states = plan_ranks.CASES[case]
+    made = plan(
+        plan_ranks.build(), lambda p: preamp.optim.AdamW(p, states=states), level=level, shard=shard, world=2
+    )  # fmt: skip
+    assert made.held.to_json()["rows"] == counted[case]["rows"]
+    assert made.sent == counted[case]["sent"]
+    assert "sent in a step" in made.to_table().to_text()
 
 
-# -- numbers
-
-
-@pytest.mark.parametrize(
-    ("asked", "wanted"),
-    [
-        ({"level": "O0"}, 16),
-        ({"level": "O2"}, 2 + 2 + 4 + 8),
-        ({"level": "O4"}, 16),
-        pytest.param({"level": "O4", "shadow": True}, 4 + 2 + 8 + 2, marks=needs_shadows),
-        ({"level": "O5", "master": "split"}, 14),
-        ({"level": "O5", "master": "split", "states": "8bit"}, 8 + 2 / 64),
-        ({"level": "O5", "states": "8bit"}, 10 + 2 / 64),
-        ({"level": "O5", "optimizer": "sgd"}, 8),
-        ({"level": "O5", "optimizer": "novograd"}, 12),
-        ({"level": "O5", "optimizer": "lion"}, 12),
-        ({"level": "O5", "optimizer": "lion", "master": "split"}, 10),
-        ({"level": "O5,masters=no", "optimizer": "lion", "master": "none", "rounding": "stochastic"}, 8),
-        ({"level": "O5,masters=no", "rounding": "stochastic", "states": "8bit"}, 6 + 2 / 64),
-        ({"level": "O5", "world": 64, "shard": "fsdp2"}, 16 / 64),
-        ({"level": "O5", "world": 64, "shard": "ddp"}, 16 + 2),
-        ({"level": "O5", "world": 64, "shard": "zero1", "bucket_view": True}, 2 + 2 + 12 / 64),
-    ],
-)
-def test_bytes_a_parameter(asked: dict[str, Any], wanted: float) -> None:
-    count = 64 * 256 * 1_000
-    assert plan(count, **asked).total == wanted * count
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    count=st.integers(1, 10**13), world=st.integers(1, 4096),
-    shard=st.sampled_from(["ddp", "fsdp2", "zero1"]), level=st.sampled_from(["O0", "O1", "O4", "O5"]),
-)  # fmt: skip
-def test_ranks_together_hold_everything_and_little_more(count: int, world: int, shard: str, level: str) -> None:
-    one = plan(count, level=level, shard=shard)
-    many = plan(count, level=level, shard=shard, world=world)
-    for kind in ("parameters", "gradients", "masters", "states"):
-        whole = shard == "ddp" or (shard == "zero1" and kind in ("parameters", "gradients"))
-        together = many.bytes_of(kind) * (1 if whole else world)
-        assert one.bytes_of(kind) <= together <= one.bytes_of(kind) + 8 * world
-    assert (many.sent == 0) == (world == 1) and one.sent == 0
-    assert many.peak >= many.total
-
-
-def test_collectives_are_rings() -> None:
-    paper = plan(6400, level="O5", world=64, shard="fsdp2")
-    gathered = 63 / 64 * 6400 * 2
-    assert paper.sent == 2 * gathered + 63 / 64 * 6400 * 4
-    assert plan(6400, level="O5", world=64, shard="fsdp2", reshard=False).sent == paper.sent - gathered
-    assert plan(6400, level="O5", world=64, shard="fsdp2", reduce="bf16").sent == 3 * gathered
-    assert plan(6400, level="O5", world=64, shard="ddp").sent == 2 * gathered
-    assert plan(6400, level="O0", world=64, shard="ddp").sent == 4 * gathered
-    assert plan(6400, level="O5", world=64, shard="zero1").sent == 3 * gathered
-
-
-def test_norms_of_a_number_keep_float32() -> None:
-    mixed = plan(10_000, level="O5", norm_share=0.01, states="8bit")
-    assert mixed.bytes_of("parameters") == 9900 * 2 + 100 * 4
-    assert mixed.bytes_of("masters") == 9900 * 4
-    assert mixed.bytes_of("states") == 9900 * 2 + 2 * math.ceil(9900 / 256) * 4 + 100 * 8
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 10**15), st.sampled_from(["", "k", "K", "M", "B", "T"]))
+def test_numbers_that_people_write(number: int, unit: str) -> None:
+    times = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}[unit.lower()]
+    if number * times <= 10**18:
+        assert count_of(f"{number}{unit}") == number * times
+    assert count_of("1.5B") == count_of(1.5e9) == 1_500_000_000
 
 
 @pytest.mark.parametrize(
-    ("written", "count"),
+    ("error", "match", "arguments"),
     [
-        ("7B", 7 * 10**9), ("350M", 350 * 10**6), ("7e9", 7 * 10**9), (7e9, 7 * 10**9), ("1.5b", 15 * 10**8), (1, 1),
-        (" 125 k", 125_000), ("1_000", 1000),
+        (PreampError, "no number of parameters", {"params": "many"}),
+        (PreampError, "whole number", {"params": "0"}),
+        (PreampError, "nothing to plan", {"params": nn.Identity()}),
+        (PreampError, "shard='zero'", {"shard": "zero"}),
+        (PreampError, "train apart", {"world": 8}),
+        (PreampError, "how many ranks", {"world": 1, "shard": "ddp"}),
+        (PreampError, "how many ranks", {"world": True}),
+        (PolicyError, "O9", {"level": "O9"}),
+        (PolicyError, "split", {"level": "O2", "optimizer": lambda p: preamp.optim.AdamW(p, master="split")}),
+        (OptimizerError, "states='4bit'", {"optimizer": lambda p: preamp.optim.AdamW(p, states="4bit")}),
+        (PolicyError, "stochastic", {"level": "O5", "optimizer": by_chance}),
     ],
+    ids=str,
 )  # fmt: skip
-def test_numbers_as_people_write_them(written: Any, count: int) -> None:
-    assert plan(written).count == count
+def test_what_cannot_be_planned(error: type[Exception], match: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(error, match=match):
+        plan(**{"params": "1M", **arguments})

@@ -214,9 +214,7 @@ def test_registers_shared_memory_and_places_limit_the_blocks() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "part", ["Adam: float32 masters, float16", "Adam: float32", "reading float16 gradients, counting"]
-)
+@pytest.mark.parametrize("part", ["Adam: float32 masters, float16", "Adam: float32", "reading float16 gradients"])
 def test_a_kernel_leaves_in_memory_what_it_should(part: str) -> None:
     """From Python to the ratio of bandwidths; that the numbers are right shows that the code was understood."""
     pytest.importorskip("triton")
@@ -230,7 +228,6 @@ def test_a_kernel_leaves_in_memory_what_it_should(part: str) -> None:
         (values,) = rows
         assert memory.values("squares", np.float64)[0] == pytest.approx(np.sum(values**2), rel=1e-5)
         assert memory.values("tops", np.float32)[0] == values.max()
-        assert memory.values("zeros", np.int32)[0] == 0
     else:
         param, grad, first, second = rows[:4]
         first, second = 0.9 * first + 0.1 * grad, 0.999 * second + 0.001 * grad**2

@@ -18,19 +18,18 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from preamp.kernels.triton import eight_bit, elementwise, launch, layerwise, momentum, read, sums
+from preamp.kernels.triton import eight_bit, elementwise, launch, read
 from preamp.kernels.triton.read import BLOCK, KINDS, LONG
 
 TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {
-    "tensor_of": "*i32", "block_of": "*i32", "sizes": "*i64", "table": "*i64", "first": "*i32", "counts": "*i64",
-    "squares": "*fp64", "numbers": "*fp64", "lows": "*i32", "zeros": "*i32", "flags": "*u8",
+    "tensor_of": "*i32", "block_of": "*i32", "sizes": "*i64", "table": "*i64", "first": "*i32",
+    "squares": "*fp64", "flags": "*u8",
     **dict.fromkeys(
-        ("scalars", "step", "out", "found", "factor", "rate", "norm", "partials", "norms", "below", "ratios", "tops",
-         "floats"), "*fp32",
+        ("scalars", "step", "out", "found", "factor", "rate", "tops", "floats"), "*fp32",
     ),
 }  # fmt: skip
-WHOLE = {"tensors": "i32", "seed_high": "i32", "seed_low": "i32", "tiny": "i32", "base": "i32", "chunks": "i32"}
+WHOLE = {"tensors": "i32", "seed_high": "i32", "seed_low": "i32", "base": "i32", "chunks": "i32"}
 ADAM = {"DECAY": 2, "AMSGRAD": False, "ALIGNED": True, "CHUNK": 1024}
 WARPS = 8
 CASES: list[tuple[Any, dict[str, Any], int]] = [
@@ -47,31 +46,14 @@ CASES: list[tuple[Any, dict[str, Any], int]] = [
                                      "ALIGNED": True, "CHUNK": 1024}, WARPS)
         for rule in range(4)
     ],
-    *[
-        (kernel, {"LOW": low, "KIND": kind, "ALIGNED": True, "CHUNK": 1024, **grad}, WARPS)
-        for kernel, grad in ((momentum.lion_kernel, {"GRAD": tl.bfloat16}), (momentum.muon_apply, {}))
-        for kind, low in ((0, tl.bfloat16), (1, None), (2, None))
-    ],
-    (momentum.muon_moments, {"GRAD": tl.bfloat16, "NESTEROV": True, "ALIGNED": True, "CHUNK": 1024}, WARPS),
     (launch.prepare_numbers, dict.fromkeys(
-        ("DRAWS", "COUNTS", "HAS_FOUND", "HAS_FACTOR", "HAS_RATE", "CLIPS", "UPHILL", "CORRECTS", "FOLDS"), True), 1),
-    (sums.chunk_norms_kernel, {"GRAD": tl.float16, "HAS_FACTOR": True, "SQUARES": True, "BLOCK": 256,
-                                      "ALIGNED": True, "CHUNK": 1024}, 1),
-    (layerwise.novograd_norms, {"SQUARES": True, "FROM_ZERO": False, "ROW": 3, "BLOCK": 128}, 1),
-    (sums.tensor_numbers, {"SQUARES": True, "EACH": 2, "ROW": 4, "BLOCK": 128}, 1),
-    (layerwise.novograd_kernel, {"GRAD": tl.float16, "LOW": tl.bfloat16, "INSIDE": False, "ALIGNED": True,
-                                   "CHUNK": 1024}, WARPS),
-    (layerwise.lamb_moments, {"GRAD": tl.float16, "TRUSTS": True, "BLOCK": 128, "ALIGNED": True,
-                                       "CHUNK": 1024}, 1),
-    (layerwise.lamb_ratios, {"BLOCK": 128}, 1),
-    (layerwise.lamb_apply, {"LOW": tl.float16, "TRUSTS": True, "ALIGNED": True, "CHUNK": 1024}, WARPS),
+        ("DRAWS", "COUNTS", "HAS_FOUND", "HAS_FACTOR", "HAS_RATE", "UPHILL", "CORRECTS"), True), 1),
     *[
-        (read.read_kernel, {"KIND": kind, "INTEGER": integer, "COUNTS": counts, "ALIGNED": True, "CHUNK": LONG,
+        (read.read_kernel, {"KIND": kind, "INTEGER": integer, "ALIGNED": True, "CHUNK": LONG,
                         "BLOCK": BLOCK}, warps)
         for kind, integer, warps in KINDS.values()
-        for counts in (False, True)
     ],
-    (read.finish, {"COUNTS": True, "BLOCK": 1024}, 8),
+    (read.finish, {"BLOCK": 1024}, 8),
     *[
         (eight_bit.adam_8bit, {"GRAD": tl.bfloat16, "LOW": low, "KIND": kind, "DECAY": 2, "ALIGNED": True,
                                         "CHUNK": 1024}, eight_bit.WARPS)

@@ -50,6 +50,8 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("lion", LION),
     ("lion", {**LION, "weight_decay": 0.1, "betas": (0.95, 0.98), "maximize": True}),
 ]
+WITH_KERNELS = [(name, options) for name, options in SETTINGS if name in ("adam", "sgd", "adagrad")]
+"""Those that Triton has kernels for."""
 NAMES = [f"{name}-{i}" for i, (name, _) in enumerate(SETTINGS)]
 PLAIN = {
     "adam": plain.Adam, "sgd": plain.SGD, "adagrad": plain.Adagrad, "lamb": plain.Lamb, "novograd": plain.NovoGrad,
@@ -117,11 +119,6 @@ def cloned(tensor: Tensor) -> Tensor:
     offset = tensor.data_ptr() % 16 // tensor.element_size()
     flat = tensor.new_empty(offset + tensor.numel())[offset:]
     return flat.as_strided(tensor.shape, torch.empty_like(tensor).stride()).copy_(tensor)
-
-
-def awkward_for(name: str, device: str = "cpu", scale: int = 1) -> list[Tensor]:
-    """`awkward` parameters that an optimizer's kernels take: LAMB's and NovoGrad's only what they can walk whole."""
-    return awkward(device, scale)[: -1 if name in ("lamb", "novograd") else None]
 
 
 @contextmanager

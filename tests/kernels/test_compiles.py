@@ -22,11 +22,6 @@ READING = {"read_kernel", "finish"}
 WIDE = {  # 16-byte loads and stores of four float32 numbers a thread, where both are float32
     "adam_kernel": (2, 2),
     "simple_kernel": (1, 1),
-    "novograd_kernel": (2, 2),
-    "lion_kernel": (1, 1),
-    "muon_moments": (1, 1),
-    "lamb_moments": (3, 2),
-    "lamb_apply": (3, 1),
     "read_kernel": (1, 0),
 }
 REGISTERS = 64
@@ -49,7 +44,7 @@ def test_kernels_compile_and_vectorise(other: bool, tmp_path: Path) -> None:
     done = subprocess.run([python, str(script)], env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads(done.stdout.splitlines()[-1])
-    assert len(rows) == 40
+    assert len(rows) == 23
     assert {one["name"] for one in rows} >= WIDE.keys() | READING
     for one in rows:
         name, counts = one["name"], one["accesses"]

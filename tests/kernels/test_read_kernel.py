@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from preamp.formats import FP16
-
 from .where import inside
 
 pytest.importorskip("triton")
@@ -19,32 +17,19 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
 ]
-TINY = FP16.smallest_normal
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a, b) or bool((a.isnan() & b.isnan()).all())
-
-
-def check(gradients: list[Tensor], tiny: float = TINY) -> None:
+def check(gradients: list[Tensor]) -> None:
     from preamp.kernels.triton.read import read
 
-    got = read(gradients, tiny)
+    got = read(gradients)
     values = torch.cat([g.double().reshape(-1) for g in gradients])
-    size = values.abs()
     assert float(got.found) == float(not values.isfinite().all())
     assert got.nonfinite.tolist() == [not bool(g.isfinite().all()) for g in gradients]
-    assert got.counts is not None
-    assert got.counts.tolist() == [int(((size < tiny) & (size > 0)).sum()), int((size == 0).sum())]
-    plain = read(gradients, None)
-    assert plain.counts is None
-    assert all(same_bits(mine, theirs) for mine, theirs in zip(plain[:4], got[:4], strict=True))
     if got.found:
         assert not math.isfinite(got.norm)
-        assert not math.isfinite(got.amax)
     else:
-        assert got.amax == (size.max().float() if len(size) else 0)
         assert float(got.norm) == pytest.approx(float(values.norm().clamp_max(3.4028234e38)), rel=1e-6)
 
 
@@ -87,12 +72,6 @@ def test_squares_out_of_range(dtype: torch.dtype, power: int) -> None:
     check([torch.full((2500,), one / 64).to(dtype), torch.tensor([one]).to(dtype), numbers(50).to(dtype)])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tiny", [0.0, 1e-40, 2.0**-14, 0.1, 1.0, 70000.0, 1e39])
-def test_any_threshold(dtype: torch.dtype, tiny: float) -> None:
-    check([numbers(300).to(dtype), torch.tensor([0.0, -0.0, 0.1, -1.0, 1.0]).to(dtype)], tiny)
-
-
 def test_nothing() -> None:
     check([torch.zeros(0), torch.zeros(0, 3)])
 
@@ -108,11 +87,8 @@ def test_through_the_public_door() -> None:
     from preamp.kernels import read
 
     gradients = [numbers(40, 3).half(), numbers(5000).half(), torch.zeros(3).half()]
-    assert read(gradients).amax is None
-    reading = read(gradients, statistics=True)
-    assert reading.amax is not None and reading.zeros is not None
+    reading = read(gradients)
     values = torch.cat([g.double().reshape(-1) for g in gradients])
-    assert reading.entries == len(values) and reading.zeros.item() == (values == 0).sum()
     assert float(reading.norm) == pytest.approx(float(values.norm()), rel=1e-6)
     assert not reading.nonfinite.any() and reading.found.item() == 0
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from preamp.kernels import dispatch, foreach
 
 from . import calls as fused
-from .steps import ADAGRAD, ADAM, NAMES, PLAIN, SETTINGS, SGD, Run, awkward, by_operators, far, gradients
+from .steps import ADAGRAD, ADAM, NAMES, PLAIN, SETTINGS, SGD, WITH_KERNELS, Run, awkward, by_operators, far, gradients
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -26,7 +26,7 @@ def operators() -> Any:
 
 
 TORCH = [
-    (name, options) for name, options in [*SETTINGS[:8], ("adam", {**ADAM, "lr": torch.tensor(0.02), "eps": 1e-3})]
+    (name, options) for name, options in [*WITH_KERNELS, ("adam", {**ADAM, "lr": torch.tensor(0.02), "eps": 1e-3})]
 ]
 
 
@@ -162,7 +162,7 @@ def test_gradients_are_not_changed_without_need() -> None:
 
 def test_promised_contiguous_parameters_with_gradients_that_are_not() -> None:
     params = [torch.randn(6, 5), torch.randn(3)]
-    for name, options in SETTINGS[:8]:
+    for name, options in WITH_KERNELS:
         run = Run(name, {**options, "contiguous": True}, [p.clone() for p in params])
         twin = Run(name, options, [p.clone() for p in params])
         grads = [torch.randn(5, 6).t(), torch.randn(3)]
@@ -172,7 +172,7 @@ def test_promised_contiguous_parameters_with_gradients_that_are_not() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("name", "options"), SETTINGS[:8], ids=NAMES[:8])
+@pytest.mark.parametrize(("name", "options"), WITH_KERNELS, ids=NAMES[: len(WITH_KERNELS)])
 def test_slices_change_nothing(
     name: str, options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

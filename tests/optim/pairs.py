@@ -28,7 +28,7 @@ CASES = (
 
 PAIRS: dict[str, tuple[Make, Make]] = {
     f"{name} {', '.join(f'{key}={value}' for key, value in arguments.items())}": (
-        partial(getattr(optim, name), flat=False, **arguments),
+        partial(getattr(optim, name), **arguments),
         partial(getattr(torch.optim, name), fused=True, **arguments),
     )
     for name, arguments in CASES

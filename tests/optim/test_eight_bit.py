@@ -246,17 +246,6 @@ def test_misuse() -> None:
         optimizer.step()
 
 
-def test_beside_packed_parameters() -> None:
-    params, twins = ([*made(torch.float32), *(Parameter(torch.ones(n)) for n in (5, 9))] for _ in range(2))
-    packed = AdamW(params, states="8bit")
-    train(params, packed, range(3))
-    train(twins, AdamW(twins, states="8bit", flat=False), range(3))
-    assert packed._buckets is not None
-    assert sorted(type(bucket.where).__name__ for bucket in packed._buckets.all) == ["Layout", "Layout", "Packed"]
-    for a, b in zip(params, twins, strict=True):  # the large ones stand at other places in their lists: other chances
-        assert torch.allclose(a, b, rtol=0, atol=1e-6 if a.numel() < 4096 else 1e-3)
-
-
 def test_float64_keeps_its_own_states() -> None:
     (param,) = [Parameter(torch.randn(5000, dtype=torch.float64))]
     optimizer = Adam([param], states="8bit")

@@ -91,7 +91,7 @@ def policies(draw: Any) -> Policy:
         output=draw(st.none() | DTYPES),
         masters=low and draw(st.booleans()),
         scale=draw(
-            st.sampled_from(["dynamic", "hysteresis", "window"])
+            st.sampled_from(["dynamic", "hysteresis"])
             | st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False)
             | st.integers(1, 2**30).map(float)
         ),
@@ -113,8 +113,8 @@ def test_a_policy_reads_back_from_its_string(made: Policy) -> None:
 
 PIECE = st.sampled_from([
     "O1", "O2", "fp16", "params", "compute", "norms", "=", ",", ";", "->", "op ", "softmax", "full", "low", "scale",
-    "dynamic", "window", "none", "nan", "1e999", "-1", "0", "modules", "masters", "yes", "ops", "rules", " ", "(", "[",
-    "*", "auto", "mylib::x", "aten::exp", "head", ".", "\\", "float8_e4m3fn", "int8", "banned", "\x00", "\xe9",
+    "dynamic", "hysteresis", "none", "nan", "1e999", "-1", "0", "modules", "masters", "yes", "ops", "rules", " ", "(",
+    "[", "*", "auto", "mylib::x", "aten::exp", "head", ".", "\\", "float8_e4m3fn", "int8", "banned", "\x00", "\xe9",
     "as-is", "level", "replace",
 ])  # fmt: skip
 
@@ -183,7 +183,7 @@ WRONG = [
     ("norms=fp16", "norms=fp16: norms are fp32 or, as the parameters, fp32"),
     ("O2,norms=rules", "norm layers hold parameters"),
     ("output=fp64", "output=fp64: output is fp32, fp16, bf16 or as-is"),
-    ("scale=0", "scale=0.0: a loss scale is a finite number above 0, or 'dynamic', 'hysteresis' or 'window'"),
+    ("scale=0", "scale=0.0: a loss scale is a finite number above 0, 'dynamic' or 'hysteresis'"),
     ("scale=-2", "finite number above 0"),
     ("scale=inf", "finite number above 0"),
     ("scale=nan", "finite number above 0"),
@@ -221,7 +221,7 @@ def test_fields_that_are_left_out_follow_from_the_others() -> None:
     assert policy("") == policy(None) == policy({}) == policy("O0") == Policy()
     assert policy(params="fp16", compute="fp16", norms="fp16", masters=False, scale=1, ops=None) == policy("O3")
     assert policy("O2, scale=512").scale == 512.0
-    assert policy("O2,scale=window").scale == "window" and policy("O1,scale=hysteresis").scale == "hysteresis"
+    assert policy("O1,scale=hysteresis").scale == "hysteresis"
     assert policy("O3,scale=backoff") == policy("O3,scale=dynamic")
     assert policy("O2", scale=512, masters="no").masters is False
     assert preamp.policy("params=fp16,compute=fp16,output=fp32,scale=dynamic") == policy("O2")

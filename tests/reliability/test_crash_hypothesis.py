@@ -69,7 +69,7 @@ FIELDS = st.sampled_from(
     ["params", "compute", "norms", "output", "masters", "scale", "ops", "modules", "level", "", "x"]
 )
 VALUES = st.one_of(
-    st.sampled_from(["fp16", "bf16", "fp32", "fp64", "rules", "as-is", "yes", "no", "none", "dynamic", "window"]),
+    st.sampled_from(["fp16", "bf16", "fp32", "fp64", "rules", "as-is", "yes", "no", "none", "dynamic", "hysteresis"]),
     st.text(string.printable, max_size=8), ODD_NUMBERS.map(str),
 )  # fmt: skip
 NAMES = st.sampled_from(

@@ -18,7 +18,6 @@ MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "fused": lambda params: torch.optim.AdamW(params, 1e-3, eps=1e-4, fused=True),
     "foreach": lambda params: torch.optim.AdamW(params, 1e-3, eps=1e-4),
     "preamp": lambda params: preamp.optim.SGD(params, 0.05, momentum=0.5),
-    "preamp, apart": lambda params: preamp.optim.SGD(params, 0.05, momentum=0.5, flat=False),
 }
 SEEDS = 6
 

@@ -22,7 +22,6 @@ from preamp.kernels import read
 
 MAKERS: dict[str, Callable[[Any], Optimizer]] = {
     "AdamW": lambda p: preamp.optim.AdamW(p, 1e-2),
-    "AdamW, flat": lambda p: preamp.optim.AdamW(p, 1e-2, flat=True),
     "AdamW, split": lambda p: preamp.optim.AdamW(p, 1e-2, master="split"),
     "AdamW, 8 bits": lambda p: preamp.optim.AdamW(p, 1e-2, states="8bit"),
     "AdamW, by chance": lambda p: preamp.optim.AdamW(p, 1e-2, master=None, rounding="stochastic"),
@@ -34,7 +33,7 @@ MAKERS: dict[str, Callable[[Any], Optimizer]] = {
     "torch AdamW, fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
 }
 CASES = [(level, maker) for level in ("O0", "O1", "O2", "O4", "O5") for maker in ("AdamW", "SGD", "torch AdamW, fused")]
-CASES += [("O3", "NovoGrad"), ("O2", "LAMB"), ("O1", "Adagrad"), ("O4", "AdamW, flat"), ("O5", "AdamW, split")]
+CASES += [("O3", "NovoGrad"), ("O2", "LAMB"), ("O1", "Adagrad"), ("O5", "AdamW, split")]
 CASES += [("O5", "AdamW, 8 bits"), ("O5,masters=no", "AdamW, by chance"), ("O5,masters=no", "Lion")]
 
 
@@ -59,7 +58,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 def train(level: str, maker: str, folder: Path) -> list[Tensor]:
     model = network()
     optimizer = MAKERS[maker](model.parameters())
-    scale: Any = {"scale": "window"} if level in ("O1", "O2") else {}
+    scale: Any = {"scale": "hysteresis"} if level in ("O1", "O2") else {}
     with preamp.prepare(model, optimizer, policy=level, **scale) as session:
         for step in range(6):
             for half in range(2):
@@ -90,7 +89,7 @@ def test_sessions_train_as_without(level: str, maker: str, tmp_path: Path) -> No
         assert all(torch.equal(a, b) for a, b in zip(with_default, train(level, maker, tmp_path), strict=True))
 
 
-@pytest.mark.parametrize("schedule", ["backoff", "hysteresis", "window"])
+@pytest.mark.parametrize("schedule", ["backoff", "hysteresis"])
 def test_scalers(schedule: str) -> None:
     model = network()
     optimizer, scaler = preamp.optim.LAMB(model.parameters(), 1e-2), preamp.GradScaler("cpu", schedule=schedule)
@@ -115,8 +114,8 @@ def test_scalers(schedule: str) -> None:
 
 def test_readings_and_epsilons() -> None:
     gradients = [batch(0)[0], torch.full((5,), 1e-6, device="cpu"), torch.zeros(3, dtype=torch.float16, device="cpu")]
-    reading = read(gradients, statistics=True)
-    assert float(reading.found) == 0 and int(reading.zeros) == 3 and int(reading.subnormals) >= 5
+    reading = read(gradients)
+    assert float(reading.found) == 0 and reading.nonfinite.tolist() == [False] * 3
     assert float(read([]).norm) == 0
     optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(3, dtype=torch.float16, device="cpu"))])
     (row,) = preamp.safe_eps(optimizer, preamp.policy("O3"))

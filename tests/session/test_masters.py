@@ -349,9 +349,8 @@ def test_averages_of_weights_are_those_of_the_masters(level: str, when: str) -> 
 
 FUSED = {
     "SGD": lambda p: preamp.optim.SGD(p, 0.05, momentum=0.5),
-    "AdamW": lambda p: preamp.optim.AdamW(p, 1e-2, eps=1e-4, flat=False),
+    "AdamW": lambda p: preamp.optim.AdamW(p, 1e-2, eps=1e-4),
     "AdamW, side by side": lambda p: preamp.optim.AdamW(p, 1e-2, eps=1e-4),
-    "AdamW, flat": lambda p: preamp.optim.AdamW(p, 1e-2, eps=1e-4, flat=True),
     "AdamW, split": lambda p: preamp.optim.AdamW(p, 1e-2, eps=1e-4, master="split"),
     "AdamW, 8 bits": lambda p: preamp.optim.AdamW(p, 1e-2, eps=1e-4, states="8bit"),
     "LAMB": lambda p: preamp.optim.LAMB(p, 1e-2, eps=1e-4),
@@ -454,7 +453,7 @@ STEPPED = {
     "AdamW": lambda p: torch.optim.AdamW(p, 1e-2, eps=1e-4),
     "AdamW-fused": lambda p: torch.optim.AdamW(p, 1e-2, eps=1e-4, fused=True),
     "preamp": lambda p: preamp.optim.AdamW(p, 1e-2, eps=1e-4),
-    "split": lambda p: preamp.optim.AdamW(p, 1e-2, eps=1e-4, master="split", flat=False),
+    "split": lambda p: preamp.optim.AdamW(p, 1e-2, eps=1e-4, master="split"),
 }
 
 

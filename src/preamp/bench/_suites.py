@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ..autocast import autocast
 from ..errors import PolicyError
-from ..ledger import shadows_work
 from ..report import Table
 from ..zoo.bert import Attention, Layer
 from ._race import Outcome, race, race_row, race_table
@@ -166,8 +165,6 @@ def sessions(
     for level in ("O4", "O5"):
         contenders.append(Contender(name=f"preamp {level}", level=level, torchs_optimizer=True))
         contenders.append(Contender(name=f"preamp {level}, preamp.optim", level=level))
-    if shadows_work(device.type, BF16):
-        contenders.append(Contender(name="preamp O4, preamp.optim, shadow", level="O4", shadow=True))
     for name in missing.of([work.name], str):
         tell("transformer, 4 layers")
         with ExitStack() as stack:

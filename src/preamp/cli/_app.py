@@ -300,48 +300,29 @@ def plan(
     model: Annotated[
         str | None, typer.Option("--model", help="Or count a model's: module:name of a function that makes it.")
     ] = None,
-    level: Annotated[str, typer.Option("--level", "-l", help="Level, or any policy.")] = "O4",
-    world: Annotated[int, typer.Option("--world", help="Ranks.")] = 1,
-    shard: Annotated[
-        str, typer.Option("--shard", help="none, ddp, fsdp2, or zero1 (ZeroRedundancyOptimizer).")
-    ] = "none",
     optimizer: Annotated[
-        str | None,
+        str,
         typer.Option(
             "--optimizer",
-            help="adam, adamw, sgd, sgd-momentum, adagrad, lamb, novograd, lion of preamp.optim; torch.adamw and so on "
-            "of torch, as fsdp2 has it; else AdamW.",
+            help="A class of preamp.optim or of torch, with arguments: adamw,master=split,states=8bit; torch.adamw.",
         ),
-    ] = None,
-    states: Annotated[str, typer.Option("--states", help="float32, or 8bit (adam, adamw).")] = "float32",
-    master: Annotated[
-        str | None, typer.Option("--master", help="float32, split (O5 with adam, adamw) or none; else by the level.")
-    ] = None,
-    rounding: Annotated[str, typer.Option("--rounding", help="nearest, or stochastic (O5,masters=no).")] = "nearest",
-    shadow: Annotated[bool, typer.Option("--shadow", help="prepare(shadow=True), for O1 and O4.")] = False,
-    no_reshard: Annotated[bool, typer.Option("--no-reshard", help="fsdp2: reshard_after_forward=False.")] = False,
-    bucket_view: Annotated[bool, typer.Option("--bucket-view", help="ddp: gradient_as_bucket_view=True.")] = False,
-    reduce: Annotated[str, typer.Option("--reduce", help="fsdp2: reduce_dtype of its MixedPrecisionPolicy.")] = "fp32",
-    units: Annotated[int, typer.Option("--units", help="fsdp2: equal units that the model is gathered in.")] = 32,
-    norm_share: Annotated[float, typer.Option("--norm-share", help="The share of --params in norm layers.")] = 0.0,
-    as_json: Annotated[Path | None, typer.Option("--json", help="Also write the plan as JSON to this file.")] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", help="Also write a report and the data into this folder."),
-    ] = None,
+    ] = "adamw",
+    level: Annotated[str, typer.Option("--level", "-l", help="Level, or any policy.")] = "O4",
+    shard: Annotated[str, typer.Option("--shard", help="none, ddp or fsdp2.")] = "none",
+    world: Annotated[int, typer.Option("--world", help="Ranks.")] = 1,
+    as_json: _Json = None,
 ) -> None:
     """Compute what a rank of a training run will hold and send, in bytes, by kind, without activations."""
-    from ._plan import make_plan
+    from ..plan import plan as make
+    from ._plan import model_from, optimizer_from
 
-    made = make_plan(
-        params, model, as_json, out, level=level, world=world, shard=shard, optimizer=optimizer, states=states,
-        master=master, rounding=rounding, shadow=shadow, reshard=not no_reshard, bucket_view=bucket_view,
-        reduce=reduce, units=units, norm_share=norm_share,
-    )  # fmt: skip
-    console = Console(emoji=False)
-    show(made.to_table(), console)
-    if out is not None:
-        console.print(f"report: {out / 'plan.html'}", highlight=False, soft_wrap=True)
+    if (params is None) == (model is None):
+        raise PreampError("preamp plan wants to know how large the model is: write --params 7B or --model module:name")
+    given = params if model is None else model_from(model)
+    made = make(given, optimizer_from(optimizer), level=level, shard=shard, world=world)
+    show(made.to_table(), Console(emoji=False))
+    if as_json is not None:
+        write_json(as_json, made.to_json())
 
 
 @app.command()

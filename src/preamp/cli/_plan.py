@@ -1,67 +1,55 @@
-"""`preamp plan`: the plan of a number of parameters, or of a model that a function of the user's makes."""
+"""What `preamp plan` is given as text: a model to import, and an optimizer with its arguments."""
 
 from __future__ import annotations
 
 import importlib
-import inspect
-import shlex
 import sys
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
 
+from .. import optim
 from ..errors import PreampError, kind_of
-from ..plan import MemoryPlan, plan, plan_report
-from ..report.files import write_json
-
-WAYS: dict[str, dict[str, str]] = {
-    **{level: {"level": level} for level in ("O0", "O1", "O2", "O4", "O5")},
-    "O4 with 8-bit states": {"level": "O4", "states": "8bit"},
-    "O5 with split masters": {"level": "O5", "master": "split"},
-    "O5 with split masters and 8-bit states": {"level": "O5", "master": "split", "states": "8bit"},
-}
-"""What a report sets beside a plan: the levels that keep float32 values of all weights, and what makes them smaller."""
-
-WHERE = ("world", "shard", "optimizer", "reduce", "units", "norm_share")
-"""Options of a plan that its other ways keep."""
 
 
-def make_plan(
-    params: str | None, model: str | None, json_file: Path | None, out: Path | None, **asked: Any
-) -> MemoryPlan:
-    """Plan for `params` (7B) or `model` (module:function), one of them; write JSON and a report where asked for."""
-    if (params is None) == (model is None):
-        raise PreampError("preamp plan wants to know how large the model is: write --params 7B or --model module:name")
-    given: Any = params if model is None else model_from(model)
-    made = plan(given, **asked)
-    if json_file is not None:
-        write_json(json_file, made.to_json())
-    if out is not None:
-        kept = {name: asked[name] for name in WHERE}
-        others = {name: other for name, way in WAYS.items() if (other := _other(given, {**kept, **way})) is not None}
-        others = {name: other for name, other in others.items() if other.asked != made.asked}
-        size = ["--params", str(params)] if model is None else ["--model", model]
-        typed = {name: shlex.join(["preamp", "plan", *size, *_options({**kept, **WAYS[name]})]) for name in others}
-        plan_report(made, others, typed).write_html(out / "plan.html")
-        write_json(out / "plan.json", made.to_json())
+def optimizer_from(text: str) -> Callable[[Iterable[Parameter]], Optimizer]:
+    """What makes the optimizer that a text describes: "adamw,master=split", "torch.sgd,momentum=0.9"."""
+    name, *arguments = (part.strip() for part in text.split(","))
+    where, short = (torch.optim, name[6:]) if name.lower().startswith("torch.") else (optim, name)
+    found = {each.lower(): each for each, kind in vars(where).items() if _is_optimizer(kind)}
+    if short.lower() not in found:
+        raise PreampError(f"--optimizer {text}: there is no {name}; write {', '.join(sorted(found))}")
+    options = dict(argument.partition("=")[::2] for argument in arguments)
+    make: Any = getattr(where, found[short.lower()])
+
+    def made(parameters: Iterable[Parameter]) -> Optimizer:
+        try:
+            optimizer: Optimizer = make(parameters, lr=1e-3, **{key: _value(each) for key, each in options.items()})
+        except TypeError as error:
+            raise PreampError(f"--optimizer {text}: {error}") from error
+        return optimizer
+
     return made
 
 
-def _other(given: Any, asked: dict[str, Any]) -> MemoryPlan | None:
-    """A plan, or None for a combination that preamp refuses."""
+def _is_optimizer(kind: Any) -> bool:
+    plain = isinstance(kind, type) and issubclass(kind, Optimizer)
+    return plain and kind not in (Optimizer, optim.FusedOptimizer)
+
+
+def _value(text: str) -> Any:
+    """A word, a number, or none, true and false."""
+    words = {"none": None, "true": True, "false": False}
+    if text.lower() in words:
+        return words[text.lower()]
     try:
-        return plan(given, **asked)
-    except PreampError:
-        return None
-
-
-def _options(asked: dict[str, Any]) -> list[str]:
-    """Options as they are typed, without those that have their defaults."""
-    defaults = {name: each.default for name, each in inspect.signature(plan).parameters.items()}
-    given = {name: value for name, value in asked.items() if value != defaults[name]}
-    return [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+        return float(text)
+    except ValueError:
+        return text
 
 
 def model_from(spec: str) -> nn.Module:

@@ -50,11 +50,11 @@ def round_stochastically(values: Tensor, chances: Tensor) -> Tensor:
     return (number >> 16).to(torch.int16).view(torch.bfloat16)
 
 
-def chances_like(tensor: Tensor, seed: int, step: Tensor, position: int, start: int = 0) -> Tensor:
+def chances_like(tensor: Tensor, seed: int, step: Tensor, position: int) -> Tensor:
     """Random numbers in [0, 2**32), int64, of the shape and memory order of `tensor`.
 
     They depend only on `seed` (62 bits of it are used), `step` (0-d, a whole number), the tensor's `position` in its
-    list and each element's position in memory, counted from `start`. The kernels generate the same numbers.
+    list and each element's position in memory. The kernels generate the same numbers.
     """
     if step.device.type == "cpu":
         count: int | Tensor = int(step)
@@ -62,7 +62,7 @@ def chances_like(tensor: Tensor, seed: int, step: Tensor, position: int, start: 
         count = step.to(torch.int64)
     key = mix((mix((seed & 0x7FFFFFFF) ^ mix(seed >> 31 & 0x7FFFFFFF)) + count) & _MASK)
     of_tensor = mix((key + position * 0x9E3779B9) & _MASK)
-    places = torch.arange(start, start + tensor.numel(), device=tensor.device)
+    places = torch.arange(tensor.numel(), device=tensor.device)
     made = mix((places & _MASK) ^ mix(of_tensor + (places >> 32) & _MASK))
     ordered = torch.empty_like(tensor, dtype=torch.int64)
     ordered.as_strided((tensor.numel(),), (1,)).copy_(made)

@@ -30,8 +30,8 @@ class Backends:
 
     reference: Backend
     """Plain operations, for tensors that neither a kernel nor a fused operator takes."""
-    triton: Callable[[], Backend]
-    """Imports the kernel; it must not be called unless Triton runs."""
+    triton: Callable[[], Backend] | None = None
+    """Imports the kernel, if there is one; it must not be called unless Triton runs."""
     torch_fused: tuple[str, Backend] | None = None
     """The name of torch's operator, and the step that calls it."""
     elementwise: bool = True
@@ -46,7 +46,7 @@ class Backends:
 def dispatch(storage: Storage, gradients: Tensors, o: Any, backends: Backends) -> None:
     """Step by the fastest implementation that takes these tensors."""
     fused = backends.torch_fused
-    if kernels_take(storage, gradients, backends.low):
+    if backends.triton is not None and kernels_take(storage, gradients, backends.low):
         step = backends.triton()
     elif fused is not None and has_torch_fused(fused[0], storage):
         step = fused[1]

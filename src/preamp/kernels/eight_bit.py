@@ -22,8 +22,7 @@ A second moment above 0 never becomes 0: beside a first moment that is not 0, th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -33,13 +32,10 @@ from .adam import adam
 from .bits import chances_like, join, mix, round_stochastically, split
 from .dispatch import Backend, Backends, dispatch
 from .foreach import Gate, gate_of
-from .lists import same_walk
 from .storage import AdamOptions, Storage, Tensors
 
 BLOCK = 256
 """Elements that share a scale."""
-PIECE = 2**16
-"""Elements stepped together on a CPU, in whole blocks: their float32 states stay in its caches."""
 
 _ONE = {torch.int8: 15, torch.uint8: 30}
 """The exponent of 1, where float16 has 15 and float32 127."""
@@ -110,7 +106,7 @@ def adam_8bit(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
 
     16-bit parameters without masters are rounded to nearest, or, bfloat16 with `stochastic_rounding`, stochastically.
     Where Triton runs, there is one launch for each dtype of gradients, which reads and writes 4 bytes of states a
-    parameter. Elsewhere the states of one tensor at a time, or of a part of it, become float32.
+    parameter. Elsewhere the states of one tensor at a time become float32.
     """
     if storage.params:
         dispatch(storage, gradients, o, _ADAM_8BIT)
@@ -124,47 +120,19 @@ def _adam_8bit(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
     taken = storage.step + 1
     beside: Sequence[Tensor | None] = storage.bits or storage.copies or [None] * len(storage.params)
     for i, row in enumerate(zip(storage.params, gradients, *storage.states, beside, strict=True)):
-        for start, piece in _pieces(*row):
-            chances = chances_like(flat(piece.first), o.seed, taken, i, start)
-            _step(piece, storage.step.clone(), o, chances, gate, split_master=bool(storage.bits))
+        chances = chances_like(flat(row[2]), o.seed, taken, i)
+        _step(*row, storage.step.clone(), o, chances, gate, split_master=bool(storage.bits))
     gate.count(storage.step)
     gate.settle(storage.step)
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A parameter with its gradient and states, or some blocks of each."""
-
-    param: Tensor
-    gradient: Tensor
-    first: Tensor
-    second: Tensor
-    first_scales: Tensor
-    second_scales: Tensor
-    beside: Tensor | None
-    """The 16-bit copy, or the low bits of a split master."""
-
-
-def _pieces(
-    param: Tensor, gradient: Tensor, first: Tensor, second: Tensor, first_scales: Tensor, second_scales: Tensor,
-    beside: Tensor | None,
-) -> Iterator[tuple[int, _Piece]]:  # fmt: skip
-    """On a CPU, pieces that fit in its caches, if all tensors share one memory order; else the whole."""
-    others = [gradient, first, second, *([] if beside is None else [beside])]
-    if param.device.type != "cpu" or not all(same_walk(param, other) for other in others):
-        yield 0, _Piece(param, gradient, first, second, first_scales, second_scales, beside)
-        return
-    tensors = [flat(tensor).split(PIECE) for tensor in (param, gradient, first, second)]
-    scales = [tensor.split(PIECE // BLOCK) for tensor in (first_scales, second_scales)]
-    cut = [None] * len(tensors[0]) if beside is None else flat(beside).split(PIECE)
-    for number, parts in enumerate(zip(*tensors, *scales, cut, strict=True)):
-        yield number * PIECE, _Piece(*parts)
-
-
-def _step(piece: _Piece, step: Tensor, o: AdamOptions, chances: Tensor, gate: Gate, *, split_master: bool) -> None:
-    first = dequantize(piece.first, piece.first_scales)
-    second = dequantize(piece.second, piece.second_scales)
-    param, beside = piece.param, piece.beside
+def _step(
+    param: Tensor, gradient: Tensor, first_codes: Tensor, second_codes: Tensor, first_scales: Tensor,
+    second_scales: Tensor, beside: Tensor | None, step: Tensor, o: AdamOptions, chances: Tensor, gate: Gate, *,
+    split_master: bool,
+) -> None:  # fmt: skip
+    """Step one parameter. `beside`: its 16-bit copy, or the low bits of its split master."""
+    first, second = dequantize(first_codes, first_scales), dequantize(second_codes, second_scales)
     stochastic = beside is None and o.stochastic_rounding and param.dtype is torch.bfloat16
     wide, copy = param, beside
     if split_master:
@@ -173,14 +141,14 @@ def _step(piece: _Piece, step: Tensor, o: AdamOptions, chances: Tensor, gate: Ga
     elif param.dtype in LOW_DTYPES:
         wide, copy = param.to(torch.float32), None if stochastic else param
     moved = Storage([wide], ([first], [second]), step, [copy] if copy is not None else None)
-    adam(moved, [piece.gradient], o)
+    adam(moved, [gradient], o)
     if split_master:
         assert beside is not None
         gate.write([param, beside], split(wide))
     elif stochastic:
         gate.write([param], [round_stochastically(wide, _like(param, mix(chances)))])
-    gate.write([piece.first, piece.first_scales], quantize(first, torch.int8, chances >> 16))
-    gate.write([piece.second, piece.second_scales], quantize(second, torch.uint8, chances & 0xFFFF))
+    gate.write([first_codes, first_scales], quantize(first, torch.int8, chances >> 16))
+    gate.write([second_codes, second_scales], quantize(second, torch.uint8, chances & 0xFFFF))
 
 
 def _like(tensor: Tensor, values: Tensor) -> Tensor:

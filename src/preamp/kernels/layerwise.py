@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .dispatch import Backend, Backends, dispatch
 from .foreach import descend, gate_of, gradients_of, number_of, root, single
 from .norms import l2_norms
 from .storage import LambOptions, NovoGradOptions, ShardSum, Storage, Tensors
@@ -19,7 +18,7 @@ def lamb(storage: Storage, gradients: Tensors, o: LambOptions) -> None:
     if o.shard_sum is not None and o.max_grad_norm and o.grad_norm is None:
         raise ValueError("shards of tensors with max_grad_norm need grad_norm, the norm of all gradients together")
     if storage.params:
-        dispatch(storage, gradients, o, _LAMB)
+        _lamb(storage, gradients, o)
 
 
 def novograd(storage: Storage, gradients: Tensors, o: NovoGradOptions) -> None:
@@ -31,7 +30,7 @@ def novograd(storage: Storage, gradients: Tensors, o: NovoGradOptions) -> None:
     if o.norm_type not in (0, 2):
         raise ValueError(f"norm_type is {o.norm_type!r}; write 2 for the L2 norm, 0 for the largest magnitude")
     if storage.params:
-        dispatch(storage, gradients, o, _NOVOGRAD)
+        _novograd(storage, gradients, o)
 
 
 def _lamb(storage: Storage, gradients: Tensors, o: LambOptions) -> None:
@@ -131,19 +130,3 @@ def _of_whole(parts: list[list[Tensor]], shard_sum: ShardSum | None, order: int 
     numbers = torch.stack(stacked, 1).double()
     found = shard_sum(numbers.square(), False).sqrt() if order == 2 else shard_sum(numbers, True)
     return list(found.to(stacked[0].dtype).unbind(1))
-
-
-def _lamb_kernel() -> Backend:
-    from .triton import layerwise
-
-    return layerwise.lamb
-
-
-def _novograd_kernel() -> Backend:
-    from .triton import layerwise
-
-    return layerwise.novograd
-
-
-_LAMB = Backends(_lamb, _lamb_kernel, elementwise=False)
-_NOVOGRAD = Backends(_novograd, _novograd_kernel, elementwise=False, shaped=1)

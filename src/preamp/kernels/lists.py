@@ -31,11 +31,6 @@ class TensorList(list[Tensor]):
     owners: Sequence[Tensor] | None = None
     """The tensors whose versions count writes to these, if not these themselves."""
 
-    def ask_anew(self, owners: Sequence[Tensor] | None = None) -> None:
-        """Forget the cached properties: another step begins."""
-        vars(self).clear()
-        self.owners = owners
-
     @cached_property
     def addresses(self) -> tuple[int, ...]:
         """The address of each tensor's first entry; torch raises `RuntimeError` for sparse ones."""

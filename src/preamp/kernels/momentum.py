@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..formats import cpu_multiplies
-from .dispatch import Backend, Backends
+from .dispatch import Backends
 from .foreach import Gate, descend, gate_of, gradients_of, number_of, single
 from .rounding import Kinds
 from .storage import LionOptions, MuonOptions, RoundedOptions, Storage, Tensors
@@ -125,17 +125,4 @@ def _finish(
     gate.publish(storage)
 
 
-def _lion_kernel() -> Backend:
-    from .triton import momentum
-
-    return momentum.lion
-
-
-def _muon_kernel() -> Backend:
-    from .triton import momentum
-
-    return momentum.muon
-
-
-_LION = Kinds(Backends(_lion, _lion_kernel))
-_MUON = Kinds(Backends(_muon, _muon_kernel, elementwise=False))  # shards are given for all
+_LION, _MUON = Kinds(Backends(_lion)), Kinds(Backends(_muon))

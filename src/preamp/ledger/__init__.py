@@ -7,10 +7,9 @@ from .buckets import Bucket, Buckets, Collected
 from .gradients import Gradients
 from .leaves import gradients_of, parameters_in, parameters_of
 from .masters import Masters
-from .no_masters import NoMasters, Shadows, shadows_work
-from .packed import ShapeMismatch
+from .no_masters import NoMasters
 from .split import SplitMasters
-from .state import State, Steps, state_like_parameters
+from .state import Steps, state_like_parameters
 from .swap import rebuild_reducers
 
 __all__ = [
@@ -20,15 +19,11 @@ __all__ = [
     "Gradients",
     "Masters",
     "NoMasters",
-    "Shadows",
-    "ShapeMismatch",
     "SplitMasters",
-    "State",
     "Steps",
     "gradients_of",
     "parameters_in",
     "parameters_of",
     "rebuild_reducers",
-    "shadows_work",
     "state_like_parameters",
 ]

@@ -18,10 +18,10 @@ from torch.nn import Parameter
 
 from ..kernels import ShardSum, Storage, TensorList, count_writes, listed, present_in
 from ..sharding import held_here, is_sharded, placed_as
-from .layout import Entries, Layout, counting, overlapping
+from .layout import Layout, overlapping
 from .leaves import Leaves
 from .masters import Masters
-from .packed import PIECE, Packed, is_packable, order, padded
+from .snapshot import Entries
 from .state import Steps, ages
 
 
@@ -32,14 +32,14 @@ class Bucket:
     group: dict[str, Any]
     params: list[Parameter]
     leaves: Leaves | None
-    """What is stored for them: masters, the low bits of split ones, or shadows; None: nothing."""
+    """What is stored for them: masters, or the low bits of split ones; None: nothing."""
     names: tuple[str, ...]
     """The names of the states that have tensors, in the order of `storage.states`."""
     storage: Storage
     steps: Steps | None
     """Steps taken, one count for all, which only this bucket increments."""
-    where: Packed | Layout
-    """The memory layout of parameters and states: packed, or each separate."""
+    layout: Layout
+    """Where parameters and states are."""
     sharded: bool = False
     """Whether parameters and gradients are DTensors, of which this process steps its shard."""
     shard_sum: ShardSum | None = None
@@ -56,12 +56,10 @@ class Bucket:
 
         None if parameters, counts or states have moved or changed, or gradients have other shapes.
         """
-        if (self.steps is not None and not self.steps.intact) or not self.where.holds():
+        if (self.steps is not None and not self.steps.intact) or not self.layout.holds():
             return None
         own = TensorList(self.pick(gradients))
-        if isinstance(self.where, Packed):
-            return [self.where.gathered(own)]
-        if not self.where.takes(own):
+        if not self.layout.takes(own):
             return None
         if self.sharded:
             return TensorList(held_here(placed_as(g, p)) for g, p in zip(own, self.params, strict=True))
@@ -69,23 +67,18 @@ class Bucket:
 
     def begin_step(self, masters: Masters) -> None:
         """Update what is stepped from parameters that were written from outside."""
-        where = self.where
-        if isinstance(where, Packed):
-            where.take_in()
-        elif self.leaves is not None:
+        if self.leaves is not None:
             if not masters.split:
-                masters.refresh(self.leaves, None if self.sharded else where.params.addresses)
+                masters.refresh(self.leaves, None if self.sharded else self.layout.params.addresses)
             stored: list[Tensor] = self.leaves.stored()
             if self.sharded:
                 stored = list(map(held_here, stored))
-            self.storage.contiguous = where.dense and listed(stored).contiguous
-            masters.place(self.storage, stored, where.params)
+            self.storage.contiguous = self.layout.dense and listed(stored).contiguous
+            masters.place(self.storage, stored, self.layout.params)
 
     def end_step(self, masters: Masters) -> None:
         """Record what the step has written."""
-        if isinstance(self.where, Packed):
-            self.where.give_out()
-        elif self.leaves is not None and not masters.split:
+        if self.leaves is not None and not masters.split:
             self.leaves.note()
         if self.steps is not None:
             self.steps.counted()
@@ -109,15 +102,14 @@ class Buckets:
         shared = overlapping(every)
         for number, (group, params) in enumerate(zip(optimizer.param_groups, present, strict=True)):
             place = {param: i for i, param in enumerate(params)}
-            for packed, own in _alike(optimizer, group, params, shared):
-                for bucket in _buckets_of(optimizer, group, own, packed, masters):
+            for own in _alike(optimizer, group, params, shared):
+                for bucket in _buckets_of(optimizer, group, own, masters):
                     bucket.number, bucket.pick = number, _picker([place[param] for param in bucket.params])
                     aliases = {other for param in bucket.params for other in shared.get(param, ())}
                     bucket.aliases = list(aliases.difference(bucket.params))
                     self.all.append(bucket)
         places = {param.device.type for param in every}
-        packed = any(isinstance(bucket.where, Packed) for bucket in self.all)
-        self.readable = (packed and places == {"cpu"}) or (places == {"cuda"} and not any(b.sharded for b in self.all))
+        self.readable = places == {"cuda"} and not any(bucket.sharded for bucket in self.all)
         """Whether reading gradients in the lists of the step pays off."""
         counts = ("step",) if optimizer.counts_steps else ()
         self._entries = Entries(optimizer, [(bucket.params, (*bucket.names, *counts)) for bucket in self.all])
@@ -126,7 +118,6 @@ class Buckets:
         """The buckets, each with its gradients.
 
         None if these buckets are out of date: other groups, parameters with gradients, states or addresses.
-        Raises `ShapeMismatch` if packed parameters have other sizes.
         """
         groups = optimizer.param_groups
         if not _same(self._groups, groups) or self._names != list(map(optimizer.state_names, groups)):
@@ -145,22 +136,14 @@ class Buckets:
 
 def _alike(
     optimizer: Any, group: dict[str, Any], params: list[Parameter], shared: dict[Parameter, dict[Parameter, int]]
-) -> Iterator[tuple[bool, list[Parameter]]]:
-    """Parameters that may be in one bucket, and whether they are packed."""
+) -> Iterator[list[Parameter]]:
+    """Parameters that may be in one bucket."""
     alike: dict[tuple[Any, ...], list[Parameter]] = defaultdict(list)
     for param in params:
         names, lent = optimizer.names_for(group, param), optimizer.is_lent(param)
-        packed = (
-            optimizer.packs and param not in shared and names == optimizer.state_names(group) and is_packable(param)
-        )
         turn = shared[param][param] if param in shared else 0
-        alike[packed, param.device, param.dtype, names, is_sharded(param), lent, turn].append(param)
-    if sum(len(own) for (packed, *_), own in alike.items() if packed) == 1:  # which saves nothing
-        for key in [key for key in alike if key[0]]:
-            together = (False, *key[1:])
-            alike[together] += alike.pop(key)
-    for (packed, *_), own in alike.items():
-        yield packed, own
+        alike[param.device, param.dtype, names, is_sharded(param), lent, turn].append(param)
+    yield from alike.values()
 
 
 def _picker(places: list[int]) -> Callable[[list[Tensor]], Sequence[Tensor]]:
@@ -173,12 +156,10 @@ def _same(those: Sequence[Any], these: Sequence[Any]) -> bool:
     return len(those) == len(these) and all(map(is_, those, these))
 
 
-def _buckets_of(
-    optimizer: Any, group: dict[str, Any], params: list[Parameter], packed: bool, masters: Masters
-) -> list[Bucket]:
+def _buckets_of(optimizer: Any, group: dict[str, Any], params: list[Parameter], masters: Masters) -> list[Bucket]:
     """Buckets of like parameters, split by step count; missing states are made."""
     state: dict[Parameter, dict[str, Any]] = optimizer.state
-    names, shadowed = optimizer.names_for(group, params[0]), masters.shadows and params[0] in masters
+    names = optimizer.names_for(group, params[0])
     age = ages(params, state, optimizer.counts) if optimizer.counts_steps else (lambda _: 0.0)
     by_age: dict[tuple[Steps | float, bool], list[Parameter]] = defaultdict(list)
     for param in params:
@@ -188,33 +169,12 @@ def _buckets_of(
                 own[name] = optimizer.new_state(name, group, param, optimizer.state_dtype(name, param))
             optimizer.check_state(name, own[name], param)
         by_age[(age(param), param in optimizer.unstarted)].append(param)
-    chunks = [(when, chunk) for (when, _), alike in by_age.items() for chunk in (_pieces(alike) if packed else [alike])]
-    largest = max((padded(sum(p.numel() for p in chunk)) for _, chunk in chunks), default=0) if packed else 0
-    scratch = held_here(params[0]).detach().new_zeros(largest)
     buckets = []
-    for when, alike in chunks:
+    for (when, _), alike in by_age.items():
         steps = optimizer.counted(alike, when) if optimizer.counts_steps else None
-        rows, owner = [state.get(param, {}) for param in alike], counting(state, alike)
-        where: Packed | Layout
-        if packed:
-            where = Packed(alike, rows, names, owner, scratch)
-            storage = Storage([where.param], [where.states[name] for name in names], contiguous=True)
-        else:
-            where = Layout(alike, [[row[name] for row in rows] for name in names], owner)
-            storage = Storage(where.params, where.states, contiguous=where.dense)
+        layout = Layout(alike, [[state[param][name] for param in alike] for name in names])
+        storage = Storage(layout.params, layout.states, contiguous=layout.dense)
         storage.step = None if steps is None else steps.one
-        leaves = masters.leaves_of(alike) if shadowed or optimizer.is_mastered(params[0]) else None
-        buckets.append(Bucket(group, alike, leaves, names, storage, steps, where, is_sharded(alike[0])))
+        leaves = masters.leaves_of(alike) if optimizer.is_mastered(params[0]) else None
+        buckets.append(Bucket(group, alike, leaves, names, storage, steps, layout, is_sharded(alike[0])))
     return buckets
-
-
-def _pieces(alike: list[Parameter]) -> Iterator[list[Parameter]]:
-    """Packed parameters in pieces that stay in the cache from one copy to the other."""
-    alike = sorted(alike, key=order)
-    begin = total = 0
-    for end, param in enumerate(alike):
-        if total + param.numel() > PIECE:
-            yield alike[begin:end]
-            begin, total = end, 0
-        total += param.numel()
-    yield alike[begin:]

@@ -198,9 +198,7 @@ class Gradients:
             multiply_([*wide.values(), *present_in([p for p in present if p not in wide])[1]], inverse)
         return wide
 
-    def add_unscaled(
-        self, run: Callable[[], None], inverse: Tensor | None, statistics: bool
-    ) -> dict[Optimizer, Reading]:
+    def add_unscaled(self, run: Callable[[], None], inverse: Tensor | None) -> dict[Optimizer, Reading]:
         """Run a backward pass, unscale what it adds by `inverse`, and add that to the true gradients so far.
 
         Returns the reading of each optimizer that got gradients from it. Whatever happens in `run`, earlier gradients
@@ -231,7 +229,7 @@ class Gradients:
         for optimizer in self._optimizers:
             own = {p: scaled.pop(p) for p in parameters_of(optimizer) if p in scaled}
             if own or self._of(optimizer).agreement is not None:
-                readings[optimizer] = self._read(optimizer, own, statistics)
+                readings[optimizer] = self._read(optimizer, own)
                 if inverse is not None:
                     multiply_(own.values(), inverse)
         for parameter, grad in before.items():
@@ -248,7 +246,7 @@ class Gradients:
 
     # -- read
 
-    def read(self, optimizer: Optimizer, inverse: Tensor | None, statistics: bool, steps_next: bool = False) -> Reading:
+    def read(self, optimizer: Optimizer, inverse: Tensor | None, steps_next: bool = False) -> Reading:
         """Read an optimizer's gradients, once; `inverse` unscales them (None: they are unscaled).
 
         `steps_next`: the optimizer's step follows at once, so they may be read in the lists that it collects. Then
@@ -258,12 +256,12 @@ class Gradients:
             self.collect_strays()
             own = self._of(optimizer)
             record = None
-            if own.agreement is None and not self._sums and not statistics:
+            if own.agreement is None and not self._sums:
                 record = self._read_quickly(optimizer, own, inverse, steps_next)
-            self._records[optimizer] = record or self._read_all(optimizer, own, inverse, statistics)
+            self._records[optimizer] = record or self._read_all(optimizer, own, inverse)
         return self._records[optimizer].reading
 
-    def _read_all(self, optimizer: Optimizer, own: _Owned, inverse: Tensor | None, statistics: bool) -> Record:
+    def _read_all(self, optimizer: Optimizer, own: _Owned, inverse: Tensor | None) -> Record:
         parameters = [p for p in own.parameters if p.grad is not None]
         gradients = {}
         for parameter in parameters:
@@ -274,7 +272,7 @@ class Gradients:
             elif own.agreement is not None:
                 grad = parameter.grad = placed_as(grad, parameter)
             gradients[parameter] = self._sums.of(parameter) if parameter in self._sums else grad
-        return Record(self._read(optimizer, gradients, statistics), parameters, own.leaves, inverse)
+        return Record(self._read(optimizer, gradients), parameters, own.leaves, inverse)
 
     def _read_quickly(self, optimizer: Any, own: _Owned, inverse: Tensor | None, steps_next: bool) -> Record | None:
         """Read while accessing only the gradient of each of a thousand parameters; None if that is not possible."""
@@ -296,18 +294,13 @@ class Gradients:
         if not gradients.strided:
             return None
         reading = read(gradients, device=self.device)
-        if len(gradients) != len(parameters):  # on a CPU, where some are packed
-            if reading.found.item():
-                return None
-            none = reading.nonfinite.new_zeros(len(parameters))
-            reading = Reading(reading.found, reading.norm, none, sum(map(Tensor.numel, parameters)))
         return Record(reading, parameters, own.leaves, inverse, collected=collected)
 
-    def _read(self, optimizer: Optimizer, gradients: Mapping[Parameter, Tensor], statistics: bool) -> Reading:
+    def _read(self, optimizer: Optimizer, gradients: Mapping[Parameter, Tensor]) -> Reading:
         own, home = self._of(optimizer), self.device
         if own.agreement is None:
-            return read(list(gradients.values()), statistics=statistics, device=home)
-        return own.agreement.read([gradients.get(p) for p in own.parameters], statistics=statistics).on(home)
+            return read(list(gradients.values()), device=home)
+        return own.agreement.read([gradients.get(p) for p in own.parameters]).on(home)
 
     def _norm_of(self, optimizer: Optimizer, order: float = 2.0) -> Tensor:
         """The norm of the gradients as they are now."""

@@ -6,9 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from sys import getrefcount
-from typing import Any
-from weakref import getweakrefcount
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +13,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ..kernels import TensorList
+from .snapshot import Snapshot
 
 _VERSION, _STORED, _PARAMS = attrgetter("_version"), attrgetter("stored"), itemgetter("params")
-
-_IN_A_LIST = next(map(getrefcount, [object()]))
-"""The reference count of an object that only the list being iterated holds."""
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Parameter]:
@@ -92,10 +87,6 @@ class Agreed:
         """The parameters' version counters."""
         self.addresses: list[int] = []
         """Their addresses."""
-        self.exchanges = 0
-        """How often a master was replaced by another tensor."""
-        self.asked = 0
-        """How often user code may have got a reference to a master."""
 
     def add(self, parameter: Parameter) -> int:
         """Add a parameter; returns its number."""
@@ -125,8 +116,7 @@ class Leaves:
         run = slice(begin, begin + len(self._numbers))
         self._run = run if self._numbers == list(range(run.start, run.stop)) else None
         self._pick = itemgetter(run) if self._run else itemgetter(*self._numbers)
-        self._stored, self._exchanges = TensorList(), -1
-        self._shown = Shown((), None, others=1)
+        self._stored, self._snapshot = TensorList(), Snapshot(())
 
     def is_of(self, parameters: Sequence[Parameter]) -> bool:
         """Whether these are the parameters, in this order."""
@@ -154,47 +144,8 @@ class Leaves:
 
     def stored(self) -> TensorList:
         """The masters or low bits of `parameters`, for one step; writes are not counted: autograd never uses these."""
-        other = self._exchanges != self._agreed.exchanges
-        if other:
-            self._stored, self._exchanges = TensorList(map(_STORED, self.leaves)), self._agreed.exchanges
-        if other or not self._shown.are_where_they_were(self._stored):
-            self._stored.ask_anew(owners=())
-            self._shown = Shown(self._stored, self._agreed, others=1)  # those of the leaves
+        now = list(map(_STORED, self.leaves))
+        if not all(map(is_, now, self._stored)) or not self._snapshot.holds(now):
+            self._stored, self._snapshot = TensorList(now), Snapshot(now)
+            self._stored.owners = ()
         return self._stored
-
-
-class Shown:
-    """Tensors that user code can reach, and their addresses.
-
-    User code with a reference can give a tensor other memory, which leaves no trace. So a step compares their
-    addresses, unless no such reference can exist: when last checked there was none, and the owner has given none out
-    since. `owner`: counts in `asked` how often it gives one out; None if nothing counts. `others`: the references to
-    each that its owner and the caller have, besides that of the list in which they are passed.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], owner: Any, others: int) -> None:
-        self._addresses = list(map(Tensor.data_ptr, tensors))
-        self._alone = {_IN_A_LIST + others}
-        self._turnable = [i for i, tensor in enumerate(tensors) if turnable(tensor)]
-        self._as_they_lay = [tensors[i].is_contiguous() for i in self._turnable]
-        self._owner = owner
-        self._asked = -1
-
-    def are_where_they_were(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are the same tensors at the same addresses."""
-        if self._owner is not None and self._owner.asked == self._asked:
-            return True
-        if list(map(Tensor.data_ptr, tensors)) != self._addresses:
-            return False
-        if [tensors[i].is_contiguous() for i in self._turnable] != self._as_they_lay:
-            return False
-        alone = self._owner is not None and set(map(getrefcount, tensors)) == self._alone
-        if alone and not any(map(getweakrefcount, tensors)):
-            self._asked = self._owner.asked
-        return True
-
-
-def turnable(tensor: Tensor) -> bool:
-    """Whether a tensor can be transposed in place without a change of shape."""
-    sizes = [size for size in tensor.shape if size > 1]
-    return len(set(sizes)) < len(sizes)

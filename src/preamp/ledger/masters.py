@@ -35,8 +35,6 @@ class Masters:
     """Whether a low parameter that is added later should get a master too."""
     split = False
     """Whether masters are split: the parameter, and its 16 low bits, instead of a float32 copy."""
-    shadows = False
-    """Whether these are shadows: float32 parameters with 16-bit copies."""
 
     def __init__(self) -> None:
         self._leaves: dict[Parameter, Leaf] = {}
@@ -117,7 +115,6 @@ class Masters:
         leaf.stored = master.detach().copy_(written)  # in place: an optimizer's state may hold it too
         if data.dtype is torch.float32:
             data.copy_(written)
-        self._agreed.exchanges += 1
         self._note(parameter, leaf)
 
     def _note(self, parameter: Parameter, leaf: Leaf) -> None:
@@ -180,7 +177,6 @@ class Masters:
         if not self._inside:
             return []
         leaving = list(self._inside if parameters is None else (p for p in parameters if p in self._inside))
-        self._agreed.exchanges += 1
         with torch.no_grad():
             for parameter in leaving:
                 leaf = self._inside[parameter]
@@ -217,19 +213,20 @@ class Masters:
         """Put into the storage of a step what is stored for its parameters."""
         storage.params, storage.copies = stored, parameters
 
-    def shadow(self, parameter: Parameter) -> None:
-        """Keep a 16-bit copy beside a float32 parameter."""
-        raise NotImplementedError(f"{type(self).__name__} keeps no shadows")
-
-    def through(self, parameter: Any) -> Tensor:
-        """What the forward pass computes with in place of a parameter."""
-        given: Tensor = parameter
-        return given
-
     def stored(self, parameter: Parameter) -> Tensor:
         """What is stored for a parameter: its float32 master, or that master's low bits, int16."""
-        self._agreed.asked += 1
         return self._leaves[parameter].stored
+
+    def held(self, parameter: Parameter) -> Iterator[tuple[str, Tensor]]:
+        """What is held for a parameter, but for its states: (kind, tensor) pairs, to be counted."""
+        leaf = self._leaves.get(parameter)
+        yield "parameters", parameter.data if leaf is None else leaf.low
+        if leaf is not None:
+            yield "masters", leaf.stored
+            if leaf.other is not None and leaf.other.grad is not None:
+                yield "gradients", leaf.other.grad
+        if parameter.grad is not None:
+            yield "gradients", parameter.grad
 
     def full(self) -> None:
         """Turn every parameter into float32, without a gradient, until `low`."""
@@ -268,7 +265,6 @@ class Masters:
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """(name, master) pairs, the masters being the live tensors."""
-        self._agreed.asked += 1
         self.refresh()
         for leaf in self._leaves.values():
             yield leaf.name, leaf.stored

@@ -1,12 +1,12 @@
 """Precision of modules: converts a model's parameters, and makes modules cast their inputs and outputs."""
 
-from ._casting import SHADOWED, Casting, CastingModule
+from ._casting import Casting, CastingModule
 from ._conversion import Conversion, check_free, loses_nothing
 from ._norms import NORMS, is_norm
 from ._precisions import unwrapped
 from ._subclasses import Subclasses
 
 __all__ = [
-    "NORMS", "SHADOWED", "Casting", "CastingModule", "Conversion", "Subclasses", "check_free", "is_norm",
+    "NORMS", "Casting", "CastingModule", "Conversion", "Subclasses", "check_free", "is_norm",
     "loses_nothing", "unwrapped",
 ]  # fmt: skip

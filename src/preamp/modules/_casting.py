@@ -37,8 +37,6 @@ class Casting:
     """Floating outputs are cast to the dtype that the first floating input came in."""
     region: torch.dtype | None = None
     """The dtype that an autocast region around the call has inside this module; float32 switches it off."""
-    through: Callable[[Tensor], Tensor] | None = None
-    """What a linear or convolution layer computes with in place of a parameter, inside a region."""
 
     computes: torch.dtype | None = None
     """The dtype in which a whole model computes, whatever region a framework enters around it."""
@@ -89,12 +87,8 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if casting.inputs is not None:
         args, kwargs = cast_floating(args, casting.inputs), kwargs and cast_floating(kwargs, casting.inputs)
     with _region(region, self, came_in, args, kwargs), nullcontext() if casting.around is None else casting.around():
-        if casting.through is not None and _in_low_region(self):
-            result = _computed_through(self, casting.through, *args, **kwargs)
-        elif casting.wide_weights:
-            result = _normed_with_wide_weights(self, *args, **kwargs)
-        else:
-            result = original(self, *args, **kwargs)
+        compute = _normed_with_wide_weights if casting.wide_weights else original
+        result = compute(self, *args, **kwargs)
     outputs = came_in.dtype if casting.outputs_as_inputs and came_in is not None else casting.outputs
     return result if outputs is None else cast_floating(result, outputs)
 
@@ -131,19 +125,6 @@ def _in_region(device_type: str) -> bool:
     return not torch.amp.is_autocast_available(device_type) or torch.is_autocast_enabled(device_type)
 
 
-def _in_low_region(module: Any) -> bool:
-    return torch.is_autocast_enabled(module.weight.device.type)
-
-
-def _computed_through(module: Any, through: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
-    """The forward pass of a linear or convolution layer with other tensors as its parameters."""
-    weight, bias = through(module.weight), None if module.bias is None else through(module.bias)
-    if isinstance(module, nn.Linear):
-        return F.linear(input, weight, bias)
-    result: Tensor = module._conv_forward(input, weight, bias)
-    return result
-
-
 def _normed_with_wide_weights(module: Any, input: Tensor) -> Tensor:
     """The forward pass of a batch norm with float32 weights; torch's documentation of BatchNorm2d says what it does."""
     module._check_input_dim(input)
@@ -158,10 +139,6 @@ def _normed_with_wide_weights(module: Any, input: Tensor) -> Tensor:
     of_batch = module.training or not tracks
     mean, var = (module.running_mean, module.running_var) if tracks else (None, None)
     return F.batch_norm(input, mean, var, weight, bias, of_batch, momentum, module.eps)
-
-
-SHADOWED: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-"""Modules whose parameters may have shadows: exactly these classes, since a subclass may use its weight otherwise."""
 
 
 def _is_transformed(tensor: Tensor) -> bool:

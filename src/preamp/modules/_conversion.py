@@ -19,7 +19,7 @@ from ..formats import LOW_DTYPES, name_of
 from ..ledger import Masters
 from ..policy import Policy
 from ..sharding import gathered_as
-from ._casting import NOTHING, SHADOWED, Casting, CastingModule, casting_class, uncast
+from ._casting import NOTHING, Casting, CastingModule, casting_class, uncast
 from ._norms import NORMS, is_norm, mixes, refuse_keras
 from ._precisions import precisions_of, unwrapped
 
@@ -64,12 +64,9 @@ class Conversion:
             else:
                 keeper.lower(name, parameter, dtype)
         self._lower_buffers(root, precisions)
-        through = self._shadowed(root, precisions)
         for path, module in root.named_modules():
             parent = precisions[path.rpartition(".")[0]] if path else None
             casting = self._casting(module, precisions[path], parent, is_root=path == "")
-            if module in through:
-                casting = replace(casting, through=keeper.through)
             if casting != NOTHING:
                 self._wrap(module, casting)
             if isinstance(module, nn.RNNBase) and policy.params in LOW_DTYPES:
@@ -147,19 +144,6 @@ class Conversion:
             return policy.norms if policy.norms is torch.float32 else precision or policy.params
         return precision or policy.params
 
-    def _shadowed(self, root: nn.Module, precisions: dict[str, torch.dtype | None]) -> set[nn.Module]:
-        """Give weights shadows, if that is wanted: those used in nothing but low linear layers and convolutions."""
-        if not self._keeper.shadows:
-            return set()
-        fitting = {m for path, m in root.named_modules() if type(m) in SHADOWED and precisions[path] is None}
-        elsewhere = {p for m in root.modules() if m not in fitting for p in m.parameters(recurse=False)}
-        for module in fitting:
-            for parameter in module.parameters(recurse=False):
-                fits = parameter.requires_grad and parameter.dtype is torch.float32 and parameter not in elsewhere
-                if fits and parameter not in self._keeper:
-                    self._keeper.shadow(parameter)
-        return fitting
-
     def _lower_buffers(self, root: nn.Module, precisions: dict[str, torch.dtype | None]) -> None:
         for path, module in root.named_modules():
             dtype = self._storage(module, precisions[path])
@@ -172,6 +156,10 @@ class Conversion:
                     self._buffers.append((module, key, buffer, low))
                 else:
                     self._wide_buffers = True
+
+    def kept_buffers(self) -> Iterator[Tensor]:
+        """The float32 buffers that `undo` brings back."""
+        yield from (full for _, _, full, _ in self._buffers)
 
     def _casting(
         self, module: nn.Module, precision: torch.dtype | None, parent: torch.dtype | None, *, is_root: bool

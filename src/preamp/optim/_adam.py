@@ -27,8 +27,7 @@ class Adam(RoundedOptimizer):
     stochastically, so that small updates are not lost (reproducible by `seed`; states are float32). `states`: "8bit"
     keeps both moments of a parameter of 4096 elements or more in 8 bits (`preamp.kernels.adam_8bit`), not with
     `amsgrad`; of DTensors only those whose rows are whole blocks of 256, so that any number of ranks can resume.
-    States of either kind load into an optimizer of the other. `flat`: on a CPU, small float32 parameters are packed
-    into one tensor for a step; with False each is stepped separately, bit for bit as by
+    States of either kind load into an optimizer of the other. On a CPU float32 parameters are stepped bit for bit as by
     `torch.optim.Adam(fused=True)`. Raises `OptimizerError`, a ValueError, for hyper-parameters out of range.
     """
 
@@ -54,7 +53,6 @@ class Adam(RoundedOptimizer):
         rounding: str = "nearest",
         states: str = "float32",
         seed: int = 0,
-        flat: bool | None = None,
     ) -> None:
         refuse_differentiable(differentiable)
         check_hyper("lr", lr)
@@ -68,7 +66,7 @@ class Adam(RoundedOptimizer):
         }  # fmt: skip
         if states not in ("float32", "8bit"):
             raise OptimizerError(f"states={states!r}: write 'float32', or '8bit' for moments in 8 bits")
-        self.states, self.flat = states, flat
+        self.states = states
         super().__init__(params, defaults, master, rounding, seed)
         for group in self.param_groups:
             self._refuse_amsgrad(group)
@@ -149,12 +147,11 @@ class AdamW(Adam):
         rounding: str = "nearest",
         states: str = "float32",
         seed: int = 0,
-        flat: bool | None = None,
     ) -> None:
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, capturable=capturable,
             differentiable=differentiable, decoupled_weight_decay=True, master=master, rounding=rounding, states=states,
-            seed=seed, flat=flat,
+            seed=seed,
         )  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -23,8 +23,6 @@ from ..ledger import (
     Buckets,
     Collected,
     Masters,
-    ShapeMismatch,
-    State,
     Steps,
     gradients_of,
     parameters_of,
@@ -52,8 +50,6 @@ class FusedOptimizer(Loading):
     attributes: the protocol of torch.amp.GradScaler.
     """
 
-    flat: bool | None = False
-    """Whether small float32 parameters on a CPU are packed for a step (`ledger.packed`); None: yes."""
     takes_masters = True
     """Tells a session and `preamp.GradScaler` that a step accepts 16-bit gradients, masters and a factor."""
 
@@ -69,7 +65,6 @@ class FusedOptimizer(Loading):
         self.master = master
         self._prepare()
         super().__init__(params, {**defaults, "foreach": None, "differentiable": False, "fused": True})
-        self.state = State(self.state)
 
     def _prepare(self) -> None:
         self._buckets: Buckets | None = None
@@ -162,18 +157,11 @@ class FusedOptimizer(Loading):
         """
         if self._buckets is None or not self._buckets.readable or self.is_hooked:
             return None
-        try:
-            return self._buckets.collect(self)
-        except ShapeMismatch:
-            self._buckets = None
-            return None
+        return self._buckets.collect(self)
 
     def collect_anew(self) -> Collected:
         """Gradients in the lists of the step; buckets that are out of date are made again."""
-        try:
-            found = None if self._buckets is None else self._buckets.collect(self)
-        except ShapeMismatch:  # packed parameters were resized in place
-            found = None
+        found = None if self._buckets is None else self._buckets.collect(self)
         if found is None:
             self._buckets = self._bucketed()
             found = self._buckets.collect(self)
@@ -270,13 +258,8 @@ class FusedOptimizer(Loading):
                     self.state[param][self._master_key] = self._masters.stored(param)
         return buckets
 
-    @property
-    def packs(self) -> bool:
-        """Whether small parameters may be packed; never if each has a copy that is written too."""
-        return self.flat is not False and not self._masters.shadows
-
     def is_lent(self, param: Parameter) -> bool:
-        """Whether a session keeps a master or a shadow of a parameter."""
+        """Whether a session keeps a master of a parameter."""
         return self._lent and param in self._masters
 
     def _check(self, param: Parameter) -> None:
@@ -309,7 +292,7 @@ class FusedOptimizer(Loading):
             state.pop(self._master_key, None)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "master": self.master, "flat": self.flat}
+        return {**super().__getstate__(), "master": self.master}
 
 
 def check_hyper(name: str, value: Any, *, low: float = 0.0, high: float = float("inf")) -> None:

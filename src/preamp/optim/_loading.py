@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..errors import OptimizerError, kind_of
 from ..formats import LOW_DTYPES
-from ..ledger import Buckets, Masters, SplitMasters, State
+from ..ledger import Buckets, Masters, SplitMasters
 from ..sharding import held_here
 from ._eight_bit import NAMES, is_8bit
 from ._from_apex import completed
@@ -173,7 +173,7 @@ class Loading(Optimizer):
         super().__setstate__(state)
         if "_buckets" not in self.__dict__:  # unpickled, or copied
             self._prepare()
-        self._buckets, self.state = None, State(self.state)
+        self._buckets = None
         for param, own in self.state.items():
             for name, value in own.items():
                 if isinstance(value, _Kept):

@@ -18,8 +18,7 @@ class SGD(FusedOptimizer):
     """Gradient descent with the arguments, groups and state_dict of `torch.optim.SGD`: momentum, dampening, Nesterov.
 
     `foreach` and `fused` are taken for compatibility. `master`: "float32" keeps masters of 16-bit parameters, None
-    steps them in their own dtype. `flat`: on a CPU, small float32 parameters are packed into one tensor for a step, or
-    stepped one by one (False). Raises `OptimizerError`, a ValueError, for hyper-parameters out of range.
+    steps them in their own dtype. Raises `OptimizerError`, a ValueError, for hyper-parameters out of range.
     """
 
     kept = ("momentum_buffer",)
@@ -40,7 +39,6 @@ class SGD(FusedOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         master: str | None = "float32",
-        flat: bool | None = None,
     ) -> None:
         refuse_differentiable(differentiable)
         check_hyper("lr", lr)
@@ -55,7 +53,6 @@ class SGD(FusedOptimizer):
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
             "nesterov": nesterov, "maximize": maximize,
         }  # fmt: skip
-        self.flat = flat
         super().__init__(params, defaults, master)
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -81,7 +78,7 @@ class Adagrad(FusedOptimizer):
     """Adagrad (Duchi, Hazan and Singer 2011) with the arguments, groups and state_dict of `torch.optim.Adagrad`.
 
     Dense gradients only. `master`: "float32" keeps masters of 16-bit parameters, None steps them in their own dtype.
-    `flat`: as in `SGD`. Raises `OptimizerError`, a ValueError, for hyper-parameters out of range.
+    Raises `OptimizerError`, a ValueError, for hyper-parameters out of range.
     """
 
     kept = ("sum",)
@@ -101,7 +98,6 @@ class Adagrad(FusedOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         master: str | None = "float32",
-        flat: bool | None = None,
     ) -> None:
         refuse_differentiable(differentiable)
         check_hyper("lr", lr)
@@ -113,7 +109,6 @@ class Adagrad(FusedOptimizer):
             "lr": lr, "lr_decay": lr_decay, "eps": eps, "weight_decay": weight_decay,
             "initial_accumulator_value": initial_accumulator_value, "maximize": maximize,
         }  # fmt: skip
-        self.flat = flat
         super().__init__(params, defaults, master)
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:

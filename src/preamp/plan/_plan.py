@@ -1,189 +1,159 @@
-"""`plan`: a run's memory and communication, and the value that holds them."""
+"""`plan`: the memory of a run, counted on tensors without memory, and what its ranks send each other."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from ..errors import PreampError
-from ..formats import LOW_DTYPES, name_of
+from ..ledger import NoMasters
+from ..modules import CastingModule, Conversion, check_free, unwrapped
+from ..optim import AdamW, FusedOptimizer, has_rows_of_blocks
 from ..policy import Policy, parse_policy
-from ..report import Cell, Column, Table
-from ._asked import Asked, ask
-from ._rows import Row, rows_of, unit_of
-from ._sizes import Sizes, count_of, of_model, of_number
+from ..report import Table
+from ..session import Memory, masters_for, memory_of
+from ._shapes import count_of, model_of, shapes_of
 
-SCHEMA = "preamp-plan/1"
-
-_GIB = 2**30
+SHARDS = ("none", "ddp", "fsdp2")
 
 UNPLANNED = (
-    "Not planned: activations, which depend on the batch; temporaries inside operators; 0-d states such as step "
-    "counters; what the allocator and the device's runtime keep for themselves."
+    "Not counted: activations, which depend on the batch; what a region or FSDP2 holds during a pass (16-bit copies of "
+    "weights, gathered units); temporaries inside operators; what the allocator and the device's runtime keep."
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes of one rank: rows and their sums."""
+    """What one rank holds and sends, in bytes."""
 
     title: str
-    count: int
-    """Parameters of the whole model."""
-    asked: dict[str, Any]
-    """The arguments, as plain values."""
-    rows: tuple[Row, ...]
-    notes: tuple[str, ...]
-    """Assumptions, and what is left out."""
-
-    @property
-    def total(self) -> int:
-        """Bytes that are held from step to step, gradients included."""
-        return self._sum("held")
-
-    @property
-    def peak(self) -> int:
-        """`total`, and the larger of what comes on top during forward and backward and during the optimizer's step."""
-        return self.total + max(self._sum("passes"), self._sum("step"))
-
-    @property
-    def sent(self) -> int:
-        """Bytes that a rank sends in a step."""
-        return self._sum("sent")
-
-    def bytes_of(self, kind: str) -> int:
-        """Bytes of all rows of one kind ("states"); 0 where there are none."""
-        return sum(row.bytes for row in self.rows if row.kind == kind)
+    held: Memory
+    """What is held from step to step, gradients included."""
+    peak: int
+    """What is held while the optimizer steps: those of torch get float32 gradients for the masters."""
+    sent: int
+    """What this rank sends in a step."""
 
     def to_table(self) -> Table:
         """The rows, with totals, for people."""
-        size, each = Column("size", "GiB", 3), Column("bytes a parameter", "", 4)
-        cells: list[tuple[Cell, ...]] = []
-        for when, name, number in (
-            ("held", "total held", self.total), ("passes", "", 0), ("step", "peak", self.peak),
-            ("sent", "total sent in a step" if self.sent else "", self.sent),
-        ):  # fmt: skip
-            for row in self.rows:
-                if row.when == when:
-                    cells.append((when, row.kind, name_of(row.dtype), *self._shown(row.bytes), row.formula))
-            if name:
-                cells.append(("", name, "", *self._shown(number), ""))
-        columns = ("when", "kind", "dtype", "bytes", size, each, "from")
-        return Table(self.title, columns, cells, notes=self.notes)
+        table = self.held.to_table(self.title)
+        rows = []
+        if self.peak > self.held.total:
+            rows.append(self.held.cells("in the optimizer's step", "", self.peak))
+        if self.sent:
+            rows.append((*self.held.cells("sent in a step", "", self.sent)[:-1], None))
+        return Table(table.title, table.columns, [*table.rows, *rows], notes=(UNPLANNED,))
 
     def to_json(self) -> dict[str, Any]:
         """Everything, in types that strict JSON takes."""
-        return {
-            "schema": SCHEMA, "title": self.title, "parameters": self.count, "asked": self.asked,
-            "rows": [row.to_json() for row in self.rows],
-            "total": self.total, "peak": self.peak, "sent": self.sent, "notes": list(self.notes),
-        }  # fmt: skip
-
-    def _sum(self, when: str) -> int:
-        return sum(row.bytes for row in self.rows if row.when == when)
-
-    def _shown(self, number: int) -> tuple[Cell, ...]:
-        return number, number / _GIB, number / self.count
+        return {"title": self.title, **self.held.to_json(), "peak": self.peak, "sent": self.sent}
 
 
 def plan(
     params: float | str | nn.Module,
+    optimizer: Callable[[Iterable[Parameter]], Optimizer] = AdamW,
     *,
     level: str | Policy = "O4",
-    world: int = 1,
     shard: str = "none",
-    optimizer: str | None = None,
-    states: str = "float32",
-    master: str | None = None,
-    rounding: str = "nearest",
-    shadow: bool = False,
-    reshard: bool = True,
-    bucket_view: bool = False,
-    reduce: str | torch.dtype = "fp32",
-    units: int = 32,
-    norm_share: float = 0.0,
+    world: int = 1,
 ) -> MemoryPlan:
     """What one rank of a training run holds and sends, in bytes, by kind.
 
-    `params`: how many parameters (7e9, "7B", "350M"), or a float32 model, of which only shapes are used, so that
-    it may be on the meta device. `level`: a level or any policy. `world`: ranks. `shard`: "none"; "ddp"
-    (DistributedDataParallel); "fsdp2" (`fully_shard` with `policy.fsdp()`: sharded parameters stay float32, and are
-    their own masters); "zero1" (DDP and ZeroRedundancyOptimizer). `optimizer`: one of preamp.optim ("adamw",
-    "sgd-momentum"), or of torch ("torch.adamw"). `states`, `master` ("float32", "split", "none"), `rounding`, `shadow`:
-    as in preamp.optim and `prepare`. `reshard`: `reshard_after_forward` of FSDP2. `bucket_view`: DDP's
-    `gradient_as_bucket_view`. `reduce`: `reduce_dtype` of FSDP2's MixedPrecisionPolicy. `units`: into how many equal
-    ones FSDP2 gathers the model; the largest tensor of a model is a unit at least. `norm_share`: of a number of
-    parameters, the share in norm layers.
+    The run is made on the meta device: the model's parameters are brought under the policy, get gradients, and the
+    optimizer steps them. So every row is a tensor that preamp, torch or the optimizer allocates, without its memory.
+    `session.memory()` counts the same rows on the tensors of a run.
 
-    Raises the `PreampError` that preamp has for a combination that it refuses: `PolicyError`, `OptimizerError`,
-    `SessionError`.
+    `params`: how many parameters (7e9, "7B", "350M"), or a float32 model, of which only shapes are used. `optimizer`:
+    a class, or a function of parameters: `lambda p: preamp.optim.AdamW(p, master="split")`. `level`: a level or any
+    policy. `shard`: "none"; "ddp" (DistributedDataParallel, every rank holds everything); "fsdp2" (`fully_shard` with
+    `policy.fsdp()`, and the rank with most). `world`: ranks.
 
-    >>> plan("7B", level="O2").total / 7e9
+    Raises what preamp raises for a combination that it refuses: `PolicyError`, `OptimizerError`; `PreampError` for
+    arguments that mean nothing.
+
+    >>> plan("7B", level="O2").held.total / 7e9
     16.0
     """
     policy = parse_policy(level)
-    asked = ask(
-        policy, world=world, shard=shard, optimizer=optimizer, states=states, master=master, rounding=rounding,
-        shadow=shadow, reshard=reshard, bucket_view=bucket_view, reduce=reduce, units=units,
-    )  # fmt: skip
-    if isinstance(params, nn.Module):
-        if norm_share:
-            raise PreampError(f"norm_share={norm_share!r} beside a model, whose norm layers are counted: leave it out")
-        sizes = of_model(params, policy, shadow=shadow, sharded=asked.sharded)
-    else:
-        count = count_of(params)
-        sizes = of_number(count, policy, norm_share=norm_share, shadow=shadow, sharded=asked.sharded)
-    if not sizes.count:
+    if shard not in SHARDS:
+        raise PreampError(f"shard={shard!r}: write {', '.join(map(repr, SHARDS))}")
+    if isinstance(world, bool) or not isinstance(world, int) or world < 1 or (world > 1) != (shard != "none"):
+        raise PreampError(
+            f"world={world!r} with shard={shard!r}: write how many ranks there are, one with shard='none', and more "
+            "with the others, since ranks that exchange nothing train apart"
+        )
+    whole = unwrapped(params) if isinstance(params, nn.Module) else model_of(count_of(params))
+    if any(isinstance(module, CastingModule) for module in whole.modules()):
+        check_free(whole)
+    sharded = shard == "fsdp2"
+    model = shapes_of(whole, world if sharded else 1)
+    parameters, count = list(model.parameters()), sum(p.numel() for p in shapes_of(whole).parameters())
+    if not count:
         raise PreampError("the model has no parameters: there is nothing to plan")
-    rank = "1 rank" if shard == "none" else f"one of {world} ranks, {shard}"
-    kept = f"{asked.optimizer}, {asked.states} states" + (f", master {asked.master}" if asked.master else "")
-    return MemoryPlan(
-        title=f"{sizes.count:,} parameters at {policy.level or policy}, {rank}; {kept}",
-        count=sizes.count,
-        asked=_plain(asked, norm_share),
-        rows=tuple(rows_of(sizes, asked)),
-        notes=tuple(_notes(sizes, asked, norm_share)),
-    )
+    optimizers = _made(optimizer, parameters, sharded=sharded)
+    masters = NoMasters() if sharded else masters_for(policy, optimizers)
+    conversions = [] if sharded else [Conversion(model, policy, masters)]
+    ranks = "" if world == 1 else f", one of {world} ranks, {shard}"
+    title = f"{count:,} parameters at {policy.level or policy}, {type(optimizers[0]).__name__}{ranks}"
+    peak = _step(model, optimizers, masters, conversions)
+    held = memory_of([model], optimizers, masters, conversions, replicated=shard == "ddp")
+    buckets = held.bytes_of("gradient buckets")
+    return MemoryPlan(title, held, peak + buckets, _sent(parameters, policy, shard, world))
 
 
-def _plain(asked: Asked, norm_share: float) -> dict[str, Any]:
-    """The arguments in types that JSON takes."""
-    plain: dict[str, Any] = {"policy": None, "level": asked.policy.level}
-    plain |= {each.name.replace("_", " "): getattr(asked, each.name) for each in fields(asked)}
-    return {**plain, "policy": str(asked.policy), "reduce": name_of(asked.reduce), "norm share": norm_share}
+def _made(
+    make: Callable[[Iterable[Parameter]], Optimizer], parameters: list[Parameter], *, sharded: bool
+) -> list[Optimizer]:
+    """The optimizer; two for shards in 8 bits, since those that would be cut within a block of 256 stay float32."""
+    optimizer = make(parameters)
+    if not sharded or getattr(optimizer, "states", "") != "8bit":
+        return [optimizer]
+    whole = [p for p in parameters if p.dim() and p.numel() and has_rows_of_blocks(p)]
+    parts = [part for part in (whole, [p for p in parameters if p not in set(whole)]) if part]
+    made: list[Any] = [make(part) for part in parts]
+    for each, part in zip(made, parts, strict=True):
+        each.states = "8bit" if part is whole else "float32"
+    return made
 
 
-def _notes(sizes: Sizes, asked: Asked, norm_share: float) -> list[str]:
-    notes = [
-        "held: from step to step, gradients included; passes: on top during forward and backward; step: on top while "
-        "the optimizer steps; sent: by this rank in a step."
-    ]
-    if asked.sharded:
-        gathered, reduced = name_of(asked.policy.compute), name_of(asked.reduce)
-        notes.append(
-            f"fsdp2: fully_shard with MixedPrecisionPolicy(param_dtype={gathered}, reduce_dtype={reduced}); a unit is "
-            f"{unit_of(sizes, asked.units):,} parameters (of {asked.units} equal ones, or the largest tensor), and one "
-            "is gathered while another computes."
-        )
-    elif asked.shard == "zero1":
-        notes.append(
-            "zero1: ZeroRedundancyOptimizer gives whole tensors to ranks; shares are equal up to the size of a tensor."
-            + (" The optimizer keeps the masters itself, without a session." if asked.policy.masters else "")
-        )
-    if not sizes.from_model:
-        low = asked.policy.params in LOW_DTYPES and asked.policy.norms is torch.float32 and not asked.sharded
-        if low or asked.states == "8bit":
-            notes.append(
-                f"Norm layers, float32 with float32 states, are taken to be {norm_share:.2%} of the parameters."
-            )
-        if asked.states == "8bit":
-            notes.append(
-                "Other parameters have rows of whole blocks of 256; tensors that have not keep float32 states."
-                if asked.sharded
-                else "Other parameters are one tensor: a tensor that is no multiple of 256 has one more scale."
-            )
-    notes.append(UNPLANNED)
-    return notes
+def _step(model: nn.Module, optimizers: list[Optimizer], masters: Any, conversions: list[Conversion]) -> int:
+    """Step on the meta device, as a session would; returns the bytes held meanwhile."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.empty_like(parameter)
+    peak = 0
+    for optimizer in optimizers:
+        own = {p for group in optimizer.param_groups for p in group["params"]}
+        fused = isinstance(optimizer, FusedOptimizer)
+        if fused:
+            optimizer.lend(masters)
+        wide = {} if fused else {p: p.grad.float() for p in masters.among(trained) if p in own}
+        masters.swap_in(wide, wide)
+        optimizer.step()
+        peak = max(peak, memory_of([model], optimizers, masters, conversions).total)
+        masters.swap_out()
+    return peak
+
+
+def _sent(parameters: list[Parameter], policy: Policy, shard: str, world: int) -> int:
+    """Bytes that a rank sends in a step, by rings (Patarasuk and Yuan 2009).
+
+    Of S bytes in all, each of N ranks sends (N-1)/N S in an all-gather or a reduce-scatter, and twice that in an
+    all-reduce. DistributedDataParallel reduces gradients in their dtype; FSDP2 gathers weights for forward and for
+    backward, and reduces gradients (Zhao et al. 2023).
+    """
+    if shard == "ddp":
+        size = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+        return -(-2 * (world - 1) * size // world)
+    if shard == "fsdp2":
+        mixed = policy.fsdp()
+        gathered, reduced = mixed.param_dtype or torch.float32, mixed.reduce_dtype or torch.float32
+        own = sum(p.numel() * (2 * gathered.itemsize + p.requires_grad * reduced.itemsize) for p in parameters)
+        return (world - 1) * own
+    return 0

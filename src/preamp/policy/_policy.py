@@ -16,13 +16,13 @@ from ..errors import PolicyError
 from ..formats import LOW_DTYPES, dtype_of, name_of
 from ..rules import OpRules, resolve
 
-Scale = float | Literal["dynamic", "hysteresis", "window"]
+Scale = float | Literal["dynamic", "hysteresis"]
 """A loss scale as a policy states it: a number for a static scale (1: none), or the name of a schedule."""
 
-SCHEDULES = ("dynamic", "hysteresis", "window")
+SCHEDULES = ("dynamic", "hysteresis")
 """Names of schedules; "backoff" is another word for "dynamic"."""
 
-_SCALES = "a loss scale is a finite number above 0, or 'dynamic', 'hysteresis' or 'window'"
+_SCALES = "a loss scale is a finite number above 0, 'dynamic' or 'hysteresis'"
 
 _APEX = {
     "opt_level": "level=",
@@ -55,7 +55,7 @@ class Policy:
     masters: bool = False
     """Whether the optimizer steps a float32 copy of each low parameter."""
     scale: Scale = 1.0
-    """Loss scale: a number above 0, or a schedule: "dynamic", "hysteresis", "window" (`docs/loss-scaling.md`)."""
+    """Loss scale: a number above 0, or a schedule: "dynamic", "hysteresis" (`docs/loss-scaling.md`)."""
     ops: OpRules | None = field(default_factory=OpRules)
     """Operator rules of the regions; None: no regions, operations run in the dtype of their inputs."""
     modules: tuple[tuple[str, Precision], ...] = ()

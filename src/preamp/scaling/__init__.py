@@ -7,7 +7,6 @@ from ._dynamic import DynamicScale, HysteresisScale
 from ._fixed import LossScale, NoScale, StaticScale
 from ._grad_scaler import GradScaler, ScaleEvent
 from ._log import LOG, Rows, tell_row
-from ._window import WindowScale
 
 __all__ = [
     "LOG",
@@ -20,15 +19,13 @@ __all__ = [
     "Rows",
     "ScaleEvent",
     "StaticScale",
-    "WindowScale",
     "loss_scale",
     "tell_row",
 ]
 
-SCHEDULES: dict[str, type[DynamicScale] | type[HysteresisScale] | type[WindowScale]] = {
+SCHEDULES: dict[str, type[DynamicScale] | type[HysteresisScale]] = {
     "backoff": DynamicScale,
     "hysteresis": HysteresisScale,
-    "window": WindowScale,
 }
 """The schedules by the name that `GradScaler(schedule=...)` and a policy's `scale` give them."""
 
@@ -36,8 +33,7 @@ SCHEDULES: dict[str, type[DynamicScale] | type[HysteresisScale] | type[WindowSca
 def loss_scale(description: float | str | LossScale) -> LossScale:
     """The loss scale that a policy's `scale` stands for.
 
-    "dynamic" or "backoff", "hysteresis", "window"; 1 (none); another number; or one of yours. Anything else is a
-    `ScaleError`.
+    "dynamic" or "backoff", "hysteresis"; 1 (none); another number; or one of yours. Anything else is a `ScaleError`.
     """
     if isinstance(description, LossScale):
         return description
@@ -46,7 +42,7 @@ def loss_scale(description: float | str | LossScale) -> LossScale:
         if name not in SCHEDULES:
             raise ScaleError(
                 f"scale={description!r} names no schedule, and losses would go unscaled: write 'dynamic' (or "
-                "'backoff'), 'hysteresis', 'window', a number, or a LossScale"
+                "'backoff'), 'hysteresis', a number, or a LossScale"
             )
         return SCHEDULES[name]()
     return NoScale() if description == 1 else StaticScale(description)

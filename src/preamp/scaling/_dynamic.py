@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from math import nan
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from ..errors import StateError
 from ..kernels import reciprocal
 from ._checks import PATIENCE, check_bounds, check_count, check_factors, check_scale
 from ._fixed import LossScale, at_least_float32
-
-if TYPE_CHECKING:
-    from ..kernels import Reading
 
 Self = TypeVar("Self", bound="Moving")
 
@@ -82,11 +79,8 @@ class Moving(LossScale):
         fields = dict(self._from_state(state).__dict__)
         restored = fields.pop("_state")
         self.__dict__.update(fields)
-        if all(value.shape == self._state[name].shape for name, value in restored.items()):
-            for name, value in restored.items():
-                self._state[name].copy_(value)
-        else:
-            self._state = restored
+        for name, value in restored.items():
+            self._state[name].copy_(value)
 
     @abstractmethod
     def _from_state(self: Self, state: Mapping[str, Any]) -> Self:
@@ -136,7 +130,7 @@ class DynamicScale(Moving):
         self.growth_interval = growth_interval
         self._state["good_steps"] = torch.tensor(0, dtype=torch.int32, device="cpu")  # since the last change
 
-    def after_step(self, found_inf: Tensor, reading: Reading | None = None) -> None:
+    def after_step(self, found_inf: Tensor) -> None:
         """Back off after a bad step, grow after enough good ones, stay within the bounds."""
         state = self._on(found_inf.device)
         torch._amp_update_scale_(
@@ -199,7 +193,7 @@ class HysteresisScale(DynamicScale):
         self.hysteresis = check_count(hysteresis, "hysteresis", "the scale backs off at that many bad steps")
         self._state["tolerated"] = torch.tensor(0, dtype=torch.int32, device="cpu")  # bad steps since it last grew
 
-    def after_step(self, found_inf: Tensor, reading: Reading | None = None) -> None:
+    def after_step(self, found_inf: Tensor) -> None:
         """Back off after the bad step that is one too many, grow after enough good ones, stay within the bounds."""
         state = self._on(found_inf.device)
         scale, good_steps, tolerated = state["scale"], state["good_steps"], state["tolerated"]

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import StateError
 from ._checks import PATIENCE, check_count, check_scale
-
-if TYPE_CHECKING:
-    from ..kernels import Reading
 
 
 class LossScale(ABC):
@@ -22,8 +19,6 @@ class LossScale(ABC):
     kind: str
     patience: int | None = None
     """Skipped steps in a row after which training cannot go on; None: never."""
-    needs_statistics: bool = False
-    """Whether `after_step` needs a reading with statistics, so that none is made in vain."""
 
     @abstractmethod
     def scale(self, loss: Tensor) -> Tensor:
@@ -47,12 +42,8 @@ class LossScale(ABC):
         return self.current(loss.device).to(loss.dtype).view(loss.shape)
 
     @abstractmethod
-    def after_step(self, found_inf: Tensor, reading: Reading | None = None) -> None:
-        """Learn from a step, without a host sync.
-
-        `found_inf`: 0-d float32, above 0 if a gradient was not finite. `reading`: of the gradients, times this scale;
-        only a schedule that `needs_statistics` uses it.
-        """
+    def after_step(self, found_inf: Tensor) -> None:
+        """Learn from a step, without a host sync. `found_inf`: 0-d float32, above 0 if a gradient was not finite."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -88,7 +79,7 @@ class NoScale(LossScale):
         """1."""
         return torch.ones((), dtype=torch.float32, device=device)
 
-    def after_step(self, found_inf: Tensor, reading: Reading | None = None) -> None:
+    def after_step(self, found_inf: Tensor) -> None:
         """Nothing to learn."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -126,7 +117,7 @@ class StaticScale(LossScale):
         """The scale, 0-d float32."""
         return torch.full((), self._value, dtype=torch.float32, device=device)
 
-    def after_step(self, found_inf: Tensor, reading: Reading | None = None) -> None:
+    def after_step(self, found_inf: Tensor) -> None:
         """Nothing to learn."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,13 +18,11 @@ from torch.optim import Optimizer
 
 from ..errors import ScaleCollapse, ScaleError
 from ..frameworks import framework_hooks, unwrap_imitation
-from ..kernels import Reading, chained, check_and_unscale_, read, reciprocal
-from ..parallel import Agreement
+from ..kernels import chained, check_and_unscale_, read, reciprocal
 from ..sharding import any_sharded
 from ._checks import LARGEST_SCALE, PATIENCE, SMALLEST_SCALE, check_bounds, check_count, check_factors, check_scale
 from ._dynamic import HysteresisScale, Moving, Reciprocal
 from ._log import LOG, Rows, tell_row
-from ._window import WindowScale
 
 HISTORY = 1000
 """How many updates `GradScaler.history` keeps."""
@@ -45,8 +43,8 @@ class GradScaler(torch.amp.GradScaler):
       subnormal or 0, where it applies steps with infinite gradients;
     * shows by `skipped` whether the last `step` was skipped, for fused optimizers too (reading it is a host sync);
     * keeps the last updates in `history`;
-    * learns by another schedule if asked: `schedule="hysteresis"`, "window", or a loss scale of yours
-      (`HysteresisScale(...)`), which then holds the start and the factors; its state is in the state_dict;
+    * learns by another schedule if asked: `schedule="hysteresis"`, or a loss scale of yours (`HysteresisScale(...)`),
+      which then holds the start and the factors; its state is in the state_dict;
     * raises `ScaleCollapse` after `patience` skipped updates in a row (None: never), naming the first parameter whose
       gradient is not finite.
 
@@ -78,7 +76,6 @@ class GradScaler(torch.amp.GradScaler):
         self._patience = None if patience is None else check_count(patience, "patience", "it counts skipped updates")
         super().__init__(device, start, growth_factor, backoff_factor, growth_interval, enabled)
         self._schedule = self._scheduled(schedule, start, min_scale, max_scale) if enabled else None
-        self._reading: Reading | None = None
         self._reciprocal = Reciprocal()
         self._last_found: tuple[Tensor, ...] = ()
         self._in_a_row: Tensor | int = 0
@@ -96,10 +93,8 @@ class GradScaler(torch.amp.GradScaler):
         if schedule == "hysteresis":
             factors = (self._growth_factor, self._backoff_factor, self._growth_interval)
             return HysteresisScale(start, *factors, **bounds)
-        if schedule == "window":
-            return WindowScale(start, **bounds)
         if not isinstance(schedule, Moving):
-            raise ScaleError(f"schedule={schedule!r}: write 'backoff', 'hysteresis', 'window', or WindowScale(...)")
+            raise ScaleError(f"schedule={schedule!r}: write 'backoff', 'hysteresis', or HysteresisScale(...)")
         self._init_scale = schedule.state_dict()["scale"]
         return schedule
 
@@ -182,7 +177,7 @@ class GradScaler(torch.amp.GradScaler):
         here = all(gradients[0].device == scale.device for _, gradients in collected)
         low = any(gradients[0].dtype is torch.float16 for _, gradients in collected)
         sharded, on_cpu = any(bucket.sharded for bucket, _ in collected), scale.device.type == "cpu"
-        if optimizer.is_hooked or not here or sharded or (self._needs_reading and on_cpu):
+        if optimizer.is_hooked or not here or sharded:
             self._check_inf_per_device(optimizer) if low else self.unscale_(optimizer)
             return not low, None
         found, unscaled = torch.zeros_like(scale), on_cpu and not low
@@ -190,7 +185,7 @@ class GradScaler(torch.amp.GradScaler):
             for _, gradients in collected:
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, self._reciprocal(scale))
         elif collected:
-            found = self._read(chained([gradients for _, gradients in collected]), scale.device).found
+            found = read(chained([gradients for _, gradients in collected])).found.to(scale.device)
         state["found_inf_per_device"] = {scale.device: found} if collected else {}
         return unscaled, collected
 
@@ -203,8 +198,6 @@ class GradScaler(torch.amp.GradScaler):
         if not allow_fp16 and torch.float16 in dtypes:
             raise ValueError("Attempting to unscale FP16 gradients.")
         sharded = any_sharded(gradients)
-        if self._needs_reading and dense:
-            self._read(gradients, found_inf.device)
         alike = dense and len(dtypes) == 1 and set(map(_DEVICE, gradients)) == {found_inf.device}
         if not sharded and not alike:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
@@ -213,18 +206,6 @@ class GradScaler(torch.amp.GradScaler):
         with torch.no_grad():
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
         return {found_inf.device: found_inf}
-
-    @property
-    def _needs_reading(self) -> bool:
-        return self._schedule is not None and self._schedule.needs_statistics
-
-    def _read(self, gradients: list[Tensor], device: torch.device) -> Reading:
-        """Read scaled gradients, and keep what the schedule has to learn of all optimizers."""
-        asked = Agreement(gradients).read if any_sharded(gradients) else read
-        reading = asked(gradients, statistics=self._needs_reading).on(device)
-        if self._needs_reading:
-            self._reading = reading if self._reading is None else self._reading.merged(reading)
-        return reading
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """As torch's, then keeps the scale within its bounds. `new_scale`: a number, or a 0-d float32 tensor."""
@@ -259,9 +240,8 @@ class GradScaler(torch.amp.GradScaler):
             raise ScaleError(f"update({new_scale!r}) under {schedule!r}, which chooses the scale: make another scaler")
         if found is None:
             raise AssertionError("No inf checks were recorded prior to update: call step() or unscale_() first.")
-        schedule.after_step(found.to(scale.device), self._reading)
+        schedule.after_step(found.to(scale.device))
         scale.copy_(schedule.current(scale.device))
-        self._reading = None
         self._per_optimizer_states.clear()
         return scale
 

@@ -1,8 +1,11 @@
 """A training run under a policy."""
 
-from ._prepare import prepare
+from ._memory import Memory, MemoryRow, memory_of
+from ._prepare import masters_for, prepare
 from ._report import StepReport
 from ._scaler import SessionScaler
 from ._session import Session
 
-__all__ = ["Session", "SessionScaler", "StepReport", "prepare"]
+__all__ = [
+    "Memory", "MemoryRow", "Session", "SessionScaler", "StepReport", "masters_for", "memory_of", "prepare",
+]  # fmt: skip

@@ -26,8 +26,6 @@ class Losses:
         """Of the session's steps."""
         self.separate_scales = len(scales) > 1 and any(scale.kind != "none" for scale in scales.values())
         """Whether losses have scales of their own, so that their gradients must be unscaled before they are added."""
-        self.need_statistics = any(scale.needs_statistics for scale in scales.values())
-        """Whether a scale learns from more than the finite flag."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._scales)
@@ -61,7 +59,7 @@ class Losses:
         scale, found = self._scales[name], reading.found
         if scale.kind == "none":
             return
-        scale.after_step(found, reading if scale.needs_statistics else None)
+        scale.after_step(found)
         run = self._runs[name].add(found, host_skipped, scale.patience, self.skips)
         self._judge(name, run, found.device, offender)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,18 +20,15 @@ from ..frameworks import unwrap
 from ..ledger import (
     Masters,
     NoMasters,
-    Shadows,
     SplitMasters,
     parameters_of,
     rebuild_reducers,
-    shadows_work,
     state_like_parameters,
 )
 from ..modules import Conversion, unwrapped
-from ..optim import FusedOptimizer
 from ..policy import Policy, auto_level, parse_policy
 from ..scaling import LOG, LossScale, loss_scale
-from ..sharding import flat_group, is_sharded, reshard
+from ..sharding import flat_group, reshard
 from ._checks import named_parameters
 from ._losses import Losses, named_values
 from ._session import Session
@@ -58,7 +55,6 @@ def prepare(
     losses: Sequence[str] = ("loss",),
     scale: float | str | LossScale | Mapping[str, float | str | LossScale] | None = None,
     skip: str = "auto",
-    shadow: bool = False,
     group: Any = None,
     **overrides: Any,
 ) -> Session:
@@ -75,13 +71,12 @@ def prepare(
     | `losses` | names of the losses, each with a scale of its own |
     | `scale` | in place of the policy's scale, for all losses or by name |
     | `skip` | who decides on a step, for optimizers that take no flag: see below |
-    | `shadow` | for O1 and O4 with an optimizer of preamp.optim: 16-bit copies of weights, so that none is cast |
     | `group` | the process group whose ranks have other parameters in plain tensors (pipeline stages): see below |
     | `overrides` | single fields of the policy: `norms="fp16"`, `modules={"head": "full"}` |
 
     `skip="host"` reads the flag, one host sync a step. "device" steps always, and puts parameters and states back where
     gradients were not finite, which costs a copy of them. "auto" is "device" for capturable optimizers on an
-    accelerator, else "host". With `shadow` gradients are kept, and add up, in 16 bits. The ranks of a `group` agree on
+    accelerator, else "host". The ranks of a `group` agree on
     whether gradients are finite, and on their norm; gradients may come from the loss of another stage, which scales it.
     DTensors (FSDP2, tensor parallelism) need no group; under DistributedDataParallel gradients are the same anyway.
 
@@ -107,9 +102,9 @@ def prepare(
     chosen = _choose_policy(level, policy, device_type, overrides)
     scales = _scales(chosen, losses, scale)
     _check_wrapping(models, chosen)
-    plain = chosen.params is torch.float32 and not shadow and all(each.kind == "none" for each in scales.values())
+    plain = chosen.params is torch.float32 and all(each.kind == "none" for each in scales.values())
     shares = _share(models, optimizers, plain)
-    masters = _shadows(chosen, models, optimizers, len(scales)) if shadow else _masters_for(chosen, optimizers)
+    masters = masters_for(chosen, optimizers.values())
     conversions: list[Conversion] = []
     earlier = {p: p.grad for each in optimizers.values() for p in parameters_of(each) if p.grad is not None}
     around = widened if device_type == "cpu" and chosen.params in LOW_DTYPES else None
@@ -139,15 +134,17 @@ def prepare(
     return session
 
 
-def _masters_for(policy: Policy, optimizers: Mapping[str, Optimizer]) -> Masters:
+def masters_for(policy: Policy, optimizers: Iterable[Optimizer]) -> Masters:
+    """What keeps the masters that a policy and its optimizers want; `PolicyError` if these do not fit together."""
+    optimizers = list(optimizers)
     if not policy.masters:
         return NoMasters()
-    if any(getattr(optimizer, "rounding", "nearest") == "stochastic" for optimizer in optimizers.values()):
+    if any(getattr(optimizer, "rounding", "nearest") == "stochastic" for optimizer in optimizers):
         raise PolicyError(
             "an optimizer has rounding='stochastic', for weights without masters, and the policy has masters, which "
             "would take its place: write policy='O5,masters=no', or leave the rounding out"
         )
-    wanted = {getattr(optimizer, "master", "float32") or "float32" for optimizer in optimizers.values()}
+    wanted = {getattr(optimizer, "master", "float32") or "float32" for optimizer in optimizers}
     if wanted == {"split"} and policy.params is torch.bfloat16:
         return SplitMasters()
     if "split" in wanted:
@@ -156,30 +153,6 @@ def _masters_for(policy: Policy, optimizers: Mapping[str, Optimizer]) -> Masters
             f"parameters (these are {name_of(policy.params)}): use level='O5', or master='float32'"
         )
     return Masters()
-
-
-def _shadows(
-    policy: Policy, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], losses: int
-) -> Masters:
-    device_type = _device_type(dict(models))
-    wrapped = any(isinstance(m, (DistributedDataParallel, nn.DataParallel)) for m in models.values())
-    if policy.params is not torch.float32 or not policy.has_regions:
-        why = (
-            f"the policy has {name_of(policy.params)} parameters: use level='O1' or 'O4', since others cast no weights"
-        )
-    elif not optimizers or not all(isinstance(optimizer, FusedOptimizer) for optimizer in optimizers.values()):
-        why = "only the optimizers of preamp.optim step float32 parameters by 16-bit gradients and write the copies"
-    elif losses > 1 and policy.scale != 1:
-        why = "several losses with scales of their own add up in float32: leave it out, or use one loss"
-    elif any(is_sharded(p) for model in models.values() for p in model.parameters()):
-        why = "FSDP2 gathers weights in 16 bits as it is (mp_policy=policy.fsdp()): leave it out there"
-    elif wrapped:
-        why = "the parallel wrapper exchanges gradients in the dtype of the parameters: leave it out there"
-    elif not shadows_work(device_type, policy.compute):
-        why = f"torch {torch.__version__} cannot leave 16-bit gradients on float32 parameters; torch 2.13 can"
-    else:
-        return Shadows(policy.compute)
-    raise PolicyError(f"prepare() got shadow=True, and {why}")
 
 
 def _choose_policy(level: str | None, given: Any, device_type: str, overrides: dict[str, Any]) -> Policy:

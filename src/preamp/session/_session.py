@@ -41,6 +41,7 @@ from ._checks import (
     warn_rounded,
 )
 from ._losses import Losses, PendingScales
+from ._memory import Memory, memory_of
 from ._regions import FullPrecision, SessionRegion, held_kernels, not_synchronised, warn_outside
 from ._report import Skips, StepReport
 from ._step import OptimizerSteps
@@ -106,10 +107,8 @@ class Session:
 
     @uncompiled
     def _entering(self) -> None:
-        """A region begins: the forward pass is to see 16-bit parameters and up-to-date copies."""
+        """A region begins: the forward pass is to see 16-bit parameters."""
         self._in_regions = True
-        if self._masters.shadows:
-            self._masters.refresh()
         if torch.is_grad_enabled() and not self._full.depth:
             self._gradients.rest()
 
@@ -165,7 +164,7 @@ class Session:
             run = functools.partial(loss.backward, seed, **kwargs)
         if self._losses.separate_scales:
             self._pending.void_zeroed()
-            readings = self._gradients.add_unscaled(run, scale.inverse(loss.device), scale.needs_statistics)
+            readings = self._gradients.add_unscaled(run, scale.inverse(loss.device))
             self._pending.record(name, readings)
         else:
             run()
@@ -257,11 +256,18 @@ class Session:
 
     def _read(self, optimizer: Optimizer, steps_next: bool = False) -> Reading:
         inverse = None
-        separate = self._losses.separate_scales
-        if not separate and optimizer not in self._gradients:
+        if not self._losses.separate_scales and optimizer not in self._gradients:
             names = self._pending.names or list(self._losses)
             inverse = self._losses[names[0]].inverse(self._gradients.device)
-        return self._gradients.read(optimizer, inverse, self._losses.need_statistics and not separate, steps_next)
+        return self._gradients.read(optimizer, inverse, steps_next)
+
+    def memory(self) -> Memory:
+        """What this process holds from step to step, in bytes, by kind; `preamp.plan` counts the same beforehand.
+
+        Gradients count where there are some now, states once the optimizer has made them.
+        """
+        self._check_open()
+        return memory_of(self._models.values(), self._optimizers.values(), self._masters, self._conversions)
 
     # -- step
 

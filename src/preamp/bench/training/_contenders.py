@@ -45,8 +45,6 @@ class Contender:
     """Split masters, where the optimizer has them."""
     eight_bit: bool = False
     """States in 8 bits, where the optimizer has them."""
-    shadow: bool = False
-    """`prepare(shadow=True)`."""
     torchs_optimizer: bool = False
     """The fused optimizer of torch in a session."""
     channels_last: bool = True
@@ -110,7 +108,6 @@ PARITY: tuple[Contender, ...] = (
     REFERENCE,
     O2,
     Contender(name="preamp O1", level="O1"),
-    replace(O2, name="preamp O2, window", scale="window"),
     O5_SPLIT,
 )
 """Compared with float32 by where training arrives."""
@@ -206,9 +203,7 @@ class Trainer:
             return None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PreampWarning)
-            return prepare(
-                self._model, self._optimizer, level=contender.level, scale=contender.scale, shadow=contender.shadow
-            )
+            return prepare(self._model, self._optimizer, level=contender.level, scale=contender.scale)
 
     # -- training
 

@@ -7,8 +7,7 @@ range of scales that would lift them.
 Why it hurts. What is zero does not train. Usually it is one part of a network (a branch whose loss has a small weight,
 the first layers of a deep stack), so the loss falls all the same, only not as far.
 
-The cure. The scale that the finding names. torch's default, 65536, is nearly always a better start than 1; preamp's
-`"window"` schedule finds the scale from the gradients' magnitudes.
+The cure. The scale that the finding names. torch's default, 65536, is nearly always a better start than 1.
 
 When it is harmless. Gradients that are exactly zero by the model's own doing (ReLU, padding, embeddings of words that
 did not come), a layer with up to half of its gradients below 2^-14, and any gradient that never went through float16.

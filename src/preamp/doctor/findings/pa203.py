@@ -81,10 +81,7 @@ class PA203(Check):
         many = f"{len(later)} of {count - start} steps after the start were skipped"
         if any(after > before for before, after in pairwise(scales)):
             message = f"the scale oscillates: {many}"
-            fix = (
-                "scaler = torch.amp.GradScaler(growth_interval=2000)  # growth by 2 in 2000 clean steps\n"
-                "# or preamp.GradScaler(schedule='window'), which sees an overflow coming"
-            )
+            fix = "scaler = torch.amp.GradScaler(growth_interval=2000)  # growth by 2 in 2000 clean steps"
         else:
             message = f"the scale never grows back, from {scales[0]:g} to {scales[-1]:g}: {many}"
             fix = "# find what overflows whatever the scale: see PA201, PA207"

@@ -55,7 +55,7 @@ def adam_numbers(storage: Storage, o: AdamOptions, seed: int | None) -> Tensor:
     """The numbers of a step of Adam. `seed`: for stochastic rounding."""
     decay = o.weight_decay if o.decoupled_weight_decay else 0.0
     return prepare(
-        storage.params[0].device, o, storage.step, betas=(float(o.betas[0]), float(o.betas[1])), folds=True,
+        storage.params[0].device, o, storage.step, betas=(float(o.betas[0]), float(o.betas[1])),
         decay=decay, seed=seed,
     )  # fmt: skip
 

@@ -30,11 +30,10 @@ from .tables import Part, parts_of
 
 GO = tl.constexpr(0)  # 1 if the step may write, else 0
 FACTOR = tl.constexpr(1)  # what gradients are multiplied by; negative to maximize
-RATE = tl.constexpr(2)  # what updates are multiplied by
+RATE = tl.constexpr(2)  # what updates are multiplied by: the learning rate / (1 - beta1^t)
 ROOT = tl.constexpr(3)  # 1 / sqrt(1 - beta2^t)
 KEEP = tl.constexpr(4)  # 1 - lr * weight decay
-FIRST = tl.constexpr(5)  # 1 / (1 - beta1^t)
-KEY = tl.constexpr(6)  # the key of this step's random numbers
+KEY = tl.constexpr(5)  # the key of this step's random numbers
 SCALARS = 8
 
 CHUNK = 1024
@@ -92,10 +91,10 @@ def mix(value):
 
 @triton.jit(do_not_specialize=["seed_high", "seed_low"])
 def prepare_numbers(
-    out, step, found, factor, rate, norm, rate_high, rate_low, slowing, decay, most,
+    out, step, found, factor, rate, rate_high, rate_low, slowing, decay,
     beta1_high, beta1_low, beta2_high, beta2_low, seed_high, seed_low,
     DRAWS: tl.constexpr, COUNTS: tl.constexpr, HAS_FOUND: tl.constexpr, HAS_FACTOR: tl.constexpr,
-    HAS_RATE: tl.constexpr, CLIPS: tl.constexpr, UPHILL: tl.constexpr, CORRECTS: tl.constexpr, FOLDS: tl.constexpr,
+    HAS_RATE: tl.constexpr, UPHILL: tl.constexpr, CORRECTS: tl.constexpr,
 ):  # fmt: skip
     """Write the numbers a step needs to `out`, and count the step if it is taken."""
     go = tl.full((), 1.0, tl.float32)
@@ -105,8 +104,6 @@ def prepare_numbers(
     times = tl.full((), 1.0, tl.float32)
     if HAS_FACTOR:
         times = tl.load(factor).to(tl.float32)
-    if CLIPS:
-        times = times / tl.maximum(tl.load(norm) / most, 1.0)
     if UPHILL:
         times = -times
     tl.store(out + FACTOR, times)
@@ -137,11 +134,8 @@ def prepare_numbers(
                 left = left >> 1
             first = 1.0 / (1.0 - first)
             second = 1.0 / tl.sqrt(1.0 - second)
-    if FOLDS:
-        lr = lr * first
-    tl.store(out + RATE, lr.to(tl.float32))
+    tl.store(out + RATE, (lr * first).to(tl.float32))
     tl.store(out + ROOT, second.to(tl.float32))
-    tl.store(out + FIRST, first.to(tl.float32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,14 +173,12 @@ def _pair(number: float) -> tuple[float, float]:
 
 def prepare(
     device: torch.device, o: Options, step: Tensor | None = None, *, betas: tuple[float, float] | None = None,
-    folds: bool = False, slowing: float = 0.0, decay: float = 0.0, norm: Tensor | None = None, most: float = 1.0,
-    seed: int | None = None,
+    slowing: float = 0.0, decay: float = 0.0, seed: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Launch `prepare_numbers`; returns the (8,) float32 numbers that the kernels of a step read.
 
-    `betas`: None for no bias correction. `folds`: divide the learning rate by 1 - beta1^t. `decay`: decoupled weight
-    decay. `norm`: 0-d float32, the global L2 norm of the true gradients if they are to be clipped to `most`.
-    `seed`: of stochastic rounding; 62 bits of it are used.
+    `betas`: None for no bias correction. `decay`: decoupled weight decay. `seed`: of stochastic rounding; 62 bits of it
+    are used.
     """
     out = torch.empty(SCALARS, dtype=torch.float32, device=device)
     found = None if o.found is None else o.found.to(device)
@@ -196,11 +188,10 @@ def prepare(
     beta1, beta2 = betas or (0.0, 0.0)
     prepare_numbers[(1,)](
         out, out if step is None else step, out if found is None else found, out if factor is None else factor,
-        out if rate is None else rate, out if norm is None else norm, high, low, float(slowing), float(decay),
-        float(most), *_pair(beta1), *_pair(beta2), (seed or 0) >> 31 & 0x7FFFFFFF, (seed or 0) & 0x7FFFFFFF,
-        DRAWS=seed is not None, COUNTS=step is not None, HAS_FOUND=found is not None, HAS_FACTOR=factor is not None,
-        HAS_RATE=rate is not None, CLIPS=norm is not None, UPHILL=o.maximize, CORRECTS=betas is not None,
-        FOLDS=folds, num_warps=1, enable_fp_fusion=False,
+        out if rate is None else rate, high, low, float(slowing), float(decay), *_pair(beta1), *_pair(beta2),
+        (seed or 0) >> 31 & 0x7FFFFFFF, (seed or 0) & 0x7FFFFFFF, DRAWS=seed is not None, COUNTS=step is not None,
+        HAS_FOUND=found is not None, HAS_FACTOR=factor is not None, HAS_RATE=rate is not None, UPHILL=o.maximize,
+        CORRECTS=betas is not None, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 

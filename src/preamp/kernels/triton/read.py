@@ -1,15 +1,14 @@
 """Reads gradients on the device: one launch of many programs, and a short one that combines their results.
 
 Magnitudes are compared as integers, sign bit off: there infinity and NaN are simply the largest numbers, so one
-maximum gives both the largest magnitude and whether everything was finite. Sums are made in a fixed order, without
-atomics: the same gradients give the same bits.
+maximum tells whether everything was finite. Sums are made in a fixed order, without atomics: the same gradients give
+the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -23,7 +22,6 @@ from .tables import parts_of
 
 FOUND = tl.constexpr(0)
 NORM = tl.constexpr(1)
-AMAX = tl.constexpr(2)
 INFINITY = tl.constexpr(0x7F800000)
 
 BLOCK = 1024
@@ -48,10 +46,6 @@ class Numbers(NamedTuple):
     """0-d float32: L2 norm of all entries."""
     nonfinite: Tensor
     """(number of gradients,) bool: which have an entry that is inf or nan."""
-    amax: Tensor
-    """0-d float32: the largest magnitude; inf or nan if `found`."""
-    counts: Tensor | None
-    """(2,) int64: how many entries are not 0 and below `tiny`, and how many are 0; None if not requested."""
 
 
 def readable(gradients: Sequence[Tensor]) -> bool:
@@ -60,13 +54,11 @@ def readable(gradients: Sequence[Tensor]) -> bool:
     return own.strided and own.together and own.dtypes.keys() <= KINDS.keys()
 
 
-def read(gradients: Sequence[Tensor], tiny: float | None) -> Numbers:
+def read(gradients: Sequence[Tensor]) -> Numbers:
     """Read every entry of `gradients` (one at least, `readable`) once.
 
-    `tiny`: entries that are not 0 and below it in magnitude are counted as subnormal, and zeros as such; None: nothing
-    is counted, which saves a GPU a quarter of the time. A finite float32 or bfloat16
-    entry does not overflow the norm, whatever its square is. One launch for each dtype, and one to finish; views that
-    do not fill their memory are copied first.
+    A finite float32 or bfloat16 entry does not overflow the norm, whatever its square is. One launch for each dtype,
+    and one to finish; views that do not fill their memory are copied first.
     """
     device = gradients[0].device
     dense = own = listed(gradients)
@@ -83,15 +75,11 @@ def read(gradients: Sequence[Tensor], tiny: float | None) -> Numbers:
     if not total:
         nothing = torch.zeros((), device=device)
         none = torch.zeros(len(dense), dtype=torch.bool, device=device)
-        return Numbers(nothing, nothing, none, nothing, None if tiny is None else nothing.to(torch.int64).expand(2))
+        return Numbers(nothing, nothing, none)
 
     squares = torch.empty(total, dtype=torch.float64, device=device)
     tops = torch.empty(total, dtype=torch.float32, device=device)
-    floats = torch.empty(3, dtype=torch.float32, device=device)
-    lows = zeros = counts = None
-    if tiny is not None:
-        lows, zeros = torch.empty((2, total), dtype=torch.int32, device=device).unbind()
-        counts = torch.empty(2, dtype=torch.int64, device=device)
+    floats = torch.empty(2, dtype=torch.float32, device=device)
     covered = sum(part.chunks.tensors for _, part in work) == len(dense)
     flags = (torch.empty if covered else torch.zeros)(len(dense), dtype=torch.uint8, device=device)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -99,30 +87,21 @@ def read(gradients: Sequence[Tensor], tiny: float | None) -> Numbers:
         for dtype, part in work:
             chunks, (kind, integer, warps) = part.chunks, KINDS[dtype]
             read_kernel[(chunks.count,)](
-                chunks.tensor_of, chunks.block_of, chunks.sizes, part.table, chunks.tensors,
-                0 if tiny is None else _integer_of(tiny, dtype), base, squares, tops, lows, zeros,
-                KIND=kind, INTEGER=integer, COUNTS=tiny is not None, ALIGNED=part.aligned, CHUNK=chunks.chunk,
-                BLOCK=BLOCK, num_warps=warps, enable_fp_fusion=False,
+                chunks.tensor_of, chunks.block_of, chunks.sizes, part.table, chunks.tensors, base, squares, tops,
+                KIND=kind, INTEGER=integer, ALIGNED=part.aligned, CHUNK=chunks.chunk, BLOCK=BLOCK, num_warps=warps,
+                enable_fp_fusion=False,
             )  # fmt: skip
             base += chunks.count
         base = 0
         for i, (_, part) in enumerate(work):
             chunks, last = part.chunks, i == len(work) - 1
             finish[(chunks.tensors + last,)](
-                chunks.first, part.table, chunks.tensors, base, total, squares, tops, lows, zeros, flags, floats,
-                counts, COUNTS=tiny is not None, BLOCK=1024, num_warps=8, enable_fp_fusion=False,
+                chunks.first, part.table, chunks.tensors, base, total, squares, tops, flags, floats, BLOCK=1024,
+                num_warps=8, enable_fp_fusion=False,
             )  # fmt: skip
             base += chunks.count
-    found, norm, amax = floats.unbind()
-    return Numbers(found, norm, flags.view(torch.bool), amax, counts)
-
-
-@lru_cache
-def _integer_of(tiny: float, dtype: torch.dtype) -> int:
-    """The bits, as an integer, of the smallest positive number of `dtype` that is not below `tiny`."""
-    integer = torch.int32 if dtype is torch.float32 else torch.int16
-    nearest = torch.tensor(tiny, dtype=torch.float64, device="cpu").to(dtype)
-    return max(1, int(nearest.view(integer)) + (float(nearest) < tiny))
+    found, norm = floats.unbind()
+    return Numbers(found, norm, flags.view(torch.bool))
 
 
 @triton.jit
@@ -146,23 +125,17 @@ def magnitudes(pointer, places, size, KIND: tl.constexpr, FULL: tl.constexpr):
 
 @triton.jit
 def read_chunk(
-    pointer, start, size, tiny, spot, squares, tops, lows, zeros,
-    KIND: tl.constexpr, COUNTS: tl.constexpr, FULL: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    pointer, start, size, spot, squares, tops,
+    KIND: tl.constexpr, FULL: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Read one chunk, and write its two numbers, or four."""
+    """Read one chunk, and write its two numbers."""
     top = tl.zeros((BLOCK,), tl.int32)
     total = tl.zeros((BLOCK,), tl.float32)
-    if COUNTS:
-        low = tl.zeros((BLOCK,), tl.int32)
-        zero = tl.zeros((BLOCK,), tl.int32)
     length = tl.minimum(size - start, CHUNK).to(tl.int32)
     for block in range(0, CHUNK if FULL else length, BLOCK):
         bits = magnitudes(pointer, start + block + tl.arange(0, BLOCK), size, KIND, FULL)
         values = as_float(bits, KIND)
         top = tl.maximum(top, bits)
-        if COUNTS:
-            low += (bits < tiny).to(tl.int32)
-            zero += (bits == 0).to(tl.int32)
         total += values * values
     largest = as_float(tl.max(top, 0), KIND)
     square = tl.sum(total, 0).to(tl.float64)
@@ -180,33 +153,21 @@ def read_chunk(
             square = tl.sum(total, 0).to(tl.float64) * back * back
     tl.store(squares + spot, square)
     tl.store(tops + spot, largest)
-    if COUNTS:
-        padding = (length + BLOCK - 1) // BLOCK * BLOCK - length  # loaded as zeros
-        tl.store(lows + spot, tl.sum(low, 0) - padding)
-        tl.store(zeros + spot, tl.sum(zero, 0) - padding)
 
 
-@triton.jit(do_not_specialize=["tensors", "tiny", "base"])
+@triton.jit(do_not_specialize=["tensors", "base"])
 def read_kernel(
-    tensor_of, block_of, sizes, table, tensors, tiny, base, squares, tops, lows, zeros,
-    KIND: tl.constexpr, INTEGER: tl.constexpr, COUNTS: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    tensor_of, block_of, sizes, table, tensors, base, squares, tops,
+    KIND: tl.constexpr, INTEGER: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """For each chunk: sum of squares (float64), largest magnitude (float32), and with `COUNTS` two counts (int32).
-
-    Chunks' numbers begin at `base`. `lows` counts entries whose magnitude as an integer is below `tiny`, and zeros.
-    """
+    """For each chunk: sum of squares (float64) and largest magnitude (float32). Chunks' numbers begin at `base`."""
     program = tl.program_id(0)
     tensor, start, size = chunk_of(tensor_of, block_of, sizes, CHUNK)
     pointer = address(table, 0, tensors, tensor, INTEGER, ALIGNED)
     if start + CHUNK <= size:
-        read_chunk(
-            pointer, start, size, tiny, base + program, squares, tops, lows, zeros, KIND, COUNTS, True, CHUNK, BLOCK
-        )
+        read_chunk(pointer, start, size, base + program, squares, tops, KIND, True, CHUNK, BLOCK)
     else:
-        read_chunk(
-            pointer, start, size, tiny, base + program, squares, tops, lows, zeros, KIND, COUNTS, False, CHUNK, BLOCK
-        )
+        read_chunk(pointer, start, size, base + program, squares, tops, KIND, False, CHUNK, BLOCK)
 
 
 @triton.jit
@@ -221,8 +182,7 @@ def highest(tops, begin, end, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tensors", "base", "chunks"])
-def finish(first, table, tensors, base, chunks, squares, tops, lows, zeros, flags, floats, counts,
-           COUNTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def finish(first, table, tensors, base, chunks, squares, tops, flags, floats, BLOCK: tl.constexpr):
     """A flag for each gradient of a part, whose chunks begin at `base`; one program more sums over all `chunks`."""
     tensor = tl.program_id(0)
     if tensor < tensors:
@@ -233,20 +193,8 @@ def finish(first, table, tensors, base, chunks, squares, tops, lows, zeros, flag
     else:
         top = highest(tops, 0, chunks, BLOCK)
         square = tl.zeros((BLOCK,), tl.float64)
-        if COUNTS:
-            low = tl.zeros((BLOCK,), tl.int64)
-            zero = tl.zeros((BLOCK,), tl.int64)
         for block in range(0, chunks, BLOCK):
             places = block + tl.arange(0, BLOCK)
-            inside = places < chunks
-            square += tl.load(squares + places, mask=inside, other=0.0)
-            if COUNTS:
-                low += tl.load(lows + places, mask=inside, other=0).to(tl.int64)
-                zero += tl.load(zeros + places, mask=inside, other=0).to(tl.int64)
+            square += tl.load(squares + places, mask=places < chunks, other=0.0)
         tl.store(floats + FOUND, (top >= INFINITY).to(tl.float32))
         tl.store(floats + NORM, tl.sqrt(tl.sum(square, 0)).to(tl.float32))
-        tl.store(floats + AMAX, top.to(tl.float32, bitcast=True))
-        if COUNTS:
-            nothing = tl.sum(zero, 0)
-            tl.store(counts, tl.sum(low, 0) - nothing)
-            tl.store(counts + 1, nothing)
