@@ -27,7 +27,7 @@ def make(root: Path, name: str, command: str, picture: str) -> None:
     docs = root / "docs"
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
-        verb, *rest = shlex.split(command.removesuffix(" --out plan"))
+        verb, *rest = shlex.split(command)
         line = [verb, "--out", str(out), *rest]
         print("+ preamp", *line, flush=True)
         subprocess.run([sys.executable, "-m", "preamp", *line], cwd=docs / "gallery", check=True)

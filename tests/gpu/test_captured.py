@@ -138,9 +138,9 @@ def test_states_loaded_between_captured_steps_are_trained_on(level: str, through
 def forget_kernels() -> None:
     """Let Triton load kernels as if no test before had launched them."""
     triton = pytest.importorskip("triton")
-    from preamp.kernels.triton import eight_bit, elementwise, launch, layerwise, read, sums
+    from preamp.kernels.triton import eight_bit, elementwise, launch, read
 
-    for module in (eight_bit, elementwise, launch, layerwise, read, sums):
+    for module in (eight_bit, elementwise, launch, read):
         for each in vars(module).values():
             if isinstance(each, triton.runtime.JITFunction):
                 each.device_caches.clear()

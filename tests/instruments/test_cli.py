@@ -193,6 +193,10 @@ def test_bench_writes_every_sample(tmp_path: Path) -> None:
         (("rules", "--policy", "O3"), "ops=none"),
         (("plan", "--params", "-7e9"), "no number of parameters"),
         (("plan", "--model", "nowhere:x:"), "nowhere:x:: ModuleNotFoundError"),  # :x: is no picture here
+        (("plan",), "write --params 7B or --model module:name"),
+        (("plan", "--params", "1M", "--optimizer", "adamx"), "there is no adamx; write adagrad, adam, adamw"),
+        (("plan", "--params", "1M", "--optimizer", "adam,states=8"), "states=8.0: write 'float32', or '8bit'"),
+        (("plan", "--params", "1M", "--optimizer", "adam,speed=9"), "unexpected keyword argument 'speed'"),
         (("doctor", "nowhere.py"), "Write its path, as in path/to/script.py, or -m package.module"),
     ],
 )
@@ -201,6 +205,17 @@ def test_an_error_is_one_message_and_status_2(arguments: tuple[str, ...], messag
     assert done.returncode == 2
     assert message in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
+
+
+def test_a_plan_of_a_model_and_of_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text("import torch\nbuild = lambda: torch.nn.Linear(1000, 1000)\n")
+    options = ["--level", "O5", "--optimizer", "adamw,master=split"]
+    out = invoke("plan", "--model", "net:build", *options, "--json", str(tmp_path / "plan.json"))
+    assert "1,001,000 parameters at O5" in out and "int16" in out
+    data = json.loads((tmp_path / "plan.json").read_text())
+    assert data["total"] == 1_001_000 * 14 + 8  # and two step counters
+    assert "torch" not in invoke("plan", "--params", "1M", "--optimizer", "torch.sgd,momentum=0.9", "--level", "O2")
 
 
 def test_migrate_prints_writes_and_says_what_is_left(tmp_path: Path) -> None:

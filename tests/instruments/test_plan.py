@@ -38,7 +38,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 def by_chance(p: Iterable[Any]) -> torch.optim.Optimizer:
-    return preamp.optim.AdamW(p, rounding="stochastic")
+    return preamp.optim.AdamW(p, master=None, rounding="stochastic")
 
 
 def build() -> nn.Sequential:
@@ -150,7 +150,8 @@ def test_two_ranks(counted: dict[str, Any], case: str) -> None:
     made = plan(
         plan_ranks.build(), lambda p: preamp.optim.AdamW(p, states=states), level=level, shard=shard, world=2
     )  # fmt: skip
-    assert made.held.to_json()["rows"] == counted[case]["rows"]
+    seen = {(row["kind"], row["dtype"]): row["bytes"] for row in counted[case]["rows"]}
+    assert {(row["kind"], row["dtype"]): row["bytes"] for row in made.held.to_json()["rows"]} == seen
     assert made.sent == counted[case]["sent"]
     assert "sent in a step" in made.to_table().to_text()
 
@@ -179,7 +180,7 @@ def test_numbers_that_people_write(number: int, unit: str) -> None:
         (OptimizerError, "states='4bit'", {"optimizer": lambda p: preamp.optim.AdamW(p, states="4bit")}),
         (PolicyError, "stochastic", {"level": "O5", "optimizer": by_chance}),
     ],
-    ids=str,
+    ids=lambda given: given if isinstance(given, str) else "",
 )  # fmt: skip
 def test_what_cannot_be_planned(error: type[Exception], match: str, arguments: dict[str, Any]) -> None:
     with pytest.raises(error, match=match):

@@ -92,8 +92,8 @@ def plan(
     if any(isinstance(module, CastingModule) for module in whole.modules()):
         check_free(whole)
     sharded = shard == "fsdp2"
-    model = shapes_of(whole, world if sharded else 1)
-    parameters, count = list(model.parameters()), sum(p.numel() for p in shapes_of(whole).parameters())
+    model = shapes_of(whole)
+    parameters, count = list(model.parameters()), sum(map(torch.Tensor.numel, model.parameters()))
     if not count:
         raise PreampError("the model has no parameters: there is nothing to plan")
     optimizers = _made(optimizer, parameters, sharded=sharded)
@@ -102,9 +102,11 @@ def plan(
     ranks = "" if world == 1 else f", one of {world} ranks, {shard}"
     title = f"{count:,} parameters at {policy.level or policy}, {type(optimizers[0]).__name__}{ranks}"
     peak = _step(model, optimizers, masters, conversions)
+    if sharded:
+        _cut(parameters, optimizers, world)
     held = memory_of([model], optimizers, masters, conversions, replicated=shard == "ddp")
     buckets = held.bytes_of("gradient buckets")
-    return MemoryPlan(title, held, peak + buckets, _sent(parameters, policy, shard, world))
+    return MemoryPlan(title, held, held.total if sharded else peak + buckets, _sent(parameters, policy, shard, world))
 
 
 def _made(
@@ -139,6 +141,23 @@ def _step(model: nn.Module, optimizers: list[Optimizer], masters: Any, conversio
         peak = max(peak, memory_of([model], optimizers, masters, conversions).total)
         masters.swap_out()
     return peak
+
+
+def _cut(parameters: list[Parameter], optimizers: list[Optimizer], world: int) -> None:
+    """Leave the shards of the first rank: FSDP2 cuts each tensor along its first dimension, rounded up."""
+    states = {param: state for optimizer in optimizers for param, state in optimizer.state.items()}
+    for param in parameters:
+        rows = param.shape[0] if param.dim() else 0
+        if not rows:
+            continue
+        own, state = -(-rows // world), states.get(param, {})
+        grad, param.grad = param.grad, None
+        param.data = param.data[:own]
+        if grad is not None:
+            param.grad = grad[:own]
+        for name, value in state.items():
+            if value.dim() and not value.shape[0] % rows:  # a state of its shape, or the scales of its rows
+                state[name] = value[: value.shape[0] // rows * own]
 
 
 def _sent(parameters: list[Parameter], policy: Policy, shard: str, world: int) -> int:

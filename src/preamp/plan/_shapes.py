@@ -47,21 +47,15 @@ def model_of(count: int) -> nn.Module:
     return model
 
 
-def shapes_of(model: nn.Module, world: int = 1) -> nn.Module:
-    """A model again, on the meta device; with `world`, the shards of the first of so many ranks.
-
-    FSDP2 shards each tensor along its first dimension, rounded up.
-    """
+def shapes_of(model: nn.Module) -> nn.Module:
+    """A model again, with parameters on the meta device."""
     empty: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise PolicyError(
                 f"the parameter {name} is lazy and has no size yet: run one batch through the model first"
             )
-        shape = list(parameter.shape)
-        if shape and world > 1:
-            shape[0] = -(-shape[0] // world)
-        bare = torch.empty(shape, dtype=parameter.dtype, device="meta")
+        bare = torch.empty_like(parameter, device="meta")
         empty[id(parameter)] = nn.Parameter(bare, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():  # whose values decide on their dtype, and which nothing writes
         empty[id(buffer)] = buffer
