@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -318,7 +318,7 @@ def plan(
 
     if (params is None) == (model is None):
         raise PreampError("preamp plan wants to know how large the model is: write --params 7B or --model module:name")
-    given = params if model is None else model_from(model)
+    given: Any = params if model is None else model_from(model)
     made = make(given, optimizer_from(optimizer), level=level, shard=shard, world=world)
     show(made.to_table(), Console(emoji=False))
     if as_json is not None:
