@@ -119,19 +119,20 @@ def _adam_8bit(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
     assert storage.step is not None
     taken = storage.step + 1
     beside: Sequence[Tensor | None] = storage.bits or storage.copies or [None] * len(storage.params)
-    for i, row in enumerate(zip(storage.params, gradients, *storage.states, beside, strict=True)):
-        chances = chances_like(flat(row[2]), o.seed, taken, i)
-        _step(*row, storage.step.clone(), o, chances, gate, split_master=bool(storage.bits))
+    rows = zip(storage.params, gradients, zip(*storage.states, strict=True), beside, strict=True)
+    for i, (param, gradient, states, other) in enumerate(rows):
+        chances, step = chances_like(flat(states[0]), o.seed, taken, i), storage.step.clone()
+        _step(param, gradient, states, other, step, o, chances, gate, split_master=bool(storage.bits))
     gate.count(storage.step)
     gate.settle(storage.step)
 
 
 def _step(
-    param: Tensor, gradient: Tensor, first_codes: Tensor, second_codes: Tensor, first_scales: Tensor,
-    second_scales: Tensor, beside: Tensor | None, step: Tensor, o: AdamOptions, chances: Tensor, gate: Gate, *,
-    split_master: bool,
+    param: Tensor, gradient: Tensor, states: tuple[Tensor, ...], beside: Tensor | None, step: Tensor, o: AdamOptions,
+    chances: Tensor, gate: Gate, *, split_master: bool,
 ) -> None:  # fmt: skip
     """Step one parameter. `beside`: its 16-bit copy, or the low bits of its split master."""
+    first_codes, second_codes, first_scales, second_scales = states
     first, second = dequantize(first_codes, first_scales), dequantize(second_codes, second_scales)
     stochastic = beside is None and o.stochastic_rounding and param.dtype is torch.bfloat16
     wide, copy = param, beside

@@ -131,11 +131,12 @@ def _step(model: nn.Module, optimizers: list[Optimizer], masters: Any, conversio
         parameter.grad = torch.empty_like(parameter)
     peak = 0
     for optimizer in optimizers:
-        own = {p for group in optimizer.param_groups for p in group["params"]}
-        fused = isinstance(optimizer, FusedOptimizer)
-        if fused:
+        wide: dict[Parameter, torch.Tensor] = {}
+        if isinstance(optimizer, FusedOptimizer):
             optimizer.lend(masters)
-        wide = {} if fused else {p: p.grad.float() for p in masters.among(trained) if p in own}
+        else:
+            own = {p for group in optimizer.param_groups for p in group["params"]}
+            wide = {p: p.grad.float() for p in masters.among(trained) if p in own and p.grad is not None}
         masters.swap_in(wide, wide)
         optimizer.step()
         peak = max(peak, memory_of([model], optimizers, masters, conversions).total)
