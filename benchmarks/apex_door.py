@@ -1,6 +1,6 @@
 """A transformer step at O1 and O4 through preamp.compat.apex, beside preamp's own session at the same level.
 
-    python benchmarks/apex_door.py [--rounds 21] [--out FILE]
+    python -m benchmarks.apex_door [--rounds 21] [--out FILE]
 
 Each contender has torch to itself: functions are patched before its turn and put back after it, off the clock. Turns
 are interleaved in one process; the ratio of a round is preamp's own time over the door's, so 1 is as fast and 0.95 is
@@ -12,9 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ import torch
 from torch import nn
 
 import preamp
-from preamp.bench import environment
-from preamp.bench._machine import keep_heap
-from preamp.bench._suites import transformer
 from preamp.compat.apex import amp
+from preamp.machine import environment
 
-Turn = Callable[[], tuple[Callable[[], None], Callable[[], None]]]
-"""Makes ready; returns a step and what puts things back."""
+from .harness import Setting
+from .race import Entry, Step, keep_heap, race
+from .regions import transformer
+
+Turn = Callable[[], AbstractContextManager[object]]
 
 
 def models(by_hand: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -37,58 +38,49 @@ def models(by_hand: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), 1e-6)
 
 
-def through_the_door(level: str, by_hand: bool, x: torch.Tensor) -> Turn:
+def through_the_door(level: str, by_hand: bool, x: torch.Tensor) -> tuple[Turn, Step]:
     """As a script for Apex is written."""
     model, optimizer = models(by_hand)
 
-    def turn() -> tuple[Callable[[], None], Callable[[], None]]:
+    @contextmanager
+    def turn() -> Iterator[None]:
         amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1024.0 if level == "O1" else None)
+        try:
+            yield
+        finally:
+            amp.close()
 
-        def step() -> None:
-            loss = model(x).float().pow(2).mean()
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    def step() -> None:
+        loss = model(x).float().pow(2).mean()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-        return step, amp.close
-
-    return turn
+    return turn, step
 
 
-def own(level: str, by_hand: bool, x: torch.Tensor) -> Turn:
+def own(level: str, by_hand: bool, x: torch.Tensor) -> tuple[Turn, Step]:
     """The same by preamp's session."""
     model, optimizer = models(by_hand)
+    sessions: list[preamp.Session] = []
 
-    def turn() -> tuple[Callable[[], None], Callable[[], None]]:
+    @contextmanager
+    def turn() -> Iterator[None]:
         scale: Any = {"scale": 1024.0} if level == "O1" else {}
-        session = preamp.prepare(model, optimizer, level=level, **scale)
+        with preamp.prepare(model, optimizer, level=level, **scale) as session:
+            sessions[:] = [session]
+            yield
 
-        def step() -> None:
-            with session.autocast():
-                loss = model(x).float().pow(2).mean()
-            session.backward(loss)
-            session.step()
-            session.zero_grad()
+    def step() -> None:
+        (session,) = sessions
+        with session.autocast():
+            loss = model(x).float().pow(2).mean()
+        session.backward(loss)
+        session.step()
+        session.zero_grad()
 
-        return step, session.close
-
-    return turn
-
-
-def race(contenders: dict[str, Turn], rounds: int, number: int) -> dict[str, list[float]]:
-    """Seconds a step, by round."""
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, turn in contenders.items():
-            step, undo = turn()
-            step()  # casts are made, buffers exist
-            started = time.perf_counter()
-            for _ in range(number):
-                step()
-            seconds[name].append((time.perf_counter() - started) / number)
-            undo()
-    return seconds
+    return turn, step
 
 
 def main() -> None:
@@ -105,7 +97,12 @@ def main() -> None:
         x = torch.randn(size)
         for by_hand in (False, True):
             contenders = {"preamp.prepare": own(level, by_hand, x), "compat.apex": through_the_door(level, by_hand, x)}
-            seconds = race(contenders, arguments.rounds, number)
+            entries = [
+                Entry(who, lambda _, step=step: step, turn, before=1, number=number)  # type: ignore[misc]
+                for who, (turn, step) in contenders.items()
+            ]
+            race(entries, Setting(device=torch.device("cpu"), rounds=arguments.rounds))
+            seconds = {entry.name: entry.seconds for entry in entries}
             ratios = [a / b for a, b in zip(*seconds.values(), strict=True)]
             quartiles = statistics.quantiles(ratios, n=4)
             name = f"{level}, {'attention by hand' if by_hand else 'SDPA'}, batch {size[0]} x {size[1]}"

@@ -1,6 +1,6 @@
 """Three networks of the zoo trained by a script for Apex at O0 to O3: losses after 200 steps against float32 seeds.
 
-    python benchmarks/apex_levels.py [--steps 200] [--out FILE]
+    python -m benchmarks.apex_levels [--steps 200] [--out FILE]
 
 SGD with momentum, since O3 has no masters and Adam's squares are nothing in float16. A level passes if the mean over
 its seeds of the final loss (of the last 20 steps) is not above the worst of the float32 seeds.
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from preamp.bench import environment
 from preamp.compat.apex import amp
+from preamp.machine import environment
 from preamp.zoo import TASKS
 
 RATES = {"flights": 0.05, "unet": 0.05, "seresnext": 0.02}

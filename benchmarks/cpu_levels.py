@@ -1,6 +1,6 @@
 """Whole training steps of the zoo's four networks on a CPU: float32, torch.amp and preamp's levels, interleaved.
 
-    python benchmarks/cpu_levels.py [--rounds 15] [--model NAME] [--out FILE]
+    python -m benchmarks.cpu_levels [--rounds 15] [--model NAME] [--out FILE]
 
 Each network trains on its real data with its own recipe (size "ci", fused AdamW). A turn is one step off the clock and
 two on it, clipping included. Contenders take turns in balanced orders in one process, and the kernels of preamp are out
@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import json
 import os
 import statistics
-import time
 import warnings
 from collections.abc import Callable
 from itertools import cycle
@@ -28,12 +26,13 @@ import torch
 
 import preamp
 from preamp.autocast import PRODUCTS, REGISTRY
-from preamp.bench import environment
-from preamp.bench._machine import keep_heap
-from preamp.bench._race import orders, spread
-from preamp.bench._trial import make_optimizer, saved_bytes
+from preamp.demo._trial import make_optimizer, saved_bytes
 from preamp.formats import cpu_multiplies
+from preamp.machine import environment
 from preamp.zoo import TASKS, Task
+
+from .harness import Setting
+from .race import Entry, Step, keep_heap, race
 
 LEVELS = ("O1", "O2", "O4", "O5")
 TORCH = {"torch.amp bf16": torch.bfloat16, "torch.amp fp16": torch.float16}
@@ -42,7 +41,7 @@ STEPS = 2
 """A turn's timed steps."""
 
 
-class Contender:
+class Trainer:
     """A network in training. `step()` takes the next batch; `forward()` is its first half."""
 
     def __init__(self, task: Task, name: str, batches: int = 64) -> None:
@@ -96,11 +95,11 @@ def kept(task: Task, name: str, multiplies: str | None) -> int:
         os.environ["PREAMP_CPU_MULTIPLIES"] = multiplies
     cpu_multiplies.cache_clear()
     try:
-        contender = Contender(task, name, batches=1)
-        with saved_bytes(contender.model) as found:
-            loss = contender.forward()
+        trainer = Trainer(task, name, batches=1)
+        with saved_bytes(trainer.model) as found:
+            loss = trainer.forward()
         assert loss.requires_grad
-        contender.close()
+        trainer.close()
         return sum(found.values())
     finally:
         os.environ.pop("PREAMP_CPU_MULTIPLIES", None)
@@ -113,34 +112,24 @@ def row_of(task: Task, rounds: int, say: Callable[[str], None]) -> dict[str, Any
     """Times, ratios and bytes of one network."""
     bytes_kept = {name: kept(task, name, None) for name in CONTENDERS}
     by_torch = {name: kept(task, name, "bf16,fp16") for name in LEVELS}
-    contenders = {name: Contender(task, name) for name in CONTENDERS}
-    times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-    turns = cycle([CONTENDERS[place] for place in order] for order in orders(len(CONTENDERS)))
-    gc.disable()
-    for index in range(rounds + 1):
-        for name in next(turns):
-            contender = contenders[name]
-            away = contextlib.nullcontext() if contender.session is not None else REGISTRY.away()
-            with away:
-                contender.step()  # on kernels that were put in just now, and beside caches that another has filled
-                started = time.perf_counter()
-                for _ in range(STEPS):
-                    contender.step()
-                if index:  # the first round warms up
-                    times[name].append((time.perf_counter() - started) / STEPS)
-    gc.enable()
-    for contender in contenders.values():
-        contender.close()
+
+    def entry(name: str) -> Entry:
+        def make(stack: contextlib.ExitStack) -> Step:
+            return stack.enter_context(contextlib.closing(Trainer(task, name))).step
+
+        return Entry(name, make, contextlib.nullcontext if name in LEVELS else REGISTRY.away, before=1, number=STEPS)
+
+    found = race([entry(name) for name in CONTENDERS], Setting(device=torch.device("cpu"), rounds=rounds))
     assert not PRODUCTS._libraries
     rows = []
-    for name, seconds in times.items():
-        ratios = [r / t for r, t in zip(times["float32"], seconds, strict=True)]
+    for each in found:
+        name, seconds = each["name"], each["seconds"]
         rows.append({
-            "name": name, "seconds": seconds, "median ms": statistics.median(seconds) * 1e3, "ratio": spread(ratios),
+            "name": name, "seconds": seconds, "median ms": statistics.median(seconds) * 1e3, "ratio": each["ratio"],
             "kept": bytes_kept[name], "kept by torch's kernels": by_torch.get(name),
         })  # fmt: skip
         say(
-            f"  {name:15} {statistics.median(seconds) * 1e3:8.1f} ms  {statistics.median(ratios):6.3f}x of float32  "
+            f"  {name:15} {statistics.median(seconds) * 1e3:8.1f} ms  {each['ratio']['median']:6.3f}x of float32  "
             f"keeps {bytes_kept[name] / 2**20:6.1f} MiB"
         )
     recipe = task.recipe("ci")

@@ -1,6 +1,6 @@
 """What `preamp doctor` costs: BERT of size ci trained on the CPU, alone and watched.
 
-    python benchmarks/doctor_overhead.py [--rounds 5] [--level O4] [--out FILE]
+    python -m benchmarks.doctor_overhead [--rounds 5] [--level O4] [--out FILE]
 
 Each run is a process of its own, as a user's is: the script below, started by Python or by `preamp doctor`. It times
 its own training loop, so imports and the making of the report do not count. Contenders are interleaved; the ratio of a
@@ -20,21 +20,21 @@ from pathlib import Path
 
 import torch
 
-from preamp.bench import environment
+from preamp.machine import environment
 
 SCRIPT = """
 import json, sys, time
 import torch
-from preamp.bench._machine import keep_heap
-from preamp.bench._trial import run_trial
-from preamp.demo._plan import make_plan
+from benchmarks.race import keep_heap
+from preamp.demo import run_trial
+from preamp.zoo import TASKS
 
 keep_heap()
-task = make_plan(["bert"], sys.argv[1], "ci", False, 1, "cpu").tasks[0]
+task = TASKS["bert"]
 recipe = task.recipe("ci")
 next(iter(task.batches("ci", seed=0, steps=1, batch_size=recipe.batch_size)))  # prepares the data
 started = time.perf_counter()
-trial = run_trial(task, sys.argv[1], size="ci", seed=0, device=torch.device("cpu"), recipe=recipe, evaluate=False)
+trial = run_trial(task, sys.argv[1], size="ci", seed=0, device=torch.device("cpu"), recipe=recipe)
 seconds = time.perf_counter() - started
 print(json.dumps({"seconds": seconds, "losses": [loss.hex() for loss in trial.losses]}))
 """
@@ -46,7 +46,9 @@ def run(script: Path, level: str, every: int | None) -> tuple[float, list[str], 
     line = [sys.executable]
     if every is not None:
         line += ["-m", "preamp", "doctor", "--every", str(every), "--out", str(script.parent / "out")]
-    ran = subprocess.run([*line, str(script), level], capture_output=True, text=True, env=dict(os.environ))
+    paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    ran = subprocess.run([*line, str(script), level], capture_output=True, text=True, env=env)
     if ran.returncode:
         raise SystemExit(ran.stderr)
     result = json.loads(ran.stdout)

@@ -1,6 +1,6 @@
 """Trains networks of the zoo with AdamW's states in float32 and in 8 bits, and measures how far the steps differ.
 
-`python benchmarks/eight_bit.py [network ...]` prints rows and writes `results/eight_bit_<commit>.json`, to be renamed.
+`python -m benchmarks.eight_bit [network ...]` prints rows and writes `results/eight_bit_<commit>.json`, to be renamed.
 Float32 weights, size ci, three seeds. "update error" is the L2 distance of the update from the one that float32
 moments of the same gradients would make, relative to that, the mean over steps; parameters with states in 8 bits only.
 """
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from preamp.bench import environment
 from preamp.kernels import dequantize
+from preamp.machine import environment
 from preamp.optim import AdamW
 from preamp.zoo import TASKS
 

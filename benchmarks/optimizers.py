@@ -1,6 +1,6 @@
 """Trains networks of the zoo in float32, at O5 with masters, and in bfloat16 without masters, by many optimizers.
 
-`python benchmarks/optimizers.py [network ...]` prints rows and writes `results/optimizers_<commit>.json`, to be
+`python -m benchmarks.optimizers [network ...]` prints rows and writes `results/optimizers_<commit>.json`, to be
 renamed. Size ci, one thread, two seeds. Learning rates are constant: that of the recipe for relatives of Adam, a tenth
 of it for Lion, 0.02 for Muon, which gets the matrices of hidden layers.
 """
@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 import preamp
-from preamp.bench import environment
+from preamp.machine import environment
 from preamp.zoo import TASKS
 
 WAYS = {"O0": "O0", "O5": "O5", "bfloat16 without masters": "O5,masters=no"}

@@ -1,9 +1,9 @@
 """AdamW's ways of keeping numbers, bfloat16 weights: time of a step alone, and what training comes to at O5.
 
-    python benchmarks/options.py [--rounds 9] [--out FILE]
+    python -m benchmarks.options [--rounds 9] [--out FILE]
 
 Times: `scaler.step(optimizer); scaler.update()` over 150 tensors of 100,000 elements, contenders interleaved. Losses:
-networks of the zoo, size ci, three seeds; shadow weights are an option of O4 and stand beside that.
+networks of the zoo, size ci, three seeds, beside float32 weights at O4.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import preamp
-from preamp.bench import environment
-from preamp.bench._machine import keep_heap
-from preamp.bench._step_suite import _leaves, _low, _scaled
+from preamp.machine import environment
 from preamp.optim import AdamW
 from preamp.zoo import TASKS
+
+from .harness import Setting
+from .lists import LISTS, leaves, scaled, with_masters
+from .race import Entry, Step, keep_heap, race
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "master float32": {},
@@ -39,25 +39,19 @@ NETWORKS = ("flights", "bert")
 
 def times(rounds: int) -> list[dict[str, Any]]:
     """Seconds of a step, by contender and round."""
-    cpu, shapes = torch.device("cpu"), [(250, 400)] * 150
-    works: dict[str, Callable[[], None]] = {
-        "torch, masters by hand": _low("AdamW", {"lr": 1e-9}, shapes, cpu)["masters by hand"]
+    cpu, (shapes, _) = torch.device("cpu"), LISTS["150 x 100k"]
+    works: dict[str, Step] = {
+        "torch, masters by hand": with_masters("AdamW", {"lr": 1e-9}, shapes, cpu)["masters by hand"]
     }
     for name, options in OPTIONS.items():
-        optimizer = AdamW(_leaves(shapes, cpu, torch.bfloat16), 1e-9, **options)
-        works[name] = _scaled(preamp.GradScaler, optimizer, cpu)
-    seconds: dict[str, list[float]] = {name: [] for name in works}
-    for work in works.values():
-        work()
-    for _ in range(rounds):
-        for name, work in works.items():
-            started = time.perf_counter()
-            work()
-            seconds[name].append(time.perf_counter() - started)
-    return [{"name": name, "seconds": found} for name, found in seconds.items()]
+        optimizer = AdamW(leaves(shapes, cpu, torch.bfloat16), 1e-9, **options)
+        works[name] = scaled(preamp.GradScaler, optimizer, cpu)
+    entries = [Entry(name, lambda _, work=work: work) for name, work in works.items()]  # type: ignore[misc]
+    race(entries, Setting(device=cpu, rounds=rounds))
+    return [{"name": entry.name, "seconds": entry.seconds} for entry in entries]
 
 
-def train(network: str, level: str, seed: int, shadow: bool, options: dict[str, Any]) -> float:
+def train(network: str, level: str, seed: int, options: dict[str, Any]) -> float:
     """The mean loss of the last tenth of the steps."""
     task = TASKS[network]
     recipe = task.recipe("ci")
@@ -66,7 +60,7 @@ def train(network: str, level: str, seed: int, shadow: bool, options: dict[str, 
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.max_lr, total_steps=recipe.steps + 1)
     policy = f"{level},masters=no" if options.get("master", "") is None else level
     losses = []
-    with preamp.prepare(model, optimizer, policy=policy, shadow=shadow) as session:
+    with preamp.prepare(model, optimizer, policy=policy) as session:
         for inputs, target in task.batches("ci", seed=seed, steps=recipe.steps, batch_size=recipe.batch_size):
             with session.autocast():
                 loss = task.loss(model(*inputs), target)
@@ -91,11 +85,10 @@ def main() -> None:
     for row in timed:
         print(f"{row['name']:36} {1e3 * statistics.median(row['seconds']):8.1f} ms", flush=True)
     trained: list[dict[str, Any]] = []
-    variants = [("O5", False, name, options) for name, options in OPTIONS.items()]
-    variants += [("O4", False, "float32 weights", {}), ("O4", True, "float32 weights with shadows", {})]
+    variants = [*(("O5", name, options) for name, options in OPTIONS.items()), ("O4", "float32 weights", {})]
     for network in NETWORKS:
-        for level, shadow, name, options in variants:
-            losses = [train(network, level, seed, shadow, options) for seed in range(3)]
+        for level, name, options in variants:
+            losses = [train(network, level, seed, options) for seed in range(3)]
             trained.append({"network": network, "level": level, "name": name, "losses": losses})
             print(f"{network:8} {level} {name:36} {', '.join(f'{loss:.4f}' for loss in losses)}", flush=True)
     about = environment(torch.device("cpu"))

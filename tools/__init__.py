@@ -1,1 +1,1 @@
-"""What the workshop needs and users do not: documents written from results, goals judged, traces recorded."""
+"""What the workshop needs and users do not: documents written from results, goals judged."""

@@ -83,7 +83,7 @@ def _demo_rows(results: dict[str, Any], task: str) -> list[tuple[Any, ...]]:
     return rows
 
 
-@committed("regions", "./dev bench")
+@committed("regions", "./dev bench regions")
 def bench(results: dict[str, Any]) -> tuple[Table, str]:
     """The newest committed ratios of the suite "regions"."""
     rows = [
@@ -101,7 +101,7 @@ def bench(results: dict[str, Any]) -> tuple[Table, str]:
     return Table("", columns, rows), text
 
 
-@committed("apex-door", "python benchmarks/apex_door.py")
+@committed("apex-door", "python -m benchmarks.apex_door")
 def apex_door(results: dict[str, Any]) -> tuple[Table, str]:
     """What a step through preamp.compat.apex takes beside preamp's own."""
     rows = []
@@ -122,7 +122,7 @@ def apex_door(results: dict[str, Any]) -> tuple[Table, str]:
     return Table("", columns, rows), text
 
 
-@committed("doctor-overhead", "python benchmarks/doctor_overhead.py")
+@committed("doctor-overhead", "python -m benchmarks.doctor_overhead")
 def doctor_overhead(results: dict[str, Any]) -> tuple[Table, str]:
     """What watching costs a training run, by how often magnitudes are counted."""
     rows = []
@@ -146,7 +146,7 @@ def doctor_overhead(results: dict[str, Any]) -> tuple[Table, str]:
     return Table("", columns, rows), text
 
 
-@committed("apex-levels", "python benchmarks/apex_levels.py")
+@committed("apex-levels", "python -m benchmarks.apex_levels")
 def apex_levels(results: dict[str, Any]) -> tuple[Table, str]:
     """Final losses of networks trained through preamp.compat.apex, by level."""
     finals: dict[str, dict[str, list[float]]] = {}
@@ -168,7 +168,7 @@ def apex_levels(results: dict[str, Any]) -> tuple[Table, str]:
     return Table("", columns, rows), text
 
 
-@committed("cpu-levels", "python benchmarks/cpu_levels.py")
+@committed("cpu-levels", "python -m benchmarks.cpu_levels")
 def cpu_levels(results: dict[str, Any]) -> tuple[Table, str]:
     """Whole steps on a CPU without 16-bit arithmetic: time against float32 and torch.amp, and what is kept."""
     rows = []
@@ -219,7 +219,7 @@ def cpu_story(root: Path) -> str:
     return text.replace("%", " %")
 
 
-@committed("step", "./dev bench --suite step")
+@committed("step", "./dev bench step")
 def step(results: dict[str, Any]) -> tuple[Table, str]:
     """The newest committed ratios of the suite "step", and what was counted."""
     rows: list[tuple[Any, ...]] = []
@@ -245,7 +245,7 @@ def step(results: dict[str, Any]) -> tuple[Table, str]:
     return Table("", columns, rows), text
 
 
-@committed("options", "python benchmarks/options.py")
+@committed("options", "python -m benchmarks.options")
 def option_times(results: dict[str, Any]) -> tuple[Table, str]:
     """What a step of AdamW takes with each option, on a CPU."""
     reference = results["steps"][0]["seconds"]
@@ -263,7 +263,7 @@ def option_times(results: dict[str, Any]) -> tuple[Table, str]:
     return Table("", ("AdamW", Column("median", "ms", 1), Column("ratio", digits=2)), rows), text
 
 
-@committed("options", "python benchmarks/options.py")
+@committed("options", "python -m benchmarks.options")
 def option_losses(results: dict[str, Any]) -> tuple[Table, str]:
     """What training comes to with each option."""
     rows = [
@@ -276,7 +276,7 @@ def option_losses(results: dict[str, Any]) -> tuple[Table, str]:
     return Table("", columns, rows), text
 
 
-@committed("optimizers", "python benchmarks/optimizers.py")
+@committed("optimizers", "python -m benchmarks.optimizers")
 def any_optimizer(results: dict[str, Any]) -> tuple[Table, str]:
     """What training comes to in float32, with masters and without, by many optimizers."""
     ways = list(dict.fromkeys(row["way"] for row in results["rows"]))
@@ -299,7 +299,7 @@ def any_optimizer(results: dict[str, Any]) -> tuple[Table, str]:
     return Table("", columns, rows), text
 
 
-@committed("sessions", "./dev bench --suite sessions")
+@committed("sessions", "./dev bench sessions")
 def sessions(results: dict[str, Any]) -> tuple[Table, str]:
     """Whole training steps by sessions beside a loop by hand with torch.amp."""
     (row,) = results["suites"]["sessions"]

@@ -10,19 +10,19 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from preamp.bench._race import INTERVAL, spread, spread_text
-from preamp.bench._results import MEASURED_ON
-from preamp.bench.training._contenders import (
-    BF16,
+from benchmarks.harness import MEASURED_ON
+from benchmarks.lists import COPY
+from benchmarks.race import spread
+from benchmarks.report import NOTES
+from benchmarks.trainers import (
     CAPTURED,
     COMPILED,
     COMPILED_REFERENCE,
     EAGER,
     FIRST_LAYOUT,
-    FP16,
+    FOREACH,
     O2,
     O2_COMPILED,
     O2_REDUCED,
@@ -32,7 +32,7 @@ from preamp.bench.training._contenders import (
     REFERENCE_REDUCED,
     UNSCALED,
 )
-from preamp.bench.training._optimizer import EIGHT, FOREACH
+
 from preamp.report import Column, Table
 from preamp.report.files import write_json
 
@@ -62,54 +62,48 @@ _ABSENT = _Found(None, None, "not measured")
 
 
 class _Results:
-    """Rows by part and name."""
+    """Rows by suite and name."""
 
-    def __init__(self, rows: Rows) -> None:
-        self._rows = {(str(row.get("part")), str(row["name"])): row for row in rows}
+    def __init__(self, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+        self._rows = {(suite, str(row["name"])): row for suite, row in rows}
 
-    def part(self, part: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Name and row of every row of a part."""
-        return ((name, row) for (kind, name), row in self._rows.items() if kind == part)
+    def suite(self, suite: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Name and row of every row of a suite."""
+        return ((name, row) for (its, name), row in self._rows.items() if its == suite)
 
-    def of(self, part: str, name: str, contender: str) -> Mapping[str, Any] | None:
-        """What was found of a contender, unless it failed or the part was dropped."""
-        row = self._rows.get((part, name), {})
+    def of(self, suite: str, name: str, contender: str) -> Mapping[str, Any] | None:
+        """What was found of a contender, unless it failed."""
+        row = self._rows.get((suite, name), {})
         return next((c for c in row.get("contenders", ()) if c["name"] == contender and not c.get("error")), None)
 
-    def times(self, part: str, name: str, ours: str, theirs: str | None = None) -> dict[str, float] | None:
-        """How many times faster `ours` is than `theirs` (None: the row's reference), by rounds, as `spread` has it."""
-        own = self.of(part, name, ours)
-        if own is None:
+    def times(self, suite: str, name: str, ours: str, theirs: str = REFERENCE.name) -> dict[str, float] | None:
+        """How many times faster `ours` is than `theirs`, by rounds, as `spread` has it."""
+        own, other = self.of(suite, name, ours), self.of(suite, name, theirs)
+        if own is None or other is None:
             return None
-        if theirs is None:
-            found: dict[str, float] | None = own["ratio"]
-            return found
-        other = self.of(part, name, theirs)
-        if other is None:
-            return None
-        ratios = [b / a for a, b in zip(own["seconds"], other["seconds"], strict=False)]
-        return spread(ratios) if ratios else None
+        return spread([b / a for a, b in zip(own["seconds"], other["seconds"], strict=True)])
 
 
 def goals(suites: Mapping[str, Rows]) -> list[dict[str, Any]]:
     """Each goal, for each device that something was measured on: what it asks, target, figure, whether it is met.
 
-    `met` is None where that is not known. `suites`: the part of a bench's JSON of that name. The rows of `training` are
-    enough for all but the underflow of G11, for which those of `schedules` are read.
+    `met` is None where that is not known. `suites`: the part of a bench's JSON of that name.
     """
-    by_device: dict[str, list[Mapping[str, Any]]] = {}
-    for row in suites.get("training", ()):
-        by_device.setdefault(str(row.get(MEASURED_ON, {}).get("device", "an unknown device")), []).append(row)
-    return [goal for device, rows in by_device.items() for goal in _on(device, rows, suites)]
+    by_device: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
+    for suite, rows in suites.items():
+        for row in rows:
+            device = str(row.get(MEASURED_ON, {}).get("device", "an unknown device"))
+            by_device.setdefault(device, []).append((suite, row))
+    return [goal for device, rows in by_device.items() for goal in _on(device, rows)]
 
 
-def _on(device: str, rows: Rows, suites: Mapping[str, Rows]) -> Iterator[dict[str, Any]]:
+def _on(device: str, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[dict[str, Any]]:
     found = _Results(rows)
     unfit = "" if any(name in device for name in DEVICES) else f"there are goals for {' and '.join(DEVICES)} only"
-    if any(row.get("part") == "machine" and row.get("size", "full") != "full" for row in rows):
+    if any(row.get("tiny") for _, row in rows):
         unfit = "goals are for the full size"
     for goal, what, target, judge in _GOALS:
-        result = judge(found, suites)
+        result = judge(found)
         if unfit and result.met is not None:
             result = replace(result, met=None, note=unfit)
         yield {"goal": goal, "what": what, "device": device, "target": target, **asdict(result)}
@@ -123,12 +117,12 @@ def goals_table(judged: Sequence[Mapping[str, Any]]) -> Table:
         for g in judged
     ]
     figures = (Column("measured", digits=3), Column("low", digits=3), Column("high", digits=3))
-    return Table("Goals", ("device", "goal", "what", "target", *figures, "", "note"), rows, (INTERVAL,))
+    return Table("Goals", ("device", "goal", "what", "target", *figures, "", "note"), rows, NOTES[1:])
 
 
 # -- judges
 
-Judge = Callable[[_Results, Mapping[str, Rows]], _Found]
+Judge = Callable[[_Results], _Found]
 
 _LARGE, _BASE, _SMALL, _FF = "BERT-large b16", "BERT-base b32", "BERT-base b4", "feed-forward"
 _LIST = "Adam, BERT-large"
@@ -141,27 +135,18 @@ def _at_least(target: float, found: Mapping[str, float] | None, note: str = "") 
 
 
 def _faster(
-    target: float, part: str, name: str, contender: str = O2.name, theirs: str | None = None, note: str = ""
+    target: float, suite: str, name: str, contender: str = O2.name, theirs: str = REFERENCE.name, note: str = ""
 ) -> Judge:
-    def judge(found: _Results, _: Mapping[str, Rows]) -> _Found:
-        return _at_least(target, found.times(part, name, contender, theirs), note)
+    def judge(found: _Results) -> _Found:
+        return _at_least(target, found.times(suite, name, contender, theirs), note)
 
     return judge
-
-
-def _bandwidth(found: _Results, _: Mapping[str, Rows]) -> _Found:
-    own = found.of("optimizer", _LIST, O2.name)
-    if own is None or own.get("roofline") is None:
-        return _ABSENT
-    middle = median(own["seconds"])
-    shares = spread([own["roofline"] * middle / seconds for seconds in own["seconds"]])
-    return _at_least(0.9, shares, "30 bytes a parameter / time / copy bandwidth")
 
 
 def _captured(target: float, name: str) -> Judge:
     """Against the reference as it is; the note has how it stands to a graph of the reference."""
 
-    def judge(found: _Results, _: Mapping[str, Rows]) -> _Found:
+    def judge(found: _Results) -> _Found:
         alike = _written(found.times("steps", name, CAPTURED.name, REFERENCE_CAPTURED.name))
         return _at_least(target, found.times("steps", name, CAPTURED.name), f"both captured: {alike}")
 
@@ -171,11 +156,11 @@ def _captured(target: float, name: str) -> Judge:
 def _convnet(target: float, name: str) -> Judge:
     """The better of eager and compiled, against the reference in the layout that torch starts from."""
 
-    def judge(found: _Results, _: Mapping[str, Rows]) -> _Found:
+    def judge(found: _Results) -> _Found:
         eager = found.times("steps", name, O2.name, FIRST_LAYOUT.name)
         note = f"{O2.name}; in the same layout {_written(found.times('steps', name, O2.name))}"
         layout = found.times("steps", name, REFERENCE.name, FIRST_LAYOUT.name)
-        compiled = found.times("compiled", f"{name}, compiled", O2_COMPILED.name)
+        compiled = found.times("compiled", name, O2_COMPILED.name)
         if compiled is not None and layout is not None:
             note += f"; compiled x{compiled['median'] * layout['median']:.2f}"
         return _at_least(target, eager, note)
@@ -184,25 +169,25 @@ def _convnet(target: float, name: str) -> Judge:
 
 
 def _memory(target: float, contender: str) -> Judge:
-    def judge(found: _Results, _: Mapping[str, Rows]) -> _Found:
+    def judge(found: _Results) -> _Found:
         own, theirs = found.of("steps", _LARGE, contender), found.of("steps", _LARGE, REFERENCE.name)
         if own is None or theirs is None or not theirs.get("peak bytes"):
             return _ABSENT
         share = own["peak bytes"] / theirs["peak bytes"]
-        batches = [found.of("largest batch", f"largest batch, {_LARGE}", each) for each in (contender, REFERENCE.name)]
+        batches = [found.of("memory", _LARGE, each) for each in (contender, REFERENCE.name)]
         note = "largest batch " + " against ".join(str(b["batch"]) for b in batches if b) if all(batches) else ""
         return _Found(share, share <= target, note)
 
     return judge
 
 
-def _waits(found: _Results, _: Mapping[str, Rows]) -> _Found:
+def _waits(found: _Results) -> _Found:
     ours = {c.name for c in (*EAGER, *COMPILED) if c.ours}
     counted = {
         f"{name}, {each['name']}": each["waits"]
-        for part in ("steps", "compiled")
-        for name, row in found.part(part)
-        for each in row["contenders"]
+        for suite in ("steps", "compiled")
+        for name, row in found.suite(suite)
+        for each in row.get("contenders", ())
         if each["name"] in ours and each.get("waits") is not None
     }
     if not counted:
@@ -211,24 +196,24 @@ def _waits(found: _Results, _: Mapping[str, Rows]) -> _Found:
     return _Found(counted[worst], counted[worst] == 0, f"of {len(counted)}; most: {worst}" if counted[worst] else "")
 
 
-def _launches(found: _Results, _: Mapping[str, Rows]) -> _Found:
+def _launches(found: _Results) -> _Found:
     scaled, plain = (found.of("steps", _SMALL, contender.name) for contender in (O2, UNSCALED))
     if not scaled or not plain:
         return _ABSENT
     if scaled.get("launches") is None or plain.get("launches") is None:
-        return _Found(None, None, scaled.get("not counted") or plain.get("not counted") or "not measured")
+        return _ABSENT
     extra = scaled["launches"] - plain["launches"]
     return _Found(extra, extra <= 4)
 
 
-def _slowest(found: _Results, _: Mapping[str, Rows]) -> _Found:
+def _slowest(found: _Results) -> _Found:
     """Ours against torch.amp of the same dtype, a graph against a graph, compiled against compiled in the same mode."""
     same = {c.name: f"torch.amp {'bf16' if c.level in ('O4', 'O5') else 'fp16'}" for c in EAGER if c.ours}
     same |= {CAPTURED.name: REFERENCE_CAPTURED.name}
     alike = {O2_COMPILED.name: COMPILED_REFERENCE.name, O2_REDUCED.name: REFERENCE_REDUCED.name}
-    pairs = [("steps", name, ours, theirs) for name, _ in found.part("steps") for ours, theirs in same.items()]
-    pairs += [("compiled", name, ours, theirs) for name, _ in found.part("compiled") for ours, theirs in alike.items()]
-    ratios = {(name, ours): found.times(part, name, ours, theirs) for part, name, ours, theirs in pairs}
+    pairs = [("steps", name, ours, theirs) for name, _ in found.suite("steps") for ours, theirs in same.items()]
+    pairs += [("compiled", name, ours, theirs) for name, _ in found.suite("compiled") for ours, theirs in alike.items()]
+    ratios = {(name, ours): found.times(suite, name, ours, theirs) for suite, name, ours, theirs in pairs}
     known = {pair: value for pair, value in ratios.items() if value is not None}
     if not known:
         return _ABSENT
@@ -238,9 +223,9 @@ def _slowest(found: _Results, _: Mapping[str, Rows]) -> _Found:
     return replace(_at_least(NEVER_SLOWER, known[worst], note), met=not slow)
 
 
-def _parity(found: _Results, _: Mapping[str, Rows]) -> _Found:
+def _parity(found: _Results) -> _Found:
     worst, broken, seen = 0.0, [], 0
-    for name, row in found.part("parity"):
+    for name, row in found.suite("losses"):
         by_name = {c["name"]: c for c in row.get("contenders", ()) if not c.get("error")}
         if "fp32" not in by_name:
             continue
@@ -261,51 +246,28 @@ def _late(each: Mapping[str, Any], row: Mapping[str, Any]) -> int:
     return sum(index >= row["settled after"] for index in each["skips"])
 
 
-def _scales(found: _Results, suites: Mapping[str, Rows]) -> _Found:
-    """Late skips of the window schedule in the runs for parity, and its underflow in replays, if those were made."""
-    late = [
-        _late(each, row)
-        for _, row in found.part("parity")
-        for each in row.get("contenders", ())
-        if each["name"] == "preamp O2, window" and not each.get("error")
-    ]
-    if not late:
-        return _ABSENT
-    behind, replayed = [], 0
-    for row in suites.get("schedules", ()):
-        flushed = {each["name"]: each["flushed"] for each in row["contenders"]}
-        if "window" in flushed and "backoff" in flushed:
-            replayed += 1
-            if flushed["window"] > flushed["backoff"]:
-                behind.append(row["name"])
-    note = f"{len(late)} runs; " + (f"underflow above backoff's: {len(behind)} of {replayed} replays" if replayed else
-                                    "underflow: see the suite schedules")  # fmt: skip
-    return _Found(sum(late), sum(late) == 0 and not behind if replayed else (False if sum(late) else None), note)
-
-
 def _written(found: Mapping[str, float] | None) -> str:
-    return "-" if found is None else spread_text(found)
+    return "-" if found is None else f"x{found['median']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
 
 
 _CLIPPED = f"{_LIST}, clipping"
-assert {FP16, BF16} == {c.dtype for c in EAGER if c.dtype}  # _slowest names the reference by dtype
 
 _GOALS: tuple[tuple[str, str, str, Judge], ...] = (
-    ("G1", "optimizer and casts, BERT-large", ">= 1.6x", _faster(1.6, "optimizer", _LIST)),
-    ("G1", "the same with clipping", ">= 1.8x", _faster(1.8, "optimizer", _CLIPPED)),
-    ("G1b", "the same, against foreach", ">= 2.7x", _faster(2.7, "optimizer", _LIST, theirs=FOREACH)),
-    ("G1c", "share of copy bandwidth", ">= 0.90", _bandwidth),
-    ("G2", "8-bit states", ">= 2.3x", _faster(2.3, "optimizer", _LIST, EIGHT)),
+    ("G1", "optimizer and casts, BERT-large", ">= 1.6x", _faster(1.6, "lists", _LIST)),
+    ("G1", "the same with clipping", ">= 1.8x", _faster(1.8, "lists", _CLIPPED)),
+    ("G1b", "the same, against foreach", ">= 2.7x", _faster(2.7, "lists", _LIST, theirs=FOREACH.name)),
+    ("G1c", "share of copy bandwidth", ">= 0.90", _faster(0.9, "lists", _LIST, theirs=COPY)),
+    ("G2", "8-bit states", ">= 2.3x", _faster(2.3, "lists", _LIST, O5_EIGHT.name)),
     ("G3", "step, BERT-base b32", ">= 1.15x", _faster(1.15, "steps", _BASE)),
     ("G3", "step, BERT-large", ">= 1.12x", _faster(1.12, "steps", _LARGE)),
     ("G3b", "compiled against eager, BERT-base b32", ">= 1.35x",
-     _faster(1.35, "compiled", f"{_BASE}, compiled", O2_COMPILED.name)),
+     _faster(1.35, "compiled", _BASE, O2_COMPILED.name)),
     ("G3b", "compiled against eager, BERT-large", ">= 1.25x",
-     _faster(1.25, "compiled", f"{_LARGE}, compiled", O2_COMPILED.name)),
+     _faster(1.25, "compiled", _LARGE, O2_COMPILED.name)),
     ("G3c", "compiled against compiled, BERT-base b32", ">= 1.05x",
-     _faster(1.05, "compiled", f"{_BASE}, compiled", O2_COMPILED.name, COMPILED_REFERENCE.name)),
+     _faster(1.05, "compiled", _BASE, O2_COMPILED.name, COMPILED_REFERENCE.name)),
     ("G3c", "compiled against compiled, BERT-large", ">= 1.05x",
-     _faster(1.05, "compiled", f"{_LARGE}, compiled", O2_COMPILED.name, COMPILED_REFERENCE.name)),
+     _faster(1.05, "compiled", _LARGE, O2_COMPILED.name, COMPILED_REFERENCE.name)),
     ("G4", "captured step, feed-forward", ">= 3x", _captured(3.0, _FF)),
     ("G4", "captured step, BERT-base b4", ">= 3x", _captured(3.0, _SMALL)),
     ("G5", "UNet against NCHW", ">= 1.5x", _convnet(1.5, "UNet")),
@@ -316,7 +278,6 @@ _GOALS: tuple[tuple[str, str, str, Judge], ...] = (
     ("G8", "kernels that scaling adds to a step", "<= 4", _launches),
     ("G9", "never slower than torch.amp alike, least ratio", ">= 0.98x", _slowest),
     ("G10", "final loss against fp32, largest gap", "<= 0.5 % or as seeds", _parity),
-    ("G11", "skips after step 50, window schedule", "0", _scales),
 )  # fmt: skip
 
 

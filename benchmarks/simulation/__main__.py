@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import triton
 
-from preamp.bench import environment
+from preamp.machine import environment
 
 from .kernels import CASES, Case, make
 from .processor import DEVICES, LATENCIES, resident, simulate

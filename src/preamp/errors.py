@@ -22,9 +22,6 @@ from __future__ import annotations
 class PreampError(Exception):
     """Base of everything that preamp raises on purpose."""
 
-    exit_status = 2
-    """With which the command line ends."""
-
 
 class PolicyError(PreampError, ValueError):
     """A policy, level, rule or per-module override that is misspelt, ambiguous or contradictory."""

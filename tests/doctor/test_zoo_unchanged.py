@@ -11,7 +11,7 @@ import pytest
 TRAIN = """
 import dataclasses, sys
 import torch
-from preamp.bench._trial import run_trial
+from preamp.demo import run_trial
 from preamp.demo._plan import make_plan
 
 name, level = sys.argv[1:]

@@ -28,10 +28,12 @@ NATIVE = pretend(1, "-O2")
 driver.install(NATIVE, computes=False)
 NATIVE.skip_lists()
 
+from benchmarks.harness import SCHEMA, Setting  # noqa: E402
+from benchmarks.race import Entry, race, spread  # noqa: E402
+from benchmarks.report import NOTES  # noqa: E402
+
 import preamp  # noqa: E402
-from preamp.bench import Row, environment, race  # noqa: E402
-from preamp.bench._race import INTERVAL, race_row, spread  # noqa: E402
-from preamp.bench._results import SCHEMA  # noqa: E402
+from preamp.machine import environment  # noqa: E402
 from preamp.report import Cell, Column, Table  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
@@ -101,29 +103,31 @@ def launches(step: Step) -> int:
     return int(NATIVE.kernels() - before)
 
 
-def measure(count: int, rounds: int) -> Row:
+def measure(count: int, rounds: int) -> dict[str, Any]:
     """Measure one row."""
-    made = contenders(count)
-    for step in made.values():  # states and lists are made, and the first steps check more
-        for _ in range(8):
-            step()
-    counts = {name: {"launches": launches(step)} for name, step in made.items()}
+
+    def begin(entry: Entry) -> None:
+        entry.begin(warm=8)  # states and lists are made, and the first steps check more
+        entry.found["counts"] = {"launches": launches(entry.step)}
+
+    entries = [Entry(name, lambda _, step=step: step, number=2) for name, step in contenders(count).items()]
     what = "backward of one number, unscaling, check, AdamW, update of the scale: the host's part"
-    return race_row(f"{count} tensors", what, race(made, rounds=rounds, number=2), counts)
+    found = race(entries, Setting(device=torch.device("cpu"), rounds=rounds), begin)
+    return {"name": f"{count} tensors", "what": what, "contenders": found}
 
 
-def table(rows: list[Row]) -> Table:
+def table(rows: list[dict[str, Any]]) -> Table:
     """The table that is printed."""
     columns = ("list", "contender", Column("median", "us", 0), Column("of torch's", "x", 2), Column("low", "x", 2),
                Column("high", "x", 2), "launches")  # fmt: skip
     cells: list[tuple[Cell, ...]] = []
     for row in rows:
-        torchs = row.contenders[0]["seconds"]
-        for one in row.contenders:
+        torchs = row["contenders"][0]["seconds"]
+        for one in row["contenders"]:
             share = spread([own / theirs for own, theirs in zip(one["seconds"], torchs, strict=True)])
-            cells.append((row.name, one["name"], 1e6 * one["stats"]["median"], share["median"], share["low"],
+            cells.append((row["name"], one["name"], 1e6 * one["stats"]["median"], share["median"], share["low"],
                           share["high"], one["counts"]["launches"]))  # fmt: skip
-    return Table("Host time of a step", columns, cells, ("of torch's: below 1 is less, median over rounds", INTERVAL))
+    return Table("Host time of a step", columns, cells, ("of torch's: below 1 is less, median over rounds", NOTES[1]))
 
 
 def main() -> None:
@@ -137,7 +141,7 @@ def main() -> None:
     print(table(rows).to_text())
     about = {**environment(torch.device("cpu")), "device": "fake CUDA device, no kernel computes"}
     found = {"schema": SCHEMA, "environment": about, "rounds": asked.rounds}
-    found["suites"] = {"host time": [row.to_dict() for row in rows]}
+    found["suites"] = {"host time": rows}
     asked.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(asked.out)
 

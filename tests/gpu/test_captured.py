@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.counting import launches
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -220,7 +221,6 @@ def test_replays_do_not_wait() -> None:
 
 def test_a_replay_has_no_more_kernels_than_a_step() -> None:
     """What is done in the first steps only, as comparing parameters with masters, must not stay in the graph."""
-    from preamp.bench._counting import launches
 
     def settled(captured: bool) -> int:
         model = network()
@@ -247,7 +247,6 @@ def test_scaling_takes_four_launches_a_step(clips: bool, most: int) -> None:
 
     Clipping takes two more: the norm is unscaled, and what gradients are multiplied by is a product.
     """
-    from preamp.bench._counting import launches
 
     def settled(scale: Any) -> int:
         model = network()

@@ -103,7 +103,7 @@ def test_a_verb_installs_what_it_needs_and_test_the_rest(dev: ModuleType) -> Non
     assert dev.run.ran[2:] == [".venv/bin/python -m preamp demo --quick"]
     assert dev.run.pips() == [f"{CONSTRAINED} -e .[cli,demo]"]
     dev.bench()
-    assert dev.run.ran == [".venv/bin/python -m preamp bench"]
+    assert dev.run.ran == [".venv/bin/python -m benchmarks"]
     dev.run.ran.clear()
     dev.test()
     assert dev.run.ran[0].startswith(".venv/bin/python -m pip install ")  # into the same environment

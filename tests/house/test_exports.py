@@ -59,7 +59,7 @@ assert not foreign, foreign
 loaded = {name for name in new if name.startswith(("torch._dynamo", "torch._inductor"))}
 assert not loaded, sorted(loaded)[:5]
 assert not torch.cuda.is_initialized()
-upstairs = ("zoo", "bench", "demo", "cli", "report", "checkpoint", "lr_finder", "plan", "compat", "doctor")
+upstairs = ("zoo", "demo", "cli", "report", "checkpoint", "lr_finder", "plan", "compat", "doctor")
 assert not {f"preamp.{room}" for room in upstairs} & new
 """
 

@@ -15,14 +15,14 @@ FLOOR = {
     "_version": 0, "compiling": 0, "errors": 0, "formats": 0, "tree": 0,
     "rules": 1, "report": 1,
     "policy": 1.5,  # made of rules, so half a floor above them
-    "sharding": 1, "frameworks": 1,
+    "sharding": 1, "frameworks": 1, "machine": 1,
     "kernels": 2,
     "parallel": 2.5, "ledger": 2.7,  # optimizers and sessions share it
     "optim": 3, "autocast": 3, "eps": 3, "modules": 3, "scaling": 3,
     "session": 4,
     "": 4.5,  # preamp/__init__.py shows the floors up to here; the rest is loaded when asked for
     "checkpoint": 5, "lr_finder": 5, "plan": 5, "zoo": 5,
-    "bench": 6, "doctor": 6,
+    "doctor": 6,
     "compat": 7, "migrate": 7, "integrations": 7,
     "demo": 8,
     "cli": 8.5,  # the demo is one of its verbs

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -17,8 +16,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import preamp
-from preamp.bench import device_named
 from preamp.cli._app import FIRST, app, show
+from preamp.machine import device_named
 from preamp.report import Column, Table
 from preamp.rules import TABLE
 
@@ -35,7 +34,7 @@ def invoke(*arguments: str) -> str:
 
 def test_verbs_are_frozen() -> None:
     names = [command.name or command.callback.__name__ for command in app.registered_commands]
-    verbs = "demo lr-find bench run doctor compare explain migrate plan levels rules env"
+    verbs = "demo lr-find run doctor compare explain migrate plan levels rules env"
     assert names == verbs.split()
 
 
@@ -140,24 +139,15 @@ def test_a_table_on_a_terminal() -> None:
     assert "[bold]" in text and "2.5" in text and text.rstrip().endswith("note")
 
 
-@pytest.mark.slow
-def test_the_suite_sessions(tmp_path: Path) -> None:
-    invoke("bench", "-s", "sessions", "--rounds", "3", "--device", "cpu", "--out", str(tmp_path))
-    (row,) = json.loads((tmp_path / "results.json").read_text())["suites"]["sessions"]
-    names = [each["name"] for each in row["contenders"]]
-    assert names[:3] == ["torch.amp", "preamp O4", "preamp O4, preamp.optim"]
-    assert row["name"] == "training step" and all(len(each["seconds"]) == 3 for each in row["contenders"])
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("verb", [("bench", "-s", "regions"), ("lr-find",), ("demo",)])
-def test_an_unusable_device_is_named(verb: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("verb", ["lr-find", "demo"])
+def test_an_unusable_device_is_named(verb: str) -> None:
     for device, why in (
         ("tpu9", "torch knows no such device. Write cpu, cuda, or cuda:1"),
         ("cuda", f"torch {torch.__version__} "),
         ("xpu", "Leave it out to use what this machine has: preamp env"),
     ):
-        done = runner.invoke(app, [*verb, "--device", device])
+        done = runner.invoke(app, [verb, "--device", device])
         assert isinstance(done.exception, preamp.PreampError)
         assert str(done.exception).startswith(f"--device {device}: ") and why in str(done.exception)
 
@@ -168,28 +158,11 @@ def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         device_named("cuda:2")
 
 
-def test_bench_writes_every_sample(tmp_path: Path) -> None:
-    out = invoke("bench", "-s", "regions", "--rounds", "3", "--device", "cpu", "--out", str(tmp_path))
-    assert "empty region (4 of 7, about " in out
-    data = json.loads((tmp_path / "results.json").read_text())
-    assert data["schema"] == "preamp-bench/1" and data["environment"]["commit"]
-    assert data["environment"]["heap kept"] is (platform.libc_ver()[0] == "glibc")
-    rows = data["suites"]["regions"]
-    assert [c["name"] for c in rows[0]["contenders"]] == ["torch.autocast", "preamp.autocast"]
-    assert all(len(c["seconds"]) == 3 for row in rows for c in row["contenders"])
-    page = (tmp_path / "report.html").read_text()
-    assert "of 7 comparisons" in page and "transformer step: preamp.autocast" in page
-    again = tmp_path / "again"
-    invoke("bench", "--report", str(tmp_path / "results.json"), "--out", str(again))
-    assert (again / "report.html").exists()
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("demo", "-m", "nothing"), "no model 'nothing'"),
         (("lr-find", "-m", "nothing"), "no model 'nothing'"),
-        (("bench", "-s", "nothing"), "no suite 'nothing'"),
         (("rules", "--policy", "O3"), "ops=none"),
         (("plan", "--params", "-7e9"), "no number of parameters"),
         (("plan", "--model", "nowhere:x:"), "nowhere:x:: ModuleNotFoundError"),  # :x: is no picture here

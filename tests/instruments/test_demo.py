@@ -21,11 +21,10 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from preamp.bench import EXPONENTS, Trial
-from preamp.bench._trial import histogram
 from preamp.cli._app import app
 from preamp.demo import Results, build, judge, make_plan, results_dict, schema
 from preamp.demo._run import Bars
+from preamp.demo._trial import EXPONENTS, Trial, histogram
 from preamp.errors import PreampError
 
 runner = CliRunner()

@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.__main__ import SUITES
+from benchmarks.harness import Setting, complete
 
-from preamp.bench._results import complete
-from preamp.bench.models import models
-from preamp.bench.training import training
 from tests.forks import run
 from tests.pretend.device import missing
 
@@ -142,69 +141,46 @@ def test_outcomes_of_another_device_do_not_count(
 # -- parts
 
 
-STEP = 80.0
-"""Seconds of the suite `step`, by estimate."""
+def test_parts_are_the_suites(dev: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert set(dev.GPU_SUITES) == set(SUITES)
+    with pytest.raises(SystemExit):
+        dev.gpu("lists", "nothing")
+    assert "no part 'nothing'; the parts are tests, step, lists" in capsys.readouterr().err
 
 
-def test_every_part_fits_and_says_no_less_than_its_suites(dev: ModuleType) -> None:
-    assert all(seconds <= 540 for seconds in dev.GPU_PARTS.values())
-    for name, seconds in {**training.estimates(), **models.estimates()}.items():
-        starts = sum(name in parts for parts in dev.GPU_SUITES.values())
-        needed = seconds + dev.GPU_START * starts + (STEP if name in dev.GPU_SUITES["step"] else 0)
-        assert dev.GPU_PARTS[name] >= needed, f"{name}: {dev.GPU_PARTS[name]} s, and its suites say {needed} s"
-
-
-def test_three_calls_do_everything_by_the_estimates(
-    dev: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Processes that take what is estimated, on a clock of their own; every row and the tests are done in the end."""
+def test_calls_go_on_until_everything_is_done(dev: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that take what is estimated, on a clock of their own; no call takes longer than it may."""
     clock, done = [0.0], set()
     monkeypatch.setattr(dev, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setenv("OUT", str(tmp_path))
-    machine, *rows = training.parts(training.run(torch.device("cpu")))
+    rows = [row for make in SUITES.values() for row in make(Setting(device=torch.device("cuda")))]
 
     def process(self: Any, *command: Any, limit: float) -> int:
         words = [str(word) for word in command]
         started = clock[0]
+        clock[0] += dev.GPU_START
         if "pytest" in words:
-            clock[0] += dev.GPU_START if "tests" in done else dev.GPU_PARTS["tests"]
+            clock[0] += 0 if "tests" in done else 300
             done.add("tests")
             (tmp_path / "tests.jsonl").write_text('{"finished": 0}')
-        else:
-            clock[0] += dev.GPU_START
-        if "step" in words:
-            clock[0] += 0 if "step" in done else STEP
-            done.add("step")
-        elif "training" in words:
-            budget = float(words[words.index("--budget") + 1])
-            groups = [words[index + 1] for index, word in enumerate(words) if word == "--part"]
-            begun = clock[0]
-            lacking = [row for row in rows if row.group in groups and row.name not in done]
-            clock[0] += machine.needs if lacking else 0
-            for row in lacking:
-                if row.needs <= budget - (clock[0] - begun):
-                    clock[0] += row.needs
-                    done.add(row.name)
+        elif "benchmarks" in words:
+            assert words[words.index("--out") + 1] == str(tmp_path)
+            until = clock[0] + float(words[words.index("--seconds") + 1])
+            for row in (row for row in rows if row not in done and row.suite in words):
+                if row.seconds <= until - clock[0]:
+                    clock[0] += row.seconds
+                    done.add(row)
         assert clock[0] - started <= limit, f"killed: {words}"
         return 0
 
     monkeypatch.setattr(dev.Gpu, "run", process)
     monkeypatch.setattr(dev.Gpu, "_has", lambda *_: False)
-    for call in range(3):
+    for call in range(15):
         begun = clock[0]
         with pytest.raises(SystemExit):
-            dev.gpu(*(["--missing", str(tmp_path)] if call else []))
+            dev.gpu()
         assert clock[0] - begun <= dev.GPU_SECONDS, f"call {call + 1}"
-    assert done == {"tests", "step", *(row.name for row in rows)}
-
-
-def test_what_is_no_part_and_no_folder_is_refused(dev: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, message in (("--parts", "lists,nothing"), "no part 'nothing'; the parts are tests (335 s), lists"), (
-        ("--missing", "/nowhere"), "--missing /nowhere: no such folder",
-    ):  # fmt: skip
-        with pytest.raises(SystemExit):
-            dev.gpu(*arguments)
-        assert message in capsys.readouterr().err
+    assert done == {"tests", *rows}
 
 
 def test_a_limit_kills_and_what_was_printed_is_in_the_log(dev: ModuleType, tmp_path: Path) -> None:
@@ -213,21 +189,10 @@ def test_a_limit_kills_and_what_was_printed_is_in_the_log(dev: ModuleType, tmp_p
     assert status == 124 and (tmp_path / "log").read_text() == "measured\n"
 
 
-def test_results_of_an_earlier_call_are_not_mixed_in_unasked(
-    dev: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("OUT", str(tmp_path))
-    (tmp_path / "tests.jsonl").touch()
-    with pytest.raises(SystemExit):
-        dev.gpu("--parts", "tests")
-    assert f"go on with --missing {tmp_path}, or move it away" in capsys.readouterr().err
-
-
 @pytest.fixture
 def call(dev: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A call whose processes end with the statuses in `statuses`, and leave what `after` does; `asked` says of each."""
-    (tmp_path / "earlier").mkdir()
-    made = dev.Gpu(tmp_path, [tmp_path / "earlier"])
+    made = dev.Gpu(tmp_path)
     made.statuses, made.asked, made.after = [], [], lambda: None
 
     def process(*command: Any, limit: float) -> int:
@@ -244,39 +209,22 @@ def call(dev: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> An
 )
 def test_a_bench_that_crashed_is_begun_anew(call: Any, statuses: list[int], processes: int) -> None:
     call.statuses = [*statuses]
-    assert call.bench("training", "--part", "eager") == statuses[processes - 1]
+    assert call.bench("steps") == statuses[processes - 1]
     assert len(call.asked) == processes
     for asked in call.asked:
-        folders = [asked[index + 1] for index, word in enumerate(asked) if word == "--missing"]
-        assert folders == [str(call.out / "earlier"), str(call.out)]  # also what this call has measured
-        budget = float(asked[asked.index("--budget") + 1])
-        assert 500 < budget < call.left
+        assert asked[:3] == ["-m", "benchmarks", "steps"] and asked[asked.index("--out") + 1] == str(call.out)
+        assert 500 < float(asked[asked.index("--seconds") + 1]) < call.left
 
 
 def test_tests_that_ended_are_not_begun_anew(call: Any, dev: ModuleType) -> None:
     call.after = lambda: (call.out / "tests.jsonl").write_text('{"finished": 1}\n')
     call.statuses = [1]
-    assert call.tests(335.0) == 1 and len(call.asked) == 1
+    assert call.tests() == 1 and len(call.asked) == 1
     call.statuses = [5]  # pytest's word for no tests
-    assert call.tests(335.0) == 0
+    assert call.tests() == 0
     call.after = lambda: (call.out / "tests.jsonl").write_text('{"test": "a", "outcome": "begun"}\n')
     call.statuses, call.asked = [75, -11, *[75] * 9], []
-    assert call.tests(335.0) == 75 and len(call.asked) == dev.GPU_TRIES
-
-
-def test_what_is_missing_is_named_at_the_end(
-    dev: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "training").mkdir()
-    rows = [{"name": "whole"}, {"name": "late", "dropped": "no time"}, {"name": "broken", "error": "gone"}]
-    content = {"environment": {"gpu": "NVIDIA H100 80GB HBM3", "commit": "abc+"}, "suites": {"training": rows}}
-    (tmp_path / "training" / "results.json").write_text(json.dumps(content))
-    (tmp_path / "training" / "report.html").touch()
-    dev.keep_result("training", tmp_path)
-    page, named = sorted(tmp_path.iterdir())
-    assert named.name.startswith("training_h100-80gb-hbm3_") and named.name.endswith("_abc.json")
-    assert page == named.with_suffix(".html")
-    assert "missing in it: late; broken" in capsys.readouterr().out
+    assert call.tests() == 75 and len(call.asked) == dev.GPU_TRIES
 
 
 # -- all of it
@@ -295,19 +243,17 @@ def test_two_calls_on_the_device_that_is_none(tmp_path: Path) -> None:
     }  # fmt: skip
 
     def call(*arguments: str) -> dict[str, dict[str, Any]]:
-        asked = [sys.executable, str(ROOT / "dev"), "gpu", "--size", "tiny", *arguments]
+        asked = [sys.executable, str(ROOT / "dev"), "gpu", "--tiny", *arguments]
         done = subprocess.run(asked, env=environment, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-        suites = [json.loads(path.read_text())["suites"] for path in out.glob("*_pretended_*.json")]
-        return {row["name"]: row for suite in suites for rows in suite.values() for row in rows}
+        suites = json.loads((out / "results.json").read_text())["suites"]
+        return {f"{suite}: {row['name']}": row for suite, rows in suites.items() for row in rows}
 
-    first = call("--parts", "tests,lists")
+    first = call("tests", "lists")
     assert set(last(out / "tests.jsonl").values()) == {"passed"}
-    assert {"Adam, 8 x 60, 16-bit parameters", "Adam, 8 x 60, clipping", "machine"} <= first.keys()
-    second = call("--parts", "tests,lists,parity", "--missing", str(out))
-    assert second.keys() - first.keys() == {"parity, BERT-base b32", "parity, UNet"}
+    assert set(first) == {"lists: Adam, 8 x 60", "lists: Adam, 8 x 60, clipping"}
+    second = call("tests", "lists", "step")
+    assert len(second.keys() - first.keys()) == 4
     assert all(complete(row) and row["measured on"]["device"] == "pretended" for row in second.values())
-    assert all(second[name] == row for name, row in first.items() if name != "machine")
-    assert {path.suffix for path in out.iterdir()} == {".json", ".jsonl", ".log", ".html"}
-    results, pages = ({path.stem for path in out.glob(f"*.{kind}")} for kind in ("json", "html"))
-    assert results == pages and len(results) <= 3
+    assert all(second[name] == row for name, row in first.items())
+    assert {path.name for path in out.iterdir()} == {"results.json", "report.html", "tests.jsonl", "gpu.log"}

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.report import report
 from torch import nn
 
-from preamp.bench import Trial, bench_report
+from preamp.demo import Trial, make_plan
 from preamp.demo import build as build_demo
-from preamp.demo import make_plan
 from preamp.demo._run import Results
 from preamp.doctor import watch
 from preamp.doctor.tell.comparison import Ran, build_comparison
@@ -129,7 +129,7 @@ def shown() -> Report:
 
 def measured() -> Report:
     content = json.loads(next(RESULTS.glob("step_*.json")).read_text())
-    return bench_report(content["suites"], content["environment"])
+    return report(content["suites"], content["environment"])
 
 
 def planned() -> Report:

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from preamp.bench import environment
 from preamp.compat.install import environment as with_apex
+from preamp.machine import environment
 from preamp.report.files import write_text
 
 from .expect import Disease, disease, doctor, scripts

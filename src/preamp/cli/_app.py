@@ -40,14 +40,14 @@ _OTHERS_OPTIONS = {"ignore_unknown_options": True, "allow_interspersed_args": Fa
 
 
 def main() -> None:
-    """Run the command line; an error of preamp's is one message and exit status 2, 75 for a device that was lost."""
+    """Run the command line; an error of preamp's is one message and exit status 2."""
     try:
         app()
     except PreampError as error:
         Console(stderr=True, emoji=False).print(
             f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True
         )
-        sys.exit(error.exit_status)
+        sys.exit(2)
 
 
 FIRST = """\
@@ -92,8 +92,7 @@ def demo(
     out: _Out = Path("preamp-demo"),
 ) -> None:
     """Train four real networks at several levels, side by side, and write a report."""
-    from ..bench import join_ranks
-    from ..demo import build, judge, make_plan, run, task_table, torchrun, write
+    from ..demo import build, join_ranks, judge, make_plan, run, task_table, torchrun, write
 
     if nproc > 1 and "WORLD_SIZE" not in os.environ:
         make_plan(model, levels, size, quick, seeds, device).check_shared(nproc)
@@ -129,67 +128,12 @@ def lr_find(
     out: _Out = Path("preamp-lr-find"),
 ) -> None:
     """Find a learning rate by a range test in mixed precision, and write the curve as report, PNG and JSON."""
-    from ._bench import find_lr
+    from ._lr_find import find_lr
 
     console = Console(emoji=False)
     table, files = find_lr(model, level, size, steps, start, end, batch_size, device, out, console)
     show(table, console)
     console.print("\n".join(f"{kind}: {path}" for kind, path in files.items()), highlight=False, soft_wrap=True)
-
-
-@app.command()
-def bench(
-    suite: Annotated[
-        list[str] | None,
-        typer.Option("--suite", "-s", help="regions, sessions, step, schedules, training or models; by default all."),
-    ] = None,
-    rounds: Annotated[int, typer.Option("--rounds", min=3, help="Rounds; each gives one ratio.")] = 15,
-    device: _Device = None,
-    out: _Out = Path("preamp-bench"),
-    size: Annotated[
-        str | None, typer.Option("--size", help="For the suites training, models and step: full or tiny.")
-    ] = None,
-    budget: Annotated[
-        float | None,
-        typer.Option(
-            "--budget", min=1, help="Seconds for the suites training and models; by default what their size sets."
-        ),
-    ] = None,
-    part: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--part",
-            help="Of the suite training: lists, eager, compiled, parity; of models: models, models-losses, "
-            "models-memory, models-compiled, -compiled-large, -compiled-images, -compiled-grouped; by default all.",
-        ),
-    ] = None,
-    missing: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--missing",
-            exists=True,
-            file_okay=False,
-            help="Measure only what the results of this device in a folder lack, and write them with it.",
-        ),
-    ] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option("--report", help="Measure nothing; write the report of this results.json."),
-    ] = None,
-) -> None:
-    """Measure preamp against torch.amp, contenders interleaved in one process, as ratios."""
-    from ._bench import run_suites, write_report
-
-    console = Console(emoji=False)
-    if report is not None:
-        console.print(f"report: {write_report(report, out)}", highlight=False, soft_wrap=True)
-        return
-    tables, path = run_suites(
-        suite, rounds, device, out, console, size=size, budget=budget, parts=part, earlier=missing or ()
-    )
-    for table in tables:
-        show(table, console)
-    console.print(f"report: {path.with_name('report.html')}\ndata:   {path}", highlight=False, soft_wrap=True)
 
 
 @app.command(context_settings=_OTHERS_OPTIONS, options_metavar="[-m]")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..bench import environment
 from ..errors import PreampError
+from ..machine import environment
 from ..policy import LEVELS, auto_level, cpu_arithmetic, parse_policy
 from ..report import Column, Table
 from ..rules import OpRules

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..bench import device_named
 from ..errors import PolicyError, PreampError
+from ..machine import device_named
 from ..policy import LEVELS
 from ..zoo import TASKS, Recipe, Task, task_named
 

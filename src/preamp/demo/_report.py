@@ -9,7 +9,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ..bench import EXPONENTS, Trial
 from ..formats import FP16
 from ..policy import cpu_arithmetic
 from ..report import (
@@ -29,6 +28,7 @@ from ..report.files import write_json
 from ..zoo import Task
 from ._run import Results
 from ._tables import Judgement, gradient_table, judge, judgement_table, task_table
+from ._trial import EXPONENTS, Trial
 
 SCHEMA = "preamp-demo/1"
 

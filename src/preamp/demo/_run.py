@@ -14,10 +14,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..bench import RangeTest, Trial, environment, range_test, run_trial
+from ..machine import environment
 from ..sharding import rank, ranks
 from ..zoo import Task
 from ._plan import Plan
+from ._range_test import RangeTest, range_test
+from ._trial import Trial, run_trial
 
 HISTOGRAM_SCALE = 2.0**16
 """The scale at which the figure of gradients shows what scaling saves: where dynamic scaling starts."""

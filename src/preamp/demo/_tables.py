@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..bench import Trial
 from ..report import Column, Table
 from ..zoo import Task
 from ._run import Results
+from ._trial import Trial
 
 MIB = 2**20
 

@@ -1,4 +1,4 @@
-"""Four real networks on real data that comes with installed packages: what the demo trains and the bench measures.
+"""Four real networks on real data that comes with installed packages: what the demo trains.
 
 >>> task = TASKS["flights"]
 >>> recipe = task.recipe("ci")

@@ -1,8 +1,7 @@
-"""What a measurement ran on: read once, printed with every number."""
+"""What a measurement ran on, and its clock."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import subprocess
@@ -12,9 +11,9 @@ from typing import Any
 
 import torch
 
-from .._version import __version__
-from ..errors import PreampError
-from ..formats import LOW_DTYPES, cpu_multiplies, name_of
+from ._version import __version__
+from .errors import PreampError
+from .formats import LOW_DTYPES, cpu_multiplies, name_of
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -57,45 +56,11 @@ def device_named(name: str | None) -> torch.device:
     return device
 
 
-class DeviceLost(PreampError):
-    """The device answers no more in this process, as after an illegal access to its memory."""
-
-    exit_status = 75  # of sysexits.h: what failed may work when it is tried again, in a new process
-
-
-def check_device(device: torch.device, after: str) -> None:
-    """Raises `DeviceLost` when `device` does nothing any more; `after` is what was seen last."""
-    if device.type != "cuda":
-        return
-    try:
-        torch.cuda.synchronize(device)
-    except Exception as error:
-        raise DeviceLost(
-            f"{after}; since then the device fails at whatever it is asked ({error}), so nothing further can be "
-            "measured in this process: begin another one for what is missing"
-        ) from error
-
-
 def seconds_now(device: torch.device | None) -> float:
     """The host's clock when a device has done everything asked of it so far."""
     if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def keep_heap() -> bool:
-    """Have the C library keep freed memory for this process, if it is glibc; returns whether it will.
-
-    By default glibc gives the large blocks of activations back to the system and faults them in again, step after
-    step, or not, depending on which small block happens to lie on top of the heap: several percent of a step, awarded
-    to contenders at random.
-    """
-    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError):
-        return False
-    return bool(mallopt(mmap_threshold, 32 << 20) and mallopt(trim_threshold, 1 << 30))  # 32 MiB: the most it takes
 
 
 def cpu_name() -> str:

@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 from ..errors import PreampError
 from ..formats import name_of
 from ..kernels import dense_values
+from ..machine import seconds_now
 from ..session import Session, prepare
 from ..sharding import rank, ranks
 from ..tree import tensors
 from ..zoo import Recipe, Task
-from ._machine import seconds_now
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""preamp measured against torch.amp, row by row: `./dev bench`, `./dev gpu`, and scripts of their own."""
