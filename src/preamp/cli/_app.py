@@ -128,7 +128,7 @@ def lr_find(
     device: _Device = None,
     out: _Out = Path("preamp-lr-find"),
 ) -> None:
-    """Find a learning rate by a range test in mixed precision, and write the curve as report, PNG and JSON."""
+    """Find a learning rate by a range test in mixed precision, and write the curve as report and JSON."""
     from ._bench import find_lr
 
     console = Console(emoji=False)
