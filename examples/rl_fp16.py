@@ -22,7 +22,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl_sft import passages, trained
 
 import preamp
-from preamp.doctor.logprobs import LogprobComparison, compare_logprobs
+from preamp.doctor import LogprobComparison, compare_logprobs
 from preamp.integrations.transformers import attach
 
 ENGINES = {"O2": torch.float16, "O5": torch.bfloat16}

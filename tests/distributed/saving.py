@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import preamp
-from preamp.checkpoint import _sharded
+from preamp.checkpoint import _save, _sharded
 
 from .together import DEVICE, tell
 
@@ -89,7 +89,7 @@ def in_the_background(folder: Path) -> dict[str, Any]:
     saved = run.whole()
     pending = preamp.checkpoint.save_sharded_async(folder / "later", **run.parts)
     run.train(4)
-    pending.wait(60)
+    pending.result(60)
     ended = run.whole()
     preamp.checkpoint.load_sharded(folder / "later", **run.parts)
     told = {"moved": not same(saved, ended), "as when it was asked for": same(run.whole(), saved)}
@@ -98,7 +98,7 @@ def in_the_background(folder: Path) -> dict[str, Any]:
     told["goes on alike"] = same(run.whole(), ended)
     first, second = (preamp.checkpoint.save_sharded_async(folder / "later", **run.parts) for _ in range(2))
     preamp.checkpoint.save_sharded(folder / "later", **run.parts)  # waits for them
-    told["waited"] = first.done and second.done
+    told["waited"] = first.done() and second.done()
     told["generations"] = sorted(path.name for path in (folder / "later").iterdir())
     run.session.close()
     return told
@@ -120,18 +120,16 @@ def one_that_fails(folder: Path) -> dict[str, Any]:
     if dist.get_rank() == 0:
         _sharded.write = full
     told["error"], told["seconds"] = error_of(lambda: preamp.checkpoint.save_sharded(there, **run.parts))
-    pending = preamp.checkpoint.save_sharded_async(there, **run.parts)
-    told["later"], _ = error_of(pending.wait)
-    unheard = preamp.checkpoint.save_sharded_async(there, **run.parts)
-    while not unheard.done:
-        time.sleep(0.01)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        pending = preamp.checkpoint.save_sharded_async(there, **run.parts)
+        told["later"], _ = error_of(pending.result)
+        _save._thread.submit(int).result()  # after the warning
+    told["warned"] = [str(each.message)[:40] for each in heard if each.category is preamp.errors.PreampWarning]
     _sharded.write = write
     preamp.checkpoint.load_sharded(there, **run.parts)
     told["the one before"] = same(run.whole(), saved)
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        preamp.checkpoint.save_sharded(there, **run.parts)
-    told["warned"] = [str(each.message)[:40] for each in heard if each.category is preamp.errors.PreampWarning]
+    preamp.checkpoint.save_sharded(there, **run.parts)
     told["generations"] = len([path for path in there.iterdir() if path.is_dir()])
     _sharded._SEEN_WITHIN = 0.2
     own = folder / f"of rank {dist.get_rank()}"

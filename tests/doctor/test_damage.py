@@ -17,7 +17,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fused": lambda params: torch.optim.SGD(params, 0.1, fused=True),  # counts no writes
     "one by one": lambda params: torch.optim.SGD(params, 0.1, foreach=False),
     "preamp": lambda params: SGD(params, 0.1),
-    "preamp": lambda params: SGD(params, 0.1),
 }
 
 

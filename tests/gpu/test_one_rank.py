@@ -144,7 +144,7 @@ def test_checkpoints(device: str, tmp_path: Path) -> None:
         pending = preamp.checkpoint.save_sharded_async(tmp_path / "run", **objects)
         preamp.checkpoint.export(tmp_path / "model.safetensors", session)
         train(session, model, device, 4, 8)
-        pending.wait()
+        pending.result()
         preamp.checkpoint.load_sharded(tmp_path / "run", **objects)
         check_alike(weights(model), saved, exact=True)
         assert session.steps == 4

@@ -90,7 +90,7 @@ def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 CONSTRAINED = ".venv: -c constraints.txt"
 APART = [".venv/timm: -c constraints.txt timm", ".venv/triton-3.6: triton==3.6.0"]
-STAMPS = {"ruff", "cli", "report", "demo", "migrate", "docs", "dev", "timm", "triton-3.6", "bytecode"}
+STAMPS = {"ruff", "cli", "demo", "migrate", "docs", "dev", "timm", "triton-3.6", "bytecode"}
 
 
 def stamps(dev: ModuleType) -> set[str]:
@@ -108,7 +108,7 @@ def test_a_verb_installs_what_it_needs_and_test_the_rest(dev: ModuleType) -> Non
     dev.test()
     assert dev.run.ran[0].startswith(".venv/bin/python -m pip install ")  # into the same environment
     assert any(" -m compileall " in line for line in dev.run.ran)
-    assert dev.run.pips() == [f"{CONSTRAINED} ruff -e .[report,migrate,docs,dev]", *APART]
+    assert dev.run.pips() == [f"{CONSTRAINED} ruff -e .[migrate,docs,dev]", *APART]
     assert stamps(dev) == STAMPS
     for verb in dev.VERBS.keys() - {"gpu", "against"}:
         dev.VERBS[verb]()

@@ -83,7 +83,7 @@ ALONE = """
 import sys
 import preamp
 assert set(preamp.__all__) <= set(dir(preamp))
-heavy = {"torch", "numpy", "typer", "rich", "jinja2", "matplotlib"} & set(sys.modules)
+heavy = {"torch", "numpy", "typer", "rich", "jinja2"} & set(sys.modules)
 assert not heavy, heavy
 """
 

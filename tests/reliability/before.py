@@ -1,4 +1,4 @@
-"""Trainings that were saved by an earlier preamp, and go on with a later one.
+"""Trainings whose files are in the repository, and go on from them.
 
 `python -m tests.reliability.before FOLDER` trains each a few steps, saves it, trains on, and writes file and further
 losses to the folder. `test_written_before.py` loads the files that are in the repository.

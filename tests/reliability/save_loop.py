@@ -48,7 +48,7 @@ def main(path: Path, level: str, kind: str, when: str) -> None:
             preamp.checkpoint.save_sharded(path, **run.objects)
         else:
             if pending is not None:
-                pending.wait()
+                pending.result()
                 tell(step)
             pending = save_async(path, **run.objects, step=step + 1, ballast=ballast)
             continue

@@ -133,7 +133,7 @@ def test_what_cannot_be_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     from safetensors import SafetensorError
 
-    def refuses(*_: Any) -> None:
+    def refuses(*_: Any, **__: Any) -> None:
         raise SafetensorError("no more room")
 
     with monkeypatch.context() as patch:

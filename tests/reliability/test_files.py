@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pickle
 import subprocess
@@ -17,10 +16,11 @@ import torch
 from torch import nn
 
 import preamp
+from preamp.checkpoint._file import FORMAT
 from preamp.errors import CheckpointError, PreampError
 from preamp.tree import tensors
 
-from .runs import LEVELS, OPTIMIZERS, Run, alike, seeded
+from .runs import LEVELS, OPTIMIZERS, Run, alike, sealed, seeded
 
 save, load = preamp.checkpoint.save, preamp.checkpoint.load
 
@@ -83,52 +83,18 @@ def test_appended_or_swapped_bytes(run: Run, tmp_path: Path) -> None:
         refused(path, run, before)
 
 
-@pytest.mark.parametrize("change", ["number", "string", "key", "order", "tensor", "dtype", "missing", "added"])
-def test_content_changed_and_saved_again_without_preamp(run: Run, tmp_path: Path, change: str) -> None:
-    """The digest covers the structure too, so that a file which has passed through torch.save is still proven."""
+def test_content_changed_and_saved_again_without_preamp(run: Run, tmp_path: Path) -> None:
+    """It reads as before, but nothing proves it any more."""
     path = tmp_path / "c.pt"
-    save(path, **run.objects, epoch=3, note="a", both={"x": 1, "y": 2})
+    save(path, **run.objects, epoch=3)
     content: Any = torch.load(path, weights_only=True)
-    torch.save(content, path)
-    assert load(path, **run.objects)["epoch"] == 3, "as it was, it is as good as before"
+    assert content["epoch"] == 3
     before = run.state()
-    weight = content["model"]["0.weight"]
-    {
-        "number": lambda: content["amp"].__setitem__("steps", 4),
-        "string": lambda: content.__setitem__("note", "b"),
-        "key": lambda: content["both"].__setitem__("z", content["both"].pop("y")),
-        "order": lambda: content["both"].__setitem__("x", content["both"].pop("x")),
-        "tensor": lambda: weight.view(torch.int16)[0, 0].bitwise_xor_(1),
-        "dtype": lambda: content["model"].__setitem__("0.weight", weight.view(torch.int16)),
-        "missing": lambda: content["model"].pop("0.weight"),
-        "added": lambda: content.__setitem__("more", 1),
-    }[change]()
+    content["model"]["0.weight"].view(torch.int16)[0, 0].bitwise_xor_(1)
     torch.save(content, path)
-    with pytest.raises(CheckpointError, match="damaged"):
+    with pytest.raises(CheckpointError, match="does not end with the seal"):
         load(path, **run.objects)
     assert alike(run.state(), before)
-
-
-def test_files_of_the_first_format_are_read(run: Run, tmp_path: Path) -> None:
-    content: dict[str, Any] = {
-        "model": run.model.state_dict(), "optimizer": run.optimizer.state_dict(), "amp": run.session.state_dict(),
-        "epoch": 3, "format": "preamp-checkpoint/1",
-    }  # fmt: skip
-    hashed = hashlib.sha256()
-    for tensor in tensors(content):  # as preamp 0.1 computed it
-        hashed.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        hashed.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    content["digest"] = hashed.hexdigest()
-    path = tmp_path / "old.pt"
-    torch.save(content, path)
-    before = run.state()
-    run.steps(3, 4)
-    assert load(path, **run.objects)["epoch"] == 3
-    assert alike(run.state(), before)
-    content["model"]["0.weight"].view(torch.int16)[0, 0] ^= 1
-    torch.save(content, path)
-    with pytest.raises(CheckpointError, match="damaged"):
-        load(path)
 
 
 class Touch:
@@ -142,23 +108,22 @@ class Touch:
 
 
 @pytest.mark.parametrize(
-    "kind", ["evil", "evil in a checkpoint", "evil pickle", "a model", "tensor", "text", "empty", "folder", "numpy zip"]
+    "kind", ["evil", "sealed", "in a checkpoint", "pickle", "a model", "tensor", "text", "empty", "folder", "numpy zip"]
 )
 def test_foreign_and_malicious_files(run: Run, tmp_path: Path, kind: str) -> None:
     path, executed = tmp_path / "c.pt", tmp_path / "executed"
     before = run.state()
     {
         "evil": lambda: torch.save(Touch(executed), path),
-        "evil in a checkpoint": lambda: torch.save(
-            {"model": Touch(executed), "format": preamp.checkpoint.FORMAT, "digest": ""}, path
-        ),
-        "evil pickle": lambda: path.write_bytes(pickle.dumps(Touch(executed))),
-        "a model": lambda: torch.save(nn.Linear(2, 2), path),
-        "tensor": lambda: torch.save(torch.ones(3), path),
+        "sealed": lambda: torch.save(Touch(executed), path) or sealed(path),
+        "in a checkpoint": lambda: torch.save({"model": Touch(executed), "format": FORMAT}, path) or sealed(path),
+        "pickle": lambda: path.write_bytes(pickle.dumps(Touch(executed))),
+        "a model": lambda: torch.save(nn.Linear(2, 2), path) or sealed(path),
+        "tensor": lambda: torch.save(torch.ones(3), path) or sealed(path),
         "text": lambda: path.write_text("epoch 3, loss 0.2\n" * 30),
         "empty": lambda: path.write_bytes(b""),
         "folder": path.mkdir,
-        "numpy zip": lambda: numpy.savez(path.with_suffix(""), a=1) or path.with_suffix(".npz").rename(path),
+        "numpy zip": lambda: numpy.savez(path.with_suffix(""), a=1) or sealed(path.with_suffix(".npz").rename(path)),
     }[kind]()
     refused(path, run, before)
     assert not executed.exists()
@@ -178,7 +143,7 @@ def test_what_could_not_be_loaded_is_not_saved(run: Run, tmp_path: Path) -> None
         for function in (save, preamp.checkpoint.save_async):
             with pytest.raises(CheckpointError, match=f"{place} is a .*, which load"):
                 function(path, **run.objects, best=extra if extra is not run else object())
-    for name in ("format", "digest", "amp"):
+    for name in ("format", "amp"):
         with pytest.raises(CheckpointError, match="use themselves"):
             save(path, **run.objects, **{name: 1})
     assert path.read_bytes() == whole and os.listdir(tmp_path) == ["c.pt"]
@@ -289,7 +254,7 @@ def test_several_objects_are_all_or_nothing_and_named(tmp_path: Path) -> None:
 
 
 FULL = """
-    import os, resource, signal, sys, warnings
+    import os, resource, signal, sys
     from pathlib import Path
     import torch
     from torch import nn
@@ -311,7 +276,7 @@ FULL = """
             print("no error")
         assert {name: (folder / name).read_bytes() for name in sorted(os.listdir(folder))} == before
     told(lambda: preamp.checkpoint.save(path, model=large))
-    told(lambda: preamp.checkpoint.save_async(path, model=large).wait())
+    told(lambda: preamp.checkpoint.save_async(path, model=large).result())
     told(lambda: preamp.checkpoint.export(folder / "m.safetensors", large))
     told(lambda: preamp.checkpoint.save(folder / "nowhere" / "c.pt", model=small))
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

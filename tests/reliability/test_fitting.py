@@ -91,6 +91,20 @@ def test_layers_in_another_order(tmp_path: Path, kind: str, width: int) -> None:
     assert all(map(torch.equal, same.parameters(), model.parameters()))
 
 
+@pytest.mark.parametrize("kind", ["torch.AdamW", "preamp.AdamW"])
+def test_layers_of_another_width(tmp_path: Path, kind: str) -> None:
+    model, other = Old(32), Old(24)
+    optimizer, fresh = (of(kind)(each.parameters()) for each in (model, other))
+    train(model, optimizer)
+    checkpoint.save(tmp_path / "a.pt", model=model, optimizer=optimizer)
+    train(other, fresh, steps=1)
+    before = copy.deepcopy([other.state_dict(), fresh.state_dict()])
+    with pytest.raises(CheckpointError, match="nothing was loaded"):
+        checkpoint.load(tmp_path / "a.pt", model=other, optimizer=fresh)
+    assert str(before) == str([other.state_dict(), fresh.state_dict()])
+    train(other, fresh)
+
+
 @pytest.mark.parametrize("level", ["O2", "O4", "O5"])
 def test_in_a_session(tmp_path: Path, level: str) -> None:
     runs = []

@@ -75,7 +75,7 @@ def test_links_stay_and_lead_to_the_new_file(tmp_path: Path) -> None:
     assert link.is_symlink() and checkpoint.load(real)["number"] == 1
     pending = checkpoint.save_async(other, model=nn.Linear(2, 2), number=2)
     assert checkpoint.load(real)["number"] == 2, "one file has to be waited for, whatever it is called"
-    pending.wait()
+    pending.result()
     assert link.is_symlink() and other.is_symlink() and not real.is_symlink()
     assert sorted(os.listdir(tmp_path / "there")) == ["real.pt"]
     assert sorted(os.listdir(tmp_path)) == ["link.pt", "other.pt", "there"]
@@ -93,6 +93,7 @@ def _device(path: Path) -> None:
 
 
 @posix
+@pytest.mark.filterwarnings("ignore:a checkpoint was not saved")
 @pytest.mark.parametrize("make", [_fifo, _device])
 @pytest.mark.parametrize("linked", [False, True])
 def test_what_is_no_file_is_left_alone(tmp_path: Path, make: Callable[[Path], None], linked: bool) -> None:
@@ -102,7 +103,7 @@ def test_what_is_no_file_is_left_alone(tmp_path: Path, make: Callable[[Path], No
     if linked:
         (tmp_path / "link").symlink_to(path)
     named = tmp_path / "link" if linked else path
-    for save in (checkpoint.save, lambda *a, **k: checkpoint.save_async(*a, **k).wait()):
+    for save in (checkpoint.save, lambda *a, **k: checkpoint.save_async(*a, **k).result()):
         with pytest.raises(CheckpointError, match="is a device, a pipe or a socket"):
             save(named, model=nn.Linear(2, 2))
     assert (path.stat().st_mode, path.stat().st_ino) == (before.st_mode, before.st_ino)
@@ -164,14 +165,6 @@ def test_a_copied_generation_stays(tmp_path: Path) -> None:
     (tmp_path / "00000000").rename(tmp_path / "12345678")
     checkpoint.save_sharded(tmp_path, **parts)
     assert sorted(os.listdir(tmp_path)) == ["00000002", "12345678", "latest"]
-
-
-def test_generations_of_versions_that_left_no_marks(tmp_path: Path) -> None:
-    parts = _parts()
-    checkpoint.save_sharded(tmp_path, **parts)
-    (tmp_path / "00000001" / ".preamp-generation").unlink()
-    checkpoint.save_sharded(tmp_path, **parts)
-    assert sorted(os.listdir(tmp_path)) == ["00000002", "latest"], "what `latest` names is its own"
 
 
 @pytest.mark.parametrize("generation", [None, 3, "../precious", "precious", "1"])

@@ -76,7 +76,7 @@ def uninterrupted(level: str, kind: str, steps: int) -> dict[str, object]:
 
 
 def loaded(path: Path, run: Run, when: str) -> int:
-    """Load what is there, whose seals and digests hold; its step."""
+    """Load what is there, whose seals hold; its step."""
     if when == "sharded":
         preamp.checkpoint.load_sharded(path, **run.objects)
         return run.session.steps

@@ -210,19 +210,6 @@ def test_files_that_want_to_run_code(where: str, tmp_path: Path) -> None:
     run.session.close()
 
 
-def test_a_checkpoint_without_digests_is_read(tmp_path: Path) -> None:
-    run = Run("O5", "AdamW")
-    run.train(0, 2)
-    save_sharded(tmp_path, **run.parts)
-    before = run.everything()
-    latest = read(tmp_path / LATEST, "cpu")
-    write(tmp_path / LATEST, {"generation": latest["generation"], "amp": latest["amp"]})
-    run.train(2, 4)
-    load_sharded(tmp_path, **run.parts)
-    assert alike(before, run.everything())
-    run.session.close()
-
-
 class Attribute:
     """Pickled as the members of enumerations are by Python 3.11.0 to 3.11.3."""
 

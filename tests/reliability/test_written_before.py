@@ -1,4 +1,4 @@
-"""Files that preamp 0.1 wrote before its rooms were rebuilt (commit 5e2efd2): they load, and training goes on."""
+"""Files that preamp has written once: they load, and training goes on."""
 
 from __future__ import annotations
 

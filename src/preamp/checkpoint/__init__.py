@@ -1,18 +1,16 @@
 """Checkpoints: everything a training run needs to go on bit for bit, in one file that cannot be half written.
 
 A file is a zip archive made by `torch.save`, read with `weights_only=True`, so that loading never runs code from it. It
-is sealed with a hash of all its bytes, and its content holds a digest of itself: a flipped bit is an error, and not a
-slightly different training run. Loading is all or nothing. What preamp guarantees: `docs/reliability.md`.
+is sealed with a hash of all its bytes: a flipped bit is an error, and not a slightly different training run. Loading is
+all or nothing. What preamp guarantees: `docs/reliability.md`.
 """
 
 from ._adopt import adopt_scale
 from ._export import export
-from ._file import FORMAT
 from ._load import load
-from ._save import PendingSave, save, save_async
+from ._save import save, save_async
 from ._sharded import load_sharded, save_sharded, save_sharded_async
 
 __all__ = [
-    "FORMAT", "PendingSave", "adopt_scale", "export", "load", "load_sharded", "save", "save_async", "save_sharded",
-    "save_sharded_async",
+    "adopt_scale", "export", "load", "load_sharded", "save", "save_async", "save_sharded", "save_sharded_async",
 ]  # fmt: skip

@@ -1,13 +1,12 @@
-"""What a checkpoint holds: plain containers of tensors, numbers and strings, their copies and their digest."""
+"""What a checkpoint holds: plain containers of tensors, numbers and strings, and their copies."""
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import os
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.serialization import get_safe_globals
 from ..errors import CheckpointError
 from ..tree import PLAIN, map_tensors, tensors
 
-_VALUES = {*PLAIN, bytes, bytearray, complex}
+_VALUES = {*PLAIN, bytes, bytearray, complex, set}
 _LISTS = (list, tuple, torch.Size)
 _DICTS = (dict, OrderedDict, Counter)
 
@@ -26,8 +25,6 @@ AnyPath = str | os.PathLike[str]
 Models = nn.Module | Mapping[str, nn.Module]
 Optimizers = Optimizer | Mapping[str, Optimizer]
 """One, or several by name."""
-
-Take = Callable[[Any], None]
 
 
 def states_of(value: Any) -> Any:
@@ -64,7 +61,7 @@ def place(tensor: Tensor) -> tuple[Any, ...] | None:
 def check_loadable(content: Mapping[str, Any]) -> None:
     """`CheckpointError` with the path of the first object that `load` would have to run code for."""
     for name, value in content.items():
-        _walk(value, lambda _: None, name, values=False)
+        _check(value, name)
         check_extents(value, sys.maxsize, name)
 
 
@@ -107,50 +104,20 @@ def _raw(content: Any) -> Iterator[bytes | bytearray]:
             left += [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
 
 
-def digest(content: Mapping[str, Any]) -> str:
-    """SHA-256, in hex, over structure, numbers, strings and the bytes of tensors; of all but the entry "digest"."""
-    hashed = hashlib.sha256()
-    for name, value in content.items():
-        if name != "digest":
-            hashed.update(f"{name!r}=".encode())
-            _walk(value, hashed.update, name, values=True)
-    return hashed.hexdigest()
-
-
-def digest_1(content: Mapping[str, Any]) -> str:
-    """The digest of files of the first format: over the bytes of every tensor, in order, with dtype and shape."""
-    hashed = hashlib.sha256()
-    for tensor in tensors({key: value for key, value in content.items() if key != "digest"}):
-        hashed.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        if tensor.layout is torch.strided:
-            hashed.update(_bytes(tensor))
-    return hashed.hexdigest()
-
-
-def _walk(value: Any, take: Take, where: str, *, values: bool) -> None:
+def _check(value: Any, where: str) -> None:
     kind = type(value)
-    if isinstance(value, Tensor):
-        take(f"tensor {value.dtype} {tuple(value.shape)};".encode())
-        for part in _parts(value) if values else ():
-            take(_bytes(part))
-    elif kind in _VALUES:
-        take(f"{kind.__name__} {value!r};".encode())
-    elif kind in _LISTS:
-        take(f"{kind.__name__} {len(value)};".encode())
+    if isinstance(value, Tensor) or kind in _VALUES:
+        return
+    if kind in _LISTS:
         for index, item in enumerate(value):
-            _walk(item, take, f"{where}[{index}]", values=values)
+            _check(item, f"{where}[{index}]")
     elif kind in _DICTS:
-        take(f"dict {len(value)};".encode())
         for key, item in value.items():
-            _walk(key, take, f"a key of {where}", values=values)
-            _walk(item, take, f"{where}[{key!r}]", values=values)
-        if vars(value) if kind is not dict else False:  # versions of modules, which steer how a state is loaded
-            _walk(vars(value), take, f"attributes of {where}", values=values)
-    elif kind is set:
-        take(f"set {sorted(map(repr, value))};".encode())
-    elif any(kind is (each[0] if isinstance(each, tuple) else each) for each in get_safe_globals()):
-        take(f"{kind.__module__}.{kind.__qualname__};".encode())
-    else:
+            _check(key, f"a key of {where}")
+            _check(item, f"{where}[{key!r}]")
+        if attributes := getattr(value, "__dict__", None):  # versions of modules, which steer how a state is loaded
+            _check(attributes, f"attributes of {where}")
+    elif not any(kind is (each[0] if isinstance(each, tuple) else each) for each in get_safe_globals()):
         raise CheckpointError(
             f"{where} is a {kind.__module__}.{kind.__qualname__}, which load() could only read by running code from "
             "the file, and refuses to: save tensors, numbers, strings, lists and dicts (float(...) of a NumPy number), "
@@ -164,8 +131,3 @@ def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
     if local.layout is torch.sparse_coo:
         return local._indices(), local._values()
     return (local,) if local.layout is torch.strided and not local.is_quantized else ()
-
-
-def _bytes(tensor: Tensor) -> Any:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.resolve_conj().resolve_neg().view(torch.uint8).numpy() if flat.numel() else b""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ..sharding import full_tensor, is_sharded, rank
 from ._content import AnyPath, place
 from ._file import replacing
 from ._ranks import on_all_ranks
-from ._save import writer
+from ._save import finish
 
 
 def export(path: AnyPath, model: nn.Module | Session, *, metadata: Mapping[str, str] | None = None) -> None:
@@ -26,9 +27,8 @@ def export(path: AnyPath, model: nn.Module | Session, *, metadata: Mapping[str, 
 
     `model`: a session, whose masters are written where there are masters; or a model, whose 16-bit entries are
     widened. Names are those of `state_dict()` of the bare model, without what parallel and compiled wrappers add; with
-    several models in a session, each begins with its model's name and a dot. Entries that are one tensor, as tied
-    weights are, are written once, under the first name; the others are in the file's metadata, as
-    {other name: first name}, and `safetensors.torch.load_model` ties them again. `metadata`: further strings for it.
+    several models in a session, each begins with its model's name and a dot. Tied weights are written once, as
+    `safetensors.torch.save_model` does, and its `load_model` ties them again. `metadata`: further strings for the file.
 
     Sharded models (FSDP2, tensor parallelism) are gathered, one entry at a time, on rank 0, which writes: all ranks
     call it, and it returns on all when the file is there. Elsewhere only one rank should call it.
@@ -38,18 +38,19 @@ def export(path: AnyPath, model: nn.Module | Session, *, metadata: Mapping[str, 
     """
     try:
         from safetensors import SafetensorError
-        from safetensors.torch import save_file
+        from safetensors.torch import save_model
     except ImportError as error:
         raise MissingExtra("safetensors", "export", "checkpoint.export()") from error
-    tensors, aliases, sharded = _gathered(model)
+    tensors, sharded = _gathered(model)
+    whole: Any = SimpleNamespace(state_dict=tensors.copy)  # all that save_model asks of a model
 
     def write() -> None:
         if sharded and rank() > 0:
             return
-        writer().finish(path)
+        finish()
         with replacing(path) as temporary:
             try:
-                save_file(tensors, temporary, {**aliases, **(metadata or {}), "format": "pt"})
+                save_model(whole, str(temporary), {**(metadata or {}), "format": "pt"})
             except SafetensorError as error:
                 raise CheckpointError(
                     f"{path} was not written, and what was there before is as it was: safetensors says {error}"
@@ -63,29 +64,26 @@ def export(path: AnyPath, model: nn.Module | Session, *, metadata: Mapping[str, 
         write()
 
 
-def _gathered(source: nn.Module | Session) -> tuple[dict[str, Tensor], dict[str, str], bool]:
-    """What to write, on the host, by name; the names that stand for the same tensor as another; whether it is sharded.
-
-    Of sharded models the first is empty on all ranks but 0.
-    """
-    tensors: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
+def _gathered(source: nn.Module | Session) -> tuple[dict[str, Tensor], bool]:
+    """What to write, on the host, by name; and whether it is sharded, in which case only rank 0 has it."""
     models = source.models if isinstance(source, Session) else {"": source}
-    for model in models.values():
-        _check_dense(unwrapped(model).state_dict())
-    sharded = any(is_sharded(value) for model in models.values() for value in unwrapped(model).state_dict().values())
-    wanted = not sharded or rank() == 0
+    states = [unwrapped(model).state_dict() for model in models.values()]
+    for state in states:
+        _check_dense(state)
+    sharded = any(is_sharded(value) for state in states for value in state.values())
+    tensors: dict[str, Tensor] = {}
     with source.full_precision(values_only=True) if isinstance(source, Session) else nullcontext():
         for prefix, model in models.items():
-            state = unwrapped(model).state_dict(keep_vars=True)
-            for names in _same(state):
-                value = full_tensor(state[names[0]].detach())
-                first, *others = (f"{prefix}.{n}" if prefix else n for n in names)
-                aliases.update(dict.fromkeys(others, first))
-                if wanted:
-                    value = value.to(torch.float32 if value.dtype in LOW_DTYPES else value.dtype)
-                    tensors[first] = value.to("cpu", copy=True).contiguous()
-    return tensors, aliases, sharded
+            made: dict[Any, Tensor] = {}
+            for name, value in unwrapped(model).state_dict(keep_vars=True).items():
+                # a shard's address proves nothing, as some ranks may have none of it; all must find the same
+                key = id(value) if is_sharded(value) else place(value) or name
+                if key not in made:
+                    whole = full_tensor(value.detach())
+                    wide = torch.float32 if whole.dtype in LOW_DTYPES else whole.dtype
+                    made[key] = torch.empty(0) if sharded and rank() > 0 else whole.to("cpu", wide, copy=True)
+                tensors[f"{prefix}.{name}" if prefix else name] = made[key]
+    return tensors, sharded
 
 
 def _check_dense(state: Mapping[str, Any]) -> None:
@@ -98,12 +96,3 @@ def _check_dense(state: Mapping[str, Any]) -> None:
                 f"{name} is {kind}, and safetensors holds dense tensors, whole ones: save a checkpoint instead, or "
                 "take it out of state_dict() (a buffer with persistent=False)"
             )
-
-
-def _same(state: Mapping[str, Tensor]) -> list[list[str]]:
-    """The names of a state_dict, those of one and the same tensor together, in order."""
-    found: dict[Any, list[str]] = {}
-    for name, tensor in state.items():
-        # a shard's address proves nothing, as some ranks may have none of it; all must find the same
-        found.setdefault(id(tensor) if is_sharded(tensor) else place(tensor) or name, []).append(name)
-    return list(found.values())

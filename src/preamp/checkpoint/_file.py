@@ -15,7 +15,7 @@ import re
 import secrets
 import stat
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
@@ -23,12 +23,9 @@ from typing import IO, Any, cast
 import torch
 
 from ..errors import CheckpointError, kind_of
-from ._content import AnyPath, check_extents, digest, digest_1
+from ._content import AnyPath, check_extents
 
-FORMAT = "preamp-checkpoint/2"
-"""The names of the formats. Files of the first one, whose digest covers tensors only, can still be read."""
-
-_DIGESTS = {"preamp-checkpoint/1": digest_1, FORMAT: digest}
+FORMAT = "preamp-checkpoint/1"
 
 _SEAL = b"preamp sha256 "
 _SEALED = len(_SEAL) + 64
@@ -94,12 +91,10 @@ def _let_be_as(before: os.stat_result, path: Path) -> None:
 
 
 def write(path: AnyPath, content: Mapping[str, Any]) -> None:
-    """Write `content` with its digest and a seal, atomically; `OSError` when the system cannot."""
-    content = {**content, "format": FORMAT}
-    content["digest"] = digest(content)
+    """Write `content` with a seal, atomically; `OSError` when the system cannot."""
     with replacing(path) as temporary, open(temporary, "r+b") as file:
         sealing = _Sealing(file)
-        torch.save(content, cast("IO[bytes]", sealing))
+        torch.save({**content, "format": FORMAT}, cast("IO[bytes]", sealing))
         sealing.seal()
         file.flush()
         os.fsync(file.fileno())
@@ -109,7 +104,7 @@ def read(path: AnyPath, map_location: Any) -> dict[str, Any]:
     """The content of a file, proven to be what was written; `CheckpointError`, or `FileNotFoundError`."""
     try:
         with open(path, "rb") as file:
-            sealed = _check_seal(file, path)
+            _check_seal(file, path)
             size = _check_archive(file, path)
             content: Any = torch.load(file, map_location=map_location, weights_only=True)
             check_extents(content, size, path)
@@ -117,26 +112,13 @@ def read(path: AnyPath, map_location: Any) -> dict[str, Any]:
         raise
     except Exception as error:
         raise CheckpointError(
-            f"{path} cannot be read as a checkpoint: it is truncated, foreign, or holds objects that would have to run "
+            f"{path} cannot be read as a checkpoint: its parts are not as torch.save writes them, or would have to run "
             f"code to load ({type(error).__name__}: {str(error)[:200]})"
         ) from error
-    kind = content.get("format") if isinstance(content, dict) else None
-    if not isinstance(kind, str) or kind not in _DIGESTS:
-        seen = repr(kind) if isinstance(content, dict) else f"of {kind_of(content)}"
-        raise CheckpointError(
-            f"{path} was not written by preamp.checkpoint.save (format {seen:.60}, not {FORMAT!r}); read it as it was "
-            "written, torch.load(path, weights_only=True), and load its parts into model and optimizer"
-        )
-    if not (sealed and kind == FORMAT) and not _has_digest(content, _DIGESTS[kind]):
-        raise CheckpointError(f"{path} is damaged: its content does not match the digest it was saved with")
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        seen = repr(content.get("format")) if isinstance(content, dict) else f"of {kind_of(content)}"
+        raise CheckpointError(f"{path} is no checkpoint of this preamp: its format is {seen:.60}, not {FORMAT!r}")
     return dict(content)
-
-
-def _has_digest(content: Mapping[str, Any], digest_of: Callable[[Mapping[str, Any]], str]) -> bool:
-    try:
-        return digest_of(content) == content.get("digest")
-    except (CheckpointError, RecursionError, RuntimeError, TypeError):  # of what no save has written
-        return False
 
 
 def sha256_of(path: AnyPath) -> str:
@@ -176,24 +158,22 @@ class _Sealing:
         self._file.write(_SEALED.to_bytes(2, "little") + _SEAL + self._hash.hexdigest().encode())
 
 
-def _check_seal(file: IO[bytes], path: Any) -> bool:
-    """Whether a file has a seal, which then holds; `CheckpointError` if it is broken, or the file no archive."""
+def _check_seal(file: IO[bytes], path: Any) -> None:
+    """`CheckpointError` for a file without a seal, or whose bytes are not those that were sealed."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _END_SIZE - _SEALED))
     tail = file.read()
     end, length, comment = tail[:4], tail[_END_SIZE - 2 : _END_SIZE], tail[_END_SIZE:]
-    if end == _END and length == _SEALED.to_bytes(2, "little") and comment.startswith(_SEAL):
-        hashed = _hash_of_first(file, size - _SEALED - 2)
-        hashed.update(b"\0\0")  # the length of no comment, as it was when the seal was made
-        if comment[len(_SEAL) :] != hashed.hexdigest().encode():
-            raise CheckpointError(f"{path} is damaged: its bytes do not match the seal they were saved with")
-        return True
-    if tail[-_END_SIZE:].startswith(_END) and tail.endswith(b"\0\0"):
-        return False
-    raise CheckpointError(
-        f"{path} cannot be read as a checkpoint: it does not end as an archive of torch.save does, so it is truncated, "
-        "damaged, or something else"
-    )
+    if end != _END or length != _SEALED.to_bytes(2, "little") or not comment.startswith(_SEAL):
+        raise CheckpointError(
+            f"{path} cannot be read as a checkpoint: it does not end with the seal of preamp.checkpoint.save, so it is "
+            "truncated, damaged, or something else. What torch.save has written, torch.load(path, weights_only=True) "
+            "reads"
+        )
+    hashed = _hash_of_first(file, size - _SEALED - 2)
+    hashed.update(b"\0\0")  # the length of no comment, as it was when the seal was made
+    if comment[len(_SEAL) :] != hashed.hexdigest().encode():
+        raise CheckpointError(f"{path} is damaged: its bytes do not match the seal they were saved with")
 
 
 def _check_archive(file: IO[bytes], path: Any) -> int:

@@ -11,6 +11,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,12 @@ from ..tree import map_tensors
 from ._content import AnyPath, kept_on_host
 from ._file import read, sha256_of, write
 from ._ranks import named_states, on_all_ranks, own_group, states_for
-from ._save import PendingSave, writer
+from ._save import finish, in_background
 
 LATEST = "latest"
 
 _MARK = ".preamp-generation"
-"""A file in each generation that holds its name: only folders that have it are ever deleted, or the one that `latest`
-has named, of a version that left no marks."""
+"""A file in each generation that holds its name: only folders that have it are ever deleted."""
 
 _SEEN_WITHIN = 10.0
 """Seconds after which a folder that rank 0 has made counts as not shared: network file systems take their time."""
@@ -47,30 +47,28 @@ def save_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, ses
     it is gone. Where it fails on one rank it fails on all, and the one before it stays. `CheckpointError` for a folder
     that the ranks do not share, and for pipeline stages; `SessionError` between unscale_() or clipping and step().
     """
-    with writer().reporting():
-        writer().finish(folder)
-        _saving(Path(folder), model, optimizer, session, lambda state: state, None)()
+    finish()
+    _saving(Path(folder), model, optimizer, session, lambda state: state, None)()
 
 
 def save_sharded_async(
     folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, session: Session | None = None
-) -> PendingSave:
+) -> Future[None]:
     """As `save_sharded`, written by a thread of each rank while training goes on; returns when the shards are copied.
 
-    The copies lie in host memory. Ranks exchange over gloo, in a group of their own. Call `wait()` on what it returns
-    before the process group is destroyed, and before relying on the checkpoint; a failure that nobody waits for is
-    warned of at the next save. Without a process group it writes before it returns.
+    The copies lie in host memory. Ranks exchange over gloo, in a group of their own. Call `result()` of what it returns
+    before the process group is destroyed, and before relying on the checkpoint; a failure is a `PreampWarning` too.
+    Without a process group it writes before it returns.
     """
-    with writer().reporting():
-        writer().finish(folder)
-
-        group = None if ranks() == 1 else own_group()
-        pending = PendingSave(folder, _saving(Path(folder), model, optimizer, session, kept_on_host, group))
-        if group is None:
-            writer().run(pending)
-        else:
-            writer().submit(pending)
-        return pending
+    finish()
+    group = own_group() if ranks() > 1 else None
+    write = _saving(Path(folder), model, optimizer, session, kept_on_host, group)
+    if group is not None:
+        return in_background(folder, write)
+    write()
+    written: Future[None] = Future()
+    written.set_result(None)
+    return written
 
 
 def _saving(
@@ -84,20 +82,18 @@ def _saving(
     """The rest of a save, to be done by this thread or another one; the states are taken now, by way of `held`."""
     from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 
-    amp, name, old = on_all_ranks(lambda: (_added(session), *_generations(target)), _UNWRITTEN)[0]
+    def begin() -> tuple[dict[str, Any] | None, str]:
+        amp, name = _added(session), _next_name(target)
+        if rank() == 0:
+            shutil.rmtree(target / name, ignore_errors=True)  # of a save that was killed
+            (target / name).mkdir(parents=True)
+            (target / name / _MARK).write_text(name)
+        return amp, name
+
+    amp, name = on_all_ranks(begin, _UNWRITTEN)[0]
     with _in_float32(session):
         states, steps = named_states(model, optimizer)
         parts = held({"model": states, "optimizer": steps})
-
-    files: dict[str, str] = {}
-
-    def begin() -> None:
-        if rank() == 0:
-            target.mkdir(parents=True, exist_ok=True)
-            if _is_ours(target / name):  # of a save that was killed
-                shutil.rmtree(target / name, ignore_errors=True)
-            (target / name).mkdir()
-            (target / name / _MARK).write_text(name)
 
     def look() -> None:
         until = time.monotonic() + _SEEN_WITHIN
@@ -113,32 +109,30 @@ def _saving(
         names = sorted(path.name for path in (target / name).iterdir())
         return {each: sha256_of(target / name / each) for each in names[rank() :: ranks()]}
 
-    def commit() -> None:
+    def commit(files: dict[str, str]) -> None:
         if rank() == 0:
             write(target / LATEST, {"generation": name, "amp": amp, "files": files})
             for each in target.iterdir():
-                if each.name != name and (each.name == old or _is_ours(each)) and not each.is_symlink():
+                if each.name != name and _is_ours(each) and not each.is_symlink():
                     shutil.rmtree(each, ignore_errors=True)
 
     def save() -> None:
-        on_all_ranks(begin, _UNWRITTEN, group)
         on_all_ranks(look, _UNWRITTEN, group)
         with _torchs_own(_UNWRITTEN):  # which agrees on errors by itself
             save_parts(parts, checkpoint_id=target / name, process_group=group)
-        for some in on_all_ranks(hashed, _UNWRITTEN, group):
-            files.update(some)
-        on_all_ranks(commit, _UNWRITTEN, group)
+        files = {each: digest for some in on_all_ranks(hashed, _UNWRITTEN, group) for each, digest in some.items()}
+        on_all_ranks(lambda: commit(files), _UNWRITTEN, group)
 
     return save
 
 
-def _generations(folder: Path) -> tuple[str, str | None]:
-    """The names of the generation to be written and of the one that is complete."""
+def _next_name(folder: Path) -> str:
+    """The generation after the one that is complete, in a folder that does not exist, or that a killed save left."""
     before = _latest(folder)
     number = 1 if before is None else int(before["generation"]) + 1
     while (folder / _name(number)).exists() and not _is_ours(folder / _name(number)):
         number += 1
-    return _name(number), None if before is None else before["generation"]
+    return _name(number)
 
 
 def load_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, session: Session | None = None) -> None:
@@ -153,7 +147,7 @@ def load_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, ses
     from ._parts import Planner, Reader
 
     source = Path(folder)
-    writer().finish(folder)
+    finish()
 
     def first() -> dict[str, Any]:
         latest = _latest(source)
@@ -208,7 +202,7 @@ def _in_float32(session: Session | None) -> AbstractContextManager[None]:
 
 def _check_files(folder: Path, latest: dict[str, Any]) -> None:
     """`CheckpointError` where a byte has changed; each rank looks at some files, so that all are read once more."""
-    files: dict[str, str] = latest.get("files", {})  # of earlier versions there are none
+    files: dict[str, str] = latest["files"]
     for name in sorted(files)[rank() :: ranks()]:
         path = folder / str(latest["generation"]) / name
         if not path.is_file():

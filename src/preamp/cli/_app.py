@@ -127,7 +127,7 @@ def lr_find(
     device: _Device = None,
     out: _Out = Path("preamp-lr-find"),
 ) -> None:
-    """Find a learning rate by a range test in mixed precision, and write the curve as report, PNG and JSON."""
+    """Find a learning rate by a range test in mixed precision, and write the curve as report and JSON."""
     from ._lr_find import find_lr
 
     console = Console(emoji=False)
@@ -185,23 +185,8 @@ def compare(
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="End each run after so many steps.")] = None,
     out: _Out = Path("preamp-compare"),
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write compare.json to this file.")] = None,
-    logprobs: Annotated[
-        bool,
-        typer.Option(
-            "--logprobs",
-            help="Compare log-probabilities of the same tokens instead: two files, of the engine that samples and the "
-            "one that trains; or a folder with a model of transformers, and a text file.",
-        ),
-    ] = False,
-    mask: Annotated[Path | None, typer.Option("--mask", help="With --logprobs: which tokens count.")] = None,
-    levels: Annotated[str, typer.Option("--levels", help="With --logprobs and a model: the levels.")] = "O5,O2",
 ) -> None:
     """Run an unchanged training script as it is and in full precision, and say whether 16 bits cost anything."""
-    if logprobs:
-        from ._logprobs import run_logprobs
-
-        run_logprobs(target, arguments or [], mask=mask, levels=levels, json_file=json_file)
-        return
     from ._doctor import run_compare
 
     status = run_compare(

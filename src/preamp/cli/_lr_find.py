@@ -8,9 +8,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ..demo import range_test
-from ..errors import MissingExtra
 from ..machine import device_named, environment
-from ..report import Report, Section, Table, to_json, write_png
+from ..report import Report, Section, Table, to_json
 from ..report.files import write_json
 from ..zoo import task_named
 
@@ -21,7 +20,7 @@ def find_lr(
     name: str, level: str, size: str, steps: int, start: float, end: float, batch_size: int | None,
     device_name: str | None, out: Path, console: Console,
 ) -> tuple[Table, dict[str, Path]]:  # fmt: skip
-    """Sweep one network and write `lr.html`, `lr.json` and, with matplotlib, `lr.png`: the table and these files."""
+    """Sweep one network and write `lr.html` and `lr.json`: the table and these files."""
     task, device = task_named(name, size), device_named(device_name)
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task(f"{name} {level}", total=steps)
@@ -53,9 +52,4 @@ def find_lr(
         data=data,
         status="neutral",
     )
-    files = {"report": report.write_html(out / "lr.html"), "data": write_json(out / "lr.json", data)}
-    try:
-        files["picture"] = write_png(chart, out / "lr.png")
-    except MissingExtra as error:
-        console.print(f"no picture: {error}", highlight=False)
-    return table, files
+    return table, {"report": report.write_html(out / "lr.html"), "data": write_json(out / "lr.json", data)}

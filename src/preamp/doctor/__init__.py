@@ -5,7 +5,6 @@ with preamp.doctor.watch(session, every=50) as w:                         # whil
     ...
 w.report()
 origin = preamp.doctor.find_origin(forward, models=model)                 # who made the first inf or nan
-preamp.doctor.compare_precisions(model, tokens, ["O5", "O2"])             # what a level does to log-probabilities
 preamp.doctor.compare_logprobs(sampler, trainer)                          # two engines, the same tokens
 """
 
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from .findings.pa201 import Origin
     from .lint import examine, fix
     from .logprobs import LogprobComparison, compare_logprobs
-    from .precisions import PrecisionComparison, compare_precisions
     from .records import JsonLines, Sink, TensorBoard
     from .replay.origin import find_origin
 
@@ -25,12 +23,10 @@ __all__ = [
     "JsonLines",
     "LogprobComparison",
     "Origin",
-    "PrecisionComparison",
     "Sink",
     "TensorBoard",
     "Watching",
     "compare_logprobs",
-    "compare_precisions",
     "examine",
     "find_origin",
     "fix",
@@ -42,7 +38,6 @@ _HOMES = {
     "findings.pa201": ("Origin",),
     "lint": ("examine", "fix"),
     "logprobs": ("LogprobComparison", "compare_logprobs"),
-    "precisions": ("PrecisionComparison", "compare_precisions"),
     "records": ("JsonLines", "Sink", "TensorBoard"),
     "replay.origin": ("find_origin",),
 }

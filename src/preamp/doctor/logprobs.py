@@ -1,4 +1,4 @@
-"""How far the log-probabilities that two engines, or two precisions, give the same tokens are apart.
+"""How far the log-probabilities that two engines give the same tokens are apart.
 
 In reinforcement learning one engine samples and another trains. Where they give a token other probabilities, the
 gradient is that of another policy than the one that sampled (Qi et al. 2025, arXiv 2510.26788). A sampled token's
@@ -7,10 +7,8 @@ ratio is r = exp(trainer - sampler).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -166,42 +164,3 @@ def _check_alike(ones: Sequence[Any], others: Sequence[Any], name: str) -> None:
                 f"sequence {i} has {len(one)} tokens from the sampler and {len(other)} in the {name}: they are not the "
                 "same tokens. Leave out prompts on both sides, or on neither; the first token of a text has none"
             )
-
-
-def read(path: Path) -> Any:
-    """Log-probabilities, or a mask, from a file: .npy, .pt, .safetensors, .json or .jsonl.
-
-    A file with names has them under "logprobs" (or "mask"), or has one name; .jsonl has one sequence a line. Raises
-    `PreampError` for any other file.
-    """
-    try:
-        if path.suffix == ".npy":
-            return np.load(path, allow_pickle=False)
-        if path.suffix in (".pt", ".pth"):
-            import torch
-
-            return _named(torch.load(path, map_location="cpu", weights_only=True), path)
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            return _named(load_file(path), path)
-        if path.suffix == ".jsonl":
-            return [_named(json.loads(line), path) for line in path.read_text().splitlines() if line.strip()]
-        if path.suffix == ".json":
-            return _named(json.loads(path.read_text()), path)
-    except PreampError:
-        raise
-    except Exception as error:
-        raise PreampError(f"{path} cannot be read: {error}") from None
-    raise PreampError(f"{path} is no .npy, .pt, .safetensors, .json or .jsonl: write log-probabilities to one of these")
-
-
-def _named(content: Any, path: Path) -> Any:
-    if not isinstance(content, dict):
-        return content
-    for name in ("logprobs", "mask"):
-        if name in content:
-            return content[name]
-    if len(content) == 1:
-        return next(iter(content.values()))
-    raise PreampError(f"{path} has {', '.join(map(str, content))}: name the log-probabilities 'logprobs'")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from .charts import BarChart, Bars, Chart, ExponentHistogram, HeatMap, LineChart, Marker, Series, Span, exponent_spans
 from .document import Item, Picture, Report, Section, Snippet, Status
 from .finding import SEVERITIES, Direction, Finding, Severity, count_severities
-from .png import write_png
 from .svg import to_svg
 from .table import Column, Table
 from .values import Cell, format_number, smoothed, to_json
@@ -39,5 +38,4 @@ __all__ = [
     "smoothed",
     "to_json",
     "to_svg",
-    "write_png",
 ]

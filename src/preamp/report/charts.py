@@ -1,4 +1,4 @@
-"""Charts as values: what is drawn, not how. `svg.py` and `png.py` draw them."""
+"""Charts as values: what is drawn, not how. `svg.py` draws them."""
 
 from __future__ import annotations
 
