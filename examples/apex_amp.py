@@ -2,7 +2,7 @@
 
     pip install "preamp[demo]"
     preamp run examples/apex_amp.py             # apex can be imported in it
-    preamp migrate examples/apex_amp.py         # the diff to preamp's own API (pip install "preamp[migrate]")
+    preamp migrate examples/apex_amp.py         # the diff to run it without (pip install "preamp[migrate]")
 
 Nothing in it is of preamp but the data.
 """

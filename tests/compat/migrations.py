@@ -1,111 +1,81 @@
-"""What the tests of `preamp migrate` share: translations that are checked, and trainings to compare."""
+"""What the tests of `preamp migrate` share: scripts run as they are on `preamp run`'s Apex, and rewritten without."""
 
 from __future__ import annotations
 
+import ast
 import json
 import os
-import textwrap
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
+from preamp.compat.install import environment
 from preamp.migrate import Migration, migrate_source
 
 from .. import forks
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
+EACH = """
+import io, json, os, runpy, sys, warnings
+from contextlib import redirect_stdout
+warnings.simplefilter("ignore")
+found = {}
+for file in sys.argv[2:]:
+    reading, writing = os.pipe()
+    if os.fork() == 0:  # each in a process of its own, with torch imported
+        out = io.StringIO()
+        try:
+            with redirect_stdout(out):
+                sys.path.insert(0, os.path.dirname(file))
+                sys.argv = [file]
+                runpy.run_path(file, run_name="__main__")
+        except BaseException as error:
+            out.write(f"{type(error).__name__}: {error}")
+        os.write(writing, out.getvalue().encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading) as pipe:
+        found[os.path.relpath(file, sys.argv[1])] = pipe.read()
+    os.wait()
+sys.stderr.write(json.dumps(found))
+"""
+
+
+def outputs(folder: Path, *, with_apex: bool) -> dict[str, str]:
+    """What the scripts of a folder print; `with_apex`: as `preamp run` starts them."""
+    harness = folder.parent / "each.py"
+    harness.write_text(EACH, encoding="utf-8")
+    env = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    scripts = sorted(map(str, folder.glob("*.py")))
+    done = forks.run([str(harness), str(folder), *scripts], env=environment(env) if with_apex else env)
+    assert done.returncode == 0, done.stderr
+    return {name: re.sub("at 0x[0-9a-f]+", "", out) for name, out in json.loads(done.stderr).items()}
+
+
+def both(tmp_path: Path, scripts: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """What scripts print before, under `preamp run`, and rewritten, without Apex."""
+    found = []
+    for name, with_apex in (("before", True), ("after", False)):
+        folder = tmp_path / name
+        folder.mkdir()
+        for script, text in scripts.items():
+            new = text if with_apex else migrated(text).after
+            (folder / f"{script}.py").write_text(new, encoding="utf-8")
+        found.append(outputs(folder, with_apex=with_apex))
+    return found[0], found[1]
+
 
 def migrated(text: str) -> Migration:
-    """A translation, which has to be stable: a second one changes nothing."""
-    found = migrate_source(textwrap.dedent(text), "s.py")
+    """A rewriting, which has to be stable: a second one changes nothing."""
+    found = migrate_source(text, "s.py")
     compile(found.after, "s.py", "exec")
     assert migrate_source(found.after, "s.py").after == found.after
     return found
 
 
-def clean(text: str) -> str:
-    """The translation of something with nothing left to do, and nothing of Apex."""
-    found = migrated(text)
-    assert found.left == 0, [note.text("s.py") for note in found.notes]
-    assert "apex" not in found.after and "scale_loss" not in found.after, found.after
-    return found.after
-
-
-def left(text: str) -> None:
-    """A file is left as it is; a comment `# why: WORDS` stands at each line that a note is about, with its words."""
-    found = migrate_source(text, "s.py")
-    lines = text.splitlines()
-    wanted = {n: line.partition("# why: ")[2] for n, line in enumerate(lines, 1) if "# why: " in line}
-    told = {note.line: note.seen for note in found.notes if note.by_hand}
-    assert found.after == text, found.diff()
-    assert set(told) == set(wanted), told
-    for line, words in wanted.items():
-        assert words in told[line], (words, told[line])
-    assert wanted and all("left as it is" in n.write for n in found.notes if n.by_hand)
-
-
-def by_hand(text: str) -> list[tuple[int, str]]:
-    """Lines and words of what is left to do."""
-    return [(note.line, f"{note.seen}: {note.write}") for note in migrated(text).notes if note.by_hand]
-
-
-DATA = """
-import torch
-from torch import nn
-
-torch.manual_seed(0)
-X = [torch.randn(16, 6) for _ in range(12)]
-Y = [x[:, :1] * 2 - x[:, 1:2] for x in X]
-
-
-class Args:
-    fp16 = FP16
-    fp16_opt_level = "LEVEL"
-    accum = 2
-    max_norm = 0.5
-
-
-args = Args()
-losses = []
-"""
-
-HARNESS = """
-import json, runpy, sys, warnings
-mode, *files = sys.argv[1:]
-if mode == "apex":
-    import preamp
-    preamp.install_as_apex()
-    from apex import amp
-found = {}
-for file in files:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error" if mode == "preamp" else "ignore")
-        out = runpy.run_path(file)
-    found[file.rpartition("/")[2]] = out["losses"]
-    if mode == "apex":
-        amp.close()
-    else:
-        for each in [out.get("session")]:
-            each is None or each.close()
-sys.stderr.write(json.dumps(found))
-"""
-
-
-def trained(mode: str, folder: Path, files: list[Path]) -> dict[str, list[float]]:
-    harness = folder / "harness.py"
-    harness.write_text(HARNESS, encoding="utf-8")
-    done = forks.run([str(harness), mode, *map(str, files)], env={**os.environ, "PYTHONPATH": str(SOURCE)})
-    assert done.returncode == 0, done.stderr
-    found: dict[str, list[float]] = json.loads(done.stderr)
-    return found
-
-
-LOOP = """
-{imports}
-model, optimizer = {amp}initialize(model, optimizer, opt_level="O1")
-for x in data:
-    loss = model(x)
-    with {amp}scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-"""
-SCRIPT = LOOP.format(imports="from apex import amp", amp="amp.").lstrip()
+def same_code(found: Migration) -> bool:
+    """Whether nothing but comments and the installation of Apex has come in."""
+    before, after = ast.parse(found.before), ast.parse(found.after)
+    new = [each for each in after.body if ast.unparse(each) not in ("import preamp", "preamp.install_as_apex()")]
+    return [ast.dump(each) for each in new] == [ast.dump(each) for each in before.body]

@@ -1,284 +1,326 @@
-"""`preamp migrate`: what becomes of backward passes, clipping, steps and states, and how sessions reach them."""
+"""`preamp migrate`: scripts that import Apex in any form run without it, with a comment at each of its calls."""
 
 from __future__ import annotations
 
-import pytest
+import functools
+import importlib
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
-from .migrations import SCRIPT, by_hand, clean, migrated
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import preamp
+from preamp.errors import MissingExtra
+from preamp.migrate import CannotParse, NoSuchFile, migrate_source, run
+from preamp.migrate._notes import LINES, lacking
+
+from .migrations import both, migrated, outputs, same_code
 
 pytest.importorskip("libcst")
 
+LOOP = """\
+from apex import amp
+model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+for x in data:
+    loss = model(x)
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+"""
+INSTALLED = "import preamp\n\npreamp.install_as_apex()  # `import apex` finds preamp's from here on\n\n"
 
-@pytest.mark.parametrize(
-    ("body", "after"),
-    [
-        ("scaled.backward(retain_graph=True)", "session.backward(loss, retain_graph=True)"),
-        ("scaled.mean().backward()", "session.backward(loss.mean())"),
-        ("(scaled / 4).backward()", "session.backward(loss / 4)"),
-        ("# why\n        scaled.backward()  # now", "# why\n    session.backward(loss)  # now"),
-        (
-            "if last:\n            scaled.backward()\n        else:\n            scaled.backward(retain_graph=True)",
-            "if last:\n        session.backward(loss)\n    else:\n        session.backward(loss, retain_graph=True)",
-        ),
-        ("print(step)\n        scaled.backward()", "print(step)\n    session.backward(loss)"),
-    ],
-)
-def test_bodies_of_scale_loss(body: str, after: str) -> None:
-    found = clean(SCRIPT.replace("scaled.backward()", body))
-    assert f"        loss = model(x)\n    {after}\n    session.step()\n" in found
+# -- imports
 
-
-@pytest.mark.parametrize(
-    ("body", "why"),
-    [
-        ("scaled.backward()\n        optimizer.step()", "gradients that Apex has not unscaled"),
-        ("scaled.backward()\n        clip_grad_norm_(amp.master_params(optimizer), 1)", "gradients that Apex has not"),
-        ("fabric.backward(scaled)", "otherwise than by .backward()"),
-        ("scaled.backward(gradient)", "not understood"),
-        ("(scaled + extra).backward()", "something made of the scaled loss"),
-    ],
-)
-def test_bodies_that_stay_with_a_note(body: str, why: str) -> None:
-    found = migrated(SCRIPT.replace("scaled.backward()", body))
-    assert f"    with amp.scale_loss(loss, optimizer) as scaled:\n        {body}\n" in found.after
-    assert (5, True) in [(note.line, why in note.seen) for note in found.notes if note.by_hand]
-
-
-def test_registered_functions() -> None:
-    found = migrated("""\
-        import torch
-        from apex import amp
-        import mine
-        amp.register_float_function(torch, "sigmoid")
-        amp.register_half_function(torch.nn.functional, "softmax")
-        amp.register_half_function(mine, "fused")
-        amp.register_float_function(torch, "no_such_thing")
-        m, o = amp.initialize(m, o)
-    """)
-    assert "mine.fused = preamp.half_function(mine.fused)\n" in found.after
-    rules = "".join(found.after.partition("ops=")[2].split())
-    assert rules.startswith('preamp.OpRules().with_full("sigmoid").with_low("softmax")')
-    first, _ = [note for note in found.notes if note.by_hand]
-    assert first.line == 7 and "no_such_thing" in first.seen
-
-
-def test_two_sessions_have_two_names() -> None:
-    after = clean("""
-        from apex import amp
-        netD, optD = amp.initialize(netD, optD)
-        netG, optG = amp.initialize(netG, optG)
-        for x in data:
-            fake = netG(x)
-            lossD = netD(fake.detach())
-            with amp.scale_loss(lossD, optD) as s:
-                s.backward()
-            optD.step()
-            lossG = -netD(fake)
-            with amp.scale_loss(lossG, optG) as s:
-                s.backward()
-            optG.step()
-    """)
-    assert "session_optd = preamp.prepare(netD, optD" in after and "session_optg.backward(lossG)" in after
-    assert "session_optd.backward(lossD)" in after and "session_optg.step()" in after
-    region, _, _ = after.partition("    session_optd.backward(lossD)")  # it has what both losses are made of
-    assert region.endswith("        fake = netG(x)\n        lossD = netD(fake.detach())\n")
+IMPORTS = {
+    "plain": "import apex\nprint(apex.amp.__name__, apex.optimizers.FusedAdam)",
+    "dotted": "import apex.amp\nprint(apex.amp.scale_loss)",
+    "alias": "import apex.amp as A, apex.parallel as P\nprint(A.initialize, P.SyncBatchNorm)",
+    "names": "from apex import amp, optimizers as o\nprint(amp.state_dict, o.FusedLAMB)",
+    "class": "from apex.parallel import DistributedDataParallel as DDP\nprint(DDP)",
+    "inner": "from apex.optimizers.fused_adam import FusedAdam\nfrom apex.amp import _amp_state\nprint(FusedAdam)",
+    "star": "from apex.fp16_utils import *\nprint(network_to_half)",
+    "fallback": "try:\n    from apex import amp\nexcept ImportError:\n    amp = None\nprint(amp)",
+    "missing": "try:\n    from apex.contrib.sparsity import ASP\nexcept ImportError:\n    ASP = None\nprint(ASP)",
+    "nothing": "try:\n    import apex.transformer\nexcept ModuleNotFoundError as error:\n    print(error.name)",
+    "class_instead": """
+from torch import nn
+try:
+    from apex.normalization import FusedLayerNorm as Norm
+except ImportError:
+    class Norm(nn.Module):
+        pass
+print(Norm, Norm(4).weight.shape)""",
+    "function": "def f():\n    from apex import amp\n    import apex.mlp\n    return amp, apex.mlp.MLP\nprint(f())",
+    "global": "def f():\n    global amp\n    from apex import amp\nf()\nprint(amp)",
+    "method": "class A:\n    def f(self):\n        import apex\n        return apex.amp\nprint(A().f())",
+    "condition": "import sys\nif len(sys.argv) > 5:\n    amp = 0\nelse:\n    from apex import amp\nprint(amp)",
+    "typing": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import apex\nprint('ok')",
+    "by_name": "import importlib\namp = importlib.import_module('apex.amp')\nprint(amp.initialize)",
+    "package": "from importlib import import_module\nprint(import_module('.amp', package='apex'))",
+    "f_string": "from importlib import import_module\nx = 'amp'\nprint(import_module(f'apex.{x}'))",
+    "sum": "import importlib as i\nx = 'amp'\nprint(i.import_module('apex.' + x))",
+    "computed": "import importlib\nfor x in ('torch', 'apex.amp'):\n    print(importlib.import_module(x).__name__)",
+    "dunder": "print(__import__('apex.amp').amp, __import__('apex', fromlist=['amp']))",
+    "spec": "import importlib.util\nprint(importlib.util.find_spec('apex') is not None)",
+    "exec": "exec('from apex import amp')\nprint(amp)",
+    "compiled": "import apex, amp_C\nfrom apex_C import flatten\nprint(amp_C.multi_tensor_scale, flatten)",
+    "compiled_missing": "try:\n    import fused_adam_cuda\nexcept ImportError:\n    print('none')",
+    "one_line": "import os; import torch; from apex import amp; print(amp)",
+    "future": "'''Doc.'''\nfrom __future__ import annotations; import apex\nprint(__doc__, apex.amp)",
+    "docstring": "#!/usr/bin/env python\n# -*- coding: utf-8 -*-\n'''Doc.'''; import apex\nprint(__doc__, apex.amp)",
+    "decorated": "import functools\n@functools.lru_cache\ndef f():\n    import apex\n    return apex.amp\nprint(f())",
+    "main": "def main():\n    import apex.amp as amp\n    print(amp)\nif __name__ == '__main__': main()",
+    "early": "import os\nos.environ['A'] = '1'\nimport torch\nfrom apex import amp\nprint(os.environ['A'], amp)",
+    "multi_process": """
+import torch
+from apex import amp
+class D(torch.utils.data.Dataset):
+    def __len__(self): return 2
+    def __getitem__(self, i):
+        from apex.amp import state_dict
+        return len(state_dict.__name__)
+if __name__ == '__main__':
+    print([int(x) for x in torch.utils.data.DataLoader(D(), num_workers=1, multiprocessing_context='spawn')])""",
+}  # fmt: skip
 
 
-def test_a_free_name_and_a_global() -> None:
-    after = clean("""
-        from apex import amp
-        session = open("log")
-        model = optimizer = None
-
-        def setup():
-            global model, optimizer
-            model, optimizer = make()
-            model, optimizer = amp.initialize(model, optimizer)
-
-        def step(x):
-            loss = model(x)
-            with amp.scale_loss(loss, optimizer) as s:
-                s.backward()
-            optimizer.step()
-    """)
-    assert "global model, optimizer, amp_session\n" in after and "    amp_session.backward(loss)\n" in after
-
-
-def test_branches_without_amp_get_a_session_too() -> None:
-    after = clean("""
-        from apex import amp
-        model, optimizer = make()
-        if args.amp:
-            print("amp")
-            model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
-        elif args.other:
-            model = other(model)
-        else:
-            raise SystemExit
-        for x in data:
-            loss = model(x)
-            if args.amp:
-                with amp.scale_loss(loss, optimizer) as s:
-                    s.backward()
-            else:
-                loss.backward()
-            # one step
-            optimizer.step()
-    """)
-    assert after.count("preamp.prepare(") == 2
-    assert '    model = other(model)\n    session = preamp.prepare(model, optimizer, level="O0")\nelse:\n' in after
-    assert "        loss = model(x)\n    session.backward(loss)\n    # one step\n    session.step()\n" in after
-
-
-def test_gradients_that_are_read_need_to_be_true() -> None:
-    text = SCRIPT.replace("    optimizer", "    clip_grad_norm_(model.head.parameters(), 1)\n    optimizer")
-    after = clean("from torch.nn.utils import clip_grad_norm_\n" + text)
-    assert "    session.unscale_()\n    clip_grad_norm_(model.head.parameters(), 1)\n    session.step()\n" in after
-    ((line, words),) = by_hand(SCRIPT.replace("    optimizer", "    log(model.w.grad)\n    optimizer"))
-    assert line == 7 and "session.unscale_()" in words
+def test_every_form_of_import_does_what_it_does_under_preamp_run(tmp_path: Path) -> None:
+    before, after = both(tmp_path, IMPORTS)
+    assert before == after and len(before) == len(IMPORTS)
+    assert not [name for name, out in before.items() if "Error" in out or not out], before
+    for name, text in IMPORTS.items():
+        assert same_code(migrated(text)), name
 
 
 @pytest.mark.parametrize(
-    "clip",
+    "text",
     [
-        "nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=2)",
-        "nn.utils.clip_grad_norm_(list(amp.master_params(optimizer)), max_norm=1.0, norm_type=2)",
-        "nn.utils.clip_grad_norm_([p for p in amp.master_params(optimizer)], 1.0, 2)",
-        "nn.utils.clip_grad_norm_(amp.master_params(optimizer) if fast else model.parameters(), 1.0, 2)",
+        "from .apex import amp\namp.initialize(m, o)\n",
+        "from . import apex\nprint(apex.amp)\n",
+        "from mylib import apex, amp\namp.state_dict()\n",
+        "from torch.cuda import amp  # not apex\nwith amp.autocast():\n    pass\n",
+        "game = 'apex'\nimport apex_legends\n",
+        "import importlib\nimportlib.import_module(name)\n",
+        "parser.add_argument('--backend', choices=['native', 'apex'])\neval(x)\n",
+        "def __getattr__(name):\n    return apex\n",
+        "",
     ],
 )
-def test_clips_of_everything(clip: str) -> None:
-    after = clean("import torch.nn as nn\n" + SCRIPT.replace("    optimizer", f"    norm = {clip}\n    optimizer"))
-    assert "    norm = session.clip_grad_norm_(1.0, norm_type=2)\n    session.step()\n" in after
+def test_what_is_not_apex_is_left_alone(text: str) -> None:
+    found = migrated(text)
+    assert found.after == text and not found.uses_apex and not found.notes
 
 
-def test_a_forward_out_of_sight_is_a_note() -> None:
-    ((line, words),) = by_hand("""\
-        from apex import amp
-
-        class Solver:
-            def __init__(self, net, opt):
-                self.net, self.opt = amp.initialize(net, opt)
-
-            def backward(self, loss):
-                with amp.scale_loss(loss, self.opt) as scaled:
-                    scaled.backward()
-                self.opt.step()
-    """)
-    assert line == 8 and "with self.session.autocast():" in words
+def test_the_place_of_the_installation() -> None:
+    head = '"""Doc."""\n\nfrom __future__ import annotations\n\nimport os\n\nos.environ["OMP_NUM_THREADS"] = "1"\n'
+    after = migrated(f"{head}# computing\nimport torch\nimport apex\n").after
+    assert after == f"{head}\n{INSTALLED}# computing\nimport torch\nimport apex\n"
+    licence = "# Licence\n# of somebody\nimport torch\nimport apex\n"
+    assert migrated(licence).after == licence.replace("import torch", "\n" + INSTALLED + "import torch")
+    assert migrated(INSTALLED + "import apex\n").after == INSTALLED + "import apex\n"
+    assert migrated("import apex\n" + INSTALLED).after.startswith(INSTALLED)  # too late there
 
 
-def test_sessions_that_are_out_of_reach_are_notes() -> None:
-    notes = by_hand("""\
-        from apex import amp
-
-        def make(net, opt, **options):
-            return amp.initialize(net, opt, **options)
-
-        def step(loss, opt):
-            with amp.scale_loss(loss, opt) as scaled:
-                scaled.backward()
-    """)
-    assert [line for line, _ in notes] == [4, 7]
-    assert all("session" in words for _, words in notes)
-
-
-def test_a_function_is_not_handed_a_session_that_is_not_there_yet() -> None:
-    found = migrated("""
-        from apex import amp
-
-        def save(opt):
-            return amp.state_dict()
-
-        def main():
-            save(None)
-            model, opt = amp.initialize(make(), None)
-    """)
-    assert "def save(opt):\n    return amp.state_dict()" in found.after and found.left
+HEADS = ("", "#!/usr/bin/python3\n", "# -*- coding: utf-8 -*-\n# (c)\n", '"""A\n# preamp: b"""\n', "\n\n# c\n", "\f\n")
+BETWEEN = (
+    "from __future__ import annotations\n", "import os, sys\n", "import sys; x = 1\n", "A = '''\n  a\n'''\n",
+    "if True:\n\tB = 1\n", "C = (1,  # one\n  2)\n", "def f(a, b=\\\n 2): return a\n", "\n", "# a comment\n",
+)  # fmt: skip
+FORMS = (
+    "import apex\n", "import torch, apex.amp as amp\n", "from apex.amp import (\n    scale_loss,\n    initialize)\n",
+    "try: import apex\nexcept ImportError: pass\n", "def g():\n  from apex import amp; amp.init()\n",
+    "if 1:\n\tfrom apex import amp\n\tamp.state_dict()\n",
+    "@dec\nclass K:\n  from apex import parallel\n  p = parallel.LARC\n",
+    "import apex\nx = [apex.amp.initialize(\n    m,\n    o), '''\n''' + apex.mlp.MLP]\n",
+)  # fmt: skip
 
 
-def test_what_has_no_counterpart_is_told() -> None:
-    notes = by_hand("""\
-        import apex
-        from apex import amp
-        from apex.fp16_utils import FP16_Optimizer
-        from apex.parallel import LARC, Reducer
-        handle = amp.init()
-        optimizer = FP16_Optimizer(optimizer, dynamic_loss_scale=True)
-        optimizer = LARC(optimizer)
-        scale = amp._amp_state.loss_scalers[0].loss_scale()
-        for p in amp.master_params(optimizer):
-            p.grad.mul_(2)
-        if amp is None:
-            raise SystemExit
-    """)
-    assert [line for line, _ in notes] == [5, 6, 7, 8, 9, 11]
-    told = [words for _, words in notes]
-    assert 'level="O2"' in told[1] and "preamp run" in told[2] and "session.loss_scale()" in told[3]
-    assert "session.unscale_()" in told[4]
+@settings(deadline=None, max_examples=40)
+@given(
+    st.sampled_from(HEADS), st.lists(st.sampled_from(BETWEEN), max_size=3),
+    st.lists(st.sampled_from(FORMS), min_size=1), st.sampled_from(("\n", "\r\n", "\r")), st.booleans(),
+)  # fmt: skip
+def test_nothing_but_comments_and_the_installation_comes_in(
+    head: str, between: list[str], forms: list[str], newline: str, ended: bool
+) -> None:
+    text = head + "".join(sorted(between, key=lambda each: "__future__" not in each)) + "".join(forms)
+    text = (text if ended else text.rstrip("\n")).replace("\n", newline)
+    found = migrated(text)
+    assert same_code(found) and found.uses_apex and found.after.count("install_as_apex") == 1
+    assert {*re.findall(r"\r\n?|\n", found.after)} <= {newline}
+    lines = iter(found.after.replace("\r\n", "\n").replace("\r", "\n").split("\n"))
+    assert all(line in lines for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n"))  # in this order
 
 
-def test_stars_are_named() -> None:
-    ((line, words),) = by_hand("from apex.fp16_utils import *\nmodel = network_to_half(model)\n")
-    assert line == 1 and "network_to_half" in words
+def test_a_project_of_several_files(tmp_path: Path) -> None:
+    files = {
+        "project/train.py": "from lib import norms\nfrom lib.amped import scale\nprint(norms.Norm, scale())\n",
+        "project/lib/__init__.py": "",
+        "project/lib/norms.py": "from apex.normalization import FusedLayerNorm as Norm\n",
+        "project/lib/amped.py": "from .norms import Norm\n\ndef scale():\n    import apex\n    return apex.amp, Norm\n",
+        "project/.venv/apex_user.py": "import apex\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(text)
+    before = outputs(tmp_path / "project", with_apex=True)
+    text, status = run([tmp_path / "project"])
+    assert status == 0 and text.count("+++ b/") == 2 and (tmp_path / "project/lib/norms.py").read_text() == files[
+        "project/lib/norms.py"
+    ]  # fmt: skip
+    text, status = run([tmp_path / "project"], write=True)
+    assert status == 0 and text.count(": rewritten\n") == 2
+    assert (tmp_path / "project/.venv/apex_user.py").read_text() == "import apex\n"
+    assert outputs(tmp_path / "project", with_apex=False) == before and "Error" not in before["train.py"]
+    (tmp_path / "project/apex.py").write_text("amp = None\n")
+    text, status = run([tmp_path / "project" / "lib"], write=True)
+    assert status == 0 and text.count(f"left as it is, since apex is {tmp_path}/project/apex.py here") == 2
 
 
-def test_states_and_casts() -> None:
-    found = migrated("""
-        from apex import amp
-        model, optimizer = amp.initialize(model, optimizer)
-        torch.save({"amp": amp.state_dict()}, "f")
-        amp.load_state_dict(torch.load("f")["amp"])
-        with amp.disable_casts():
-            y = model(x)
-    """)
-    assert '{"amp": session.state_dict()}' in found.after
-    assert 'session.load_state_dict(torch.load("f")["amp"])' in found.after
-    assert "with session.autocast(enabled=False):" in found.after
-    assert found.left == 0 and "Apex saved is taken over by preamp.checkpoint.adopt_scale" in found.notes[0].write
+# -- comments
 
 
-def test_regions_in_the_methods_that_make_what_a_loss_is_made_of() -> None:
-    after = clean("""
-        from apex import amp
-
-        class Model:
-            def __init__(self, net):
-                self.net, self.optim = amp.initialize(net, make(net), opt_level="O1")
-
-            def set_input(self, x, y):
-                self.x, self.y = x.cuda(), y.cuda()
-
-            def forward(self):
-                self.out = self.net(self.x)
-
-            def judge(self):
-                self.loss = criterion(self.out, self.y)
-
-            def train(self):
-                self.forward()
-                self.judge()
-                self.optim.zero_grad(); self.backward()
-                self.optim.step()
-
-            def backward(self):
-                with amp.scale_loss(self.loss, self.optim) as s:
-                    s.backward()
-    """)
-    region = "        with self.session.autocast():\n            "
-    assert f"{region}self.out = self.net(self.x)\n" in after
-    assert f"{region}self.loss = criterion(self.out, self.y)\n" in after
-    assert after.count("autocast()") == 2
-    assert "        self.session.zero_grad(); self.backward()\n        self.session.step()\n" in after
-    assert "        self.session.backward(self.loss)\n" in after
+@pytest.mark.parametrize(
+    ("call", "line"),
+    [
+        ("m, o = amp.initialize(m, o, opt_level='O2')", "session = preamp.prepare(m, o, level='O2')"),
+        ("amp.initialize(models=m,\n   opt_level=a)", "session = preamp.prepare(m, ..., level=a)"),
+        ("if fp16: m, o = apex.amp.initialize(m, o)", "session = preamp.prepare(m, o, level=...)"),
+        ("with amp.scale_loss(a +\n   b, o) as s: s.backward()", "session.backward(a + b), "),
+        ("clip(amp.master_params(o), 1.0)", "session.clip_grad_norm_(max_norm)"),
+        ("self.amp.scale_loss(loss, o)", "session.backward(loss)"),
+        ("{'amp': amp.state_dict()}", "session.state_dict()"),
+        ("@amp.float_function\ndef f(x): pass", "preamp.float_function"),
+        ("class Norm(apex.normalization.FusedLayerNorm): pass", "torch.nn.LayerNorm"),
+        ("opt = apex.optimizers.fused_adam.FusedAdam(p)", "preamp.optim.AdamW(..., weight_decay=0.0)"),
+        ("o = apex.contrib.optimizers.FP16_Optimizer(o)", "session = preamp.prepare("),
+        ("scale = amp._amp_state.loss_scalers[0].loss_scale()", "session.loss_scale()"),
+        ("module = apex.parallel.convert_syncbn_model(module)", "torch.nn.SyncBatchNorm.convert_sync_batchnorm"),
+    ],
+)
+def test_a_call_has_the_line_of_preamps_own_api_above_it(call: str, line: str) -> None:
+    first = call.partition("\n")[0]
+    after = migrated(f"import apex\nfrom apex import amp\nif x:\n    {call.replace(chr(10), chr(10) + '    ')}\n").after
+    _, mark, comment = after.partition(f"    {first}")[0].rpartition("    # preamp: ")
+    assert mark and comment.startswith(line) and comment.count("\n") == 1
 
 
-def test_a_session_that_nobody_gets_is_a_note() -> None:
-    ((line, words),) = by_hand("""\
-        import apex
+def test_stars_and_texts_are_followed() -> None:
+    assert (
+        "# preamp: session = preamp.prepare("
+        in migrated("from apex.fp16_utils import *\nn = network_to_half(n)\n").after
+    )
+    text = "import importlib\na = importlib.import_module('apex.amp')\na.state_dict()\n"
+    assert "# preamp: session.state_dict()\na.state_dict()\n" in migrated(text).after
 
-        def prepare(model, optimizer, opt_level="O1"):
-            model, optimizer = apex.amp.initialize(model, optimizer, opt_level=opt_level)
-            return model, optimizer
-    """)
-    assert line == 4 and "used nowhere" in words and "session.backward(loss)" in words
+
+def test_comments_follow_their_calls() -> None:
+    after = migrated(LOOP).after
+    changed = after.replace('"O2"', '"O5"').replace("amp.scale_loss(loss", "nothing(loss")
+    again = migrated(changed[: changed.index("# preamp")] + "# preamp: old\n" + changed[changed.index("# preamp") :])
+    assert "old" not in again.after and 'level="O5")\n' in again.after and "session.backward" not in again.after
+
+
+def test_the_lines_are_true() -> None:
+    model = torch.nn.Linear(1, 1)
+    session = preamp.prepare(model, torch.optim.SGD(model.parameters()), level="O0")
+    for name, line in LINES.items():
+        door = {"amp_C": "_amp_c", "apex_C": "parallel.distributed"}.get(name, name)
+        module, _, last = f"preamp.compat.apex.{door}".rpartition(".")
+        found = importlib.import_module(module)
+        assert hasattr(found, last) or importlib.import_module(f"{module}.{last}"), name
+        for text in re.findall(r"(?:preamp|torch)(?:\.\w+)+(?![\w*])", line):
+            functools.reduce(getattr, text.split(".")[1:], sys.modules[text.partition(".")[0]])
+        assert all(hasattr(session, each) for each in re.findall(r"\bsession\.(\w+)", line)), line
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["amp", "parallel", "mlp", "RNN", "transformer", "pyprof", "contrib.xentropy", "contrib.sparsity", "contrib"],
+)
+def test_what_preamps_apex_lacks(name: str) -> None:
+    assert lacking(f"{name}.Thing") in (None, f"apex.{name}", "apex.contrib.Thing")
+    try:
+        importlib.import_module(f"preamp.compat.apex.{name}")
+    except ModuleNotFoundError:
+        (note,) = migrated(f"import apex.{name}\n").notes
+        assert note.by_hand and f"preamp's Apex has no apex.{name}" in note.text and note.line == 1
+        (note,) = migrated(f"try:\n    from apex.{name} import A\nexcept ImportError: pass\n").notes
+        assert not note.by_hand
+    else:
+        assert not migrated(f"import apex.{name}\n").notes
+
+
+# -- files
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("from apex import amp\nprint 'x'\n", r"^s\.py:2: not Python"),
+        ("from apex import amp\nif 1:\n\tx = 1\n        y = 2\n", r"^s\.py:4: .*tabs"),
+        ("import apex\nx = '\0'\n", r"^s\.py:\d: not Python"),
+        ("import apex\nx = " + "(" * 3000 + ")" * 3000, r"^s\.py:\d: not Python"),
+        ("import apex\nx = " + "-" * 100000 + "1", r"^s\.py:\d: not Python"),
+    ],
+)
+def test_what_python_does_not_read_is_one_error(text: str, message: str) -> None:
+    with pytest.raises(CannotParse, match=message):
+        migrate_source(text, "s.py")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_bytes(b"# coding: utf-8\nfrom apex import amp  # \xe9\n")
+    (tmp_path / "b.py").write_text("import apex\n")
+    (tmp_path / "old.py").write_text("print 'nothing of it is parsed'\n")
+    text, status = run([tmp_path], write=True)
+    assert status == 2 and text.startswith("error: ") and "UTF-8" in text and "b.py: rewritten" in text
+    (tmp_path / "n.ipynb").write_text('{"cells": ["import apex"]}')
+    text, status = run([tmp_path / "n.ipynb"])
+    assert status == 2 and "notebook" in text
+    with pytest.raises(NoSuchFile, match=r"nothing\.py"):
+        run([tmp_path / "nothing.py"])
+    assert run([tmp_path / "old.py"]) == ("nothing of Apex is used there\n", 0)
+
+
+def test_the_difference_is_a_patch(tmp_path: Path) -> None:
+    if shutil.which("patch") is None:
+        pytest.skip("there is no patch here")
+    text = LOOP.rstrip("\n") + "\n\fx = 1"
+    found = migrated(text)
+    (tmp_path / "a.py").write_text(text, encoding="utf-8")
+    patch = migrate_source(text, "a.py").diff()
+    done = subprocess.run(["patch", "-p1"], input=patch, text=True, cwd=tmp_path, capture_output=True)
+    assert done.returncode == 0, done.stdout
+    assert (tmp_path / "a.py").read_text(encoding="utf-8") == found.after
+
+
+def test_written_files_keep_encoding_line_ends_and_mode(tmp_path: Path) -> None:
+    text = "# -*- coding: latin-1 -*-\n# caf\xe9\n" + LOOP + "from apex.contrib import fmha\n"
+    file = tmp_path / "a.py"
+    file.write_bytes(text.replace("\n", "\r\n").encode("latin-1"))
+    file.chmod(0o750)
+    link = tmp_path / "link.py"
+    link.symlink_to(file)
+    said, status = run([link], write=True)
+    data = file.read_bytes().decode("latin-1")
+    assert status == 1 and "rewritten" in said and link.is_symlink()
+    assert data.count("\r\n") == data.count("\n") and "caf\xe9" in data and "preamp.install_as_apex()" in data
+    assert file.stat().st_mode & 0o777 == 0o750
+    line = int(next(each for each in said.splitlines() if "by hand" in each).split(":")[1])
+    assert data.splitlines()[line - 1] == "from apex.contrib import fmha"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.py", "link.py"]
+    run([link], write=True)
+    assert file.read_bytes().decode("latin-1") == data
+
+
+def test_without_libcst(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "libcst", None)
+    with pytest.raises(MissingExtra, match=r"preamp\[migrate\]"):
+        migrate_source(LOOP, "s.py")

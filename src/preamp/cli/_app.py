@@ -215,7 +215,7 @@ def migrate(
     paths: Annotated[list[Path], typer.Argument(help="Scripts, or folders of them.")],
     write: Annotated[bool, typer.Option("--write", help="Rewrite the files instead of printing the diff.")] = False,
 ) -> None:
-    """Print the diff that takes scripts from apex.amp to preamp's own API, and what is left to do by hand."""
+    """Print the diff after which scripts that import apex run by themselves, with the lines of preamp's own API."""
     from ..migrate import run as migrate_files
 
     text, status = migrate_files(paths, write)

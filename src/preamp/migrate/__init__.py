@@ -1,4 +1,4 @@
-"""From `apex.amp` to preamp's own API: scripts rewritten, with notes where a person has to look."""
+"""From Apex to preamp: scripts that run without Apex, with preamp's own line at each of its calls."""
 
 from ._files import NoSuchFile, migrate_source, run
 from ._notes import CannotParse, Migration, Note

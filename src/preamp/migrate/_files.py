@@ -1,4 +1,4 @@
-"""Scripts, files and folders: read, translate, print or replace."""
+"""Scripts, files and folders: read, rewrite, print or replace."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ class NoSuchFile(PreampError, FileNotFoundError):
 
 
 def migrate_source(source: str, filename: str = "script.py") -> Migration:
-    """A script for `apex.amp` as one for preamp, formatting and comments kept.
+    """A script for Apex as one that runs without it, formatting and comments kept.
 
-    `filename` is what the difference and the notes call it; nothing is read or written. What cannot be translated is
-    left as it is, with a `Note` of what to write. Raises `CannotParse` for what is not Python, and `MissingExtra`
-    without libcst.
+    `filename` is what the difference and the notes call it; nothing is read or written. Raises `CannotParse` for what
+    is not Python, and `MissingExtra` without libcst.
 
     >>> found = migrate_source(source, "train.py")
-    >>> print(found.diff(), *(note.text("train.py") for note in found.notes), sep="\\n")
+    >>> print(found.diff(), *(f"{note.line}: {note.text}" for note in found.notes), sep="\\n")
     """
     try:
         import libcst  # noqa: F401
@@ -39,14 +38,14 @@ def migrate_source(source: str, filename: str = "script.py") -> Migration:
 
 
 def run(paths: Sequence[Path], write: bool = False) -> tuple[str, int]:
-    """Translate files and all `*.py` in folders; the text to print and an exit status.
+    """Rewrite files and all `*.py` in folders; the text to print and an exit status.
 
-    `write`: replace the files, else only show the difference. Status 0: nothing is left to do by hand; 1: notes say
-    what is; 2: a file could not be read, and was left alone. Raises `NoSuchFile`, and `MissingExtra` without libcst.
+    `write`: replace the files, else only show the difference. Status 0: they run without Apex; 1: a note says what
+    they need that preamp's Apex does not have; 2: a file could not be read, and was left alone. Raises `NoSuchFile`,
+    and `MissingExtra` without libcst.
     """
     parts: list[str] = []
-    status, silent = 0, 0
-    single = len(paths) == 1 and paths[0].is_file()
+    status = 0
     for path in files(paths):
         try:
             text, encoding = read(path)
@@ -55,27 +54,25 @@ def run(paths: Sequence[Path], write: bool = False) -> tuple[str, int]:
             parts.append(f"error: {error}\n")
             status = 2
             continue
-        if not found.uses_apex and not single:
-            silent += 1
-            continue
-        if write and found.changed:
-            replace(path, found.after, encoding)
-        parts.append(report(found, write))
-        status = max(status, 1 if found.left else 0)
-    if silent:
-        parts.append(f"{silent} {'file uses' if silent == 1 else 'files use'} nothing of Apex\n")
-    return "".join(parts), status
+        own = _own_apex(path, paths) if found.uses_apex else None
+        if own is not None:
+            parts.append(f"{path}: left as it is, since apex is {own} here\n")
+        elif found.uses_apex:
+            if write and found.after != text:
+                replace(path, found.after, encoding)
+            parts.append(report(found, write))
+            status = max(status, int(any(note.by_hand for note in found.notes)))
+    return "".join(parts) or "nothing of Apex is used there\n", status
 
 
 def report(found: Migration, written: bool) -> str:
     """The difference and the notes of one file; after writing, notes have the lines of the new text."""
     name = found.filename
-    if not found.uses_apex:
-        return f"{name}: uses nothing of Apex, nothing to translate\n"
-    same = "left as it is" if found.left else "nothing to translate"
-    head = f"{name}: rewritten\n" if written and found.changed else found.diff() or f"{name}: {same}\n"
-    lines = [n.text(name, found.line_after(n.line) if written else None) for n in found.notes]
-    return head + "".join(f"{line}\n" for line in lines)
+    lines = [f"{name}: rewritten\n" if written and found.diff() else found.diff() or f"{name}: nothing to change\n"]
+    for note in found.notes:
+        line = found.line_after(note.line) if written else note.line
+        lines.append(f"{name}:{line}: {'by hand' if note.by_hand else 'note'}: {note.text}\n")
+    return "".join(lines)
 
 
 def files(paths: Sequence[Path]) -> Iterator[Path]:
@@ -91,8 +88,20 @@ def files(paths: Sequence[Path]) -> Iterator[Path]:
             raise NoSuchFile(f"there is no file or folder {str(path)!r}: name a Python script, or a folder of them")
 
 
+def _own_apex(path: Path, roots: Sequence[Path]) -> Path | None:
+    """A module of the project's own that is called apex, and that Python finds first."""
+    outside = path.parent
+    while (outside / "__init__.py").exists():
+        outside = outside.parent
+    folders = (path.parent, outside, *(root for root in roots if root.is_dir()))
+    places = (folder / name for folder in folders for name in ("apex.py", "apex/__init__.py"))
+    return next((place for place in places if place.exists()), None)
+
+
 def read(path: Path) -> tuple[str, str]:
     """The text of a Python file, line ends as they are, and its encoding."""
+    if path.suffix == ".ipynb":
+        raise CannotParse(f"{path}:1: a notebook: export it first (jupyter nbconvert --to script), and migrate that")
     data = path.read_bytes()
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
