@@ -1,7 +1,4 @@
-"""What is trained: networks with synthetic data of a fixed seed, made on the device, and how each is optimized.
-
-Most are those of the zoo; a feed-forward network is added.
-"""
+"""What is trained: networks, most of them the zoo's, with synthetic data that is made on the device."""
 
 from __future__ import annotations
 
