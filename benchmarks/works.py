@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +52,7 @@ def decoder(shape: Shape) -> Bert:
     model = Bert(shape)
     for module in model.modules():
         if isinstance(module, Attention):
-            module.causal = True
+            module.mix = partial(F.scaled_dot_product_attention, is_causal=True)  # type: ignore[method-assign]
     return model
 
 
