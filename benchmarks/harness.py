@@ -46,11 +46,10 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A work and what is measured of its contenders; the name is its own within the suite.
+    """A work and what is measured of its contenders, in `seconds` on an H100 by estimate, compiling included.
 
     `measure` gives the row's contents: under "contenders" a mapping each, the reference first, with `name` and either
     `error` or what was measured, times in seconds and memory in bytes; "not measured" says why there are none.
-    `seconds`: what it takes on an H100, compiling included, by estimate.
     """
 
     suite: str

@@ -35,11 +35,10 @@ def steps(name: str, contenders: Contenders, setting: Setting) -> dict[str, Any]
     captured = {contender.name for contender in contenders if contender.captured}
 
     def begin(one: Entry) -> None:
-        before = 0
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
+        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         one.begin(warm=0)
         took = _warm_up(one.step, device)
         one.number = 2 if setting.tiny else max(2, min(STEPS, int(SECONDS / took)))

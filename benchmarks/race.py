@@ -110,9 +110,8 @@ def spread(ratios: Sequence[float]) -> dict[str, float]:
     That is the narrowest interval between two of the values, as far from either end, with 95 % or more, and all of them
     if they are fewer than six: the sign test's, which asks nothing of how times are distributed.
     """
-    ordered, count = sorted(ratios), len(ratios)
+    ordered, count, taken = sorted(ratios), len(ratios), 0
     outside = 1  # of 2 ** count patterns of values below and above the median, those that leave it out on one side
-    taken = 0
     while 2 * (more := outside + math.comb(count, taken + 1)) <= 0.05 * 2**count:
         outside, taken = more, taken + 1
     return {

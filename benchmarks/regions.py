@@ -35,7 +35,7 @@ class AttentionByHand(Attention):
 
 
 def transformer(layers: int = 12, width: int = 256, heads: int = 4, *, by_hand: bool = False) -> nn.Sequential:
-    """A pre-norm encoder of `layers` layers; `by_hand`: with `AttentionByHand`."""
+    """A pre-norm encoder; `by_hand`: with `AttentionByHand`."""
     torch.manual_seed(0)
     encoder = [Layer(width, heads) for _ in range(layers)]
     for layer in encoder if by_hand else ():

@@ -24,8 +24,7 @@ NOTES = (
     "low, high: hold the true median with 95 % or more; of fewer than 6 rounds they are smallest and largest",
 )
 
-Rows = Sequence[Mapping[str, Any]]
-"""Rows of a suite, as the file has them."""
+Rows = Sequence[Mapping[str, Any]]  # of a suite, as the file has them
 
 
 def table(title: str, rows: Rows, notes: Sequence[str] = ()) -> Table:

@@ -233,7 +233,7 @@ def entry(contender: Contender, work: Work, device: torch.device, backend: str =
     def make(stack: contextlib.ExitStack) -> Callable[[], Tensor]:
         return stack.enter_context(contextlib.closing(Trainer(contender, work, device, backend=backend))).step
 
-    return Entry(contender.name, make, turn=partial(turn, contender, device), before=2)
+    return Entry(contender.name, make, turn=partial(turn, contender, device), before=1)
 
 
 # -- what contenders of torch do by hand

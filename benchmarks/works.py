@@ -1,12 +1,10 @@
-"""What is trained: networks with synthetic data of a fixed seed, made on the device, and how each is optimized.
-
-Most are those of the zoo; a feed-forward network is added.
-"""
+"""What is trained: networks, most of them the zoo's, with synthetic data that is made on the device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +52,7 @@ def decoder(shape: Shape) -> Bert:
     model = Bert(shape)
     for module in model.modules():
         if isinstance(module, Attention):
-            module.causal = True
+            module.mix = partial(F.scaled_dot_product_attention, is_causal=True)  # type: ignore[method-assign]
     return model
 
 

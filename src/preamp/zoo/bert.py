@@ -150,11 +150,11 @@ SHAPES = {
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention over all positions, or if `causal` over those up to each one's own."""
+    """Multi-head self-attention over all positions."""
 
-    def __init__(self, hidden: int, heads: int, *, causal: bool = False) -> None:
+    def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
-        self.heads, self.causal = heads, causal
+        self.heads = heads
         self.query_key_value = nn.Linear(hidden, 3 * hidden)
         self.out = nn.Linear(hidden, hidden)
 
@@ -168,16 +168,16 @@ class Attention(nn.Module):
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Three times (N, heads, T, hidden / heads) to the same, once."""
-        return F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        return F.scaled_dot_product_attention(query, key, value)
 
 
 class Layer(nn.Module):
     """Attention and a feed-forward block, each behind a norm and beside a shortcut."""
 
-    def __init__(self, hidden: int, heads: int, *, causal: bool = False) -> None:
+    def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
         self.norm_attention = nn.LayerNorm(hidden)
-        self.attention = Attention(hidden, heads, causal=causal)
+        self.attention = Attention(hidden, heads)
         self.norm_feed = nn.LayerNorm(hidden)
         self.feed = nn.Sequential(nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden))
 
