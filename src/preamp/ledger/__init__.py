@@ -10,7 +10,7 @@ from .masters import Masters
 from .no_masters import NoMasters
 from .split import SplitMasters
 from .state import Steps, state_like_parameters
-from .swap import rebuild_reducers
+from .swap import rebuild_reducers, set_data
 
 __all__ = [
     "Bucket",
@@ -25,5 +25,6 @@ __all__ = [
     "parameters_in",
     "parameters_of",
     "rebuild_reducers",
+    "set_data",
     "state_like_parameters",
 ]

@@ -115,6 +115,10 @@ class Gradients:
             known.leaves = self._masters.leaves_of(every)
         return known
 
+    def others_have_masters(self) -> None:
+        """Parameters have got masters, or another dtype, since gradients were last collected."""
+        self._known.clear()
+
     def __contains__(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer's gradients were read since its last step."""
         return optimizer in self._records

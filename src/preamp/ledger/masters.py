@@ -80,8 +80,8 @@ class Masters:
         self._every = None
 
     def strangers(self, leaves: Leaves) -> list[Parameter]:
-        """16-bit parameters that should have a master and have none."""
-        return [p for p in leaves.others if p.dtype in LOW_DTYPES] if self.wanted else []
+        """16-bit parameters that are trained, should have a master, and have none."""
+        return [p for p in leaves.others if p.dtype in LOW_DTYPES and p.requires_grad] if self.wanted else []
 
     def leaves_of(self, parameters: Sequence[Parameter]) -> Leaves:
         """The leaves of parameters that are checked together, valid until more of these have one."""

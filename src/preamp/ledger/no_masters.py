@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..formats import LOW_DTYPES
 from ..sharding import held_here
 from .masters import Masters
 from .swap import rebuild_reducers, set_data, swap
@@ -18,21 +19,29 @@ class NoMasters(Masters):
 
     def __init__(self) -> None:
         super().__init__()
-        self._lowered: dict[Parameter, torch.dtype] = {}
+        self._lowered: dict[Parameter, None] = {}
+        self._kept: dict[Parameter, None] = {}
+        """Parameters that came in 16 bits."""
         self._others: dict[Parameter, Parameter] = {}
         """The 16-bit versions of lowered parameters, while they are float32."""
 
     def lower(self, name: str, parameter: Parameter, dtype: torch.dtype) -> None:
         """Round a float32 parameter into a low one."""
         set_data(parameter, parameter.data.to(dtype))
-        self._lowered[parameter] = dtype
+        self._lowered[parameter] = None
 
     def adopt(self, name: str, parameter: Parameter, master: Tensor | None = None) -> None:
-        """Nothing to do for a low parameter."""
+        """Have a parameter that is 16-bit take part in `full` and `low`."""
+        if parameter.dtype in LOW_DTYPES:
+            self._kept[parameter] = None
+
+    def drop(self, parameter: Parameter) -> None:
+        """Undo `adopt`."""
+        self._kept.pop(parameter, None)
 
     def full(self) -> None:
-        """Every lowered parameter in float32, without a gradient."""
-        for parameter in self._lowered:
+        """Every low parameter in float32, without a gradient."""
+        for parameter in (*self._lowered, *self._kept):
             if parameter not in self._others:
                 self._others[parameter] = Parameter(parameter.data.float(), parameter.requires_grad)
                 swap(parameter, self._others[parameter])
@@ -55,3 +64,4 @@ class NoMasters(Masters):
             set_data(parameter, parameter.data.float())
         rebuild_reducers(self._lowered)
         self._lowered.clear()
+        self._kept.clear()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from ..errors import PolicyError, SessionError, kind_of
 from ..formats import LOW_DTYPES, name_of
-from ..ledger import Masters
+from ..ledger import Masters, NoMasters, set_data
 from ..policy import Policy
 from ..sharding import gathered_as
 from ._casting import NOTHING, Casting, CastingModule, casting_class, uncast
@@ -26,6 +27,8 @@ from ._precisions import precisions_of, unwrapped
 _OWNED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Conversion]] = weakref.WeakKeyDictionary()
 """The modules of open sessions."""
 
+_LEARNS = attrgetter("requires_grad")
+
 _FAST: tuple[type[nn.Module], ...] = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
 _RNNS: tuple[type[nn.Module], ...] = (nn.RNNBase, nn.RNNCellBase)
 
@@ -34,15 +37,20 @@ class Conversion:
     """A model brought under a policy; `undo()` brings its modules and buffers back (`keeper` its parameters).
 
     `model`: its floating parameters in float32, or already in the policy's dtype. `prefix` goes before names ("gen:"),
-    to distinguish several models. `around` makes a context for each call of a model with 16-bit parameters. If the
-    policy does not fit the model, nothing is changed.
+    to distinguish several models. `around` makes a context for each call of a model with 16-bit parameters. `stepped`:
+    the parameters that optimizers step; others are left as they are, and cast at use (None: all are brought under the
+    policy, for inference). If the policy does not fit the model, nothing is changed.
     """
 
     def __init__(
         self, model: nn.Module, policy: Policy, keeper: Masters, prefix: str = "",
-        around: Callable[[], Any] | None = None,
+        around: Callable[[], Any] | None = None, stepped: Collection[nn.Parameter] | None = None,
     ) -> None:  # fmt: skip
         self._policy, self._keeper, self._prefix, self._around = policy, keeper, prefix, around
+        self._left: dict[nn.Parameter, tuple[str, torch.dtype]] = {}
+        """Parameters that no optimizer steps, with their names and the dtypes that the policy has for them."""
+        self._low = NoMasters()
+        """Keeps those of them that are 16-bit, for passes in full precision."""
         root = unwrapped(model)
         check_free(root)
         for path, module in root.named_modules():
@@ -57,12 +65,14 @@ class Conversion:
         self._wide_buffers = False
         precisions = self._precisions = dict(precisions_of(root, policy))
         self._sparse = _sparse_embeddings(root) if policy.masters else set()
-        plan = list(self._plan_parameters(root, precisions))  # raises before anything is changed
+        plan = list(self._plan_parameters(root, precisions, stepped))  # raises before anything is changed
         for name, parameter, dtype in plan:
             if parameter.dtype is dtype:
                 keeper.adopt(name, parameter)
             else:
                 keeper.lower(name, parameter, dtype)
+        for parameter in self._left:
+            self._low.adopt("", parameter)
         self._lower_buffers(root, precisions)
         for path, module in root.named_modules():
             parent = precisions[path.rpartition(".")[0]] if path else None
@@ -75,7 +85,7 @@ class Conversion:
         _OWNED.update(dict.fromkeys(self._owned, weakref.ref(self)))
 
     def _plan_parameters(
-        self, root: nn.Module, precisions: dict[str, torch.dtype | None]
+        self, root: nn.Module, precisions: dict[str, torch.dtype | None], stepped: Collection[nn.Parameter] | None
     ) -> Iterator[tuple[str, nn.Parameter, torch.dtype]]:
         seen: dict[nn.Parameter, tuple[str, torch.dtype]] = {}
         for path, module in root.named_modules():
@@ -97,7 +107,9 @@ class Conversion:
                         )
                     continue
                 seen[parameter] = (name, dtype)
-                if parameter in self._gathered:
+                if stepped is not None and not (parameter in stepped and parameter.requires_grad):
+                    self._left[parameter] = (name, dtype)
+                elif parameter in self._gathered:
                     self._check_gathered(name, parameter, dtype)
                 elif dtype in LOW_DTYPES and parameter.dtype in (torch.float32, dtype):
                     yield name, parameter, dtype
@@ -157,6 +169,34 @@ class Conversion:
                 else:
                     self._wide_buffers = True
 
+    def _is_left(self, module: nn.Module) -> torch.dtype | None:
+        """The dtype of a module's own parameters if no optimizer steps them, else None."""
+        return next((p.dtype for p in module._parameters.values() if p is not None and p in self._left), None)
+
+    def join(self, stepped: Collection[nn.Parameter]) -> list[nn.Parameter]:
+        """Bring parameters under the policy that were left as they are, and that an optimizer steps from now on."""
+        joining = [p for p in self._left if p.requires_grad and p in stepped]
+        for parameter in joining:
+            name, dtype = self._left.pop(parameter)
+            self._low.drop(parameter)
+            if parameter in self._gathered:
+                continue  # FSDP2's are their own masters
+            if parameter.dtype is not torch.float32 and parameter.dtype is not dtype:
+                set_data(parameter, parameter.data.float())
+            if parameter.dtype is dtype:
+                self._keeper.adopt(name, parameter)
+            elif dtype in LOW_DTYPES:
+                self._keeper.lower(name, parameter, dtype)
+        changed = set(joining)
+        for path, module in self._owned[0].named_modules() if joining else ():
+            if changed.isdisjoint(p for p in module._parameters.values() if p is not None):
+                continue
+            parent = self._precisions[path.rpartition(".")[0]] if path else None
+            casting = self._casting(module, self._precisions[path], parent, is_root=path == "")
+            if module in self._changed or casting != NOTHING:
+                self._wrap(module, casting)
+        return joining
+
     def kept_buffers(self) -> Iterator[Tensor]:
         """The float32 buffers that `undo` brings back."""
         yield from (full for _, _, full, _ in self._buffers)
@@ -175,6 +215,10 @@ class Conversion:
             casting = Casting(inputs=inside, outputs=outside, region=self._region(precision))
         elif low and precision is not torch.float32 and isinstance(module, _RNNS):
             casting = Casting(inputs=precision or low)
+            if self._is_left(module) is torch.float32:  # whose kernels take inputs of their weights' dtype only
+                casting = Casting(inputs=torch.float32, outputs=precision or low, region=torch.float32)
+        elif is_norm(module) and self._is_left(module) in LOW_DTYPES:
+            casting = NOTHING
         elif low and precision is not torch.float32 and policy.norms is torch.float32 and is_norm(module):
             casting = self._norm_casting(module, precision or low)
         elif isinstance(module, (_BatchNorm, _InstanceNorm) if policy.has_regions else NORMS):
@@ -194,7 +238,8 @@ class Conversion:
             if low and precision is None:
                 device_type = next((p.device.type for p in module.parameters()), "cpu")
                 casting = replace(casting, computes=low, device_type=device_type, keeper=weakref.ref(self._keeper))
-                casting = replace(casting, ambient=low if self._wide_buffers else None)
+                wide = self._wide_buffers or any(p.dtype is torch.float32 for p in self._left)
+                casting = replace(casting, ambient=low if wide else None)
             if low:
                 casting = replace(casting, around=self._around)
             if policy.output is not None:
@@ -246,8 +291,18 @@ class Conversion:
         for module, casting in self._changed.items():
             module._preamp_casting = casting
 
+    @property
+    def learning(self) -> int:
+        """How many of the parameters that were left as they are want a gradient."""
+        return sum(map(_LEARNS, self._left))
+
     def to_float(self) -> None:
-        """Turn buffers to float32, with their original bits unless they were written; `to_low` undoes it."""
+        """Turn 16-bit parameters that were left alone, and buffers, to float32; `to_low` undoes it."""
+        self._low.full()
+        self._buffers_to_float()
+
+    def _buffers_to_float(self) -> None:
+        """With their original bits unless they were written."""
         for module, key, full, low in self._buffers:
             now = module._buffers[key]
             # by value: batch norm writes its statistics without counting their version up
@@ -256,6 +311,7 @@ class Conversion:
 
     def to_low(self) -> None:
         """Undo `to_float`, as far as it came."""
+        self._low.low()
         for i, (module, key, _, low) in enumerate(self._buffers):
             full = module._buffers[key]
             if full is not None and full is not low:
@@ -272,8 +328,9 @@ class Conversion:
         for owned in self._owned:
             _OWNED.pop(owned, None)
         self._owned.clear()
-        self.to_float()
+        self._buffers_to_float()
         self._buffers.clear()
+        self._left.clear()
 
 
 def _sparse_embeddings(root: nn.Module) -> set[nn.Module]:

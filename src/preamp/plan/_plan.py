@@ -98,7 +98,7 @@ def plan(
         raise PreampError("the model has no parameters: there is nothing to plan")
     optimizers = _made(optimizer, parameters, sharded=sharded)
     masters = NoMasters() if sharded else masters_for(policy, optimizers)
-    conversions = [] if sharded else [Conversion(model, policy, masters)]
+    conversions = [] if sharded else [Conversion(model, policy, masters, stepped=set(parameters))]
     ranks = "" if world == 1 else f", one of {world} ranks, {shard}"
     title = f"{count:,} parameters at {policy.level or policy}, {type(optimizers[0]).__name__}{ranks}"
     peak = _step(model, optimizers, masters, conversions)

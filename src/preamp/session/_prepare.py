@@ -106,11 +106,12 @@ def prepare(
     shares = _share(models, optimizers, plain)
     masters = masters_for(chosen, optimizers.values())
     conversions: list[Conversion] = []
+    stepped = {p for each in optimizers.values() for p in parameters_of(each)} if optimizers else None
     earlier = {p: p.grad for each in optimizers.values() for p in parameters_of(each) if p.grad is not None}
     around = widened if device_type == "cpu" and chosen.params in LOW_DTYPES else None
     try:
         for name, each in models.items():
-            conversions.append(Conversion(each, chosen, masters, f"{name}:" if name else "", around))
+            conversions.append(Conversion(each, chosen, masters, f"{name}:" if name else "", around, stepped))
         if chosen.params in LOW_DTYPES:
             lowered = {p for each in models.values() for p in each.parameters() if p.dtype in LOW_DTYPES}
             rebuild_reducers(lowered, models=models.values(), strict=True)

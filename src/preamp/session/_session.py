@@ -17,7 +17,14 @@ from ..compiling import traced_by_callers, uncompiled
 from ..errors import SessionError
 from ..frameworks import unwrap
 from ..kernels import Reading, clip_values_
-from ..ledger import Gradients, Masters, gradients_of, parameters_in, state_like_parameters
+from ..ledger import (
+    Gradients,
+    Masters,
+    gradients_of,
+    parameters_in,
+    rebuild_reducers,
+    state_like_parameters,
+)
 from ..modules import Conversion
 from ..policy import Policy
 from ..sharding import flat_group, is_sharded, sharded_parts
@@ -90,6 +97,7 @@ class Session:
         self._parts = [part for model in models.values() for part in sharded_parts(model)]
         self._shards = list(named_parameters(models)) if self._sharded else None
         self._attempts, self._closed, self._in_regions = 0, False, False
+        self._taken = (0, 0)  # before the first region
         self._gradients.carry(earlier or {})
         # released by close(), or with a session that is lost before it
         self._release_kernels = weakref.finalize(self, held_kernels(policy, device_type))
@@ -111,6 +119,16 @@ class Session:
         self._in_regions = True
         if torch.is_grad_enabled() and not self._full.depth:
             self._gradients.rest()
+            self._take_in()
+
+    def _take_in(self) -> None:
+        """Bring parameters under the policy that were frozen, or in no optimizer, and are stepped from now on."""
+        groups = [group["params"] for each in self._optimizers.values() for group in each.param_groups]
+        taken = sum(conversion.learning for conversion in self._conversions), sum(map(len, groups))
+        if taken != self._taken:
+            self._taken, stepped = taken, set(itertools.chain.from_iterable(groups))
+            rebuild_reducers({p for conversion in self._conversions for p in conversion.join(stepped)})
+            self._gradients.others_have_masters()
 
     @contextmanager
     def full_precision(self, *, values_only: bool = False) -> Iterator[None]:
