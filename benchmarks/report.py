@@ -73,7 +73,7 @@ def report(suites: Mapping[str, Rows], environment: Mapping[str, Any]) -> Report
     picture = _chart("preamp's speed" + ", the least and the most" * (len(ours) > 6), ends) if ends else None
     return Report(
         f"Benchmarks: {', '.join(suites)}", verdict, sections, picture=picture, environment=environment,
-        status="neutral", advice="Where a whisker crosses 1, more rounds tell:", paste="./dev bench --again --rounds 41",
+        status="neutral", advice="Where a whisker meets 1, more rounds help:", paste="./dev bench --again --rounds 41",
     )  # fmt: skip
 
 
