@@ -71,8 +71,10 @@ def report(suites: Mapping[str, Rows], environment: Mapping[str, Any]) -> Report
     if any(row.get("tiny") for rows in suites.values() for row in rows):
         verdict = f"Tiny works on {hardware}: the benchmarks run; this says nothing about speed."
     picture = _chart("preamp's speed" + ", the least and the most" * (len(ours) > 6), ends) if ends else None
-    title = f"Benchmarks: {', '.join(suites)}"
-    return Report(title, verdict, sections, picture=picture, environment=environment, status="neutral")
+    return Report(
+        f"Benchmarks: {', '.join(suites)}", verdict, sections, picture=picture, environment=environment,
+        status="neutral", advice="Where a whisker meets 1, more rounds help:", paste="./dev bench --again --rounds 41",
+    )  # fmt: skip
 
 
 def _ratios(rows: Rows) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
@@ -86,8 +88,7 @@ def _ratios(rows: Rows) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
 def _chart(title: str, ratios: Sequence[tuple[str, str, Mapping[str, Any]]]) -> BarChart:
     medians, lows, highs = ([ratio[name] for *_, ratio in ratios] for name in ("median", "low", "high"))
     labels = [f"{work}: {contender}" for work, contender, _ in ratios]
-    note = "Above 1 is faster. Whiskers hold the true median with 95 % or more."
-    value = "times as fast as the reference of the row"
+    value, note = "times as fast as the reference of its row", "Whiskers hold the true median with 95 % or more."
     return BarChart(title, labels, [Bars("ratio", medians, lows, highs)], value, digits=2, note=note)
 
 
@@ -96,5 +97,4 @@ def _curves(row: Mapping[str, Any]) -> LineChart:
     runs = {each["name"]: each["losses"] for each in row["contenders"] if each.get("losses")}
     curves = {who: smoothed([math.nan if loss is None else loss for loss in own]) for who, own in runs.items()}
     lines = [Series(who, range(len(curve)), curve) for who, curve in curves.items()]
-    note = "Exponential average over ten steps."
-    return LineChart(f"{row['name']}: training loss", "step", "loss", lines, note=note, against=lines[0].name)
+    return LineChart(f"{row['name']}: loss, smoothed", "step", "loss", lines, against=lines[0].name)

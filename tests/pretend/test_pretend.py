@@ -52,27 +52,26 @@ def test_ranks_with_a_gpu_each(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_benchmarks(tmp_path: Path) -> None:
-    """Those of `./dev gpu` complete: no contender fails, and none of preamp's makes a host sync."""
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("suite", ["lists", "steps", "compiled", "losses", "memory"])
+def test_the_benchmarks(suite: str, tmp_path: Path) -> None:
+    """A suite of `./dev gpu` completes: no contender fails, and none of preamp's makes a host sync."""
     done = run(
         "-c",
         f"""
 import tests.pretend.plugin
 from benchmarks.__main__ import main
-main("lists steps compiled losses memory --tiny --rounds 3 --device cuda --out {tmp_path}".split())
+main("{suite} --tiny --rounds 1 --device cuda --out {tmp_path}".split())
 """,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    suites = json.loads((tmp_path / "results.json").read_text())["suites"]
-    found = {
-        f"{suite}, {row['name']}, {each['name']}": each
-        for suite, rows in suites.items() for row in rows for each in row["contenders"]
-    }  # fmt: skip
-    assert len(found) > 120
+    rows = json.loads((tmp_path / "results.json").read_text())["suites"][suite]
+    found = {f"{row['name']}, {each['name']}": each for row in rows for each in row["contenders"]}
+    assert len(found) >= 18
     assert {name: each["error"] for name, each in found.items() if each.get("error")} == {}
     waiting = {name for name, each in found.items() if each.get("waits")}
-    assert waiting and all(name.endswith("torch.amp fp16, foreach") for name in waiting), waiting
+    assert all(name.endswith("torch.amp fp16, foreach") for name in waiting), waiting
+    assert bool(waiting) == (suite == "steps")  # which has that contender
 
 
 UNLIKE = {
