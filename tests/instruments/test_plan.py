@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import preamp
 from preamp.errors import OptimizerError, PolicyError, PreampError, SessionError
-from preamp.plan import count_of, plan
+from preamp.plan import plan
+from preamp.plan._shapes import count_of
 
 from . import plan_ranks
 

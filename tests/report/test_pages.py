@@ -24,7 +24,6 @@ from preamp.demo import build as build_demo
 from preamp.demo._run import Results
 from preamp.doctor import watch
 from preamp.doctor.tell.comparison import Ran, build_comparison
-from preamp.plan import plan, plan_report
 from preamp.report import Finding, LineChart, Report, Section, Series, Table
 from preamp.report.numbers import ROWS
 
@@ -132,13 +131,8 @@ def measured() -> Report:
     return report(content["suites"], content["environment"])
 
 
-def planned() -> Report:
-    others = {"O2": plan("7B", level="O2"), "O5": plan("7B", level="O5", states="8bit")}
-    return plan_report(plan("7B", level="O4", world=8, shard="fsdp2"), others, dict.fromkeys(others, "preamp plan"))
-
-
 PAGES: dict[str, Callable[[], Report]] = {
-    "doctor": lambda: trained().report(), "compare": compared, "demo": shown, "bench": measured, "plan": planned
+    "doctor": lambda: trained().report(), "compare": compared, "demo": shown, "bench": measured
 }  # fmt: skip
 
 

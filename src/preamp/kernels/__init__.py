@@ -17,7 +17,7 @@ from .edit import (
     present_in,
     reciprocal,
 )
-from .eight_bit import BLOCK, adam_8bit, blocks_of, dequantize, quantize
+from .eight_bit import BLOCK, adam_8bit, blocks_in_a_row, blocks_of, dequantize, quantize
 from .first_order import adagrad, sgd
 from .layerwise import lamb, novograd
 from .lists import TensorList, batches, chained, count_writes, listed
@@ -60,6 +60,7 @@ __all__ = [
     "adam",
     "adam_8bit",
     "batches",
+    "blocks_in_a_row",
     "blocks_of",
     "chained",
     "check_and_unscale_",

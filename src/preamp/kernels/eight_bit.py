@@ -46,6 +46,12 @@ def blocks_of(count: int) -> int:
     return -(-count // BLOCK)
 
 
+def blocks_in_a_row(param: Tensor) -> int:
+    """The blocks in a row of a parameter; 0 if a block has parts of two rows, which may go to two ranks."""
+    row = param.numel() // param.shape[0]
+    return 0 if row % BLOCK else row // BLOCK
+
+
 def flat(tensor: Tensor) -> Tensor:
     """A walkable tensor (`lists.walkable`) in memory order, (n,)."""
     return tensor.as_strided((tensor.numel(),), (1,))

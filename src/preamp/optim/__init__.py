@@ -2,11 +2,8 @@
 
 from ._adam import Adam, AdamW
 from ._base import FusedOptimizer
-from ._eight_bit import has_rows_of_blocks
 from ._layerwise import LAMB, NovoGrad
 from ._momentum import Lion, Muon
 from ._sgd import SGD, Adagrad
 
-__all__ = [
-    "LAMB", "SGD", "Adagrad", "Adam", "AdamW", "FusedOptimizer", "Lion", "Muon", "NovoGrad", "has_rows_of_blocks",
-]  # fmt: skip
+__all__ = ["LAMB", "SGD", "Adagrad", "Adam", "AdamW", "FusedOptimizer", "Lion", "Muon", "NovoGrad"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..formats import LOW_DTYPES
-from ..kernels import BLOCK, blocks_of, dequantize, quantize
+from ..kernels import blocks_in_a_row, blocks_of, dequantize, quantize
 from ..sharding import held_here, is_sharded, placed_like
 
 SMALLEST = 4096
@@ -29,21 +29,10 @@ def takes_8bit(param: Tensor) -> bool:
     return large and (not is_sharded(param) or _is_cut_between_blocks(param))
 
 
-def has_rows_of_blocks(param: Tensor) -> bool:
-    """Whether no block has parts of two rows, however many ranks the rows go to."""
-    return _blocks_in_a_row(param) > 0
-
-
-def _blocks_in_a_row(param: Tensor) -> int:
-    """The blocks in a row, or 0 if that is no whole number."""
-    row = param.numel() // param.shape[0]
-    return 0 if row % BLOCK else row // BLOCK
-
-
 def _is_cut_between_blocks(param: Any) -> bool:
     """Shards of whole rows have whole blocks if rows do; those of a matrix's columns, if their rows do, too."""
     cuts = _cuts_of_rows(param)
-    return cuts > 0 and _blocks_in_a_row(param) > 0 and _blocks_in_a_row(param) % cuts == 0
+    return cuts > 0 and blocks_in_a_row(param) > 0 and blocks_in_a_row(param) % cuts == 0
 
 
 def _cuts_of_rows(param: Any) -> int:
@@ -75,7 +64,7 @@ def _scales(local: Tensor, like: Tensor) -> Tensor:
     """(blocks,); beside a DTensor (rows, blocks in a row), which can be cut where that is cut."""
     if not is_sharded(like):
         return local
-    in_a_row = _blocks_in_a_row(like)
+    in_a_row = blocks_in_a_row(like)
     return placed_like(like, local.view(-1, in_a_row // _cuts_of_rows(like)), (like.shape[0], in_a_row))
 
 

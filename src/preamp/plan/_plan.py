@@ -12,9 +12,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ..errors import PreampError
+from ..kernels import blocks_in_a_row
 from ..ledger import NoMasters
 from ..modules import CastingModule, Conversion, check_free, unwrapped
-from ..optim import AdamW, FusedOptimizer, has_rows_of_blocks
+from ..optim import AdamW, FusedOptimizer
 from ..policy import Policy, parse_policy
 from ..report import Table
 from ..session import Memory, masters_for, memory_of
@@ -116,7 +117,7 @@ def _made(
     optimizer = make(parameters)
     if not sharded or getattr(optimizer, "states", "") != "8bit":
         return [optimizer]
-    whole = [p for p in parameters if p.dim() and p.numel() and has_rows_of_blocks(p)]
+    whole = [p for p in parameters if p.dim() and p.numel() and blocks_in_a_row(p)]
     parts = [part for part in (whole, [p for p in parameters if p not in set(whole)]) if part]
     made: list[Any] = [make(part) for part in parts]
     for each, part in zip(made, parts, strict=True):

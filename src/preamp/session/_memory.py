@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,10 @@ from torch.optim import Optimizer
 from ..formats import name_of
 from ..ledger import Masters, parameters_in
 from ..modules import Conversion
-from ..report import Cell, Column, Table
 from ..sharding import held_here
+
+if TYPE_CHECKING:
+    from ..report import Cell, Table
 
 _GIB = 2**30
 
@@ -50,6 +52,8 @@ class Memory:
 
     def to_table(self, title: str = "") -> Table:
         """The rows, and their sum."""
+        from ..report import Column, Table  # not needed to train
+
         columns = ("kind", "dtype", "bytes", Column("size", "GiB", 3), Column("bytes a parameter", "", 2))
         cells = [self.cells(row.kind, name_of(row.dtype), row.bytes) for row in self.rows]
         return Table(title, columns, [*cells, self.cells("all", "", self.total)])

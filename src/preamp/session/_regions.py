@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,12 +13,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from ..autocast import PRODUCTS, REGISTRY, autocast, decorated
 from ..compiling import traced_by_callers
 from ..errors import PreampWarning
 from ..formats import LOW_DTYPES, name_of
-from ..ledger import Masters
+from ..ledger import Gradients, Masters, rebuild_reducers
 from ..modules import Conversion
 from ..policy import Policy
 from ..sharding import sharded_parts
@@ -145,6 +147,24 @@ class FullPrecision:
     def __exit__(self, *_: object) -> None:
         self.depth = 0
         self.leave()
+
+
+class Joining:
+    """Brings parameters under the policy that were frozen, or in no optimizer, and are stepped from now on."""
+
+    def __init__(
+        self, optimizers: Sequence[Optimizer], conversions: Sequence[Conversion], gradients: Gradients
+    ) -> None:
+        self._optimizers, self._conversions, self._gradients = optimizers, conversions, gradients
+        self._seen = (0, 0)  # before the first region
+
+    def __call__(self) -> None:
+        groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
+        seen = sum(conversion.learning for conversion in self._conversions), sum(map(len, groups))
+        if seen != self._seen:
+            self._seen, stepped = seen, set(itertools.chain.from_iterable(groups))
+            rebuild_reducers({p for conversion in self._conversions for p in conversion.join(stepped)})
+            self._gradients.others_have_masters()
 
 
 @contextmanager

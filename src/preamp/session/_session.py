@@ -17,14 +17,7 @@ from ..compiling import traced_by_callers, uncompiled
 from ..errors import SessionError
 from ..frameworks import unwrap
 from ..kernels import Reading, clip_values_
-from ..ledger import (
-    Gradients,
-    Masters,
-    gradients_of,
-    parameters_in,
-    rebuild_reducers,
-    state_like_parameters,
-)
+from ..ledger import Gradients, Masters, gradients_of, parameters_in, state_like_parameters
 from ..modules import Conversion
 from ..policy import Policy
 from ..sharding import flat_group, is_sharded, sharded_parts
@@ -49,7 +42,7 @@ from ._checks import (
 )
 from ._losses import Losses, PendingScales
 from ._memory import Memory, memory_of
-from ._regions import FullPrecision, SessionRegion, held_kernels, not_synchronised, warn_outside
+from ._regions import FullPrecision, Joining, SessionRegion, held_kernels, not_synchronised, warn_outside
 from ._report import Skips, StepReport
 from ._step import OptimizerSteps
 
@@ -97,7 +90,7 @@ class Session:
         self._parts = [part for model in models.values() for part in sharded_parts(model)]
         self._shards = list(named_parameters(models)) if self._sharded else None
         self._attempts, self._closed, self._in_regions = 0, False, False
-        self._taken = (0, 0)  # before the first region
+        self._joining = Joining(own, self._conversions, self._gradients)
         self._gradients.carry(earlier or {})
         # released by close(), or with a session that is lost before it
         self._release_kernels = weakref.finalize(self, held_kernels(policy, device_type))
@@ -119,16 +112,7 @@ class Session:
         self._in_regions = True
         if torch.is_grad_enabled() and not self._full.depth:
             self._gradients.rest()
-            self._take_in()
-
-    def _take_in(self) -> None:
-        """Bring parameters under the policy that were frozen, or in no optimizer, and are stepped from now on."""
-        groups = [group["params"] for each in self._optimizers.values() for group in each.param_groups]
-        taken = sum(conversion.learning for conversion in self._conversions), sum(map(len, groups))
-        if taken != self._taken:
-            self._taken, stepped = taken, set(itertools.chain.from_iterable(groups))
-            rebuild_reducers({p for conversion in self._conversions for p in conversion.join(stepped)})
-            self._gradients.others_have_masters()
+            self._joining()
 
     @contextmanager
     def full_precision(self, *, values_only: bool = False) -> Iterator[None]:
