@@ -84,7 +84,12 @@ def outside(session: preamp.Session, model: Callable[[Tensor], Tensor]) -> Calla
 
 
 @pytest.mark.parametrize(
-    ("level", "backend"), [*((level, "eager") for level in ("O0", "O1", "O2", "O4", "O5")), ("O4", "aot_eager")]
+    ("level", "backend"),
+    [
+        *((level, "eager") for level in ("O1", "O5")),
+        *(pytest.param(level, "eager", marks=pytest.mark.slow) for level in ("O0", "O2", "O4")),
+        pytest.param("O4", "aot_eager", marks=pytest.mark.slow),
+    ],
 )
 def test_sessions_train_as_in_eager_mode(level: str, backend: str) -> None:
     expected, dtypes = train(level, backend, "eager", breaks=True)

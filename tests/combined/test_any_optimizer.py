@@ -66,7 +66,10 @@ MAKERS: dict[str, Callable[[nn.Module], Any]] = {
     "SOAP": of("pytorch_optimizer", "SOAP", 1e-3),
     "Prodigy": of("pytorch_optimizer", "Prodigy", 1.0),
 }
-EACH = pytest.mark.parametrize("name", MAKERS)
+SLOW = ("torch Muon",)
+EACH = pytest.mark.parametrize(
+    "name", [n if n not in SLOW else pytest.param(n, marks=pytest.mark.slow) for n in MAKERS]
+)
 
 
 def switch(optimizers: list[Optimizer], to: str) -> None:

@@ -200,6 +200,7 @@ def test_evaluation_in_a_compiled_model_between_steps() -> None:
                 session.zero_grad()
 
 
+@pytest.mark.slow
 def test_autocast_around_a_compiled_function_that_has_a_region_of_its_own() -> None:
     """The session's region as a decorator, inside of compiled code and around it."""
     for level in LEVELS:

@@ -24,7 +24,7 @@ def run(interpreter: str | Path, text: str, folder: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.slow), "O2"])
 def test_ignite_with_amp_mode_apex(tmp_path: Path, level: str) -> None:
     out = run(sys.executable, f"""
         import torch, preamp
@@ -59,7 +59,10 @@ SHIM = """
 """
 
 
-@pytest.mark.parametrize(("level", "clip"), [("O1", "norm"), ("O2", "value"), ("O2", "agc")])
+@pytest.mark.parametrize(
+    ("level", "clip"),
+    [("O1", "norm"), *(pytest.param("O2", clip, marks=pytest.mark.slow) for clip in ("value", "agc"))],
+)
 def test_timms_apex_scaler(tmp_path: Path, level: str, clip: str) -> None:
     """As timm's own train.py uses it, with a checkpoint of its own."""
     if not TIMM.exists():

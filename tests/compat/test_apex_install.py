@@ -111,6 +111,7 @@ def test_every_spelling_of_an_import(tmp_path: Path) -> None:
     assert good(python(file)) == "done\n"
 
 
+@pytest.mark.slow
 def test_grafted_onto_an_apex_without_amp(tmp_path: Path) -> None:
     for name, text in REAL.items():
         script(tmp_path, text, name)
@@ -226,6 +227,7 @@ def test_run_reaches_every_process(tmp_path: Path) -> None:
     assert lines[4:] == ["[22, 22]", "child preamp.compat.apex.amp"]
 
 
+@pytest.mark.slow
 def test_run_a_module_and_torchrun(tmp_path: Path) -> None:
     script(tmp_path, "", "package/__init__.py")
     script(tmp_path, "import sys\nimport apex.amp\nprint(__name__, sys.argv[1:])\n", "package/train.py")

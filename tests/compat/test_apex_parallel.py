@@ -350,6 +350,7 @@ def test_flat_helpers() -> None:
     assert [a is b for a, b in zip(found, mixed[:3], strict=True)] == [True] * 3
 
 
+@pytest.mark.slow
 def test_multiproc_starts_ranks_and_reports_failure(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import sys; print(' '.join(sys.argv[1:])); sys.exit(3 if '--fail' in sys.argv else 0)")

@@ -14,6 +14,8 @@ import pytest
 
 from .together import launch
 
+pytestmark = pytest.mark.slow  # processes of their own; `test_parted` and `test_sharded` are always run
+
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 TOLERANCE = {"O0": 1e-5, "O1": 5e-3, "O2": 5e-3, "O4": 3e-2, "O5": 3e-2}
 """Distance of the ends, over the way from the start: a few units in the last place of float32, float16, bfloat16."""

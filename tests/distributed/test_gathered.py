@@ -10,6 +10,8 @@ import pytest
 from .gathered import LEVELS
 from .together import told_by
 
+pytestmark = pytest.mark.slow  # processes of their own; `test_parted` and `test_sharded` are always run
+
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:

@@ -220,6 +220,7 @@ def test_a_cell_of_a_notebook_is_the_user_s(tmp_path: Path) -> None:
     assert not is_users("<frozen importlib._bootstrap>")
 
 
+@pytest.mark.slow
 def test_strict_fails_on_an_error_only(tmp_path: Path) -> None:
     ran, _ = _run(_script(tmp_path), "--strict")
     assert ran.returncode == 0

@@ -99,6 +99,7 @@ def compare(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[
     return ran, content
 
 
+@pytest.mark.slow
 def test_pairs_share_their_seed_and_others_do_not(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SEEDED.replace("AMP", "True"))
     ran, content = compare(tmp_path, "--seeds", "2", "train.py", str(tmp_path / "{run}.txt"))
@@ -119,6 +120,7 @@ def test_pairs_share_their_seed_and_others_do_not(tmp_path: Path) -> None:
     assert content["outputs"][0]["cosine"] > 0.999
 
 
+@pytest.mark.slow
 def test_full_precision_has_nothing_to_compare(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SEEDED.replace("AMP", "False"))
     ran, content = compare(tmp_path, "--seeds", "1", "train.py")

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from preamp.doctor import findings
 from preamp.doctor.findings.check import Check
 
@@ -68,6 +70,7 @@ def test_findings_of_a_whole_run_are_those_that_the_report_asks() -> None:
     assert {kind.__name__ for kind in kinds if kind.at_end is not Check.at_end} == set(findings._AT_END)
 
 
+@pytest.mark.slow
 def test_the_command_reports_on_a_script_without_torch(tmp_path: Path) -> None:
     """The process that waits for the script and writes the report; what it judges at the end is imported too."""
     script = tmp_path / "train.py"

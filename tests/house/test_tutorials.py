@@ -37,7 +37,11 @@ def is_in(wanted: str, shown: str) -> bool:
     return re.search(pattern, " ".join(shown.split()), re.DOTALL) is not None
 
 
-@pytest.mark.parametrize("page", PAGES)
+QUICK = ("from-apex.md", "from-torch-amp.md")
+"""The two that most readers begin with."""
+
+
+@pytest.mark.parametrize("page", [p if p in QUICK else pytest.param(p, marks=pytest.mark.slow) for p in PAGES])
 def test_a_tutorial_holds(page: str, tmp_path: Path) -> None:
     scripts = Path(sys.executable).parent
     environment = {

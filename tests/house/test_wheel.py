@@ -166,6 +166,7 @@ def test_a_session_trains_with_torch_and_numpy_alone(wheel: Path, tmp_path: Path
     assert run(programs, "preamp", "--version").stdout == f"preamp {preamp.__version__}\n"
 
 
+@pytest.mark.slow
 def test_the_command_with_its_extra_alone(wheel: Path, tmp_path: Path) -> None:
     programs = installed(wheel, tmp_path / "cli", "torch", "numpy", "typer", "rich")
     levels = run(programs, "preamp", "levels")

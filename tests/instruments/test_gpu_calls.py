@@ -123,6 +123,7 @@ def write_outcomes(path: Path, device: str, **outcomes: str) -> None:
     (path / "tests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+@pytest.mark.slow
 def test_workers_leave_out_the_same(gpu_tests: Callable[..., CompletedProcess[str]], tmp_path: Path) -> None:
     write_outcomes(tmp_path / "a", "cpu", test_first="passed", test_wrong="failed")
     workers = gpu_tests("a", "-n", "1", "--missing", str(tmp_path / "a"))

@@ -16,6 +16,7 @@ NAMES = ["captured", "cuda", "doctor rules schedules_cuda several threads", "one
 ONE_OPTIMIZER = "adam or not a_captured_step"
 """Captured steps with the other optimizers take more than a minute."""
 
+QUICK = ("one_rank", "step_engine")
 WHOLE = "not full_size and not large_parameter and not four_launches"
 """Without full-size networks, which take minutes on a CPU, and without counts of launches that only Triton reaches."""
 
@@ -24,7 +25,10 @@ WHOLE = "not full_size and not large_parameter and not four_launches"
 @pytest.mark.parametrize(
     ("name", "which"),
     [
-        *((name, f"{WHOLE} and ({ONE_OPTIMIZER})") for name in NAMES),
+        *(
+            pytest.param(name, f"{WHOLE} and ({ONE_OPTIMIZER})", marks=[] if name in QUICK else [pytest.mark.slow])
+            for name in NAMES
+        ),
         *(pytest.param(name, WHOLE, marks=pytest.mark.slow) for name in ("captured", "cuda")),
     ],
 )
