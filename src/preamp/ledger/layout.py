@@ -28,25 +28,25 @@ class Layout:
     def __init__(self, params: Sequence[Parameter], states: Sequence[Sequence[Tensor]]) -> None:
         self.shapes = [param.shape for param in params]
         self._sharded = is_sharded(params[0])
-        self._originals = list[Tensor](params)
-        # states in the order of their creation, near each other in memory
-        self._originals += chain.from_iterable(zip(*states, strict=True))
-        here = self._here()
-        self._snapshot = Snapshot(here)
+        self._params = list[Tensor](params)
+        # in the order of their creation, near each other in memory
+        self._states = list(chain.from_iterable(zip(*states, strict=True)))
+        here, kept = self._here(self._params), self._here(self._states)
+        self._shown, self._kept = Snapshot(here, shown=True), Snapshot(kept)
         with torch.no_grad():
-            held = [tensor.detach() for tensor in here]
+            held = [tensor.detach() for tensor in (*here, *kept)]
         self.params = TensorList(held[: len(params)])
         self.states = [TensorList(held[len(params) + number :: len(states)]) for number in range(len(states))]
         if not self._sharded:
             self.params.owners = list(params)
         self.dense = not self._sharded and all(map(Tensor.is_contiguous, held))
 
-    def _here(self) -> list[Tensor]:
-        return list(map(held_here, self._originals)) if self._sharded else self._originals
+    def _here(self, tensors: list[Tensor]) -> list[Tensor]:
+        return list(map(held_here, tensors)) if self._sharded else tensors
 
     def holds(self) -> bool:
         """Whether parameters and states are where they were, in the same memory order."""
-        return self._snapshot.holds(self._here())
+        return self._shown.holds(self._here(self._params)) and self._kept.holds(self._here(self._states))
 
     def takes(self, gradients: TensorList) -> bool:
         """Whether these are dense, on the device, and have the memory order or the shapes of the parameters."""

@@ -20,26 +20,30 @@ _DTYPE = attrgetter("dtype")
 
 
 class Snapshot:
-    """Where some tensors are: their addresses, dtypes, and for those that can be turned their memory order."""
+    """Where some tensors are: their addresses, and for those that can be turned their memory order.
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    `shown`: they are parameters, whose dtype and shape user code may change as well; then all of one dtype.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], *, shown: bool = False) -> None:
         self._addresses = list(map(Tensor.data_ptr, tensors))
-        self._dtypes = list(map(_DTYPE, tensors))
-        self._spread = [i for i, tensor in enumerate(tensors) if _is_spread(tensor)]
-        self._as_they_lay = [tensors[i].is_contiguous() for i in self._spread]
+        self._dtypes = set(map(_DTYPE, tensors)) if shown else None
+        self._turning = [i for i, tensor in enumerate(tensors) if _may_turn(tensor, shown)]
+        self._as_they_lay = [tensors[i].is_contiguous() for i in self._turning]
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
         """Whether nothing of that has changed."""
         return (
             list(map(Tensor.data_ptr, tensors)) == self._addresses
-            and list(map(_DTYPE, tensors)) == self._dtypes
-            and [tensors[i].is_contiguous() for i in self._spread] == self._as_they_lay
+            and (self._dtypes is None or set(map(_DTYPE, tensors)) == self._dtypes)
+            and [tensors[i].is_contiguous() for i in self._turning] == self._as_they_lay
         )
 
 
-def _is_spread(tensor: Tensor) -> bool:
-    """Whether a tensor has entries in more than one dimension, so that its memory order may differ."""
-    return sum(size > 1 for size in tensor.shape) > 1
+def _may_turn(tensor: Tensor, reshaped: bool) -> bool:
+    """Whether a tensor's entries may lie in another order: with the same shape, or also with another one."""
+    sizes = [size for size in tensor.shape if size > 1]
+    return len(sizes) > 1 and (reshaped or len(set(sizes)) < len(sizes))
 
 
 class Entries:
