@@ -226,3 +226,21 @@ def test_bytes_of_a_frozen_weight() -> None:
                     held = session.memory().bytes_of("parameters") - without.memory().bytes_of("parameters")
                     assert held == count * size
                     assert session.memory().bytes_of("masters") == without.memory().bytes_of("masters")
+
+
+@pytest.mark.parametrize("frozen_first", [False, True])
+def test_a_weight_of_two_models_keeps_its_first_master(frozen_first: bool) -> None:
+    """The second model finds it in 16 bits, and must not take what was rounded for the float32 value."""
+    torch.manual_seed(0)
+    one, two = (nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)) for _ in range(2))
+    two[0].weight = one[0].weight.requires_grad_(not frozen_first)
+    wide = one[0].weight.detach().clone()
+    optimizer = preamp.optim.SGD([*one.parameters(), two[0].bias, *two[1].parameters()], 0.0)
+    with preamp.prepare({"one": one, "two": two}, optimizer, level="O5") as session:
+        one[0].weight.requires_grad_(True)
+        with session.autocast():
+            loss = (one(torch.ones(2, 16)) + two(torch.ones(2, 16))).float().sum()
+        session.backward(loss)
+        session.step()
+        assert torch.equal(session.state_dict()["masters"]["one:0.weight"], wide)
+    assert torch.equal(one[0].weight, wide)

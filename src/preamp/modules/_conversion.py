@@ -67,6 +67,8 @@ class Conversion:
         self._sparse = _sparse_embeddings(root) if policy.masters else set()
         plan = list(self._plan_parameters(root, precisions, stepped))  # raises before anything is changed
         for name, parameter, dtype in plan:
+            if parameter in keeper:
+                continue  # another model of the session has it as well
             if parameter.dtype is dtype:
                 keeper.adopt(name, parameter)
             else:
@@ -179,8 +181,8 @@ class Conversion:
         for parameter in joining:
             name, dtype = self._left.pop(parameter)
             self._low.drop(parameter)
-            if parameter in self._gathered:
-                continue  # FSDP2's are their own masters
+            if parameter in self._gathered or parameter in self._keeper:
+                continue  # FSDP2's are their own masters; another model of the session may have it as well
             if parameter.dtype is not torch.float32 and parameter.dtype is not dtype:
                 set_data(parameter, parameter.data.float())
             if parameter.dtype is dtype:
