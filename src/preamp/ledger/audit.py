@@ -11,32 +11,37 @@ from torch.nn import Parameter
 
 from ..errors import PreampWarning
 from ..sharding import held_here
-from .leaves import Leaf
+from .leaves import Leaf, Leaves
 
-STEPS = 4
+FIRST = 4
 """The number of steps at the start of training in which parameters are compared with their masters."""
+
+EVERY = 32
+"""Later steps are compared once in so many."""
 
 
 class Audit:
-    """Compares parameters with their masters at the start of training, and at every step once it has found a write.
+    """Compares parameters with their masters: in the first steps, now and then, and always once it has found a write.
 
     A comparison costs a pass over the parameters.
     """
 
     def __init__(self) -> None:
-        self._left = STEPS
-        """The number of steps still to compare; -1: all."""
+        self._steps, self._always = 0, False
         self._verdicts: list[Verdict] = []
 
-    @property
-    def due(self) -> bool:
-        """Whether the next step is to be compared."""
-        return self._left != 0
+    def due(self, leaves: Leaves) -> bool:
+        """Whether the step that follows is to be compared: it is its turn, or a parameter whose turn it is was written.
 
-    @property
-    def over(self) -> bool:
-        """Whether nothing is left to compare and to read."""
-        return self._left == 0 and not self._verdicts
+        Each step looks at one parameter, for writes to all of them now and then; not where that takes a host sync.
+        """
+        step = self._steps
+        self._steps += 1
+        if self._always or step < FIRST or step % EVERY == 0:
+            return True
+        at = step % max(1, len(leaves.parameters))
+        here = leaves.parameters and leaves.parameters[at].device.type == "cpu"
+        return bool(here) and not agrees(leaves.parameters[at], leaves.leaves[at])
 
     def hear(self) -> None:
         """Read the verdicts of the device that have arrived by now."""
@@ -44,15 +49,8 @@ class Audit:
             self._verdicts.remove(verdict)
             self._judge(verdict.name if verdict.guilty() else None)
 
-    def written(
-        self, pairs: Sequence[tuple[Parameter, Leaf]], *, counts: bool = True
-    ) -> Iterator[tuple[Parameter, Leaf]]:
-        """Parameters written without a trace, for the caller to update masters; on an accelerator it is done here.
-
-        `counts`: whether this is a step, of which `STEPS` are compared.
-        """
-        if counts and self._left > 0:
-            self._left -= 1
+    def written(self, pairs: Sequence[tuple[Parameter, Leaf]]) -> Iterator[tuple[Parameter, Leaf]]:
+        """Parameters written without a trace, for the caller to update masters; on an accelerator it is done here."""
         if pairs and pairs[0][0].device.type != "cpu":
             self._on_device(pairs)
             return
@@ -61,12 +59,13 @@ class Audit:
         self._judge(found[0][1].name if found else None)
 
     def _judge(self, culprit: str | None) -> None:
-        if culprit is not None and self._left >= 0:
-            self._left = -1
+        if culprit is not None and not self._always:
+            self._always = True
             warnings.warn(
                 f"{culprit} was written through .data, which leaves no trace, so every step has to compare parameters "
-                "with their masters from now on. Write through the parameter itself: "
-                "`with torch.no_grad(): p.clamp_(...)`",
+                "with their float32 masters from now on, and what is written there has 16 bits. Write through the "
+                "parameter itself, `with torch.no_grad(): p.clamp_(...)`; exchange whole weights (averages, say) "
+                "inside `with session.full_precision(values_only=True):`, where they are float32",
                 PreampWarning,
                 stacklevel=2,
             )
@@ -76,10 +75,10 @@ class Audit:
         differ = []
         for parameter, leaf in pairs:
             low, master = held_here(parameter.data), held_here(leaf.stored)
-            kept = (low == master.to(low.dtype)) | low.isnan()
+            kept = _rounds_to(master, low)
             master.copy_(torch.where(kept, master, low.float()))
             differ.append(~kept.all())
-        if self._left < 0:  # known already
+        if self._always:  # known already
             return
         names = ", ".join(leaf.name for _, leaf in pairs[:3])
         found = torch.stack([one.to(differ[0].device) for one in differ]).any()  # stages may be on several devices
@@ -87,9 +86,14 @@ class Audit:
 
 
 def agrees(parameter: Parameter, leaf: Leaf) -> bool:
-    """Whether a parameter is what its master rounds to, or NaN; a host sync."""
-    low, master = held_here(parameter.data), held_here(leaf.stored)
-    return bool(((low == master.to(low.dtype)) | low.isnan()).all())
+    """Whether a parameter is what its master rounds to; a host sync."""
+    return bool(_rounds_to(held_here(leaf.stored), held_here(parameter.data)).all())
+
+
+def _rounds_to(master: Tensor, low: Tensor) -> Tensor:
+    """Where a master rounds to a parameter; NaN is NaN."""
+    rounded = master.to(low.dtype)
+    return (low == rounded) | (low.isnan() & rounded.isnan())
 
 
 class Verdict:

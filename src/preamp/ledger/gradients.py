@@ -148,7 +148,8 @@ class Gradients:
         scale = None if record.inverse is None else reciprocal(record.inverse)
         totals = {p: p.grad for p in record.kept if p.grad is not None}
         others = [p for p in record.parameters if p not in self._masters]
-        self._strays += self._masters.swap_out(record.parameters, scale, changed=record.clip is not None)
+        changed = record.clip is not None  # and a backward pass may be due still, for which weights are as they were
+        self._strays += self._masters.swap_out(record.parameters, scale, changed, lazily=True)
         if scale is not None:
             multiply_(present_in(others)[1], scale)
         for parameter, total in totals.items():
@@ -263,7 +264,21 @@ class Gradients:
             if own.agreement is None and not self._sums:
                 record = self._read_quickly(optimizer, own, inverse, steps_next)
             self._records[optimizer] = record or self._read_all(optimizer, own, inverse)
+        elif self._records[optimizer].true:
+            self._add_late(optimizer, self._records[optimizer])
         return self._records[optimizer].reading
+
+    def _add_late(self, optimizer: Optimizer, record: Record) -> None:
+        """Add to the true gradients what a backward pass of an earlier forward pass has left in 16-bit parameters."""
+        late = self._masters.take_late(self._of(optimizer).parameters)
+        for parameter, gradient in late.items():
+            if parameter in record.parameters:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        if late:
+            new = {parameter: gradient for parameter, gradient in late.items() if parameter not in record.parameters}
+            self._masters.swap_in(new, new)
+            record.parameters += new
+            record.reading = self._read(optimizer, {p: p.grad for p in record.parameters if p.grad is not None})
 
     def _read_all(self, optimizer: Optimizer, own: _Owned, inverse: Tensor | None) -> Record:
         parameters = [p for p in own.parameters if p.grad is not None]
@@ -357,6 +372,17 @@ class Gradients:
                 record.reading = replace(record.reading, found=found)
 
     # -- true, and stepped
+
+    def mark_stepped(self, optimizer: Optimizer) -> None:
+        """Note on the first gradient that a step has used it as it is now."""
+        first = next(iter(gradients_of(optimizer)), None)
+        if first is not None:
+            first._preamp_stepped = first._version  # type: ignore[attr-defined]
+
+    def is_due(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer has gradients that no step has used."""
+        first = next(iter(gradients_of(optimizer)), None)
+        return first is not None and getattr(first, "_preamp_stepped", None) != first._version
 
     def make_true(self, optimizer: Optimizer) -> None:
         """Unscale and clip an optimizer's gradients, once; low parameters get float32 ones, and their masters in."""

@@ -58,9 +58,19 @@ class Leaf:
     shown: Tensor | None = None
     """The float32 gradient shown in place of the 16-bit one; None if that is only put aside."""
     shown_version: int = 0
+    aside: Tensor | None = None
+    """The gradient that the 16-bit parameter had then; one that it gets meanwhile is of a forward pass before."""
 
     def take_back(self, parameter: Parameter, scale: Tensor | None, changed: bool) -> None:
         """Set the 16-bit gradient to the present float32 one times `scale`; if that was cleared, clear it."""
+        assert self.other is not None
+        late, self.other.grad, self.aside = self.other.grad, self.aside, None
+        self._take_shown(parameter, scale, changed)
+        if late is not None:
+            late = late if scale is None else (late * scale.to(late.device)).to(late.dtype)
+            self.other.grad = late if self.other.grad is None else self.other.grad + late
+
+    def _take_shown(self, parameter: Parameter, scale: Tensor | None, changed: bool) -> None:
         assert self.other is not None
         shown, now, low = self.shown, parameter.grad, self.other.grad
         if shown is None or (now is shown and now._version == self.shown_version and not changed):

@@ -122,24 +122,27 @@ class Masters:
         leaf.low = parameter.data
         self._agreed.note(leaf.number, parameter)
 
-    def refresh_before_step(self, leaves: Leaves, *, again: bool = False, counts: bool = True) -> None:
-        """`refresh`, and in the first steps a comparison of the values (`Audit`).
-
-        `again`: the step itself refreshes them. `counts`: whether it is a step.
-        """
+    def refresh_before_step(self, leaves: Leaves, *, again: bool = False) -> None:
+        """`refresh`, and now and then `compare`. `again`: the step itself refreshes them."""
         if not self._leaves:
             return
-        if self._audit.due or not again:
-            self.refresh(leaves)
-        if self._audit.over:
-            return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return  # a graph would repeat the comparison at each replay, and must not read a pending verdict
-        self._audit.hear()
-        if not self._audit.due:
+            self.refresh(leaves)  # a graph would repeat a comparison at each replay, and must not read a verdict
             return
-        pairs = list(zip(leaves.parameters, leaves.leaves, strict=True))
-        for parameter, leaf in self._audit.written(pairs, counts=counts):
+        self._audit.hear()
+        if self._audit.due(leaves):
+            self.compare(leaves)
+        elif not again:
+            self.refresh(leaves)
+
+    def compare(self, leaves: Leaves | None = None) -> None:
+        """`refresh`, and also the masters of parameters that were written through `.data`: by their values."""
+        if not self._leaves:
+            return
+        self.refresh(leaves)
+        leaves = leaves or self._every
+        pairs = [pair for pair in zip(leaves.parameters, leaves.leaves, strict=True) if pair[0] not in self._inside]
+        for parameter, leaf in self._audit.written(pairs):
             self._agreed.versions[leaf.number] = -1
             self._follow(parameter, leaf)
 
@@ -159,6 +162,7 @@ class Masters:
             except SessionError:
                 del self._inside[parameter]
                 raise
+            leaf.aside, leaf.other.grad = leaf.other.grad, None
 
     def _in_float32(self, parameter: Parameter, leaf: Leaf) -> Tensor:
         """The master that takes a parameter's place."""
@@ -209,6 +213,15 @@ class Masters:
             masters = [held_here(self._leaves[p].stored) for p in written]
             torch._foreach_copy_(list(map(held_here, written)), masters)
 
+    def take_late(self, parameters: Iterable[Parameter]) -> dict[Parameter, Tensor]:
+        """Take, in float32, gradients that came to 16-bit parameters since others of them hold their masters."""
+        late = {}
+        for parameter in self.among(parameters):
+            low = self._leaves[parameter].other if parameter in self._inside else parameter
+            if low is not None and low.grad is not None:
+                late[parameter], low.grad = low.grad.float(), None
+        return late
+
     def place(self, storage: Storage, stored: Tensors, parameters: Tensors) -> None:
         """Put into the storage of a step what is stored for its parameters."""
         storage.params, storage.copies = stored, parameters
@@ -223,15 +236,13 @@ class Masters:
         yield "parameters", parameter.data if leaf is None else leaf.low
         if leaf is not None:
             yield "masters", leaf.stored
-            if leaf.other is not None and leaf.other.grad is not None:
-                yield "gradients", leaf.other.grad
+            yield from (("gradients", grad) for grad in (leaf.aside, leaf.other and leaf.other.grad) if grad is not None)
         if parameter.grad is not None:
             yield "gradients", parameter.grad
 
     def full(self) -> None:
         """Turn every parameter into float32, without a gradient, until `low`."""
-        self._every = self._every or self.leaves_of(list(self._leaves))
-        self.refresh_before_step(self._every, counts=False)
+        self.compare()
         self.swap_in(self._leaves)
 
     def low(self) -> None:
@@ -244,7 +255,7 @@ class Masters:
     def restore(self) -> None:
         """Give every parameter its master for good, and forget it."""
         self.swap_out()
-        self.refresh()
+        self.compare()
         for parameter, leaf in self._leaves.items():
             set_data(parameter, self._in_float32(parameter, leaf))
         rebuild_reducers(self._leaves)
@@ -263,9 +274,15 @@ class Masters:
         finally:
             self.swap_out(wide)
 
+    def rename(self, paths: Mapping[Parameter, str]) -> None:
+        """Name masters by the present paths of their parameters in the models."""
+        taken = set(paths.values())
+        for parameter, leaf in self._leaves.items():
+            leaf.name = paths.get(parameter) or (f"(removed):{leaf.name}" if leaf.name in taken else leaf.name)
+
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """(name, master) pairs, the masters being the live tensors."""
-        self.refresh()
+        self.compare()
         for leaf in self._leaves.values():
             yield leaf.name, leaf.stored
 

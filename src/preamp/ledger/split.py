@@ -44,8 +44,12 @@ class SplitMasters(Masters):
         """Record the address of a parameter that was given other data."""
         self._note(parameter, leaf)
 
-    def refresh_before_step(self, leaves: Leaves, *, again: bool = False, counts: bool = True) -> None:
+    def refresh_before_step(self, leaves: Leaves, *, again: bool = False) -> None:
         """`refresh`; the values need no comparison, since a weight and its bits always agree."""
+        self.refresh(leaves)
+
+    def compare(self, leaves: Leaves | None = None) -> None:
+        """`refresh`, for the same reason."""
         self.refresh(leaves)
 
     def place(self, storage: Storage, stored: Tensors, parameters: Tensors) -> None:

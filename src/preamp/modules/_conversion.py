@@ -304,7 +304,8 @@ class Conversion:
         self._buffers_to_float()
 
     def _buffers_to_float(self) -> None:
-        """With their original bits unless they were written."""
+        """With their original bits unless they were written; those that were removed from their module are let go."""
+        self._buffers = [entry for entry in self._buffers if entry[1] in entry[0]._buffers]
         for module, key, full, low in self._buffers:
             now = module._buffers[key]
             # by value: batch norm writes its statistics without counting their version up
@@ -315,7 +316,7 @@ class Conversion:
         """Undo `to_float`, as far as it came."""
         self._low.low()
         for i, (module, key, _, low) in enumerate(self._buffers):
-            full = module._buffers[key]
+            full = module._buffers.get(key)
             if full is not None and full is not low:
                 fits = low.shape == full.shape and low.device == full.device
                 low = low.copy_(full) if fits else full.to(low.dtype)  # in place: a CUDA graph may read it

@@ -67,6 +67,7 @@ class NoScale(LossScale):
     """A scale of 1 that never changes: for float32 and bfloat16."""
 
     kind = "none"
+    patience = PATIENCE
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss itself."""

@@ -277,7 +277,7 @@ class GradScaler(torch.amp.GradScaler):
             if any(flags):
                 LOG.info("%d of the last %d steps were skipped: a gradient was not finite", sum(flags), len(flags))
         if self._rows.are_long(run):
-            tell_row("the loss scale", run, float(used), self._patience)
+            tell_row(run, f", and the loss scale stands at {float(used):g}", self._patience)
         if self._patience is not None and run >= self._patience:
             self._in_a_row = 0
             parameter = _first_nonfinite(self._seen)

@@ -30,7 +30,7 @@ class Rows:
         return True
 
 
-def tell_row(what: str, run: int, stands: float, patience: int | None) -> None:
-    """A row that is long."""
+def tell_row(run: int, scale_stands: str, patience: int | None) -> None:
+    """Warn of a row that is long. `scale_stands`: what has become of the loss scale, if there is one."""
     end = "training goes on, since patience is None" if patience is None else f"{patience} end it by ScaleCollapse"
-    LOG.warning("%d steps in a row were skipped, and %s stands at %g: %s", run, what, stands, end)
+    LOG.warning("%d steps in a row were skipped%s: %s", run, scale_stands, end)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +22,9 @@ from ..sharding import agreed_largest, gathered_as, is_sharded, sharded_parts
 from ._losses import Losses
 
 
+_DTYPE = attrgetter("dtype")
+
+
 def check_loss(loss: Any) -> None:
     """A loss is one floating number."""
     if not isinstance(loss, Tensor) or not loss.is_floating_point():
@@ -29,24 +33,75 @@ def check_loss(loss: Any) -> None:
         raise SessionError(f"backward() takes one number and got the shape {tuple(loss.shape)}: reduce it, .mean()")
 
 
-def check_backward_ran(losses: Sequence[str], steps: int) -> None:
+def check_backward_ran(losses: Sequence[str], steps: int, scaled: bool) -> None:
     """A step needs losses whose backward passes have run; `steps`: how many were made before."""
     if not losses:
         since = " since the last step" if steps else ""
-        raise SessionError(
-            f"step() without session.backward(){since}: there the loss is scaled, and gradients of loss.backward() "
-            "alone would vanish when they are unscaled. Write session.backward(loss) in place of loss.backward(), "
+        why = (
+            ": there the loss is scaled, and gradients of loss.backward() alone would vanish when they are unscaled. "
+            "Write session.backward(loss) in place of loss.backward(), before each session.step(). For gradients that "
+            "are made by hand, make them of session.scale(loss)"
+            if scaled
+            else ", and no gradient has come since: it would change nothing, or repeat a step. Run session.backward(loss) "
             "before each session.step()"
+        )
+        raise SessionError(f"step() without session.backward(){since}{why}")
+
+
+def check_stepped_once(optimizers: Iterable[Optimizer]) -> None:
+    """Scaled gradients are unscaled in place, so that a second step of the same ones would unscale them again."""
+    for optimizer in optimizers:
+        raise SessionError(
+            f"step() of this {type(optimizer).__name__} a second time after one session.backward(): its gradients are "
+            "unscaled already, and would be once more. Step each optimizer once for each backward pass"
         )
 
 
-def check_gradients_left(parameters: Sequence[nn.Parameter], is_stage: bool) -> None:
-    """After a backward pass a step has gradients to apply; a stage of a pipeline may have none."""
-    if not parameters and not is_stage:
+def check_gradients_left(parameters: Sequence[nn.Parameter], chosen: Sequence[Optimizer], every: int) -> None:
+    """After a scaled backward pass a step has gradients to apply."""
+    if not parameters:
+        part = (
+            f". An optimizer ({type(chosen[0]).__name__} here) whose parameters had no part in this loss need not be "
+            "stepped: leave it out, session.step(optimizer) of the others"
+            if len(chosen) < every
+            else ""
+        )
         raise SessionError(
             "step() finds no gradient, and would change nothing: they were cleared after session.backward(), or the "
             "loss reaches no parameter of the optimizer. Clear gradients after session.step(), or before the forward "
-            "pass"
+            f"pass{part}"
+        )
+
+
+def check_optimizer_given(optimizers: Mapping[str, Optimizer], scaled: bool, masters: Masters) -> None:
+    """Gradients of a session without an optimizer: nobody would unscale them, or step the float32 masters."""
+    if not optimizers and (scaled or len(masters)):
+        why = "are multiplied by the loss scale" if scaled else "belong to 16-bit copies of float32 masters"
+        raise SessionError(
+            f"backward() in a session that was prepared without an optimizer: the gradients {why}, and an optimizer "
+            "of your own would step them as they are. Give prepare() the optimizer and write session.step(); for "
+            "gradients of inputs, session.grad(loss, x)"
+        )
+
+
+def check_not_cast(parameters: Sequence[nn.Parameter], named: Callable[[], Iterable[tuple[str, nn.Parameter]]]) -> None:
+    """Under a policy that keeps weights in float32, those that are stepped are to stay so."""
+    for dtype in set(map(_DTYPE, parameters)) & LOW_DTYPES:
+        paths = names_of(parameters, named)
+        path = next(path for path, p in zip(paths, parameters, strict=True) if p.dtype is dtype)
+        raise SessionError(
+            f"the parameter {path} was cast to {name_of(dtype)} after prepare(), and the policy steps float32 weights: "
+            "small updates of 16-bit ones are rounded away. Leave out .half() or .to(...) (the session's regions cast "
+            "by themselves), or take level='O2' or 'O5', which keep float32 masters"
+        )
+
+
+def check_clipped_in_time(name: str, due: bool) -> None:
+    """Clipping counts from a backward pass to the step; before and after it there is nothing to clip."""
+    if not due:
+        raise SessionError(
+            f"{name}() finds no gradient that a step is due for, and would change nothing: call it after "
+            "session.backward(loss) and before session.step()"
         )
 
 
@@ -119,13 +174,19 @@ def check_sharded_late(models: Iterable[nn.Module]) -> None:
         )
 
 
-def check_own_step(optimizer: Optimizer, masters: Masters, scaled: bool) -> None:
-    """Refuse `optimizer.step()` by the caller if gradients are scaled or masters exist.
+def check_own_step(optimizer: Optimizer, masters: Masters, scaled: bool, running: bool, with_closure: bool) -> None:
+    """Refuse `optimizer.step()` by the caller if gradients are scaled, or will be in its closure, or masters exist.
 
     Optimizers of preamp.optim step 16-bit gradients and the session's masters by themselves.
     """
     kind = type(optimizer).__name__
-    if scaled:
+    if scaled and with_closure and not running:
+        raise SessionError(
+            f"{kind}.step(closure) in a session with a loss scale: gradients that session.backward() makes in the "
+            "closure are multiplied by the scale, and would be stepped as they are. Nothing has been stepped: run what "
+            "the closure does, then session.step()"
+        )
+    if scaled and running:
         raise SessionError(
             f"{kind}.step() was called by itself after session.backward(): the gradients are multiplied by the loss "
             "scale, and nobody has looked whether they are finite. Nothing has been stepped: write session.step(), or "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ class Losses:
         """Of the session's steps."""
         self.separate_scales = len(scales) > 1 and any(scale.kind != "none" for scale in scales.values())
         """Whether losses have scales of their own, so that their gradients must be unscaled before they are added."""
+        self.scaled = any(scale.kind != "none" for scale in scales.values())
+        """Whether any loss is scaled."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._scales)
@@ -57,8 +60,6 @@ class Losses:
         `host_skipped`: whether the step was skipped, if the host knows; None: only the device does.
         """
         scale, found = self._scales[name], reading.found
-        if scale.kind == "none":
-            return
         scale.after_step(found)
         run = self._runs[name].add(found, host_skipped, scale.patience, self.skips)
         self._judge(name, run, found.device, offender)
@@ -76,20 +77,23 @@ class Losses:
         scale = self._scales[name]
         if run is None:
             return
+        scaled = scale.kind != "none"
         if self._runs[name].rows.are_long(run):
-            tell_row(f"the scale of loss {name!r}", run, float(scale.current(device)), scale.patience)
+            scale_stands = f", and the scale of loss {name!r} stands at {float(scale.current(device)):g}" if scaled else ""
+            tell_row(run, scale_stands, scale.patience)
         if scale.patience is None or run < scale.patience:
             return
         self._runs[name].reset()
-        stands = float(scale.current(device))
         parameter = offender()
         layer = (parameter or "").rpartition(".")[0]
+        stands = float(scale.current(device))
+        of_scale = f"loss scale {name!r} stands at {stands:g} after " if scaled else ""
+        advice = "No scale cures that: compute in bfloat16 (level='O4'), look" if scaled else "Look"
         error = ScaleCollapse(
-            f"loss scale {name!r} stands at {stands:g} after {run} skipped steps in a row; first gradient that is "
-            f"not finite: {parameter or 'none now'}. No scale cures that: look for inf or nan in the data or in the "
-            f"loss, compute in bfloat16 (level='O4'), or keep the layer in full precision"
+            f"{of_scale}{run} skipped steps in a row; first gradient that is not finite: {parameter or 'none now'}. "
+            f"{advice} for inf or nan in the data or in the loss, or keep the layer in full precision"
             + (f": policy.override({layer!r}, 'full')." if layer else ".")
-            + " A scale with patience=None goes on for ever.",
+            + (" A scale with patience=None goes on for ever." if scaled else ""),
             name=name, scale=stands, skipped=run, parameter=parameter,
         )  # fmt: skip
         LOG.warning("%s", error)
@@ -195,8 +199,24 @@ class PendingScales:
         return bool(self._ran)
 
     def ran(self, name: str) -> None:
-        """Record that a backward pass of a loss has run."""
+        """Record that a backward pass of a loss runs: hooks may step while it does."""
         self._ran.add(name)
+
+    @contextmanager
+    def running_of(self, name: str) -> Iterator[None]:
+        """Wrap the backward pass of a loss; one that fails is not recorded, as its gradients are not whole."""
+        before = name in self._ran
+        self._ran.add(name)
+        try:
+            yield
+        except BaseException:
+            if not before:
+                self._ran.discard(name)
+            raise
+
+    def has_stepped(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer has stepped since the last backward pass, while others have not."""
+        return optimizer in self._stepped
 
     def all_ran(self) -> list[str]:
         """Record a backward pass of every loss; their names."""

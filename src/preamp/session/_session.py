@@ -25,14 +25,18 @@ from ._capture import CapturedStep, Rates
 from ._checks import (
     STATE_VERSION,
     check_backward_ran,
+    check_clipped_in_time,
     check_clipped_once,
     check_gathered_full,
     check_gradients_left,
     check_loss,
     check_no_sync,
+    check_not_cast,
+    check_optimizer_given,
     check_scaled_somewhere,
     check_sharded_late,
     check_state,
+    check_stepped_once,
     first_nonfinite,
     named_parameters,
     names_of,
@@ -42,6 +46,7 @@ from ._checks import (
 )
 from ._losses import Losses, PendingScales
 from ._memory import Memory, memory_of
+from ._plain import PlainBackward
 from ._regions import FullPrecision, Joining, SessionRegion, held_kernels, not_synchronised, warn_outside
 from ._report import Skips, StepReport
 from ._step import OptimizerSteps
@@ -85,6 +90,7 @@ class Session:
         self._full = FullPrecision(models.values(), masters, conversions)
         self._steps = OptimizerSteps(own, self._gradients, masters, losses, self._pending, self._full, skip)
         self._steps.wrappers = {optimizers[k]: v for k, v in (given or {}).items() if v is not optimizers[k]}
+        self._plain = PlainBackward(own if losses.scaled else (), self._gradients, self._pending, self._full)
         self._rates = Rates()
         self._sharded = any(is_sharded(p) for model in models.values() for p in model.parameters())
         self._parts = [part for model in models.values() for part in sharded_parts(model)]
@@ -145,6 +151,7 @@ class Session:
         if self._losses.separate_scales:
             raise SessionError(f"the loss {name!r} has a scale of its own: write session.backward(loss, name={name!r})")
         self._pending.ran(name)
+        self._plain.scaled_by_hand = True
         return self._losses[name].scale(loss)
 
     @uncompiled
@@ -164,25 +171,27 @@ class Session:
             run = functools.partial(scale.scale(loss).backward, **kwargs)
         else:
             run = functools.partial(loss.backward, seed, **kwargs)
-        if self._losses.separate_scales:
-            self._pending.void_zeroed()
-            readings = self._gradients.add_unscaled(run, scale.inverse(loss.device))
-            self._pending.record(name, readings)
-        else:
-            run()
-            self._gradients.collect_strays()
-        self._pending.ran(name)
+        with self._pending.running_of(name), self._plain.not_so():
+            if self._losses.separate_scales:
+                self._pending.void_zeroed()
+                readings = self._gradients.add_unscaled(run, scale.inverse(loss.device))
+                self._pending.record(name, readings)
+            else:
+                run()
+                self._gradients.collect_strays()
 
     def _begin_backward(self, loss: Tensor, name: str | None) -> str:
         """Check before a backward pass, and apply the loss scale's pending update; returns the loss's name."""
         self._check_open()
         check_loss(loss)
         name = self._losses.named(name)
+        check_optimizer_given(self._optimizers, self._losses.scaled, self._masters)
         if not self._in_regions:  # of the first loss only
             self._in_regions = True
             warn_outside(loss, self.policy)
         if not self._full.depth:
             self._gradients.rest()
+            self._plain.check()
         self._settle(name)
         if self._gradients.carried:
             self._gradients.scale_carried(None if self._losses.separate_scales else self._losses[name].scale)
@@ -236,6 +245,7 @@ class Session:
         """
         self._check_open()
         chosen = selected(self._optimizers, optimizer)
+        check_clipped_in_time("clip_grad_norm_", self._is_due(chosen))
         check_clipped_once(chosen, self._shares)
         for each in chosen:
             self._read(each)
@@ -251,8 +261,10 @@ class Session:
     def clip_grad_value_(self, clip_value: float, *, optimizer: Optimizer | None = None) -> None:
         """Clamp every entry of the true gradients to [-clip_value, clip_value]."""
         self._check_open()
+        chosen = selected(self._optimizers, optimizer)
+        check_clipped_in_time("clip_grad_value_", self._is_due(chosen))
         self.unscale_(optimizer)
-        for each in selected(self._optimizers, optimizer):
+        for each in chosen:
             self._gradients.norm(each)
             clip_values_(gradients_of(each), float(clip_value))
 
@@ -262,6 +274,14 @@ class Session:
             names = self._pending.names or list(self._losses)
             inverse = self._losses[names[0]].inverse(self._gradients.device)
         return self._gradients.read(optimizer, inverse, steps_next)
+
+    def _is_due(self, chosen: Sequence[Optimizer]) -> bool:
+        """Whether a backward pass has run that a step of these optimizers is to follow."""
+        if self.is_stage or self._gradients.carried:
+            return True
+        if self._losses.scaled:
+            return bool(self._pending.names) and not all(map(self._pending.has_stepped, chosen))
+        return self._pending.running or any(map(self._gradients.is_due, chosen))
 
     def memory(self) -> Memory:
         """What this process holds from step to step, in bytes, by kind; `preamp.plan` counts the same beforehand.
@@ -289,13 +309,21 @@ class Session:
             if not self._attempts:
                 check_scaled_somewhere(self._losses, ran, device, self._group)
             ran = ran or self._pending.all_ran()  # and were scaled where they were computed
-        check_backward_ran(ran, self._attempts)
+        scales = self._losses.scaled and not self._losses.separate_scales
+        if not ran and not self._losses.scaled and any(map(self._gradients.is_due, self._optimizers.values())):
+            ran = self._pending.all_ran()  # by loss.backward(), which is right without a scale
+        check_backward_ran(ran, self._attempts, self._losses.scaled)
+        if scales:
+            check_stepped_once(filter(self._pending.has_stepped, chosen))
         scale = self._losses[ran[0]].current(device)
         # of several not: a hook around the step of one may change the gradients of another after they were copied
         readings = [self._read(each, steps_next=len(chosen) == 1) for each in chosen]
         norm, scaled = self._gradients.norm_of_all(chosen)
         parameters = list(itertools.chain.from_iterable(self._gradients[each].parameters for each in chosen))
-        check_gradients_left(parameters, self.is_stage)
+        if self.policy.params is torch.float32:
+            check_not_cast(parameters, self._named)
+        if self._losses.scaled and not self.is_stage:
+            check_gradients_left(parameters, chosen, len(self._optimizers))
         skipped: list[bool | None] = []
         try:
             for each, reading in zip(chosen, readings, strict=True):
@@ -305,6 +333,8 @@ class Session:
             for each in chosen:
                 self._gradients.forget(each)
             self._reshard()  # weights that an evaluation since backward has gathered are out of date
+        for each in () if self._losses.scaled else chosen:
+            self._gradients.mark_stepped(each)
         if self._masters.rounded is not None:
             warn_rounded(self._masters)
         read = functools.reduce(Reading.merged, readings)
@@ -397,6 +427,7 @@ class Session:
         """
         self._check_open()
         self._settle(None)
+        self._masters.rename({parameter: path for path, parameter in self._named()})
         return {
             "version": STATE_VERSION,
             "policy": str(self.policy),
@@ -415,6 +446,7 @@ class Session:
         check_state(state, str(self.policy), self._losses)
         for each in self._optimizers.values():
             self._gradients.forget(each)
+        self._masters.rename({parameter: path for path, parameter in self._named()})
         self._masters.load(state["masters"])
         self._losses.load_state_dict(state["losses"])
         self._attempts, self._losses.skips = int(state["steps"]), Skips(int(state["skipped"]))
@@ -428,6 +460,7 @@ class Session:
         self._closed = True
         torch.clear_autocast_cache()
         self._full.leave()
+        self._plain.close()
         true = self._true_gradients()
         self._steps.close()
         self._reshard()

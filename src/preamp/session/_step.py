@@ -126,12 +126,12 @@ class OptimizerSteps:
             optimizer.step()
         return skipped
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Refuse a step by the caller itself if it would do harm."""
         if self._stepping is optimizer or self._full.depth:  # where parameters are masters, and gradients true
             return
-        scaled = self._pending.running and any(self._losses[name].kind != "none" for name in self._losses)
-        check_own_step(optimizer, self._masters, scaled)
+        with_closure = any(each is not None for each in (*args, *kwargs.values()))
+        check_own_step(optimizer, self._masters, self._losses.scaled, self._pending.running, with_closure)
 
     _before_step.changes_nothing = True  # type: ignore[attr-defined]
 

@@ -1,0 +1,290 @@
+"""Calls of a session in an order that torch's own objects allow: right, or an error before harm."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import preamp
+from preamp.errors import ScaleCollapse, SessionError
+
+SCALED, PLAIN = ("O1", "O2"), ("O0", "O4", "O5")
+LIBRARIES = {"torch": torch.optim, "preamp": preamp.optim}
+
+
+class Run:
+    """One linear layer with SGD under a level, beside what plain float32 gives."""
+
+    def __init__(self, level: str, library: str = "torch", *, layers: int = 1, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(layers)))
+        self.start = [p.detach().clone() for p in self.model.parameters()]
+        sgd = LIBRARIES[library].SGD
+        self.optimizers = [sgd(layer.parameters(), lr=0.1) for layer in self.model]
+        scale = {"scale": 1024.0} if level in SCALED else {}
+        given: Any = self.optimizers if layers > 1 else self.optimizers[0]
+        self.session = preamp.prepare(self.model, given, level=level, **scale, **options)
+
+    def loss(self, seed: int = 1) -> Tensor:
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(seed))
+        with self.session.autocast():
+            return self.model(x).float().square().mean()
+
+    def moved(self) -> list[Tensor]:
+        with self.session.full_precision(values_only=True):
+            now = [p.detach().clone() for p in self.model.parameters()]
+        self.session.close()
+        return [a - b for a, b in zip(now, self.start, strict=True)]
+
+    def true_step(self, *seeds: int) -> list[Tensor]:
+        """What a step of the sum of losses moves, in float32."""
+        model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in self.start))
+        for parameter, value in zip(model.parameters(), self.start, strict=True):
+            parameter.data.copy_(value)
+        for seed in seeds:
+            model(torch.randn(16, 8, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+        return [-0.1 * p.grad for p in model.parameters()]  # type: ignore[operator]
+
+    def check(self, *seeds: int) -> None:
+        for seen, right in zip(self.moved(), self.true_step(*seeds), strict=True):
+            assert (seen - right).norm() < 0.02 * right.norm(), f"{seen.norm():.5f} for {right.norm():.5f}"
+
+    def unmoved(self) -> None:
+        assert not any(each.any() for each in self.moved())
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("level", [*SCALED, *PLAIN])
+@pytest.mark.parametrize("how", ["closure", "closure by name", "hook"])
+def test_a_step_whose_backward_begins_inside_it(level: str, library: str, how: str) -> None:
+    run = Run(level, library)
+    (optimizer,) = run.optimizers
+
+    def closure() -> Tensor:
+        loss = run.loss()
+        run.session.backward(loss)
+        return loss
+
+    def step() -> None:
+        if how == "hook":
+            run.model[0].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+            closure()
+        else:
+            optimizer.step(closure) if how == "closure" else optimizer.step(closure=closure)
+
+    masters = level in ("O2", "O5") and library == "torch"
+    if level in SCALED or masters:
+        with pytest.raises(SessionError, match=r"step\("):
+            step()
+        run.unmoved()
+    else:
+        step()
+        run.check(1)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("level", [*SCALED, *PLAIN])
+def test_steps_of_the_session_in_hooks_of_a_backward_pass(level: str, library: str) -> None:
+    run = Run(level, library, layers=2)
+    for layer, optimizer in zip(run.model, run.optimizers, strict=True):
+        layer.weight.register_post_accumulate_grad_hook(lambda _, o=optimizer: (run.session.step(o), None)[1])
+    run.session.backward(run.loss())
+    run.check(1)
+
+
+@pytest.mark.parametrize("level", [*SCALED, *PLAIN])
+def test_a_session_without_an_optimizer(level: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4, bias=False)
+    session = preamp.prepare(model, None, level=level)
+    x = torch.randn(4, 8, requires_grad=True)
+    with session.autocast():
+        loss = model(x).float().square().mean()
+    if level in ("O0", "O4"):
+        session.backward(loss)
+        assert model.weight.grad is not None and model.weight.grad.isfinite().all()
+    else:
+        (gradient,) = session.grad(loss, x, create_graph=False)
+        assert gradient.any()
+        with session.autocast():
+            loss = model(x).float().square().mean()
+        with pytest.raises(SessionError, match=r"prepared without an optimizer.*session\.grad"):
+            session.backward(loss)
+        with pytest.raises(SessionError, match="prepared without an optimizer"):
+            session.scale(loss)
+    session.close()
+
+
+@pytest.mark.parametrize("call", ["clip_grad_norm_", "clip_grad_value_"])
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("level", [*SCALED, *PLAIN])
+def test_clipping_out_of_time(level: str, library: str, call: str) -> None:
+    run = Run(level, library)
+    clip = getattr(run.session, call)
+    with pytest.raises(SessionError, match=r"after session\.backward\(loss\) and before session\.step\(\)"):
+        clip(1e-3)
+    for seed in (1, 2):
+        loss = run.loss(seed)
+        run.session.backward(loss)
+        clip(1e3)
+        run.session.step()
+        with pytest.raises(SessionError, match=r"after session\.backward"):
+            clip(1e-3)
+    run.session.zero_grad()
+    with pytest.raises(SessionError, match=r"after session\.backward"):
+        clip(1e-3)
+    run.session.close()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("level", PLAIN)
+def test_a_loss_backward_of_ones_own_is_right_without_a_scale(level: str, library: str) -> None:
+    run = Run(level, library)
+    run.loss().backward()
+    assert run.session.clip_grad_norm_(1e9) > 0
+    assert not run.session.step().skipped
+    with pytest.raises(SessionError, match="since the last step"):
+        run.session.step()
+    run.check(1)
+
+
+@pytest.mark.parametrize("zero", [True, False])
+@pytest.mark.parametrize("level", PLAIN)
+def test_loops_with_a_backward_of_their_own(level: str, zero: bool) -> None:
+    run, losses = Run(level, "torch"), []
+    for _ in range(5):
+        run.session.zero_grad(set_to_none=zero)
+        loss = run.loss()
+        loss.backward()
+        run.session.step()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
+    run.session.close()
+
+
+@pytest.mark.parametrize("level", SCALED)
+def test_a_loss_backward_of_ones_own_is_refused_under_a_scale(level: str) -> None:
+    run = Run(level)
+    run.loss().backward()
+    with pytest.raises(SessionError, match=r"make them of session\.scale\(loss\)"):
+        run.session.step()
+    with pytest.raises(SessionError, match="clear gradients in between"):
+        run.session.backward(run.loss())
+    run.session.zero_grad()
+    run.session.backward(run.loss())
+    with pytest.raises(SessionError, match=r"loss\.backward\(\) after session\.backward\(\)"):
+        run.loss().backward()
+    run.session.zero_grad()
+    run.session.backward(run.loss())
+    run.session.step()
+    run.check(1)
+
+
+@pytest.mark.parametrize("level", SCALED)
+def test_gradients_made_by_hand_of_a_scaled_loss(level: str) -> None:
+    run = Run(level)
+    (weight,) = run.model.parameters()
+    (weight.grad,) = torch.autograd.grad(run.session.scale(run.loss()), [weight])
+    run.session.step()
+    run.check(1)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("level", [*SCALED, *PLAIN])
+@pytest.mark.parametrize("before", [True, False], ids=["forward before", "forward after"])
+@pytest.mark.parametrize("of", ["the session", "the loss", "a scaled loss"])
+def test_another_backward_after_unscale(level: str, library: str, before: bool, of: str) -> None:
+    run = Run(level, library)
+    first, second = run.loss(1), run.loss(2)
+    scaled = run.session.scale(second) if of == "a scaled loss" and level in PLAIN else None
+    run.session.backward(first)
+    run.session.unscale_()
+    if not before:
+        second = run.loss(2)
+    try:
+        if of == "the session":
+            run.session.backward(second)
+        elif of == "the loss":
+            second.backward()
+        else:
+            (run.session.scale(second) if scaled is None else scaled).backward()
+        run.session.step()
+    except SessionError:
+        assert level in SCALED and of == "the loss" and not before
+        run.session.zero_grad()
+        run.unmoved()
+        return
+    run.check(1, 2)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_late_gradient_that_is_not_finite_skips_the_step(level: str) -> None:
+    run = Run(level)
+    first, second = run.loss(1), run.loss(2) * float("inf")
+    run.session.backward(first)
+    run.session.unscale_()
+    second.backward()
+    assert run.session.step().skipped
+    run.unmoved()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("level", [*SCALED, *PLAIN])
+def test_one_optimizer_stepped_twice(level: str, library: str) -> None:
+    run = Run(level, library, layers=2)
+    a, b = run.optimizers
+    run.session.backward(run.loss())
+    run.session.step(a)
+    if level in SCALED:
+        with pytest.raises(SessionError, match="a second time after one"):
+            run.session.step(a)
+        run.session.step(b)
+        run.check(1)
+    else:
+        run.session.step(a)
+        run.session.step(b)
+        (moved, _), (right, _) = run.moved(), run.true_step(1)
+        assert (moved - 2 * right).norm() < 0.02 * right.norm()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("level", [*SCALED, *PLAIN])
+def test_an_optimizer_without_gradients(level: str, library: str) -> None:
+    run = Run(level, library, layers=2)
+    with run.session.autocast():
+        loss = run.model[0](torch.randn(4, 8)).float().square().mean()
+    run.session.backward(loss)
+    run.session.step(run.optimizers[0])
+    if level in SCALED:
+        with pytest.raises(SessionError, match=r"need not be stepped: leave it out"):
+            run.session.step(run.optimizers[1])
+    else:
+        assert not run.session.step(run.optimizers[1]).skipped
+    moved = run.moved()
+    assert moved[0].any() and not moved[1].any()
+
+
+@pytest.mark.parametrize("level", [*SCALED, *PLAIN])
+def test_a_long_row_of_steps_that_are_not_finite(level: str, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(level)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            run.session.zero_grad()
+            run.session.backward(run.loss() * float("nan"))
+            run.session.step()
+
+    with caplog.at_level(logging.WARNING, "preamp"):
+        train(12)
+    assert "10 steps in a row were skipped" in caplog.text and ("scale" in caplog.text.replace("ScaleC", "")) == (
+        level in SCALED
+    )
+    with pytest.raises(ScaleCollapse, match=r"skipped steps in a row.*0\.weight"):
+        train(100)
+    run.unmoved()
