@@ -10,7 +10,7 @@ from .masters import Masters
 from .no_masters import NoMasters
 from .split import SplitMasters
 from .state import Steps, state_like_parameters
-from .swap import rebuild_reducers, set_data
+from .swap import rebuild_reducers, set_data, wrappers_of
 
 __all__ = [
     "Bucket",
@@ -27,4 +27,5 @@ __all__ = [
     "rebuild_reducers",
     "set_data",
     "state_like_parameters",
+    "wrappers_of",
 ]

@@ -68,21 +68,26 @@ def rebuild_reducers(
     for which that fails refuses to train on; with `strict` that is a `SessionError` now. `models`: may contain further
     wrappers, besides those that are found.
     """
-    if not parameters or not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return
-    kinds = {DistributedDataParallel, *DistributedDataParallel.__subclasses__()}
     _GIVEN.update(model for model in models if isinstance(model, DistributedDataParallel))
-    for one in dict.fromkeys([*_GIVEN, *(thing for thing in gc.get_objects() if type(thing) in kinds)]):
-        if any(p in parameters for p in one.parameters()):
-            try:
-                _rebuild_reducer(one)
-            except Exception as error:
-                if strict:
-                    raise SessionError(
-                        "a DistributedDataParallel around this model cannot lay its buckets out for 16-bit parameters "
-                        f"({error}): prepare() the bare model first, then wrap it"
-                    ) from error
-                one.register_forward_pre_hook(_refuse)
+    for one in wrappers_of(parameters):
+        try:
+            _rebuild_reducer(one)
+        except Exception as error:
+            if strict:
+                raise SessionError(
+                    "a DistributedDataParallel around this model cannot lay its buckets out for 16-bit parameters "
+                    f"({error}): prepare() the bare model first, then wrap it"
+                ) from error
+            one.register_forward_pre_hook(_refuse)
+
+
+def wrappers_of(parameters: Collection[Parameter]) -> list[DistributedDataParallel]:
+    """The DistributedDataParallel models of this process that hold some of these parameters."""
+    if not parameters or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return []
+    kinds = {DistributedDataParallel, *DistributedDataParallel.__subclasses__()}
+    every = dict.fromkeys([*_GIVEN, *(thing for thing in gc.get_objects() if type(thing) in kinds)])
+    return [one for one in every if any(p in parameters for p in one.parameters())]
 
 
 def _rebuild_reducer(wrapper: Any) -> None:

@@ -124,6 +124,7 @@ class GradScaler(torch.amp.GradScaler):
                 result = self._step_fused(optimizer, state, *args, **kwargs)
             else:
                 result = super().step(optimizer, *args, **kwargs)
+        torch.clear_autocast_cache()  # of a region that is open still: casts of weights as they were
         self._last_found = tuple(state["found_inf_per_device"].values())
         self._seen.append(optimizer)
         return result

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..errors import PreampError, PreampWarning, SessionError, StateError, kind_of
 from ..formats import LOW_DTYPES, name_of
 from ..frameworks import unwrap
-from ..ledger import Masters
+from ..ledger import Masters, wrappers_of
 from ..modules import unwrapped
 from ..optim import FusedOptimizer
 from ..sharding import agreed_largest, gathered_as, is_sharded, sharded_parts
@@ -139,6 +139,19 @@ def check_no_sync(models: Iterable[nn.Module]) -> None:
 def _syncs(part: Any) -> bool:
     group = getattr(part._get_fsdp_state(), "_fsdp_param_group", None)
     return group is not None and bool(group.reduce_grads)
+
+
+def check_hooks(models: Mapping[str, nn.Module]) -> None:
+    """PowerSGD over buckets of two dtypes never returns, with torch's own models as well: they wait for each other."""
+    for wrapper in wrappers_of({p for model in models.values() for p in model.parameters()}):
+        names = [getattr(hook, "__module__", "") for hook, _ in wrapper._comm_hooks]
+        dtypes = {p.dtype for p in wrapper.parameters() if p.requires_grad}
+        if len(dtypes) > 1 and any(name.endswith("powerSGD_hook") for name in names):
+            raise SessionError(
+                "this DistributedDataParallel has torch's PowerSGD hook, and parameters of "
+                f"{' and '.join(sorted(map(name_of, dtypes)))}, whose buckets would wait for each other for ever: use "
+                "level='O1' or 'O4', or preamp.parallel.compress_hook in its place"
+            )
 
 
 def check_gathered_full(models: Iterable[nn.Module]) -> None:

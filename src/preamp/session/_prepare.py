@@ -99,7 +99,7 @@ def prepare(
     if skip not in SKIPS:
         raise SessionError(f"skip={skip!r}: write one of {', '.join(map(repr, SKIPS))}")
     device_type = _device_type(models)
-    chosen = _choose_policy(level, policy, device_type, overrides)
+    chosen, why = _choose_policy(level, policy, device_type, overrides)
     scales = _scales(chosen, losses, scale)
     _check_wrapping(models, chosen)
     plain = chosen.params is torch.float32 and all(each.kind == "none" for each in scales.values())
@@ -118,7 +118,7 @@ def prepare(
         group = flat_group(models.values()) if group is None else group
         session = Session(
             models, optimizers, chosen, Losses(scales), masters, conversions, device_type, skip, group, given, earlier,
-            shares,
+            shares, why,
         )  # fmt: skip
     except BaseException:
         for conversion in conversions:
@@ -131,6 +131,7 @@ def prepare(
     for each_optimizer in optimizers.values():
         if not chosen.masters:
             state_like_parameters(each_optimizer)
+            _warn_of_rounding(each_optimizer, chosen)
         _warn_of_eps(each_optimizer, chosen)
     return session
 
@@ -156,7 +157,10 @@ def masters_for(policy: Policy, optimizers: Iterable[Optimizer]) -> Masters:
     return Masters()
 
 
-def _choose_policy(level: str | None, given: Any, device_type: str, overrides: dict[str, Any]) -> Policy:
+def _choose_policy(
+    level: str | None, given: Any, device_type: str, overrides: dict[str, Any]
+) -> tuple[Policy, str | None]:
+    """The policy, and why, where nobody has named one."""
     if level is not None and given is not None:
         raise PolicyError(f"prepare() got level={level!r} and policy={given!r}: give one of them")
     described = given if given is not None else (level if level is not None else "auto")
@@ -164,8 +168,12 @@ def _choose_policy(level: str | None, given: Any, device_type: str, overrides: d
         raise PolicyError("level='': an empty level would be float32. Write 'O0' for that, or 'auto'")
     if isinstance(described, str) and described.strip().lower() == "auto":
         described, why = auto_level(device_type)
+        chosen = parse_policy(described, **overrides)
         LOG.info("level auto is %s on %s: %s", described, device_type, why)
-    return parse_policy(described, **overrides)
+        if chosen.compute is torch.float32:
+            warnings.warn(f"mixed precision stays off, {described}: {why}", PreampWarning, stacklevel=3)
+        return chosen, why
+    return parse_policy(described, **overrides), None
 
 
 def _scales(policy: Policy, losses: Sequence[str], scale: Any) -> dict[str, LossScale]:
@@ -289,6 +297,19 @@ def _warn_of_float64(models: Mapping[str, nn.Module], policy: Policy) -> None:
             "every parameter of the model is float64, which a policy leaves as it is: nothing would run in "
             f"{name_of(policy.compute)}. Write model.float() before the optimizer is made, and give it float32 inputs; "
             "or level='O0'",
+            PreampWarning,
+            stacklevel=3,
+        )
+
+
+def _warn_of_rounding(optimizer: Optimizer, policy: Policy) -> None:
+    rounds_well = getattr(optimizer, "rounding", "nearest") == "stochastic"
+    meant = policy.level == "O3" or optimizer.param_groups[0].get("kahan_sum", False)
+    if policy.params in LOW_DTYPES and not rounds_well and not meant:
+        warnings.warn(
+            f"{type(optimizer).__name__} steps {name_of(policy.params)} weights without masters and rounds to the "
+            "nearest: an update below 2^-9 of its weight is lost each time, as most are. Use "
+            "preamp.optim.AdamW(..., master=None, rounding='stochastic'), or leave out masters=no",
             PreampWarning,
             stacklevel=3,
         )

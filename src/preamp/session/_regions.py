@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ..autocast import PRODUCTS, REGISTRY, autocast, decorated
+from ..autocast import MARKER, PRODUCTS, REGISTRY, autocast, decorated
 from ..compiling import traced_by_callers
 from ..errors import PreampWarning
 from ..formats import LOW_DTYPES, name_of
@@ -27,10 +28,70 @@ from ..sharding import sharded_parts
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+class OpenRegions:
+    """The regions of a session that are open, to be left as it is closed.
+
+    An interrupt in the enter or exit of a region would else leave it open for good.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[tuple[SessionRegion, int, tuple[Any, ...]]] = []
+        """Each with the thread that it is open in, since torch keeps regions by thread, and what was around it."""
+
+    def add(self, region: SessionRegion) -> None:
+        """A region is about to be entered."""
+        self._open.append((region, threading.get_ident(), around(region.device)))
+
+    def last(self, region: SessionRegion) -> Any:
+        """The last entry of a region, if it is open still."""
+        return next((entry for entry in reversed(self._open) if entry[0] is region), None)
+
+    def remove(self, entry: Any) -> None:
+        """A region has been left; and those inside it, which an interrupt kept open."""
+        inside = self._open[self._open.index(entry) + 1 :]
+        if any(each[1] == entry[1] for each in inside):
+            self._restore(entry)
+        else:
+            self._open.remove(entry)
+
+    def leave(self) -> None:
+        """Leave the open regions of this thread."""
+        mine = next((entry for entry in self._open if entry[1] == threading.get_ident()), None)
+        if mine is not None:
+            self._restore(mine)
+
+    def _restore(self, outermost: Any) -> None:
+        region, thread, before = outermost
+        restore(region.device, before)
+        first = self._open.index(outermost)
+        self._open = [each for at, each in enumerate(self._open) if at < first or each[1] != thread]
+
+
+def around(device_type: str) -> tuple[Any, ...]:
+    """What regions are open in this thread, as far as torch knows."""
+    depth = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    kinds = (device_type, MARKER)
+    dtypes = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    return depth, torch.is_autocast_cache_enabled(), *dtypes
+
+
+def restore(device_type: str, before: tuple[Any, ...]) -> None:
+    """Undo all that was entered since `around`."""
+    depth, cached, *dtypes = before
+    for _ in range(around(device_type)[0] - depth):
+        torch.autocast_decrement_nesting()
+    torch.set_autocast_cache_enabled(cached)
+    for kind, (enabled, dtype) in zip((device_type, MARKER), dtypes, strict=True):
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+
+
 class SessionRegion(autocast):
     """A region whose rules end when the session is closed.
 
     `entering`: called as the region begins, but not in compiled code. `another`: makes a region like this one.
+    `regions`: those of its session that are open.
     """
 
     _lingers = False
@@ -38,17 +99,28 @@ class SessionRegion(autocast):
     @traced_by_callers
     def __init__(
         self, device_type: str, dtype: torch.dtype | None, enabled: bool, entering: Callable[[], None],
-        another: Callable[[], SessionRegion],
+        another: Callable[[], SessionRegion], regions: OpenRegions,
     ) -> None:  # fmt: skip
         super().__init__(device_type, dtype, enabled)
-        self._entering, self._another = entering, another
+        self._entering, self._another, self._regions = entering, another, regions
 
     @traced_by_callers
     def __enter__(self) -> SessionRegion:
         if not torch.compiler.is_compiling():
             self._entering()
+            self._regions.add(self)
         super().__enter__()
         return self
+
+    @traced_by_callers
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        if torch.compiler.is_compiling():
+            super().__exit__(exc_type, exc_val, exc_tb)
+            return
+        entry = self._regions.last(self)
+        if entry is not None:  # else the session was closed inside
+            super().__exit__(exc_type, exc_val, exc_tb)
+            self._regions.remove(entry)
 
     def __call__(self, func: F) -> F:
         """`func` run inside such a region; each call enters a region of its own, so recursion and threads are safe."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +22,10 @@ class StepReport:
     def __init__(
         self,
         index: int,
-        found: Tensor,
-        scale: Tensor,
-        norm: Tensor,
-        nonfinite: Tensor,
+        found: Tensor | bool,
+        scale: Tensor | float,
+        norm: Tensor | float,
+        nonfinite: Tensor | tuple[str, ...],
         names: Callable[[], Sequence[str]],
         scaled: bool = False,
     ) -> None:
@@ -72,6 +73,10 @@ class StepReport:
         report = StepReport(index, found, scale, norm, nonfinite, self._names, self._scaled)
         report._parts = self._parts
         return report
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled and copied as the values it has; a host sync."""
+        return StepReport, (self.index, self.skipped, self.scale, self.grad_norm, self.nonfinite, tuple)
 
     def __repr__(self) -> str:
         return (

@@ -32,6 +32,8 @@ class SessionScaler(torch.amp.GradScaler):
             raise SessionError(f"SessionScaler takes what preamp.prepare returned; this is {kind_of(session)}")
         super().__init__(session.device_type, enabled=True)
         self._enabled = True  # torch switches scalers off where it sees no such device
+        if len(session._losses) == 1:
+            self._init_scale = session.loss_scale()
         self.session = session
         """The session that scales and steps."""
 
@@ -70,6 +72,29 @@ class SessionScaler(torch.amp.GradScaler):
     def get_scale(self) -> float:
         """The present loss scale; a host sync."""
         return self.session.loss_scale()
+
+    def get_growth_factor(self) -> float:
+        """That of the session's schedule; `SessionError` if it has none."""
+        return float(self._of_schedule("growth_factor"))
+
+    def get_backoff_factor(self) -> float:
+        """That of the session's schedule; `SessionError` if it has none."""
+        return float(self._of_schedule("backoff_factor"))
+
+    def get_growth_interval(self) -> int:
+        """That of the session's schedule, in steps; `SessionError` if it has none."""
+        return int(self._of_schedule("growth_interval"))
+
+    def _get_growth_tracker(self) -> int:
+        return int(self._of_schedule("good_steps"))
+
+    def _of_schedule(self, name: str) -> Any:
+        losses = self.session._losses.state_dict()
+        fields = next(iter(losses.values()))
+        if len(losses) > 1 or name not in fields:
+            seen = "losses with scales of their own" if len(losses) > 1 else f"a scale of kind {fields['kind']!r}"
+            raise SessionError(f"{name} of a SessionScaler, whose session has {seen}: see session.state_dict()['losses']")
+        return fields[name]
 
     def state_dict(self) -> dict[str, Any]:
         """The session's state, masters included: with it a resumed run goes on bit for bit."""

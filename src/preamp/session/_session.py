@@ -7,7 +7,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ..compiling import traced_by_callers, uncompiled
 from ..errors import SessionError
+from ..formats import LOW_DTYPES
 from ..frameworks import unwrap
 from ..kernels import Reading, clip_values_
 from ..ledger import Gradients, Masters, gradients_of, parameters_in, state_like_parameters
@@ -29,6 +30,7 @@ from ._checks import (
     check_clipped_once,
     check_gathered_full,
     check_gradients_left,
+    check_hooks,
     check_loss,
     check_no_sync,
     check_not_cast,
@@ -47,7 +49,7 @@ from ._checks import (
 from ._losses import Losses, PendingScales
 from ._memory import Memory, memory_of
 from ._plain import PlainBackward
-from ._regions import FullPrecision, Joining, SessionRegion, held_kernels, not_synchronised, warn_outside
+from ._regions import FullPrecision, Joining, OpenRegions, SessionRegion, held_kernels, not_synchronised, warn_outside
 from ._report import Skips, StepReport
 from ._step import OptimizerSteps
 
@@ -73,6 +75,7 @@ class Session:
         given: Mapping[str, Any] | None = None,
         earlier: Mapping[nn.Parameter, Tensor] | None = None,
         shares: bool = False,
+        why: str | None = None,
     ) -> None:
         self.policy = policy
         """The policy in force."""
@@ -83,7 +86,7 @@ class Session:
         """The report of the last `step`."""
         self._models, self._optimizers = dict(models), dict(optimizers)
         self._losses, self._masters, self._conversions = losses, masters, list(conversions)
-        self._group, self._shares = group, shares
+        self._group, self._shares, self._why = group, shares, why
         own = list(self._optimizers.values())
         self._gradients = Gradients(masters, own, device_type, group)
         self._pending = PendingScales(losses, self._gradients, own)
@@ -91,6 +94,7 @@ class Session:
         self._steps = OptimizerSteps(own, self._gradients, masters, losses, self._pending, self._full, skip)
         self._steps.wrappers = {optimizers[k]: v for k, v in (given or {}).items() if v is not optimizers[k]}
         self._plain = PlainBackward(own if losses.scaled else (), self._gradients, self._pending, self._full)
+        self._regions = OpenRegions()
         self._rates = Rates()
         self._sharded = any(is_sharded(p) for model in models.values() for p in model.parameters())
         self._parts = [part for model in models.values() for part in sharded_parts(model)]
@@ -110,7 +114,8 @@ class Session:
         self._check_open()
         active = enabled and self.policy.has_regions
         dtype = self.policy.compute if active else None
-        return SessionRegion(self.device_type, dtype, active, self._entering, lambda: self.autocast(enabled))
+        again = functools.partial(Session.autocast, self, enabled)
+        return SessionRegion(self.device_type, dtype, active, self._entering, again, self._regions)
 
     @uncompiled
     def _entering(self) -> None:
@@ -186,6 +191,8 @@ class Session:
         check_loss(loss)
         name = self._losses.named(name)
         check_optimizer_given(self._optimizers, self._losses.scaled, self._masters)
+        if not self._attempts and self.policy.params in LOW_DTYPES:
+            check_hooks(self._models)
         if not self._in_regions:  # of the first loss only
             self._in_regions = True
             warn_outside(loss, self.policy)
@@ -458,6 +465,7 @@ class Session:
         if self._closed:
             return
         self._closed = True
+        self._regions.leave()
         torch.clear_autocast_cache()
         self._full.leave()
         self._plain.close()
@@ -501,7 +509,11 @@ class Session:
     def __repr__(self) -> str:
         level = self.policy.level
         state = "closed" if self._closed else f"{self._attempts} steps"
-        return f"Session({level or 'custom'} on {self.device_type}, {state}: {self.policy})"
+        why = f"; auto: {self._why}" if self._why else ""
+        return f"Session({level or 'custom'} on {self.device_type}, {state}: {self.policy}{why})"
+
+    def __getstate__(self) -> NoReturn:
+        raise SessionError("a session belongs to its models and optimizers: save state_dict(), and prepare() anew")
 
     # -- inside
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import SessionError
@@ -196,27 +197,49 @@ def _stepping(optimizer: Optimizer) -> Iterator[Any]:
         yield from (p for p in group["params"] if p.grad is not None)
 
 
+_TORCHS = {*vars(torch.optim.SGD([torch.zeros(1)], 0.1)), "_opt_called", "_step_count"} - {"state", "param_groups"}
+"""Attributes of every optimizer, and of one that has a scheduler, which a skipped step may change."""
+
+
+def _all_that_a_step_changes(optimizer: Optimizer) -> dict[tuple[Any, ...], Any]:
+    """Tensors and plain values by their place: parameters that step, and whatever the optimizer keeps, however deep."""
+    found: dict[tuple[Any, ...], Any] = {("parameter", i): p.detach() for i, p in enumerate(_stepping(optimizer))}
+    left: list[tuple[tuple[Any, ...], Any]] = [((), optimizer)]
+    seen: set[int] = set()
+    while left:
+        place, value = left.pop()
+        if isinstance(value, (bool, int, float, complex, str, Tensor)):
+            found[place] = value
+        elif id(value) not in seen and not callable(value) and not isinstance(value, nn.Module):
+            seen.add(id(value))
+            if isinstance(value, Mapping):
+                inner: Any = value.items()
+            elif isinstance(value, (list, tuple, deque)):
+                inner = enumerate(value)
+            else:
+                own = getattr(value, "__dict__", {}).items()
+                inner = [(k, v) for k, v in own if not (isinstance(value, Optimizer) and k in _TORCHS)]
+            left += [((*place, id(k) if isinstance(k, Tensor) else k), v) for k, v in inner if k != "params"]
+    return found
+
+
 @torch.no_grad()
 def _step_and_put_back(optimizer: Optimizer, found: Tensor) -> None:
     """Step, then undo it on the device if `found`. Costs a copy of parameters and states, no host sync."""
-    before: list[tuple[Callable[[], Any], Any]] = []
-    for parameter in _stepping(optimizer):
-        before.append((lambda p=parameter: held_here(p.detach()), held_here(parameter.detach()).clone()))  # type: ignore[misc]
-        state = optimizer.state[parameter]
-        for name, value in state.items():
-            kept = held_here(value).clone() if isinstance(value, Tensor) else value
-            before.append((lambda s=state, n=name: _held(s[n]), kept))  # type: ignore[misc]
+    before = {
+        place: held_here(value).clone() if isinstance(value, Tensor) else value
+        for place, value in _all_that_a_step_changes(optimizer).items()
+    }
     optimizer.step()
-    for look, kept in before:
-        now = look()
-        if isinstance(now, Tensor) and isinstance(kept, Tensor):
-            now.copy_(torch.where(found.to(now.device) > 0, kept, now))
+    after = _all_that_a_step_changes(optimizer)
+    for place in before.keys() | after.keys():
+        kept, now = before.get(place), after.get(place)
+        if isinstance(now, Tensor) and isinstance(kept, Tensor) and held_here(now).shape == kept.shape:
+            now = held_here(now)
+            now.copy_(torch.where(found.to(now.device) > 0, kept.to(now.device), now))
         elif now is not kept and now != kept:
+            where = ".".join(map(str, place))
             raise SessionError(
-                f"{type(optimizer).__name__} counts on the host ({kept!r} became {now!r}), which a skip on the device "
-                "cannot undo: leave out skip='device', or make the optimizer with capturable=True"
+                f"{type(optimizer).__name__} changes {where} on the host ({kept!r:.40} became {now!r:.40}), which a "
+                "skip on the device cannot undo: leave out skip='device', or make the optimizer with capturable=True"
             )
-
-
-def _held(value: Any) -> Any:
-    return held_here(value) if isinstance(value, Tensor) else value
