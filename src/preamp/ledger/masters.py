@@ -87,6 +87,10 @@ class Masters:
         """The leaves of parameters that are checked together, valid until more of these have one."""
         return Leaves(parameters, self._leaves, self._agreed)
 
+    def _all_leaves(self) -> Leaves:
+        self._every = self._every or self.leaves_of(list(self._leaves))
+        return self._every
+
     def refresh(self, leaves: Leaves | None = None, addresses: tuple[int, ...] | None = None) -> None:
         """Update the masters of parameters that were written from outside since the last step.
 
@@ -94,8 +98,7 @@ class Masters:
         """
         if not self._leaves:
             return
-        if leaves is None:
-            leaves = self._every = self._every or self.leaves_of(list(self._leaves))
+        leaves = leaves or self._all_leaves()
         if leaves.agree(addresses) and not self._inside:
             return
         for parameter, leaf in zip(leaves.parameters, leaves.leaves, strict=True):
@@ -139,8 +142,8 @@ class Masters:
         """`refresh`, and also the masters of parameters that were written through `.data`: by their values."""
         if not self._leaves:
             return
+        leaves = leaves or self._all_leaves()
         self.refresh(leaves)
-        leaves = leaves or self._every
         pairs = [pair for pair in zip(leaves.parameters, leaves.leaves, strict=True) if pair[0] not in self._inside]
         for parameter, leaf in self._audit.written(pairs):
             self._agreed.versions[leaf.number] = -1
@@ -236,7 +239,9 @@ class Masters:
         yield "parameters", parameter.data if leaf is None else leaf.low
         if leaf is not None:
             yield "masters", leaf.stored
-            yield from (("gradients", grad) for grad in (leaf.aside, leaf.other and leaf.other.grad) if grad is not None)
+            yield from (
+                ("gradients", grad) for grad in (leaf.aside, leaf.other and leaf.other.grad) if grad is not None
+            )
         if parameter.grad is not None:
             yield "gradients", parameter.grad
 

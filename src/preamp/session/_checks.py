@@ -21,7 +21,6 @@ from ..optim import FusedOptimizer
 from ..sharding import agreed_largest, gathered_as, is_sharded, sharded_parts
 from ._losses import Losses
 
-
 _DTYPE = attrgetter("dtype")
 
 

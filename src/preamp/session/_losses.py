@@ -79,7 +79,9 @@ class Losses:
             return
         scaled = scale.kind != "none"
         if self._runs[name].rows.are_long(run):
-            scale_stands = f", and the scale of loss {name!r} stands at {float(scale.current(device)):g}" if scaled else ""
+            scale_stands = (
+                f", and the scale of loss {name!r} stands at {float(scale.current(device)):g}" if scaled else ""
+            )
             tell_row(run, scale_stands, scale.patience)
         if scale.patience is None or run < scale.patience:
             return

@@ -69,7 +69,7 @@ class StepReport:
 
     def after_replay(self, index: int) -> StepReport:
         """A report of the same step, run again by a CUDA graph that wrote new values into its tensors."""
-        found, scale, norm, nonfinite = (part.clone() for part in self._parts)
+        found, scale, norm, nonfinite = (part.clone() for part in self._parts)  # type: ignore[union-attr]
         report = StepReport(index, found, scale, norm, nonfinite, self._names, self._scaled)
         report._parts = self._parts
         return report

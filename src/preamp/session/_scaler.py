@@ -93,7 +93,9 @@ class SessionScaler(torch.amp.GradScaler):
         fields = next(iter(losses.values()))
         if len(losses) > 1 or name not in fields:
             seen = "losses with scales of their own" if len(losses) > 1 else f"a scale of kind {fields['kind']!r}"
-            raise SessionError(f"{name} of a SessionScaler, whose session has {seen}: see session.state_dict()['losses']")
+            raise SessionError(
+                f"{name} of a SessionScaler, whose session has {seen}: see session.state_dict()['losses']"
+            )
         return fields[name]
 
     def state_dict(self) -> dict[str, Any]:
