@@ -69,6 +69,7 @@ def test_wherever_something_is_not_finite(bad: list[tuple[int, int, float]], dty
     check(gradients)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from([0, 1, 7, 100, SMALL - 1, SMALL, SMALL + 1]), min_size=1), st.data())
 def test_many_of_any_sizes(sizes: list[int], data: st.DataObject) -> None:

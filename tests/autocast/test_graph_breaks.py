@@ -83,6 +83,7 @@ def outside(session: preamp.Session, model: Callable[[Tensor], Tensor]) -> Calla
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "backend"),
     [

@@ -111,6 +111,7 @@ def test_parametrizations_are_taken_off_after_training() -> None:
     assert type(model[2]) is nn.Linear
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["O2", "O4", "O5"])
 def test_compiled_whole(level: str) -> None:
     model = build("weight norm")

@@ -67,6 +67,7 @@ CHECKS: dict[str, Check] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_in_processes(world: int) -> None:
     """All checks in one set of processes, which take longer to start than to run."""

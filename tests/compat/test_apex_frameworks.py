@@ -24,6 +24,7 @@ def run(interpreter: str | Path, text: str, folder: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.slow), "O2"])
 def test_ignite_with_amp_mode_apex(tmp_path: Path, level: str) -> None:
     out = run(sys.executable, f"""
@@ -59,6 +60,7 @@ SHIM = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "clip"),
     [("O1", "norm"), *(pytest.param("O2", clip, marks=pytest.mark.slow) for clip in ("value", "agc"))],

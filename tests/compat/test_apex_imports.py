@@ -50,6 +50,7 @@ for name in modules.split():
 """
 
 
+@pytest.mark.slow
 def test_names_that_are_modules_and_objects_at_once(tmp_path: Path) -> None:
     """Two spellings at a time: what has been imported stays what it was."""
     lines: list[str] = []
@@ -62,6 +63,7 @@ def test_names_that_are_modules_and_objects_at_once(tmp_path: Path) -> None:
     assert good(text, tmp_path) == "done\n"
 
 
+@pytest.mark.slow
 def test_the_state_that_scripts_reach_for(tmp_path: Path) -> None:
     out = good("""
         import apex.amp._amp_state
@@ -86,6 +88,7 @@ ABSENT = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", ["apex", "preamp.compat.apex"])
 def test_what_stays_out_is_one_error(tmp_path: Path, door: str) -> None:
     """In all spellings, several times; also for scripts that catch ImportError or ModuleNotFoundError."""
@@ -123,6 +126,7 @@ def absent(way, alternative):
     assert good("\n".join([head.strip(), *lines, "print('done')"]), tmp_path) == "done\n"
 
 
+@pytest.mark.slow
 def test_names_that_nobody_knows(tmp_path: Path) -> None:
     out = good("""
         for way in ("import apex.nothing", "from apex.nothing.at import All", "from apex.contrib.nothing import At"):

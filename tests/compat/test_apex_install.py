@@ -142,6 +142,7 @@ def test_grafted_onto_an_apex_without_amp(tmp_path: Path) -> None:
     assert good(python("-m", "preamp", "run", file, path=tmp_path)) == "nvidia preamp.compat.apex.amp\n"
 
 
+@pytest.mark.slow
 def test_an_apex_that_cannot_be_imported_is_replaced(tmp_path: Path) -> None:
     for name, text in {
         **REAL,
@@ -161,6 +162,7 @@ def test_an_apex_that_cannot_be_imported_is_replaced(tmp_path: Path) -> None:
     assert good(python(file, path=tmp_path)).startswith("preamp.compat.apex")
 
 
+@pytest.mark.slow
 def test_another_package_called_apex_is_hidden(tmp_path: Path) -> None:
     script(tmp_path, "PYRAMID = True\n", "apex/__init__.py")
     file = script(tmp_path / "s", "import preamp\npreamp.install_as_apex()\nimport apex\nprint(apex.__name__)\n")
@@ -217,6 +219,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 def test_run_reaches_every_process(tmp_path: Path) -> None:
     file = script(tmp_path, SCRIPT)
     done = python("-m", "preamp", "run", file, "--lr", "0.1", "-m", "--help", cwd=tmp_path)
@@ -241,6 +244,7 @@ def test_run_a_module_and_torchrun(tmp_path: Path) -> None:
     assert sorted(good(done).split("\n")) == ["", "rank 0", "rank 1"]
 
 
+@pytest.mark.slow
 def test_run_tells_of_a_script_that_is_not_there(tmp_path: Path) -> None:
     done = python("-m", "preamp", "run", "nowhere.py", cwd=tmp_path)
     assert done.returncode == 2 and "no script 'nowhere.py'" in done.stderr
@@ -249,6 +253,7 @@ def test_run_tells_of_a_script_that_is_not_there(tmp_path: Path) -> None:
     assert done.returncode == 1 and "of the script" in done.stderr and "preamp" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", ["SIGINT", "SIGTERM"])
 def test_signals_reach_the_script(tmp_path: Path, stop: str) -> None:
     import signal

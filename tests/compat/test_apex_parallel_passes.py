@@ -309,6 +309,7 @@ def levels_of_amp(rank: int, world: int) -> None:
             amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_in_processes(world: int) -> None:
     """All checks in one set of processes, which take longer to start than to run."""

@@ -221,6 +221,7 @@ def converted_under_data_parallel(rank: int, world: int) -> None:
     same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_in_processes(world: int) -> None:
     """All checks in one set of processes, which take longer to start than to run."""

@@ -90,6 +90,7 @@ if __name__ == '__main__':
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_every_form_of_import_does_what_it_does_under_preamp_run(tmp_path: Path) -> None:
     before, after = both(tmp_path, IMPORTS)
     assert before == after and len(before) == len(IMPORTS)
@@ -141,6 +142,7 @@ FORMS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(
     st.sampled_from(HEADS), st.lists(st.sampled_from(BETWEEN), max_size=3),

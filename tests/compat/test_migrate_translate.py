@@ -124,6 +124,7 @@ def script(style: str, level: str = "O1") -> str:
     return text if "__main__" in style else text + TOLD
 
 
+@pytest.mark.slow
 def test_translated_trainings_are_the_same_to_the_last_bit(tmp_path: Path) -> None:
     scripts = {f"{name}_{level}": script(text, level) for name, text in STYLES.items() for level in LEVELS}
     del scripts["accumulation_O1"]
@@ -139,6 +140,7 @@ def test_translated_trainings_are_the_same_to_the_last_bit(tmp_path: Path) -> No
         assert told and told == ours, name
 
 
+@pytest.mark.slow
 def test_clipping_differs_in_last_digits(tmp_path: Path) -> None:
     before, after = both(tmp_path, {level: script(CLIPPED, level) for level in LEVELS})
     for name, out in before.items():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from .together import launch
 
 
+@pytest.mark.slow
 def test_ranks_stay_equal_at_every_level() -> None:
     levels = ("O0", "O1", "O2", "O3", "O4", "O5")
     ran = launch("ddp_levels", 2, *levels, timeout=240)

@@ -79,6 +79,7 @@ def test_output_is_the_script_s_own_bit_for_bit(tmp_path: Path, amp: bool) -> No
     assert "Nothing is wrong" in report["verdict"]
 
 
+@pytest.mark.slow
 def test_a_script_may_import_preamp_before_torch(tmp_path: Path) -> None:
     script = _script(tmp_path, "import preamp\n" + TRAINING)
     ran, report = _run(script)
@@ -86,6 +87,7 @@ def test_a_script_may_import_preamp_before_torch(tmp_path: Path) -> None:
     assert report["steps"] == 6
 
 
+@pytest.mark.slow
 def test_a_crash_is_the_script_s_own_and_still_reported(tmp_path: Path) -> None:
     script = _script(tmp_path, more="if step == 3: raise KeyError('lost')")
     ran, report = _run(script)
@@ -111,6 +113,7 @@ def test_a_script_that_never_steps_says_so(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_before_its_first_step_is_told_what_to_mend(tmp_path: Path) -> None:
     ran, report = _run(_script(tmp_path, "import torch\nraise ValueError('no data')\n"))
     assert ran.returncode == 1 and "no data" in ran.stderr
@@ -126,6 +129,7 @@ def test_options_after_the_script_are_said_to_be_its_own(tmp_path: Path) -> None
     assert "--steps was given to the script, since it stands after it: preamp's own options go before." in told
 
 
+@pytest.mark.slow
 def test_steps_end_the_script(tmp_path: Path) -> None:
     ran, report = _run(_script(tmp_path, steps=10_000), "--steps", "3")
     assert ran.returncode == 0
@@ -133,6 +137,7 @@ def test_steps_end_the_script(tmp_path: Path) -> None:
     assert "stopped after" in report["ended"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_killed_script_yields_a_report(tmp_path: Path, number: signal.Signals) -> None:
     more = f"import os; step == 4 and os.kill(os.getpid(), {int(number)})"
@@ -142,6 +147,7 @@ def test_a_killed_script_yields_a_report(tmp_path: Path, number: signal.Signals)
     assert number.name in report["ended"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [
     signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow), signal.SIGINT,
 ])  # fmt: skip
@@ -186,6 +192,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_script_runs(tmp_path
         assert "Traceback" not in ran.stderr
 
 
+@pytest.mark.slow
 def test_a_full_disk_takes_the_report_and_not_what_was_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,6 +213,7 @@ def test_a_full_disk_takes_the_report_and_not_what_was_found(
     assert "Traceback" not in told
 
 
+@pytest.mark.slow
 def test_a_cell_of_a_notebook_is_the_user_s(tmp_path: Path) -> None:
     code = "import torch\nmodel = torch.nn.Linear(8, 8).half()\noptimizer = torch.optim.Adam(model.parameters())\n"
     code += "for _ in range(2):\n    model(torch.ones(4, 8).half()).float().square().mean().backward()\n"
@@ -229,12 +237,14 @@ def test_strict_fails_on_an_error_only(tmp_path: Path) -> None:
     assert report["findings"][0]["code"] == "PA201"
 
 
+@pytest.mark.slow
 def test_no_replay_finds_no_origin_and_harms_nothing(tmp_path: Path) -> None:
     _, report = _run(_script(tmp_path, TRAINING.replace("(x).float()", "(x).sqrt()")), "--no-replay")
     assert "PA201" not in {finding["code"] for finding in report["findings"]}
     assert report["processes"][0]["steps"][0]["bad"] == "loss"
 
 
+@pytest.mark.slow
 def test_names_from_the_script_are_escaped(tmp_path: Path) -> None:
     text = TRAINING.replace("optimizer = ", "model.add_module('<img src=x>', nn.Identity())\noptimizer = ", 1)
     _run(_script(tmp_path, text))
@@ -252,6 +262,7 @@ def test_a_missing_script_is_one_clear_line(tmp_path: Path) -> None:
     assert "there is no option --nosuch; this command's own are listed by --help, and come first" in ran.stderr
 
 
+@pytest.mark.slow
 def test_another_sitecustomize_still_runs(tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text("import builtins\nbuiltins.OTHER = 41\n")

@@ -129,6 +129,7 @@ def test_full_precision_has_nothing_to_compare(tmp_path: Path) -> None:
     assert [finding["code"] for finding in content["findings"]] == ["PA109"]
 
 
+@pytest.mark.slow
 def test_a_loss_that_16_bits_spoil_is_found_with_its_module(tmp_path: Path) -> None:
     ran, content = compare(tmp_path, "--seeds", "2", str(SICK))
     assert ran.returncode == 3, ran.stderr
@@ -137,6 +138,7 @@ def test_a_loss_that_16_bits_spoil_is_found_with_its_module(tmp_path: Path) -> N
     assert "Worse" in ran.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "style", [pytest.param(s, marks=() if s in ("autocast", "preamp") else pytest.mark.slow) for s in STYLES]
 )
@@ -150,6 +152,7 @@ def test_every_way_to_ask_for_16_bits_is_answered_with_32(style: str, tmp_path: 
     assert content["runs"][1]["metrics"] == {}
 
 
+@pytest.mark.slow
 def test_a_script_that_never_steps_or_fails_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "none.py").write_text("import torch\nprint('nothing')\n")
     ran, _ = compare(tmp_path, "none.py")
@@ -165,6 +168,7 @@ def test_a_script_that_never_steps_or_fails_is_one_clear_error(tmp_path: Path) -
     assert "there is no script" in ran.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alone", [True, False])
 def test_runs_that_fail_midway_are_said_to(tmp_path: Path, alone: bool) -> None:
     when = "step == 4 and AMP and loss.dtype is torch.bfloat16" if alone else "step == 4"

@@ -50,6 +50,7 @@ def _by_doctor() -> list[object]:
     return [pytest.param(code, marks=[] if code in EVERY_TIME else [pytest.mark.slow]) for code in CODES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", _by_doctor())
 def test_the_sick_script_has_it_and_the_cure_has_not(code: str, tmp_path: Path) -> None:
     report, ran = run(code, "sick", tmp_path)

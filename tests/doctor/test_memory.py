@@ -36,6 +36,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, region: bool, step
         optimizer.zero_grad()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("region", [False, True])
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_models_and_optimizers_go_when_their_script_lets_go(watch: Watch, region: bool, wrapped: bool) -> None:

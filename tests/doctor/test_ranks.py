@@ -66,6 +66,7 @@ def test_a_finding_of_several_ranks_is_one_with_the_first_of_them() -> None:
     assert found.evidence == {"seen": None, "ranks": [0, 1], "first on rank": 1}
 
 
+@pytest.mark.slow
 def test_torchrun_gives_one_report_that_names_the_rank(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(DDP)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]

@@ -327,6 +327,7 @@ def test_a_report_without_a_step_and_files(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "report.json").read_text())["steps"] == 0
 
 
+@pytest.mark.slow
 def test_a_long_accumulation_is_let_go_of_as_it_goes() -> None:
     import gc
     import weakref

@@ -24,6 +24,7 @@ FAST = {("flights", "O4")}
 NETWORKS = ("flights", "unet", "bert", "seresnext")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "level"),
     [

@@ -30,6 +30,7 @@ def on_the_emulator(*arguments: str, python: str = sys.executable) -> None:
     run_tests(*arguments, plugin=PLUGIN, python=python, PREAMP_NO_TRITON="")
 
 
+@pytest.mark.slow
 def test_kernels() -> None:
     """The tests that Triton's interpreter runs in `tests/kernels`, as GPU code."""
     on_the_emulator("--deselect", f"{KERNELS[0]}::test_in_the_interpreter", *KERNELS)
@@ -78,6 +79,7 @@ with torch.cuda.graph(torch.cuda.CUDAGraph()):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prepared", ["", "take()"])
 def test_a_capture_loads_no_kernel(prepared: str) -> None:
     done = run("-c", SCRIPT.format(prepared=prepared), PREAMP_NO_TRITON="")

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import preamp
 
 SOURCE = Path(preamp.__file__).parent
@@ -64,6 +66,7 @@ assert not {f"preamp.{room}" for room in upstairs} & new
 """
 
 
+@pytest.mark.slow
 def test_import_is_lean() -> None:
     """No CUDA, no command line, no pictures: no package at all but torch."""
     subprocess.run([sys.executable, "-c", LEAN], check=True)
@@ -115,6 +118,7 @@ def test_import_alone_loads_nothing() -> None:
     subprocess.run([sys.executable, "-c", ALONE], check=True)
 
 
+@pytest.mark.slow
 def test_names_are_the_same_in_every_order_of_imports() -> None:
     subprocess.run([sys.executable, "-c", ORDERS], check=True)
 

@@ -18,6 +18,7 @@ def shown(cell: nbformat.NotebookNode) -> str:
     return re.sub(r"source \S+|\d[\d.e+-]*", "0", text)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the kernel's own packages
 def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

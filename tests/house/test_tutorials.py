@@ -41,6 +41,7 @@ QUICK = ("from-apex.md", "from-torch-amp.md")
 """The two that most readers begin with."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [p if p in QUICK else pytest.param(p, marks=pytest.mark.slow) for p in PAGES])
 def test_a_tutorial_holds(page: str, tmp_path: Path) -> None:
     scripts = Path(sys.executable).parent

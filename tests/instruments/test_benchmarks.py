@@ -69,6 +69,7 @@ def test_each_row_is_in_the_file_as_soon_as_it_is_there(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_where_it_stopped(tmp_path: Path) -> None:
     asked = ["lists", "--tiny", "--rounds", "3", "--device", "cpu", "--out", str(tmp_path)]
     (tmp_path / "killer.py").write_text(f"""

@@ -89,6 +89,7 @@ def test_the_command_without_its_extra_is_one_line_and_status_2(names: tuple[str
     assert f"needs the package '{names[0]}'" in ran.stderr and 'pip install "preamp[cli]"' in ran.stderr
 
 
+@pytest.mark.slow
 def test_another_missing_package_is_not_blamed_on_the_extra() -> None:
     ran = subprocess.run([sys.executable, "-c", WITHOUT.format(names=["jinja2"])], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr  # levels writes no page

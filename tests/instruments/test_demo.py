@@ -118,6 +118,7 @@ def interruptible() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signal_number", [signal.SIGINT])
 def test_ctrl_c_leaves_a_valid_partial_report(tmp_path: Path, signal_number: int) -> None:
     command = [sys.executable, "-m", "preamp", "demo", "-m", "flights", "--seeds", "50", "--out", str(tmp_path)]

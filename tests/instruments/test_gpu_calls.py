@@ -75,6 +75,7 @@ def last(path: Path) -> dict[str, str]:
     return {each["test"].partition("::")[2]: each["outcome"] for each in told(path) if "test" in each}
 
 
+@pytest.mark.slow
 def test_outcomes_outlive_a_crash_and_the_rest_is_run_next(
     gpu_tests: Callable[..., CompletedProcess[str]], tmp_path: Path
 ) -> None:
@@ -131,6 +132,7 @@ def test_workers_leave_out_the_same(gpu_tests: Callable[..., CompletedProcess[st
     assert list(last(tmp_path / "a" / "tests.jsonl").values()).count("passed") == 3
 
 
+@pytest.mark.slow
 def test_outcomes_of_another_device_do_not_count(
     gpu_tests: Callable[..., CompletedProcess[str]], tmp_path: Path
 ) -> None:
@@ -217,6 +219,7 @@ def test_a_bench_that_crashed_is_begun_anew(call: Any, statuses: list[int], proc
         assert 500 < float(asked[asked.index("--seconds") + 1]) < call.left
 
 
+@pytest.mark.slow
 def test_tests_that_ended_are_not_begun_anew(call: Any, dev: ModuleType) -> None:
     call.after = lambda: (call.out / "tests.jsonl").write_text('{"finished": 1}\n')
     call.statuses = [1]

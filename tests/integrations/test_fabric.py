@@ -125,6 +125,7 @@ def test_clipping_by_value_or_not_by_either_class(kept: Any, clip: str) -> None:
     assert_same(run, *plain("O2", "preamp", clip))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_run_resumes_bit_for_bit(level: str, begun: bool, tmp_path: Path) -> None:
@@ -142,6 +143,7 @@ def test_a_run_resumes_bit_for_bit(level: str, begun: bool, tmp_path: Path) -> N
     assert_same(resumed, *plain(level, "preamp"))
 
 
+@pytest.mark.slow
 def test_weights_and_optimizer_alone_resume_bit_for_bit_where_there_is_no_scale(tmp_path: Path) -> None:
     run = Run("O5")
     run.train(range(HALF))
@@ -264,6 +266,7 @@ def test_what_is_refused() -> None:
         late[1].step()
 
 
+@pytest.mark.slow
 def test_no_session_without_an_optimizer_and_none_after_close() -> None:
     precision = PreampPrecision("O5")
     fabric = fabric_with(precision)
@@ -336,6 +339,7 @@ def test_two_ranks(level: str, tmp_path: Path) -> None:
     assert done.stdout.count("equal") == 2
 
 
+@pytest.mark.slow
 def test_after_close_others_can_be_set_up_beside_the_first() -> None:
     precision = PreampPrecision("O2")
     fabric = fabric_with(precision)

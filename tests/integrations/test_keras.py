@@ -125,6 +125,7 @@ def test_a_resumed_fit_is_a_session_loop(level: str, kind: str, tmp_path: Path) 
     assert same(bits(loaded), wanted) and counts == its and its[1] >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adam", "accumulating"])
 def test_at_O0_a_model_trains_as_without_preamp(kind: str) -> None:
     def trained(level: str | None) -> tuple[list[Tensor], dict[str, Any]]:

@@ -129,6 +129,7 @@ def test_a_fit_is_a_session_loop(level: str, kind: str, manual: bool, tmp_path: 
     assert {p.dtype for p in module.parameters()} == {torch.float32} and "lr_scheduler_step" not in vars(module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_checkpoints_have_float32_weights_and_resume_bit_for_bit(level: str, tmp_path: Path) -> None:
     _, module, trainer = fitted(level, "preamp", tmp_path, callbacks=(Saver(tmp_path / "at20.ckpt", 20),))

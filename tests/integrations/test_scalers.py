@@ -83,6 +83,7 @@ print(losses[0], losses[-1])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "clip", "steps"),
     [
@@ -148,6 +149,7 @@ def test_ignites_trainer(level: str) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_fastais_learner(marks: str) -> None:
     if not FASTAI.exists():

@@ -60,6 +60,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LOW = {torch.float32, torch.bfloat16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_an_interrupted_training_closes_and_can_go_on(error: type[BaseException], tmp_path: Path) -> None:
     at = At(3, error)
@@ -72,6 +73,7 @@ def test_an_interrupted_training_closes_and_can_go_on(error: type[BaseException]
     assert at.seen == [LOW] * 11 and at.ended == {torch.float32}
 
 
+@pytest.mark.slow
 def test_a_batch_that_was_too_large_is_tried_again_with_a_session(tmp_path: Path) -> None:
     at = At(3)
     trainer = of(tmp_path, at, auto_find_batch_size=True)

@@ -83,6 +83,7 @@ print(triton_runs_on(torch.device("cpu")), triton_runs_on(torch.device("cuda")),
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
@@ -99,6 +100,7 @@ def test_where_triton_runs(variables: dict[str, str], said: str) -> None:
     assert done.stdout.strip() == said
 
 
+@pytest.mark.slow
 def test_without_triton() -> None:
     code = "import sys; sys.modules['triton'] = None\n" + RUNS.replace("before =", "before = False and")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}

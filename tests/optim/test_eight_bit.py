@@ -211,6 +211,7 @@ def final_loss(states: str, seed: int, **arguments: Any) -> float:
         return float(F.cross_entropy(model(x), y))
 
 
+@pytest.mark.slow
 def test_training_reaches_the_same_loss() -> None:
     seeds = range(3)
     wide, coded = ([final_loss(states, seed) for seed in seeds] for states in ("float32", "8bit"))

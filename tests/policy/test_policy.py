@@ -119,6 +119,7 @@ PIECE = st.sampled_from([
 ])  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=3000, deadline=None)
 @given(st.text(max_size=30) | st.lists(PIECE, max_size=12).map("".join))
 @example("O1; op -> low")

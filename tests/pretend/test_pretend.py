@@ -21,6 +21,7 @@ WHOLE = "not full_size and not large_parameter and not four_launches"
 """Without full-size networks, which take minutes on a CPU, and without counts of launches that only Triton reaches."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("name", "which"),
@@ -95,6 +96,7 @@ def test_rules_are_those_of_the_cpu() -> None:
     assert int(compared.split()[0]) > 4000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("triton", [False, True])
 def test_a_default_device(triton: bool) -> None:
     """With Triton too, whose kernels find tensors by tables of addresses that come from the host."""
@@ -177,6 +179,7 @@ print(json.dumps(raised))
         assert raised is None if why is None else why in (raised or ""), (line, raised)
 
 
+@pytest.mark.slow
 def test_a_graph_does_nothing_until_it_is_replayed() -> None:
     done = run(
         "-c",

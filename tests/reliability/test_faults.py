@@ -248,6 +248,7 @@ def test_a_slice_of_a_prepared_model_computes(level: str) -> None:
     run.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_rules_are_given_back_when_the_last_session_closes(kind: str) -> None:
     REGISTRY.uninstall()

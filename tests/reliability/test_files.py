@@ -46,6 +46,7 @@ def refused(path: Path, run: Run, before: Any) -> None:
     assert alike(run.state(), before)
 
 
+@pytest.mark.slow
 def test_truncated_at_any_byte(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "c.pt"
     save(path, **run.objects, epoch=3)

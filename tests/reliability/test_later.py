@@ -142,6 +142,7 @@ EXIT = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["returns", "raises", "sys.exit"])
 def test_the_interpreter_waits_and_tells(how: str, tmp_path: Path) -> None:
     good, bad = tmp_path / "c.pt", tmp_path / "nowhere" / "c.pt"
@@ -154,6 +155,7 @@ def test_the_interpreter_waits_and_tells(how: str, tmp_path: Path) -> None:
     assert "PreampWarning: a checkpoint was not saved" in ran.stderr and "nowhere" in ran.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_saves_on_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread stays with the parent; a child that waited for it would hang."""
@@ -199,6 +201,7 @@ SHARDED = """
 """
 
 
+@pytest.mark.slow
 def test_sharded_weights_are_not_taken_for_one_another(tmp_path: Path) -> None:
     """All of them say that they lie at address 0, so the address does not tell which are tied."""
     pytest.importorskip("safetensors")

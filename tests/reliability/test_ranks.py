@@ -80,6 +80,7 @@ def bad_day(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, Path]:
         return job.ended(240), job.said, folder
 
 
+@pytest.mark.slow
 def test_ranks_skip_together_and_stay_equal(bad_day: tuple[int, str, Path]) -> None:
     """inf, then NaN, in the loss of one rank only, at four levels: parameters, masters, scale and counters agree."""
     _, said, folder = bad_day

@@ -119,6 +119,7 @@ SLOW = [
 ] + [("O4", "torch", "sharded", 20)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="SIGKILL is POSIX's")
 @pytest.mark.parametrize(("level", "kind", "when", "kills"), DEFAULT)
 def test_killed_while_saving(level: str, kind: str, when: str, kills: int, tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ def test_the_criterion_sees_a_leak_and_forgives_noise() -> None:
 RUNS = [(level, kind) for level in ("O1", "O2") for kind in OPTIMIZERS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("level", "kind"), RUNS)
 def test_soak(level: str, kind: str) -> None:
     soak(level, kind, 1_500)

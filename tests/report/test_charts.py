@@ -63,6 +63,7 @@ def any_series(draw):
     return Series(name, draw(column), draw(column), *band, dashed=draw(st.booleans()), steps=draw(st.booleans()))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(
     series=st.lists(any_series(), max_size=3),
@@ -79,6 +80,7 @@ def test_any_line_chart_is_a_sound_drawing(series, scale, markers, spans, text, 
     json.dumps(chart.to_dict(), allow_nan=False)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(series=st.lists(any_series(), max_size=3), y_log=st.booleans(), width=st.sampled_from([390, 760]))
 def test_any_histogram_is_a_sound_drawing(series, y_log, width):

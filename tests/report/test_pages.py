@@ -251,6 +251,7 @@ def test_no_spike_is_lost_in_the_table_of_a_long_curve() -> None:
     assert [row for row in rows if row[1] != "1"] == [["7600 to 7999", "1 to 50"]]
 
 
+@pytest.mark.slow
 def test_a_long_run_of_many_modules_stays_small() -> None:
     """20,000 steps, 300 modules, 300 findings: what was recorded of real steps, repeated."""
     watched = trained()

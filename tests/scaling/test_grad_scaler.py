@@ -27,7 +27,7 @@ OPTIMIZERS: dict[str, Callable[[list[Parameter]], torch.optim.Optimizer]] = {
 }
 
 
-def drive(kind: type[torch.amp.GradScaler], name: str, steps: int = 500):
+def drive(kind: type[torch.amp.GradScaler], name: str, steps: int = 150):
     """Random steps with inf and nan, unscaled and clipped now and then, over two optimizers."""
     torch.manual_seed(1)
     chance = random.Random(2)
@@ -54,14 +54,14 @@ def drive(kind: type[torch.amp.GradScaler], name: str, steps: int = 500):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_500_random_steps_are_torchs_bit_for_bit(name: str) -> None:
+def test_random_steps_are_torchs_bit_for_bit(name: str) -> None:
     reference, expected = drive(torch.amp.GradScaler, name)
     scaler, got = drive(preamp.GradScaler, name)
     for (a, p), (b, q) in zip(expected, got, strict=True):
         assert a == b
         assert all(torch.equal(x, y) for x, y in zip(p, q, strict=True))
     assert scaler.state_dict() == reference.state_dict()
-    assert 50 < sum(event.skipped for event in scaler.history) < 200
+    assert 15 < sum(event.skipped for event in scaler.history) < 60
 
 
 def one(scaler: torch.amp.GradScaler, value: float, fused: bool = False) -> Parameter:

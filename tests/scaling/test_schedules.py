@@ -16,6 +16,7 @@ from preamp.scaling import DynamicScale, LossScale, NoScale, StaticScale, loss_s
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     flags=st.lists(st.booleans(), max_size=60),

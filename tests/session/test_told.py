@@ -258,7 +258,7 @@ def test_powersgd_over_two_dtypes_is_told_before_it_hangs(tmp_path: Path, level:
         if hook == "power" and level in ("O2", "O5"):
             with session.autocast():
                 loss = loss_of(model, 0)
-            with pytest.raises(SessionError, match="PowerSGD hook.*wait for each other"):
+            with pytest.raises(SessionError, match=r"PowerSGD hook.*wait for each other"):
                 session.backward(loss)
         else:
             check_hooks(session.models)

@@ -51,6 +51,7 @@ def test_no_number_gives_the_target_away():
         assert 0.3 < auc(flights.numbers[:20_000, column], flights.late[:20_000]) < 0.7, name
 
 
+@pytest.mark.slow
 def test_held_out_days_are_whole():
     flights = data.load()
     place = [data.NUMERIC.index("season_sin"), data.NUMERIC.index("season_cos")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from preamp.zoo import bert as plays
@@ -17,6 +18,7 @@ def test_four_whole_plays_are_held_out():
     assert len({path.parent.name for path in plays.paths() if plays.is_held_out(path)}) == 4
 
 
+@pytest.mark.slow
 def test_the_splits_share_no_passage():
     train, held = (plays.load_plays(PIECES, held_out=split).ids for split in (False, True))
     assert len(train) > 5 * len(held) > 500_000
@@ -44,6 +46,7 @@ def test_lines_are_free_of_markup(tmp_path):
     assert plays.lines(path) == ["Title", "BERNARDO:", "Who's there?", "Enter  [two ] GHOSTS"]
 
 
+@pytest.mark.slow
 def test_preparation_repeats_exactly():
     files = plays.paths()[:3]
     first, second = plays._prepare(files, 600), plays._prepare(files, 600)

@@ -110,6 +110,7 @@ def test_batches_have_the_length_asked_for(task):
     assert {tensor.shape[0] for batch in batches for tensor in flat(batch)} == {5}
 
 
+@pytest.mark.slow
 def test_torchs_generator_is_left_as_found(task):
     before = torch.get_rng_state()
     model = task.build("ci", seed=0).eval()
@@ -127,6 +128,7 @@ def test_a_few_steps_lower_the_loss(task):
     assert sum(seen[-4:]) < 0.95 * sum(seen[:4]), seen
 
 
+@pytest.mark.slow
 def test_evaluation_is_a_share_and_repeats(task):
     model = task.build("ci", seed=0).eval()
     quality = task.evaluate(model, "ci", device=CPU)
@@ -188,6 +190,7 @@ def test_parameter_counts(make, millions, tolerance):
     assert count / 1e6 == pytest.approx(millions, abs=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["unet", "bert", "seresnext"])
 def test_full_size_fits_its_inputs(name):
     task = TASKS[name]

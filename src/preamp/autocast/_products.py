@@ -15,6 +15,7 @@ traces never comes down to a kernel that low. So the same kernels also lie one k
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import warnings
@@ -206,8 +207,9 @@ def _install(key: str, dtypes: frozenset[torch.dtype]) -> torch.library.Library:
     return library
 
 
+@functools.cache
 def _kernel(name: str, op: Any, key: str, dtypes: frozenset[torch.dtype]) -> Callable[..., Any]:
-    """The kernel of an operator at a dispatch key."""
+    """The kernel of an operator at a dispatch key; kept for the sessions that follow."""
     below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
     redispatch, traces, narrowed = op.redispatch, key == _TRACED, _OPS.get(name, 1)
     with_float32, writes = name in _WITH_FLOAT32, name in _WRITING

@@ -16,6 +16,7 @@ and otherwise does what torch's own autocast would have done:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import threading
 import warnings
@@ -152,47 +153,66 @@ class Registry:
 
     def _tag_compile_cache(self, rules: OpRules) -> None:
         """Make torch.compile's on-disk cache, which knows nothing of our kernels, depend on the rules."""
-        self._tag = f"preamp-rules:{hashlib.sha256(repr(tuple(rules.ruled())).encode()).hexdigest()[:16]}"
+        self._tag = _tag_of(rules)
         torch.compiler.config.cache_key_tag += self._tag
 
 
 REGISTRY = Registry()
 
 
+@functools.cache
+def _tag_of(rules: OpRules) -> str:
+    return f"preamp-rules:{hashlib.sha256(repr(tuple(rules.ruled())).encode()).hexdigest()[:16]}"
+
+
 def _install(rules: OpRules, device_type: str) -> list[torch.library.Library]:
-    """A kernel for each operator whose rule differs from torch's on the device; one library a namespace."""
+    """Put the kernels that rules want into the dispatcher; one library a namespace."""
+    own = any("::" in name for name, _ in rules.ruled())  # custom operators may come, and get rules, at any time
     libraries: dict[str, torch.library.Library] = {}
-    changed = dict(rules.changes)
     with warnings.catch_warnings():
         # the dispatcher says that we replace a kernel, which is what we mean
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-        for name, category in rules.ruled():
-            native = native_category(name, device_type)
-            op = _overload(name)
-            torch_has_one = has_kernel(name, device_type)
-            if op is None:
-                continue
-            if name in RULED_ON_CPU and device_type != "cpu" and name not in changed:
-                continue
-            if torch_has_one and "::" in name:
-                raise PolicyError(
-                    f"{name} has an autocast rule of its own on {device_type!r} (torch.library.register_autocast), "
-                    "which preamp could not put back: change it there, or leave it out of OpRules"
-                )
-            # Where torch has no kernel, its rule or its lack of one stems from the operator's parts.
-            if (
-                category == (native or "as-is")
-                and (torch_has_one or not changed or (not native and name not in changed))
-                and (name != "linalg_vecdot" or device_type != "cpu")
-            ):  # torch's is low, too, and adds up in 16 bits
-                continue
-            ours = _kernels.build(op, category, device_type)
-            by_torch = "plain low" if native == "low" else native
-            torchs = _kernels.build(op, by_torch, device_type) if by_torch and torch_has_one else None
-            namespace, _, plain = name.rpartition("::")
-            library = libraries.setdefault(namespace or "aten", torch.library.Library(namespace or "aten", "IMPL"))
-            library.impl(plain, _gate(op, ours, torchs, device_type), autocast_key(device_type), with_keyset=True)
+        for namespace, name, kernel in (_kernels_of.__wrapped__ if own else _kernels_of)(rules, device_type):
+            if namespace not in libraries:
+                libraries[namespace] = torch.library.Library(namespace, "IMPL")
+            libraries[namespace].impl(name, kernel, autocast_key(device_type), with_keyset=True)
     return list(libraries.values())
+
+
+@functools.cache
+def _kernels_of(rules: OpRules, device_type: str) -> list[tuple[str, str, _kernels.Kernel]]:
+    """A kernel for each operator whose rule differs from torch's on the device: (namespace, name, kernel).
+
+    Kept, since each session installs them, and making them takes longer than that.
+    """
+    found = []
+    changed = dict(rules.changes)
+    for name, category in rules.ruled():
+        native = native_category(name, device_type)
+        op = _overload(name)
+        torch_has_one = has_kernel(name, device_type)
+        if op is None:
+            continue
+        if name in RULED_ON_CPU and device_type != "cpu" and name not in changed:
+            continue
+        if torch_has_one and "::" in name:
+            raise PolicyError(
+                f"{name} has an autocast rule of its own on {device_type!r} (torch.library.register_autocast), "
+                "which preamp could not put back: change it there, or leave it out of OpRules"
+            )
+        # Where torch has no kernel, its rule or its lack of one stems from the operator's parts.
+        if (
+            category == (native or "as-is")
+            and (torch_has_one or not changed or (not native and name not in changed))
+            and (name != "linalg_vecdot" or device_type != "cpu")
+        ):  # torch's is low, too, and adds up in 16 bits
+            continue
+        ours = _kernels.build(op, category, device_type)
+        by_torch = "plain low" if native == "low" else native
+        torchs = _kernels.build(op, by_torch, device_type) if by_torch and torch_has_one else None
+        namespace, _, plain = name.rpartition("::")
+        found.append((namespace or "aten", plain, _gate(op, ours, torchs, device_type)))
+    return found
 
 
 def _gate(op: Any, ours: _kernels.Kernel, torchs: _kernels.Kernel | None, device_type: str) -> _kernels.Kernel:

@@ -41,8 +41,8 @@ def check_backward_ran(losses: Sequence[str], steps: int, scaled: bool) -> None:
             "Write session.backward(loss) in place of loss.backward(), before each session.step(). For gradients that "
             "are made by hand, make them of session.scale(loss)"
             if scaled
-            else ", and no gradient has come since: it would change nothing, or repeat a step. Run session.backward(loss) "
-            "before each session.step()"
+            else ", and no gradient has come since: it would change nothing, or repeat a step. Run "
+            "session.backward(loss) before each session.step()"
         )
         raise SessionError(f"step() without session.backward(){since}{why}")
 
