@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from preamp.compat.apex import amp
 from preamp.compat.apex.fp16_utils import FP16_Optimizer
+from preamp.errors import PreampWarning
 
 from .toys import Weights
 
@@ -158,9 +160,90 @@ def test_memory_of_the_models_gradients_may_be_freed_before_the_step(level: str)
     by_hand(model)
     optimizer.step()
     assert torch.equal(model.weight.float(), EXPECTED)
+
+
+def nothing(_: nn.Module) -> None:
+    """What the others must equal."""
+
+
+def in_a_loop(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad.mul_(0)  # type: ignore[union-attr]
+
+
+def replaced(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+
+WRITES: dict[str, Callable[[nn.Module], Any]] = {
+    "clip_grad_norm_": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-4),
+    "clip_grad_norm_, foreach": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-4, foreach=True),
+    "each by itself": lambda model: [nn.utils.clip_grad_norm_(p, 1e-4) for p in model.parameters()],
+    "clip_grad_value_": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1e-8),
+    "mul_": in_a_loop,
+    "nan_to_num_": lambda model: [torch.nan_to_num_(p.grad, posinf=0, neginf=0) for p in model.parameters()],  # type: ignore[arg-type]
+    "zero_grad": lambda model: model.zero_grad(set_to_none=False),
+    "zeros_like": replaced,
+}
+"""What programs do to model.parameters() before the step, which NVIDIA's Apex does not read there."""
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("zeroed", [True, False], ids=["zero_grad", "never cleared"])
+def test_the_step_takes_the_masters_gradients_whatever_the_models_are(level: str, write: str, zeroed: bool) -> None:
+    def trained(change: Callable[[nn.Module], Any]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        scale = 2.0**14 if level == "O2" else None  # the norm of the scaled gradients is beyond float16
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=scale)
+        x = torch.randn(32, 8)
+        for _ in range(4):
+            if zeroed:
+                optimizer.zero_grad()
+            with amp.scale_loss((model(x) - 3).pow(2).mean() / 2, optimizer) as scaled:
+                scaled.backward()
+            change(model)
+            optimizer.step()
+        amp.close()
+        return [p.detach().clone() for p in amp.master_params(optimizer)]
+
+    wanted = trained(nothing)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", PreampWarning)
+        found = trained(WRITES[write])
+    assert ["without effect" in str(each.message) for each in told if each.category is PreampWarning] == [True]
+    assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("how", [{}, {"loss_id": 1}])
+def test_gradients_that_add_up_survive_a_clip_between_passes(how: dict[str, Any]) -> None:
+    """Its zeros are products with zero, and give nothing up."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0, loss_scale=1024.0, num_losses=2)
+    x = torch.randn(32, 4)
+    with amp.scale_loss((model(x) - 3).pow(2).mean(), optimizer) as scaled:
+        scaled.backward()
+    before = [p.grad.clone() for p in amp.master_params(optimizer)]  # type: ignore[union-attr]
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-9)
+    assert not any(p.grad.any() for p in model.parameters())  # type: ignore[union-attr]
+    with amp.scale_loss(model(x).sum() * 0, optimizer, **how) as scaled:
+        scaled.backward()
+    assert all(torch.equal(p.grad, b) for p, b in zip(amp.master_params(optimizer), before, strict=True))  # type: ignore[arg-type]
+
+
+def test_a_clip_before_a_step_that_is_skipped() -> None:
+    model, optimizer = made("O2", loss_scale="dynamic")
+    backward(model, optimizer, OUTLIER * 1e3)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()  # skipped
+    assert torch.equal(model.weight.float(), torch.ones(3))
+    amp._amp_state.loss_scalers[0]._loss_scale = 8.0
     backward(model, optimizer, BATCH)
-    model.zero_grad(set_to_none=False)
-    optimizer.step()  # of zeros
+    optimizer.step()
     assert torch.equal(model.weight.float(), EXPECTED)
 
 

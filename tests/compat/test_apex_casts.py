@@ -19,7 +19,7 @@ from preamp.compat.apex.amp.lists import functional_overrides, tensor_overrides,
 pytestmark = pytest.mark.filterwarnings("ignore::preamp.compat.apex.DeprecatedFeatureWarning")
 
 HALF, FLOAT, DOUBLE, BF16 = torch.float16, torch.float32, torch.float64, torch.bfloat16
-PLACES = (torch, F, torch.Tensor, nn.RNNBase, torch.nn.modules.rnn)
+PLACES = (torch, F, torch.Tensor, torch.linalg, nn.RNNBase, torch.nn.modules.rnn)
 
 
 def names() -> dict[tuple[Any, str], Any]:
@@ -505,3 +505,58 @@ def test_data_beside_a_model_on_an_accelerator_keeps_its_dtype() -> None:
     assert model(torch.ones(1, 2, device="meta")).dtype is HALF
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is FLOAT
     assert torch.ones(1, dtype=DOUBLE).sum().dtype is DOUBLE
+
+
+class Mixed(nn.Module):
+    """A 16-bit product meets something in float32: an embedding, a sum, a parameter."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.embedding, self.linear, self.function = nn.Embedding(8, 4), nn.Linear(4, 4), function
+        self.weight = nn.Parameter(torch.eye(4))
+
+    def forward(self, index: Tensor) -> Tensor:
+        full = self.embedding(index)
+        return self.function(self.linear(full), full, self.weight)  # type: ignore[no-any-return]
+
+
+ROWS = torch.arange(4).repeat(2, 1)
+MIXED: dict[str, Any] = {
+    "prelu": lambda low, full, weight: F.prelu(low, weight[0]).sum(),
+    "PReLU, one number": lambda low, full, weight: F.prelu(low, weight[0, :1]).sum(),
+    "bilinear": lambda low, full, weight: F.bilinear(low, full, weight.expand(2, 4, 4)).sum(),
+    "einsum": lambda low, full, weight: torch.einsum("bsd,dk->bk", low, weight).sum(),
+    "einsum of a list": lambda low, full, weight: torch.einsum("bsd,btd->bst", [low.cumsum(1), low]).sum(),
+    "einsum of an embedding": lambda low, full, weight: torch.einsum("bsd,bsd->bs", low, full).sum(),
+    "tensordot": lambda low, full, weight: torch.tensordot(low, weight, dims=1).sum(),
+    "inner": lambda low, full, weight: low.inner(weight).sum() + torch.inner(full, low[0]).sum(),
+    "lerp": lambda low, full, weight: torch.lerp(low, full, 0.5).sum() + full.clone().lerp_(low, 0.5).sum(),
+    "linalg.matmul": lambda low, full, weight: torch.linalg.matmul(low, weight).sum(),
+    "multi_dot": lambda low, full, weight: torch.linalg.multi_dot([low[0], weight, full[0]]).sum(),
+    "attention": lambda low, full, weight: F.scaled_dot_product_attention(low, full, full).sum(),
+    "index_add": lambda low, full, weight: torch.zeros(4, 4).index_add_(0, ROWS[0], low[0]).square().sum(),
+    "scatter_add": lambda low, full, weight: torch.zeros(2, 4).scatter_add(0, ROWS * 0, low[:, 0]).square().sum(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_functions_in_no_list_take_what_the_listed_ones_give(level: str, name: str) -> None:
+    def trained(level: str) -> list[float]:
+        torch.manual_seed(0)
+        model = Mixed(MIXED[name])
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        scale = 64.0 if level == "O1" else None
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=scale)
+        losses = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = (model(torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]])) - 2).square()
+            with amp.scale_loss(loss * 2**-8, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        amp.close()
+        return losses
+
+    assert trained(level) == pytest.approx(trained("O0"), rel=0.05, abs=0.05)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import preamp.compat.apex as apex
-from preamp.compat.apex import _amp_c, amp, optimizers
+from preamp.compat.apex import _amp_c, _fused_adam_cuda, amp, optimizers
 from preamp.compat.apex.amp.scaler import LossScaler
 from preamp.compat.apex.contrib.clip_grad import clip_grad_norm_
 from preamp.compat.apex.contrib.layer_norm import FastLayerNorm, FastLayerNormFN
@@ -315,3 +315,26 @@ def test_layers_under_amp(level: str) -> None:
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("corrected", [0, 1])
+def test_the_operator_of_2018_is_a_step_of_that_optimizer(dtype: torch.dtype, corrected: int) -> None:
+    torch.manual_seed(0)
+    mine = torch.randn(5)
+    theirs = torch.nn.Parameter(mine.clone())
+    optimizer = FusedAdam(
+        [theirs], 0.1, bias_correction=bool(corrected), weight_decay=0.1, max_grad_norm=0.0, betas=(0.9, 0.99)
+    )
+    m, v, out = torch.zeros(5), torch.zeros(5), torch.zeros(5, dtype=torch.float16)
+    for step in range(1, 4):
+        gradient = torch.randn(5).to(dtype)
+        optimizer.step(grads=[gradient.clone()], scale=8.0)
+        _fused_adam_cuda.adam(mine, out, m, v, gradient, 0.1, 0.9, 0.99, 1e-8, 8.0, step, 1, corrected, 0.1)
+    assert torch.equal(mine, theirs) and torch.equal(out, mine.half())
+    _fused_adam_cuda.adam(mine, torch.tensor([]), m, v, gradient, 0.1, 0.9, 0.99, 1e-8, 8.0, 4, 1, corrected, 0.1)
+    with pytest.raises(RuntimeError, match="eps_mode=1"):
+        _fused_adam_cuda.adam(mine, out, m, v, gradient, 0.1, 0.9, 0.99, 1e-8, 8.0, 5, 0, corrected, 0.1)
+    for flag, expected in ((1, out.clone()), (0, mine.half())):
+        _fused_adam_cuda.maybe_cast_mt(65536, torch.tensor([flag]), [[mine], [out]])
+        assert torch.equal(out, expected)

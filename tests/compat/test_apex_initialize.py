@@ -7,6 +7,7 @@ import gc
 import io
 import warnings
 from collections import OrderedDict, namedtuple
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ from preamp.compat import apex
 from preamp.compat.apex import DeprecatedFeatureWarning, amp
 from preamp.compat.apex.amp import _amp_state
 from preamp.compat.apex.fp16_utils import FP16_Optimizer
-from preamp.compat.apex.parallel import LARC
+from preamp.compat.apex.parallel import LARC, DistributedDataParallel
+from preamp.errors import PreampWarning
 
 from .toys import LEVELS, batch, mlp, train
 
@@ -397,6 +399,27 @@ def test_wrapped_models_with_distributed_said(tmp_path: Any) -> None:
         train(model, optimizer, 2)
         # Before the group: the last to let go of it waits for gloo's thread, and torch's reducer does so with the GIL.
         del model, optimizer
+        gc.collect()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_a_model_in_apexs_own_wrapper_trains_with_a_warning(tmp_path: Any, level: str) -> None:
+    """Apex meant to refuse it and never did; a toolkit that resumes relies on that."""
+
+    def losses(wrap: bool) -> list[float]:
+        model = DistributedDataParallel(mlp()) if wrap else mlp()
+        optimizer = sgd(model)
+        with pytest.warns(PreampWarning, match="AFTER") if wrap else nullcontext():
+            model, optimizer = quiet(model, optimizer, opt_level=level)
+        found = train(model, optimizer, 3)
+        amp.close()
+        return found
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert losses(True) == losses(False)
         gc.collect()
     finally:
         torch.distributed.destroy_process_group()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from preamp.compat.apex import amp
+from preamp.errors import PreampWarning
 
 from .toys import mlp, train
 
@@ -182,6 +184,54 @@ def test_amp_state_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None
     assert amp.state_dict() == {"loss_scaler0": one}
     with pytest.raises(RuntimeError, match=r"Error\(s\) in loading state_dict. Unexpected key\(s\).*\"epoch\""):
         amp.load_state_dict({"loss_scaler0": one, "epoch": 3})
+
+
+def test_amps_state_is_never_dropped_in_silence() -> None:
+    saved = {"loss_scaler0": {"loss_scale": 4.0, "unskipped": 7}}
+    for attempt in (lambda: amp.load_state_dict(saved), amp.state_dict):
+        with pytest.raises(AttributeError, match=r"call amp\.initialize\(\.\.\.\) first"):
+            attempt()
+    amp.initialize(mlp(), enabled=False, verbosity=0)
+    with pytest.raises(AttributeError, match="enabled=True"):
+        amp.load_state_dict(saved)
+    made("O1", "SGD")
+    amp.load_state_dict(saved)
+    with pytest.warns(PreampWarning, match="after the last amp.initialize"):
+        made("O2", "SGD")
+    amp.load_state_dict(saved)
+    amp.close()
+    model, optimizer = made("O1", "SGD")
+    amp.load_state_dict(saved)
+    train(model, optimizer, 1)
+    made("O1", "SGD")  # after it was used, as Apex allows
+
+
+@pytest.mark.parametrize("update", ["mul_, add_", "copy_", "lerp_"])
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_an_average_that_is_updated_through_state_dict_is_told(level: str, update: str) -> None:
+    model, optimizer = made(level, "SGD")
+    average, told = copy.deepcopy(model), []
+    for _ in range(3):
+        train(model, optimizer, 1)
+        new = model.state_dict()
+        with warnings.catch_warnings(record=True) as each, torch.no_grad():
+            warnings.simplefilter("always")
+            for name, value in average.state_dict().items():
+                if not value.is_floating_point():
+                    continue
+                if update == "copy_":
+                    value.copy_(value * 0.5 + new[name] * 0.5)
+                elif update == "lerp_":
+                    value.lerp_(new[name], 0.5)
+                else:
+                    value.mul_(0.5).add_(new[name], alpha=0.5)
+        told.append(any("float32 copies" in str(warning.message) for warning in each))
+    assert told == [False, True, True]
+    with pytest.warns(PreampWarning, match="float32 copies"):
+        saved = average.state_dict()
+    saved["0.bias"].zero_()
+    average.load_state_dict(saved)
+    assert not average.state_dict()["0.bias"].any()  # and nothing is said
 
 
 def test_copies_of_optimizers_are_plain() -> None:

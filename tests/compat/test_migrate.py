@@ -70,7 +70,7 @@ print(Norm, Norm(4).weight.shape)""",
     "spec": "import importlib.util\nprint(importlib.util.find_spec('apex') is not None)",
     "exec": "exec('from apex import amp')\nprint(amp)",
     "compiled": "import apex, amp_C\nfrom apex_C import flatten\nprint(amp_C.multi_tensor_scale, flatten)",
-    "compiled_missing": "try:\n    import fused_adam_cuda\nexcept ImportError:\n    print('none')",
+    "compiled_missing": "try:\n    import distributed_adam_cuda\nexcept ImportError:\n    print('none')",
     "one_line": "import os; import torch; from apex import amp; print(amp)",
     "future": "'''Doc.'''\nfrom __future__ import annotations; import apex\nprint(__doc__, apex.amp)",
     "docstring": "#!/usr/bin/env python\n# -*- coding: utf-8 -*-\n'''Doc.'''; import apex\nprint(__doc__, apex.amp)",
@@ -185,6 +185,66 @@ def test_a_project_of_several_files(tmp_path: Path) -> None:
     assert status == 0 and text.count(f"left as it is, since apex is {tmp_path}/project/apex.py here") == 2
 
 
+FORMS = {
+    "fallback": """
+try:
+    from apex.normalization import FusedLayerNorm as Norm
+except ImportError:
+    class Norm(torch.nn.Module):
+        def __init__(self, size):
+            super(Norm, self).__init__()
+print(Norm(4))""",
+    "modes": """
+def main(fp16):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if fp16:
+        try:
+            from apex import amp
+            model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+        except Exception as error:
+            print(error)
+            return
+    else:
+        model = torch.nn.DataParallel(model)
+    for _ in range(3):
+        model.zero_grad()
+        loss = (model(torch.ones(8, 4)) - 1).pow(2).mean() / 64
+        if fp16:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            loss.backward()
+        optimizer.step()
+    print(loss.item())
+main(True)
+main(False)""",
+    "inference": """
+try:
+    from apex import amp
+except ImportError:
+    amp = None
+torch.manual_seed(0)
+for level in ("O0", "O1", "O2", "O3"):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.PReLU(), torch.nn.Linear(4, 2)).eval()
+    if amp:
+        model = amp.initialize(model, opt_level=level, verbosity=0)
+    with torch.no_grad():
+        print(model(torch.ones(1, 4)))
+    amp.close()""",
+}
+
+
+def test_modes_fallbacks_and_inference_are_left_as_they_are(tmp_path: Path) -> None:
+    texts = {name: f"import torch{text}" for name, text in FORMS.items()}
+    before, after = both(tmp_path, texts)
+    assert before == after and not any("Error" in out for out in before.values())
+    found = {name: migrated(text) for name, text in texts.items()}
+    assert all(map(same_code, found.values()))
+    assert found["fallback"].after.count("# preamp: torch.nn") == 1  # above print, and not in the handler
+
+
 # -- comments
 
 
@@ -192,7 +252,9 @@ def test_a_project_of_several_files(tmp_path: Path) -> None:
     ("call", "line"),
     [
         ("m, o = amp.initialize(m, o, opt_level='O2')", "session = preamp.prepare(m, o, level='O2')"),
-        ("amp.initialize(models=m,\n   opt_level=a)", "session = preamp.prepare(m, ..., level=a)"),
+        ("amp.initialize(models=m,\n   opt_level=a)", "session = preamp.prepare(m, None, level=a)"),
+        ("m = amp.initialize(m, opt_level='O1')", "session = preamp.prepare(m, None, level='O1')"),
+        ("m, o = amp.initialize(*both)", "session = preamp.prepare(both, ..., level=...)"),
         ("if fp16: m, o = apex.amp.initialize(m, o)", "session = preamp.prepare(m, o, level=...)"),
         ("with amp.scale_loss(a +\n   b, o) as s: s.backward()", "session.backward(a + b), "),
         ("clip(amp.master_params(o), 1.0)", "session.clip_grad_norm_(max_norm)"),

@@ -199,6 +199,130 @@ def test_a_training_step_of_ones_own_and_the_way_back() -> None:
     assert not seen[-1]
 
 
+def clip_by_norm(gradients: list[Tensor]) -> list[Tensor]:
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    return [gradient * (0.01 / norm).clamp(max=1) for gradient in gradients]
+
+
+def clip_in_place(gradients: list[Tensor]) -> list[Tensor]:
+    return [gradient.clamp_(-1e-3, 1e-3) for gradient in gradients]
+
+
+EDITS: dict[str, Any] = {
+    "times 0.1": lambda gradients: [gradient * 0.1 for gradient in gradients],
+    "zeros": lambda gradients: [gradient * 0 for gradient in gradients],
+    "signs": lambda gradients: [gradient.sign() for gradient in gradients],
+    "by norm": clip_by_norm, "in place": clip_in_place, "last layer": lambda gradients: gradients[2:],
+    "none": lambda gradients: [None, None, *gradients[2:]],
+}  # fmt: skip
+
+
+def hands_over(edit: str, loop: str = "", **options: Any) -> Any:
+    """A model whose training step hands edited gradients to its optimizer."""
+
+    class Own(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.sums, self.count = keras.layers.Dense(8), keras.layers.Dense(3), None, 0
+
+        def call(self, x: Any) -> Any:
+            return self.b(self.a(x))
+
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            weights = self.trainable_weights[-len(EDITS[edit]([torch.zeros(1)] * 4)) :]
+            if loop != "accumulates" or self.count % 2 == 0:
+                self.zero_grad()
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+            scaled = loss if loop == "no scale_loss" else self.optimizer.scale_loss(loss)
+            if loop == "autograd.grad":
+                gradients = list(torch.autograd.grad(scaled, [v.value for v in self.trainable_weights]))
+            else:
+                other = self.optimizer.scale_loss(loss * 2) if loop == "two losses" else None
+                scaled.backward(retain_graph=True)
+                if other is not None:
+                    other.backward()
+                gradients = [v.value.grad for v in self.trainable_weights]
+            if loop == "sums":
+                sums = self.sums if self.count % 2 else [torch.zeros_like(each) for each in gradients]
+                gradients = self.sums = [*map(torch.add, sums, gradients)]
+                self.zero_grad()
+            self.count += 1
+            if loop in ("sums", "accumulates") and self.count % 2:
+                return {"loss": loss}
+            gradients = EDITS[edit](gradients)
+            with torch.no_grad():
+                if loop == "pairs":
+                    self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+                elif loop == "no variables":
+                    self.optimizer.apply(gradients)
+                else:
+                    self.optimizer.apply(gradients, weights)
+            return {"loss": loss}
+
+    keras.utils.set_random_seed(0)
+    model = Own()
+    model(rows(0, 1)[0])
+    own = torch.optim.SGD(model.parameters(), 0.05) if options.pop("torch", False) else None
+    model.compile(optimizer=None if own else keras.optimizers.SGD(0.05), loss="mse")
+    if own is None:
+        model.optimizer.build(model.trainable_variables)
+    return model, own
+
+
+def moved(model: Any, level: str | None, own: Any = None, **options: Any) -> tuple[list[Tensor], Any]:
+    before = bits(model)
+    attached = attach(model, level, own, **options) if level else None
+    fit(model, BAD + 1, BAD + 9)
+    return [b - a for a, b in zip(before, bits(model), strict=True)], attached
+
+
+@pytest.mark.parametrize(("edit", "loop"), [
+    *((edit, "") for edit in EDITS), ("times 0.1", "pairs"), ("by norm", "no variables"), ("by norm", "sums"),
+    ("by norm", "accumulates"), ("in place", "accumulates"), ("by norm", "two losses"),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", ["keras", pytest.param("torch", marks=pytest.mark.slow)])
+def test_what_a_training_step_hands_over_is_what_is_applied(edit: str, loop: str, kind: str) -> None:
+    wanted, _ = moved(hands_over(edit, loop)[0], None)
+    largest = max(float(each.abs().max()) for each in wanted)
+    for level, options in (("O0", {}), ("O0", {"scale": 1024.0}), ("O1", {"scale": 128.0}), ("O4", {})):
+        if edit == "signs" and level != "O0":
+            continue  # of gradients near zero they differ
+        model, own = hands_over(edit, loop, torch=kind == "torch")
+        found, attached = moved(model, level, own, **options)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6 if level == "O0" else 0.2 * largest)
+        assert attached.session.skipped == 0
+        assert attached.session.steps == (4 if loop in ("sums", "accumulates") else 8)
+        attached.close()
+
+
+@pytest.mark.parametrize("loop", ["", "accumulates", "sums"])
+def test_an_edit_does_not_hide_an_overflow(loop: str) -> None:
+    model, _ = hands_over("in place", loop)
+    before, attached = bits(model), attach(model, "O1", scale=preamp.DynamicScale(2.0**60))
+    fit(model, BAD + 1, BAD + 3)
+    assert attached.session.skipped == attached.session.steps > 0 and same(before, bits(model))
+    attached.close()
+
+
+def test_gradients_that_a_session_cannot_unscale_are_refused() -> None:
+    for loop, message in (("autograd.grad", "not kept in the parameters"), ("no scale_loss", "without optimizer")):
+        model, _ = hands_over("by norm", loop)
+        before, attached = bits(model), attach(model, "O1")
+        with pytest.raises(SessionError, match=message):
+            fit(model, BAD + 1, BAD + 9)
+        attached.close()
+        assert same(before, bits(model))
+        wanted, _ = moved(hands_over("by norm", loop)[0], None)
+        found, attached = moved(model, "O0")
+        attached.close()
+        torch.testing.assert_close(found, wanted)
+    model, _ = hands_over("zeros")
+    model.d_optimizer = keras.optimizers.SGD(0.1)
+    with pytest.raises(SessionError, match=r"further optimizers \(d_optimizer\)"):
+        attach(model, "O1")
+
+
 def test_a_step_that_fails_leaves_no_region_open() -> None:
     model, attached, _ = compiled("adam", "O4")
     with pytest.raises(Exception, match=r"(?i)shape"):

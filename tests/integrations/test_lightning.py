@@ -206,6 +206,54 @@ def test_no_session_outside_of_a_fit() -> None:
     plugin.teardown()
 
 
+class Predicts(L.LightningModule):
+    """A module that says what it evaluates in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.seen = network(), set[torch.dtype]()
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return nn.functional.mse_loss(self.net(batch[0]).float(), batch[1])
+
+    def evaluated(self, batch: Any, index: int) -> Tensor:
+        self.seen |= {self.net[0].weight.dtype, (out := self.net(batch[0])).dtype}
+        return out
+
+    validation_step = test_step = predict_step = evaluated
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 1e-2)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_after_a_fit_a_trainer_evaluates_in_float32_and_saves_the_sessions_state(level: str, tmp_path: Path) -> None:
+    module, rows = Predicts(), DataLoader(data()[:10], batch_size=None)  # type: ignore[arg-type]
+    trainer = L.Trainer(
+        plugins=[PreampPrecision(level)], accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(module, rows)
+    state = trainer.precision_plugin.state_dict()
+    for evaluate in (trainer.validate, trainer.test):
+        evaluate(module, rows, verbose=False)
+    predicted = trainer.predict(module, rows)
+    assert module.seen == {torch.float32} and state["steps"] == 10
+    assert all(torch.equal(out, module.net(x)) for out, (x, _) in zip(predicted, data(), strict=False))
+    trainer.save_checkpoint(tmp_path / "later.ckpt")
+    assert torch.load(tmp_path / "later.ckpt", weights_only=False)["PreampPrecision"] == state
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, rows)  # another fit, with optimizers of its own
+    trainer.predict(module, rows)
+    assert trainer.precision_plugin.state_dict()["steps"] == 10 and module.seen == {torch.float32}
+    resumed = L.Trainer(
+        plugins=[PreampPrecision(level)], accelerator="cpu", max_epochs=2, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    resumed.fit(Predicts(), rows, ckpt_path=str(tmp_path / "later.ckpt"), weights_only=False)
+    assert resumed.precision_plugin.state_dict()["steps"] == 20
+
+
 TWO = """
 import sys, torch, lightning as L
 from torch import nn

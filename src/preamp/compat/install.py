@@ -22,7 +22,7 @@ IMPORTABLE = str(Path(__file__).parent / "_importable")
 _OURS = "preamp.compat.apex"
 _GRAFTED = ("RNN", "amp", "fp16_utils", "parallel")
 """What NVIDIA removed: it is put on an Apex that is installed without it, whose other parts stay."""
-_EXTENSIONS = {"amp_C": "._amp_c", "apex_C": ".parallel.distributed"}
+_EXTENSIONS = {"amp_C": "._amp_c", "apex_C": ".parallel.distributed", "fused_adam_cuda": "._fused_adam_cuda"}
 
 
 def install_as_apex() -> ModuleType:
@@ -70,6 +70,25 @@ def uninstall_as_apex() -> None:
                 vars(real).pop(name.partition(".")[2], None)
 
 
+def load_extension(name: str) -> None:
+    """Put a compiled part of Apex in the place of the file in `IMPORTABLE` that is being imported as `name`.
+
+    NVIDIA's, if it is installed; else ours.
+    """
+    spec = importlib.machinery.PathFinder.find_spec(name, _elsewhere())
+    if spec is None or spec.loader is None:
+        install_as_apex()
+        sys.modules[name] = importlib.import_module(_EXTENSIONS[name], _OURS)
+        return
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+def _elsewhere() -> list[str]:
+    """Where Python looks for modules, without `IMPORTABLE`."""
+    return [entry for entry in sys.path if os.path.abspath(entry or ".") != os.path.abspath(IMPORTABLE)]
+
+
 class AlreadyImported(PreampError, RuntimeError):
     """Another `apex.amp` is in use in this process."""
 
@@ -91,8 +110,7 @@ def _real_apex() -> ModuleType | None:
     module = sys.modules.get("apex")
     if module is not None and not _is_stand_in(module):
         return module if _is_nvidias(module.__spec__) else None
-    elsewhere = [entry for entry in sys.path if os.path.abspath(entry or ".") != os.path.abspath(IMPORTABLE)]
-    spec = importlib.machinery.PathFinder.find_spec("apex", elsewhere)
+    spec = importlib.machinery.PathFinder.find_spec("apex", _elsewhere())
     if spec is None or spec.loader is None or not _is_nvidias(spec):
         return None
     module = importlib.util.module_from_spec(spec)
@@ -161,7 +179,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _ExtensionFinder(importlib.abc.MetaPathFinder):
-    """Finds `amp_C` and `apex_C` where nobody else does: Apex's compiled parts, here on torch's operators."""
+    """Finds `amp_C` and its like where nobody else does: Apex's compiled parts, here on torch's operators."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -27,6 +27,9 @@ class Attachment:
         self._model, self._log, self._options = model, log, options
         self._session: Session | None = None
         self._region: Any = None
+        self._is_own = type(model).train_step is not keras.Model.train_step
+        self._ran = False
+        self._one: Any = None  # times the loss scale, or NaN: once a backward pass has made gradients true
         self._given = optimizer
         self._own = model.optimizer if optimizer is None else _Rates(optimizer)
         if optimizer is not None:
@@ -72,8 +75,10 @@ class Attachment:
                 "regions cast too: leave Keras's policy at 'float32', or take level='O0' (and scale='dynamic' for "
                 "float16), which leaves the casting to Keras"
             )
-        self._session = session
-        self._known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._session, self._optimizer = session, optimizer
+        self._variables = list(self._model.trainable_variables)
+        self._known = {p: None for group in optimizer.param_groups for p in group["params"]}
+        self._scales = self._options.get("scale", session.policy.scale) not in (None, 1.0)
 
     # -- a step
 
@@ -113,18 +118,75 @@ class Attachment:
             region.__exit__(None, None, None)
 
     def _scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """In the place of the optimizer's: forward pass and loss are done."""
+        """In the place of the optimizer's: forward pass and loss are done.
+
+        What a `train_step` of one's own does with gradients is seen only when it hands them over: from the end of the
+        backward pass on they are true, so that clipping, say, means there what it says.
+        """
         self._leave()
-        return self.session.scale(loss)
+        scaled, self._ran = self.session.scale(loss), True
+        if self._is_own and self._scales and scaled.requires_grad:
+            scaled.register_hook(self._begin_backward)
+        return scaled
+
+    def _begin_backward(self, _: torch.Tensor) -> None:
+        """Gradients that are there are scaled, to be added to: by the session if it knows them, else here."""
+        one, self._one = self._one, self._scale_one()
+        for parameter in self._known if one is None else ():
+            parameter.grad = None if parameter.grad is None else parameter.grad * self._one
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        finite = [parameter.grad.isfinite().all() for parameter in self._known if parameter.grad is not None]
+        if not finite:
+            raise SessionError(
+                "this train_step takes gradients of the scaled loss that are not kept in the parameters, so that they "
+                "stay scaled: write optimizer.scale_loss(loss).backward() and read v.value.grad, or take a level "
+                "without a loss scale (O4, O0)"
+            )
+        self._one = self._one.masked_fill(torch.stack(finite).all().logical_not(), torch.nan)
+        self.session.unscale_()
+
+    def _scale_one(self) -> torch.Tensor:
+        return self.session.scale(torch.ones((), device=next(iter(self._known)).device))
 
     def _apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """In the place of the optimizer's, which the session calls with true gradients, unless it skips."""
-        if any(id(variable.value) not in self._known for variable in trainable_variables or ()):
+        """In the place of the optimizer's, which the session calls with true gradients, unless it skips.
+
+        What is handed over is applied, and nothing else.
+        """
+        self._leave()
+        variables = self._variables if trainable_variables is None else list(trainable_variables)
+        handed = {variable.value: gradient for variable, gradient in zip(variables, grads, strict=True)}
+        if any(parameter not in self._known for parameter in handed):
             raise SessionError(
                 "a layer was made trainable after attach(), and the optimizer has none of its variables: close() the "
                 "attachment, compile(), and attach() again"
             )
-        self.session.step()
+        if not handed:
+            return
+        if not self._ran and self._scales:
+            raise SessionError(
+                "this train_step called optimizer.apply without optimizer.scale_loss, and float16 gradients underflow "
+                "without a loss scale: write optimizer.scale_loss(loss).backward()"
+            )
+        if self._one is not None:  # NaN after an overflow, also where an edit has hidden that
+            handed = {p: None if gradient is None else gradient * self._one for p, gradient in handed.items()}
+        kept = {parameter: parameter.grad for parameter in self._known}
+        if self._one is not None or not self._ran:
+            for parameter in kept:
+                parameter.grad = None
+            self._scale_one()  # the session forgets that they were true
+        for parameter in kept:
+            parameter.grad = handed.get(parameter)
+        if isinstance(self._optimizer, KerasOptimizer):
+            self._optimizer.variables = variables
+        try:
+            self.session.step()
+        finally:
+            self._one, self._ran = None, False
+            for parameter, gradient in kept.items():
+                parameter.grad = gradient
 
 
 def attach(
@@ -166,6 +228,15 @@ def attach(
         )
     if optimizer is None and not isinstance(model.optimizer, keras.optimizers.Optimizer):
         raise SessionError("the model is compiled without an optimizer, and attach() was given none")
+    others = [
+        name for name, each in vars(model).items()
+        if isinstance(each, keras.optimizers.Optimizer) and each is not model.optimizer
+    ]  # fmt: skip
+    if others:
+        raise SessionError(
+            f"the model has further optimizers ({', '.join(others)}), which would step without the session's loss "
+            "scale: write the loop by hand, with preamp.prepare and a KerasOptimizer for each"
+        )
     scaler = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
     if scaler or getattr(model.optimizer, "loss_scale_factor", None) is not None:
         raise SessionError(
@@ -192,9 +263,15 @@ class KerasOptimizer(Optimizer):
 class _Rates:
     """An optimizer of torch where Keras expects one of its own: callbacks read and set its learning rate."""
 
+    apply: Callable[..., None]
+
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.built = True
+
+    def apply_gradients(self, grads_and_vars: Any) -> None:
+        """As Keras's."""
+        self.apply(*zip(*grads_and_vars, strict=True))
 
     @property
     def learning_rate(self) -> float:

@@ -12,15 +12,18 @@ from torch.optim import Optimizer
 
 from ..errors import SessionError
 from ..ledger import gradients_of
+from ..modules import unwrapped
 from . import fabric
 
 if not fabric.IS_APART:
     from lightning.pytorch import callbacks
     from lightning.pytorch.plugins.precision import Precision
+    from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.model_helpers import is_overridden
 else:
     from pytorch_lightning import callbacks  # type: ignore[no-redef]
     from pytorch_lightning.plugins.precision import Precision  # type: ignore[assignment]
+    from pytorch_lightning.trainer.states import TrainerFn  # type: ignore[assignment]
     from pytorch_lightning.utilities.model_helpers import is_overridden
 
 
@@ -43,10 +46,14 @@ class PreampPrecision(fabric.PreampPrecision, Precision):
         self._wrapped: list[tuple[Any, str]] = []
 
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
-        """A session of the model and its optimizers; none where the Trainer does not fit."""
+        """A session of the model and its optimizers; none where the Trainer does not fit.
+
+        After a fit the strategy still has that one's optimizers, and gives them to what evaluates.
+        """
         self.teardown()
         self._in_trainer = True
-        if optimizers:
+        module: Any = unwrapped(model)
+        if optimizers and module.trainer.state.fn == TrainerFn.FITTING:
             self._last = {}
             self._begin(model, list(optimizers))
         return model, optimizers, lr_schedulers

@@ -106,7 +106,7 @@ def _comments(script: Script) -> list[Edit]:
     """A comment with the line of preamp's own API above each line that calls Apex; those that are there go."""
     wanted: dict[int, list[str]] = {}
     for reference in script.references():
-        if reference.name in LINES:
+        if reference.name in LINES and not any(isinstance(x, cst.ExceptHandler) for x in script.around(reference.node)):
             row = script.first_line[script.start(reference.node)[0]]
             text = _MARK + _filled(script, reference.node, LINES[reference.name])
             wanted.setdefault(row, []).append(f"{script.indentation(row)}{text}{script.newline}")
@@ -122,4 +122,6 @@ def _filled(script: Script, node: cst.BaseExpression, line: str) -> str:
     given = {arg.keyword.value if arg.keyword else str(at): script.code(arg.value) for at, arg in enumerate(args)}
     rows = (("loss", "0"), ("models", "0"), ("optimizers", "1"), ("opt_level", "3"))
     texts = {word: given.get(word, given.get(place, "...")) for word, place in rows}
+    if texts["optimizers"] == "..." and given and not any(arg.star for arg in args):  # it is for inference
+        texts["optimizers"] = "None"
     return " ".join(line.format(**texts).split())

@@ -67,7 +67,7 @@ def lacking(name: str) -> str | None:
     """The module that preamp's Apex does not have, of `name` without "apex."; None if it has it."""
     first, *rest = name.split(".")
     if first in COMPILED:
-        return None if first in ("amp_C", "apex_C") else first
+        return None if first in ("amp_C", "apex_C", "fused_adam_cuda") else first
     module = "/".join([first, *rest[:1]]) if first == "contrib" else first
     there = not module or (_APEX / module).exists() or (module not in _NVIDIAS and "/" not in module)
     return None if there else f"apex.{module.replace('/', '.')}"
@@ -107,7 +107,7 @@ LINES = {
     "contrib.layer_norm": "torch.nn.LayerNorm",
     "contrib.clip_grad": "session.clip_grad_norm_(max_norm)",
     "contrib.xentropy": 'torch.nn.functional.cross_entropy(logits.float(), labels, reduction="none")',
-    "parallel.DistributedDataParallel": "torch.nn.parallel.DistributedDataParallel(model, device_ids=[...])",
+    "parallel.DistributedDataParallel": "torch.nn.parallel.DistributedDataParallel(model, ...), if it trains",
     "parallel.SyncBatchNorm": "torch.nn.SyncBatchNorm",
     "parallel.convert_syncbn_model": "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)",
     "parallel.Reducer": "torch.distributed.all_reduce of p.grad, after session.unscale_()",

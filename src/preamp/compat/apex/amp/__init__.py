@@ -1,5 +1,6 @@
 """apex.amp: mixed precision of both of its generations, on today's torch."""
 
+from . import __version__
 from ._amp_state import _amp_state, master_params
 from ._initialize import close
 from .amp import (
@@ -17,6 +18,7 @@ from .frontend import initialize, load_state_dict, state_dict
 from .handle import disable_casts, scale_loss
 
 __all__ = [
+    "__version__",
     "_amp_state",
     "bfloat16_function",
     "close",

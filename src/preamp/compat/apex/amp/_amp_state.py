@@ -23,6 +23,8 @@ class AmpState:
     """Whether `initialize` takes models with 16-bit parameters."""
     verbosity: int
     """0: silent. 1: options and skipped steps. 2: every cast as well."""
+    loaded_unused: bool
+    """Whether `load_state_dict` gave loss scales that no loss has had yet."""
     # what the modules above put here: Properties, LossScalers by loss_id, an AmpHandle
     opt_properties: Any
     loss_scalers: list[Any]
@@ -37,6 +39,7 @@ class AmpState:
         self.hard_override = False
         self.allow_incoming_model_not_fp32 = False
         self.verbosity = 1
+        self.loaded_unused = False
 
 
 _amp_state = AmpState()

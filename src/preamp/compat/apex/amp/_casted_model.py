@@ -6,6 +6,7 @@ copies then run their own forward, which a function put on the instance would no
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ....autocast import PRODUCTS, widened
+from ....errors import PreampWarning
 from ....formats import LOW_DTYPES
 from ....modules import Subclasses
 from ....tree import map_tensors
@@ -111,14 +113,32 @@ def keep_state_dict_full(model: nn.Module) -> None:
 
 
 def _full_entries(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    last, version = _SHOWN.pop(module, (None, 0))
+    if last is not None and last._version != version:
+        warnings.warn(
+            "an entry of an earlier state_dict() was changed in place, by an average of weights, say. That does not "
+            "reach the model, as with NVIDIA's Apex: at O2 and O3 these are float32 copies of its 16-bit weights. "
+            "Write into model.parameters() and model.buffers()",
+            PreampWarning,
+            stacklevel=2,
+        )
     for own in (module._parameters, module._buffers):
         for name in own:
             value = state_dict.get(prefix + name)
             if isinstance(value, Tensor) and value.dtype in LOW_DTYPES:
-                state_dict[prefix + name] = value.float()
+                state_dict[prefix + name] = full = value.float()
+                if full.numel() <= _SMALL and not full.is_inference():
+                    _SHOWN[module] = full, full._version
+
+
+_SMALL = 4096
+"""Entries of so many elements at most are kept in `_SHOWN`."""
+_SHOWN: weakref.WeakKeyDictionary[nn.Module, tuple[Tensor, int]] = weakref.WeakKeyDictionary()
+"""An entry of a module's last state_dict, and its version then: a sample, by which writes are seen."""
 
 
 def _tell_masters(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    _SHOWN.pop(module, None)  # what was changed may be what is loaded
     for name, parameter in module._parameters.items():
         written = state_dict.get(prefix + name)
         if parameter is not None and isinstance(written, Tensor):

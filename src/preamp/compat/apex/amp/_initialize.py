@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any
 
 import torch
 from torch import nn
 
-from ....errors import kind_of
+from ....errors import PreampWarning, kind_of
 from .._scaler import LossScaler
 from ..fp16_utils import FP16_Optimizer, convert_network
 from ..parallel import DistributedDataParallel as ApexDDP
@@ -30,15 +31,23 @@ def remember(things: list[Any]) -> None:
 
 
 def check_models(models: list[Any], wrapped: bool = False) -> None:
-    """RuntimeError for models inside a parallel wrapper, which would not see what is changed; `wrapped` allows it."""
+    """RuntimeError for models inside a parallel wrapper, which would not see what is changed; `wrapped` allows it.
+
+    Apex's own is told of only: Apex meant to refuse it, and never did.
+    """
     for model in models:
         if not isinstance(model, nn.Module):
             raise TypeError(f"amp.initialize prepares torch.nn.Modules, and got {kind_of(model)}")
+        if isinstance(model, ApexDDP) and not wrapped:
+            warnings.warn(
+                "the model is in apex.parallel.DistributedDataParallel already. It trains so; wrap it AFTER "
+                "amp.initialize, as parameters are sent in the dtypes that they have then",
+                PreampWarning,
+                stacklevel=4,
+            )
         kind = None
         if isinstance(model, nn.parallel.DistributedDataParallel):
             kind = "torch.nn.parallel.DistributedDataParallel"
-        elif isinstance(model, ApexDDP):
-            kind = "apex.parallel.DistributedDataParallel"
         elif isinstance(model, nn.DataParallel):
             kind = "torch.nn.DataParallel"
         if kind is not None and not wrapped:
@@ -108,7 +117,14 @@ def _initialize(
             release(optimizer)
         raise
     remember([*model_list, *optimizer_list])
-    _amp_state.loss_scalers = scalers
+    if _amp_state.loaded_unused:
+        warnings.warn(
+            "amp.load_state_dict() gave loss scales, and this further amp.initialize() makes new ones, so that they "
+            "are lost: call it after the last amp.initialize()",
+            PreampWarning,
+            stacklevel=3,
+        )
+    _amp_state.loss_scalers, _amp_state.loaded_unused = scalers, False
     if properties.patch_torch_functions:
         _patch_torch(model_list, optimizer_list, properties)
     if optimizers is None:

@@ -7,6 +7,7 @@ give a step up, or write new ones by a backward pass without `scale_loss`. So am
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from operator import attrgetter
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ....errors import PreampWarning
 from ....formats import LOW_DTYPES
 from .._masters import Masters, multiply_gradients
 from .._scaler import LossScaler
@@ -45,20 +47,30 @@ class GradientVersions:
         """No gradient is there that could be cleared."""
         self._had = []
 
-    def update_masters(self, parameters: Sequence[Parameter], masters: Sequence[Parameter], stepping: bool) -> None:
+    def accept(self, parameters: Sequence[Parameter]) -> None:
+        """Take the gradients that amp has left for what they are now."""
+        for gradient in map(_GRAD, parameters):
+            if hasattr(gradient, _SEEN):
+                gradient._amp_seen_version = gradient._version
+
+    def update_masters(self, parameters: Sequence[Parameter], masters: Sequence[Parameter], stepping: bool) -> bool:
         """Clear the masters' gradients whose parameters' were cleared, by whichever call.
 
+        Returns whether others were changed since amp left them, of which no master learns.
+
         `stepping`: the step comes next. Where all are None before it, somebody saves memory, and the masters' stay;
-        otherwise the pass is given up. RuntimeError for gradients that came from a backward pass elsewhere.
+        otherwise the pass is given up. Zeros clear nothing then: clipping makes them of gradients whose norm is beyond
+        float16. RuntimeError for gradients that came from a backward pass elsewhere.
         """
         gradients = list(map(_GRAD, parameters))
         with suppress(AttributeError):  # of one that is not there, or was never seen
             if list(map(attrgetter(_SEEN), gradients)) == list(map(_VERSION, gradients)):
-                return
+                return False
         had = [*self._had, *[False] * (len(parameters) - len(self._had))]
         odd = [g for g in gradients if g is not None and getattr(g, _SEEN, None) != g._version]
         zeros = {id(gradient) for gradient in odd if not gradient.numel()} | _zeros(odd)
-        cleared = [(p, m) for p, m, h in zip(parameters, masters, had, strict=True) if h and _is_cleared(p, zeros)]
+        gone = set() if stepping else zeros
+        cleared = [(p, m) for p, m, h in zip(parameters, masters, had, strict=True) if h and _is_cleared(p, gone)]
         whole = bool(cleared) and len(cleared) == sum(had)
         if not (stepping and whole and all(parameter.grad is None for parameter, _ in cleared)):
             for parameter, master in cleared:
@@ -80,6 +92,9 @@ class GradientVersions:
                     "backward pass, with all optimizers that are to step for it; change gradients through "
                     "amp.master_params(optimizer); and clear what another loss left with optimizer.zero_grad()"
                 )
+        return any(
+            h and g is not None and getattr(g, _SEEN, None) != g._version for g, h in zip(gradients, had, strict=True)
+        )
 
 
 def _is_cleared(parameter: Parameter, zeros: set[int]) -> bool:
@@ -87,17 +102,28 @@ def _is_cleared(parameter: Parameter, zeros: set[int]) -> bool:
 
 
 def _zeros(gradients: Sequence[Tensor]) -> set[int]:
-    """Which gradients hold nothing but zeros. Waits for the device, if there are any to look at."""
+    """Which gradients were zeroed. Waits for the device, if there are any to look at.
+
+    None, if they are products with zero, which keep signs: clipping leaves them, and gives nothing up.
+    """
     dense = [gradient for gradient in gradients if gradient.layout is torch.strided and gradient.numel()]
     if not dense:
         return set()
     largest = torch.stack([norm.to(dense[0].device) for norm in torch._foreach_norm(dense, float("inf"))])
-    return {id(gradient) for gradient, size in zip(dense, largest.tolist(), strict=True) if size == 0}
+    zeros = [gradient for gradient, size in zip(dense, largest.tolist(), strict=True) if size == 0]
+    return set() if any(bool(torch.signbit(each).any()) for each in zeros) else set(map(id, zeros))
 
 
 NO_CLOSURE = (
     "Currently, Amp does not support closure use with optimizers. A closure runs backward inside step(), where its "
     "gradients would still be scaled; call step() without one, after `with amp.scale_loss(...)`."
+)
+
+
+UNREAD = (
+    "gradients of the model's 16-bit parameters were changed between amp.scale_loss and optimizer.step(), by clipping "
+    "model.parameters(), say. That is without effect, as with NVIDIA's Apex: the step takes those of the float32 "
+    "masters. Write torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
 )
 
 
@@ -124,6 +150,7 @@ class AmpOptimizerState(Masters):
         """The handle whose casts `step` runs without."""
         self.undo: list[Callable[[], None]] = []
         self._reason = (0, 1.0)
+        self._told = False
 
     def lazy_init(self) -> None:
         """Make the masters, once; without masters look at the optimizer's parameters, which may be others by now."""
@@ -194,7 +221,12 @@ class AmpOptimizerState(Masters):
         """Learn of gradients that were cleared by others; RuntimeError for such as no master has learnt of."""
         if self.master_weights and not self.params_have_scaled_gradients:
             self.lazy_init()
-            self.versions.update_masters(self.all_fp16_params, self.all_fp32_from_fp16_params, stepping)
+            changed = self.versions.update_masters(self.all_fp16_params, self.all_fp32_from_fp16_params, stepping)
+            if changed and stepping:
+                self.versions.accept(self.all_fp16_params)
+                if not self._told:
+                    warnings.warn(UNREAD, PreampWarning, stacklevel=3)
+                self._told = True
 
     def clear_master_gradients(self) -> None:
         """Make the gradients of all masters None."""
@@ -242,6 +274,7 @@ class AmpOptimizerState(Masters):
         loss_id, scale = self._reason
         maybe_print(f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {scale}")
         self.clear_master_gradients()
+        self.versions.accept(self.all_fp16_params)
 
     # -- saving and loading
 

@@ -12,6 +12,13 @@ from ._amp_state import _amp_state
 from .handle import AmpHandle, NoOpHandle
 from .lists import functional_overrides, tensor_overrides, torch_overrides
 
+_UNMIXED: list[tuple[Any, list[str]]] = [
+    (torch, ["einsum", "tensordot", "inner", "vdot", "lerp", "chain_matmul", "index_add", "scatter", "scatter_add"]),
+    (torch.linalg, ["matmul", "multi_dot", "vecdot"]),
+    (torch.nn.functional, ["scaled_dot_product_attention"]),
+    (torch.Tensor, ["inner", "vdot", "lerp", "index_add", "scatter", "scatter_add"]),
+]
+"""Functions in none of Apex's lists that fail where some arguments are 16-bit: they compute at the widest type."""
 _DECORATOR_HANDLE: AmpHandle | NoOpHandle | None = None
 _USER_CAST_REGISTRY: set[tuple[Any, str, str]] = set()
 """(module, name, "half" or "float") to patch at the next `init` or `initialize`."""
@@ -112,7 +119,12 @@ def init(
 
 
 def _patch(handle: AmpHandle, verbose: bool, allow_banned: bool) -> None:
-    """In the order in which wrappers must lie over one another: a user's own choice outermost."""
+    """In the order in which wrappers must lie over one another: a user's own choice outermost.
+
+    Names of `torch` that stand for the same function in `torch.nn.functional` are patched there, too.
+    """
+    functional = torch.nn.functional
+    both = {name for name in dir(functional) if getattr(functional, name) is getattr(torch, name, None)}
     low, full = utils.caster_to(handle.half_type), utils.caster_to(torch.float32)
     chosen = _take_registered(handle, verbose)
     for overrides in (functional_overrides, torch_overrides, tensor_overrides):
@@ -121,6 +133,14 @@ def _patch(handle: AmpHandle, verbose: bool, allow_banned: bool) -> None:
             wrap.cached_cast(module, name, low, handle, try_caching=True, verbose=verbose)
         for name in _without(overrides.FP32_FUNCS, module, chosen):
             wrap.cached_cast(module, name, full, handle, try_caching=False, verbose=verbose)
+    for name in _without([name for name in torch_overrides.FP16_FUNCS if name in both], functional, chosen):
+        if name not in functional_overrides.FP16_FUNCS:
+            wrap.cached_cast(functional, name, low, handle, try_caching=True, verbose=verbose)
+    for name in _without([name for name in torch_overrides.CASTS if name in both], functional, chosen):
+        wrap.promote(functional, name, handle)
+    for module, names in _UNMIXED:
+        for name in _without(names, module, chosen):
+            wrap.promote(module, name, handle)
     for listed in (torch_overrides, tensor_overrides):
         for name in _without([*listed.CASTS, *listed.SEQUENCE_CASTS], listed.MODULE, chosen):
             wrap.promote(listed.MODULE, name, handle)
@@ -128,7 +148,7 @@ def _patch(handle: AmpHandle, verbose: bool, allow_banned: bool) -> None:
         wrap.err_if_any_half(torch_overrides.MODULE, name, handle)
     for name in utils.as_inplace(tensor_overrides.FP32_FUNCS):
         wrap.err_if_arg0_half(tensor_overrides.MODULE, name, handle)
-    for name in utils.as_inplace([*tensor_overrides.FP16_FUNCS, *tensor_overrides.CASTS]):
+    for name in utils.as_inplace([*tensor_overrides.FP16_FUNCS, *tensor_overrides.CASTS, *_UNMIXED[-1][1]]):
         wrap.promote_match_arg0(tensor_overrides.MODULE, name, handle)
     rnn_compat.whitelist_rnn_cells(handle, verbose)
     for banning in (functional_overrides, torch_overrides, tensor_overrides):

@@ -45,7 +45,7 @@ def scale_loss(
     if not _amp_state.opt_properties.enabled:
         yield loss
         return
-    scaler = _amp_state.loss_scalers[loss_id]
+    scaler, _amp_state.loaded_unused = _amp_state.loss_scalers[loss_id], False
     chosen = as_list(optimizers)
     handle = getattr(_amp_state, "handle", None)
     try:

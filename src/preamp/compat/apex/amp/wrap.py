@@ -63,7 +63,10 @@ def make_promote_wrapper(function: Function, handle: Casts) -> Function:
 def _widened(handle: Casts, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     if not kwargs and len(args) == 2:  # nearly always, and nearly always there is nothing to do
         left, right = args
-        if not isinstance(right, Tensor) or not isinstance(left, Tensor) or left.dtype is right.dtype:
+        if isinstance(left, Tensor) and isinstance(right, Tensor):
+            if left.dtype is right.dtype:
+                return args, kwargs
+        elif not isinstance(right, (list, tuple)):  # einsum takes its operands as one
             return args, kwargs
     dtype = widest(_dtypes(handle, (*args, *kwargs.values())))
     return (args, kwargs) if dtype is None else casted_args(handle.caster(dtype), args, kwargs)
