@@ -161,6 +161,7 @@ def test_schedule_free_exchanges_masters(level: str) -> None:
     assert inside.isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore:.*rounds to the nearest")
 @pytest.mark.parametrize("level", ["O3", "O5,masters=no"])
 def test_schedule_free_without_masters(level: str) -> None:
     """Its states are 16-bit then, as the parameters are, which float32 parameters would not fit."""

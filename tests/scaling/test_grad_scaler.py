@@ -186,3 +186,45 @@ def test_a_disabled_scaler_steps_through() -> None:
     assert torch.allclose(one(scaler, 1.0).detach(), torch.full((3,), 0.9))
     scaler.update()
     assert scaler.state_dict() == {} and not scaler.skipped and not list(scaler.history)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("found", [1.0, math.inf])
+@pytest.mark.parametrize("unscale", [True, False])
+def test_complex_gradients(optimizer: type[torch.optim.Optimizer], found: float, unscale: bool) -> None:
+    torch.manual_seed(0)
+    parameters = [Parameter(torch.randn(4, dtype=torch.complex64)), Parameter(torch.randn(3))]
+    plain = [Parameter(p.detach().clone()) for p in parameters]
+    scaler, results = preamp.GradScaler("cpu", init_scale=1024.0), []
+    for own, scaled in ((parameters, True), (plain, False)):
+        made = optimizer(own, lr=0.1)
+        loss = (own[0] * torch.tensor([1j, 1, 2, 3])).abs().square().sum() + own[1].square().sum()
+        (scaler.scale(loss) if scaled else loss).backward()
+        own[0].grad[0] *= found
+        if unscale and scaled:
+            scaler.unscale_(made)
+        if scaled:
+            scaler.step(made)
+            scaler.update()
+        elif found == 1.0:
+            made.step()
+        results.append(own)
+    assert scaler.skipped is (found != 1.0)
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_step_inside_of_an_open_region_is_seen_by_the_next_forward_pass() -> None:
+    torch.manual_seed(0)
+    layer, x = torch.nn.Linear(8, 4), torch.randn(16, 8)
+    optimizer, scaler = torch.optim.SGD(layer.parameters(), lr=0.1), preamp.GradScaler("cpu", init_scale=8.0)
+    losses = []
+    with preamp.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            loss = layer(x).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[2] < losses[1] < losses[0]

@@ -279,8 +279,11 @@ class Masters:
         finally:
             self.swap_out(wide)
 
-    def rename(self, paths: Mapping[Parameter, str]) -> None:
-        """Name masters by the present paths of their parameters in the models."""
+    def rename(self, named: Iterable[tuple[str, Parameter]]) -> None:
+        """Name masters by the present paths of their parameters in the models; the first of several."""
+        paths: dict[Parameter, str] = {}
+        for path, parameter in named:
+            paths.setdefault(parameter, path)
         taken = set(paths.values())
         for parameter, leaf in self._leaves.items():
             leaf.name = paths.get(parameter) or (f"(removed):{leaf.name}" if leaf.name in taken else leaf.name)

@@ -194,13 +194,13 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """As torch's, but for all parameters at once: bookkeeping for each takes longer than unscaling a small one."""
-        gradients = _gradients(optimizer)
+        gradients = [torch.view_as_real(g) if g.is_complex() else g for g in _gradients(optimizer)]
         dtypes, dense = set(map(_DTYPE, gradients)), set(map(_LAYOUT, gradients)) == {torch.strided}
         if not allow_fp16 and torch.float16 in dtypes:
             raise ValueError("Attempting to unscale FP16 gradients.")
         sharded = any_sharded(gradients)
         alike = dense and len(dtypes) == 1 and set(map(_DEVICE, gradients)) == {found_inf.device}
-        if not sharded and not alike:
+        if not sharded and not alike and not any(map(torch.is_complex, _gradients(optimizer))):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if sharded:  # torch agrees as the first gradient is placed, which may be whole on all ranks
             return {found_inf.device: check_and_unscale_(gradients, inv_scale).to(found_inf.device)}

@@ -262,11 +262,12 @@ class PendingScales:
 
     def settle(self, name: str | None, offender: Callable[[], str | None]) -> None:
         """Update the scale of a loss (None: every scale). May raise `ScaleCollapse`, naming `offender()`."""
+        stepped, self._stepped = self._stepped, set()
         for each in [due for due in self.due if name in (None, due)]:
             reading, host_skipped = self.due.pop(each)
             self._ran.discard(each)
             outstanding = (
-                [] if self._losses.separate_scales else [o for o in self._optimizers if o not in self._stepped]
+                [] if self._losses.separate_scales else [o for o in self._optimizers if o not in stepped]
             )
             outstanding = [o for o in outstanding if o not in self._gradients]
             device = reading.found.device
@@ -278,7 +279,6 @@ class PendingScales:
                     ratio = self._losses[each].current(device) / before
                     for optimizer in outstanding:
                         multiply_(gradients_of(optimizer), ratio)
-        self._stepped.clear()
 
     def clear(self) -> None:
         """Drop all pending updates."""

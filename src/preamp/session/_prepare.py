@@ -304,8 +304,8 @@ def _warn_of_float64(models: Mapping[str, nn.Module], policy: Policy) -> None:
 
 def _warn_of_rounding(optimizer: Optimizer, policy: Policy) -> None:
     rounds_well = getattr(optimizer, "rounding", "nearest") == "stochastic"
-    meant = policy.level == "O3" or optimizer.param_groups[0].get("kahan_sum", False)
-    if policy.params in LOW_DTYPES and not rounds_well and not meant:
+    rounds_well = rounds_well or optimizer.param_groups[0].get("kahan_sum", False)
+    if policy.params in LOW_DTYPES and policy.norms is torch.float32 and not rounds_well:  # O3 is meant so
         warnings.warn(
             f"{type(optimizer).__name__} steps {name_of(policy.params)} weights without masters and rounds to the "
             "nearest: an update below 2^-9 of its weight is lost each time, as most are. Use "

@@ -434,7 +434,7 @@ class Session:
         """
         self._check_open()
         self._settle(None)
-        self._masters.rename({parameter: path for path, parameter in self._named()})
+        self._masters.rename(self._named())
         return {
             "version": STATE_VERSION,
             "policy": str(self.policy),
@@ -453,7 +453,7 @@ class Session:
         check_state(state, str(self.policy), self._losses)
         for each in self._optimizers.values():
             self._gradients.forget(each)
-        self._masters.rename({parameter: path for path, parameter in self._named()})
+        self._masters.rename(self._named())
         self._masters.load(state["masters"])
         self._losses.load_state_dict(state["losses"])
         self._attempts, self._losses.skips = int(state["steps"]), Skips(int(state["skipped"]))

@@ -131,7 +131,7 @@ class OptimizerSteps:
         """Refuse a step by the caller itself if it would do harm."""
         if self._stepping is optimizer or self._full.depth:  # where parameters are masters, and gradients true
             return
-        with_closure = any(each is not None for each in (*args, *kwargs.values()))
+        with_closure = any(map(callable, (*args, *kwargs.values())))
         check_own_step(optimizer, self._masters, self._losses.scaled, self._pending.running, with_closure)
 
     _before_step.changes_nothing = True  # type: ignore[attr-defined]
