@@ -5,7 +5,7 @@ Only this room asks what has changed since the last step.
 
 from .buckets import Bucket, Buckets, Collected
 from .gradients import Gradients
-from .leaves import gradients_of, parameters_in, parameters_of
+from .leaves import clear_gradients, gradients_of, parameters_in, parameters_of
 from .masters import Masters
 from .no_masters import NoMasters
 from .split import SplitMasters
@@ -21,6 +21,7 @@ __all__ = [
     "NoMasters",
     "SplitMasters",
     "Steps",
+    "clear_gradients",
     "gradients_of",
     "parameters_in",
     "parameters_of",

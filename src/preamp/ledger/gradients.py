@@ -354,6 +354,17 @@ class Gradients:
         norm = self._norm_of(optimizer, order) if record.true or order != 2.0 else record.reading.norm
         return norm if record.factor is None else norm * record.factor
 
+    def clip_by_norm(self, optimizers: Sequence[Optimizer], most: float, order: float, *, at_once: bool) -> Tensor:
+        """Clip by the common norm of some order, to `most`; returns it. `at_once`: not by a factor of the step."""
+        for each in optimizers:
+            self.norm(each)  # the report has the norm before clipping
+            if at_once:
+                self.make_true(each)
+        norms = [self.norm_now(each, order) for each in optimizers]
+        norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
+        self.clip(optimizers, (most / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
     def clip(self, optimizers: Sequence[Optimizer], coefficient: Tensor) -> None:
         """Clip optimizers' gradients by their common norm: at once if they are true, else through their factor.
 

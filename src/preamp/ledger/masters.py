@@ -239,9 +239,8 @@ class Masters:
         yield "parameters", parameter.data if leaf is None else leaf.low
         if leaf is not None:
             yield "masters", leaf.stored
-            yield from (
-                ("gradients", grad) for grad in (leaf.aside, leaf.other and leaf.other.grad) if grad is not None
-            )
+            late = None if leaf.other is None else leaf.other.grad
+            yield from (("gradients", grad) for grad in (leaf.aside, late) if grad is not None)
         if parameter.grad is not None:
             yield "gradients", parameter.grad
 

@@ -18,7 +18,7 @@ from ..frameworks import unwrap
 from ..ledger import Masters, wrappers_of
 from ..modules import unwrapped
 from ..optim import FusedOptimizer
-from ..sharding import agreed_largest, gathered_as, is_sharded, sharded_parts
+from ..sharding import gathered_as, is_sharded, sharded_parts
 from ._losses import Losses
 
 _DTYPE = attrgetter("dtype")
@@ -32,57 +32,6 @@ def check_loss(loss: Any) -> None:
         raise SessionError(f"backward() takes one number and got the shape {tuple(loss.shape)}: reduce it, .mean()")
 
 
-def check_backward_ran(losses: Sequence[str], steps: int, scaled: bool) -> None:
-    """A step needs losses whose backward passes have run; `steps`: how many were made before."""
-    if not losses:
-        since = " since the last step" if steps else ""
-        why = (
-            ": there the loss is scaled, and gradients of loss.backward() alone would vanish when they are unscaled. "
-            "Write session.backward(loss) in place of loss.backward(), before each session.step(). For gradients that "
-            "are made by hand, make them of session.scale(loss)"
-            if scaled
-            else ", and no gradient has come since: it would change nothing, or repeat a step. Run "
-            "session.backward(loss) before each session.step()"
-        )
-        raise SessionError(f"step() without session.backward(){since}{why}")
-
-
-def check_stepped_once(optimizers: Iterable[Optimizer]) -> None:
-    """Scaled gradients are unscaled in place, so that a second step of the same ones would unscale them again."""
-    for optimizer in optimizers:
-        raise SessionError(
-            f"step() of this {type(optimizer).__name__} a second time after one session.backward(): its gradients are "
-            "unscaled already, and would be once more. Step each optimizer once for each backward pass"
-        )
-
-
-def check_gradients_left(parameters: Sequence[nn.Parameter], chosen: Sequence[Optimizer], every: int) -> None:
-    """After a scaled backward pass a step has gradients to apply."""
-    if not parameters:
-        part = (
-            f". An optimizer ({type(chosen[0]).__name__} here) whose parameters had no part in this loss need not be "
-            "stepped: leave it out, session.step(optimizer) of the others"
-            if len(chosen) < every
-            else ""
-        )
-        raise SessionError(
-            "step() finds no gradient, and would change nothing: they were cleared after session.backward(), or the "
-            "loss reaches no parameter of the optimizer. Clear gradients after session.step(), or before the forward "
-            f"pass{part}"
-        )
-
-
-def check_optimizer_given(optimizers: Mapping[str, Optimizer], scaled: bool, masters: Masters) -> None:
-    """Gradients of a session without an optimizer: nobody would unscale them, or step the float32 masters."""
-    if not optimizers and (scaled or len(masters)):
-        why = "are multiplied by the loss scale" if scaled else "belong to 16-bit copies of float32 masters"
-        raise SessionError(
-            f"backward() in a session that was prepared without an optimizer: the gradients {why}, and an optimizer "
-            "of your own would step them as they are. Give prepare() the optimizer and write session.step(); for "
-            "gradients of inputs, session.grad(loss, x)"
-        )
-
-
 def check_not_cast(parameters: Sequence[nn.Parameter], named: Callable[[], Iterable[tuple[str, nn.Parameter]]]) -> None:
     """Under a policy that keeps weights in float32, those that are stepped are to stay so."""
     for dtype in set(map(_DTYPE, parameters)) & LOW_DTYPES:
@@ -92,24 +41,6 @@ def check_not_cast(parameters: Sequence[nn.Parameter], named: Callable[[], Itera
             f"the parameter {path} was cast to {name_of(dtype)} after prepare(), and the policy steps float32 weights: "
             "small updates of 16-bit ones are rounded away. Leave out .half() or .to(...) (the session's regions cast "
             "by themselves), or take level='O2' or 'O5', which keep float32 masters"
-        )
-
-
-def check_clipped_in_time(name: str, due: bool) -> None:
-    """Clipping counts from a backward pass to the step; before and after it there is nothing to clip."""
-    if not due:
-        raise SessionError(
-            f"{name}() finds no gradient that a step is due for, and would change nothing: call it after "
-            "session.backward(loss) and before session.step()"
-        )
-
-
-def check_clipped_once(chosen: Sequence[Optimizer], share: bool) -> None:
-    """Optimizers that have parameters in common clip one by one."""
-    if share and len(chosen) > 1:
-        raise SessionError(
-            "optimizers of this session have parameters in common, whose gradients would be clipped once for each: "
-            "clip by one, clip_grad_norm_(max_norm, optimizer=optimizer)"
         )
 
 
@@ -163,17 +94,6 @@ def check_gathered_full(models: Iterable[nn.Module]) -> None:
                 "Validate in the session's precision, or write the float32 model with preamp.checkpoint.export and run "
                 "that; to read parameters, full_precision(values_only=True)"
             )
-
-
-def check_scaled_somewhere(losses: Losses, ran: Sequence[str], device: torch.device, group: Any) -> None:
-    """Before the first step: the loss of some stage must have been scaled. A host sync."""
-    scales = any(losses[name].inverse(device) is not None for name in losses)
-    if scales and not bool(agreed_largest(torch.tensor(float(len(ran)), device=device), group)):
-        raise SessionError(
-            "no stage of the group has scaled its loss, and gradients that are not scaled would vanish when they "
-            "are unscaled. Where the loss is computed, write session.backward(loss), or have the schedule's "
-            "loss_fn return session.scale(loss)"
-        )
 
 
 def check_sharded_late(models: Iterable[nn.Module]) -> None:
@@ -252,6 +172,8 @@ def named_parameters(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.
 
 def warn_rounded(masters: Masters) -> None:
     """Once: masters were replaced by 16-bit values that were loaded."""
+    if masters.rounded is None:
+        return
     warnings.warn(
         f"{masters.rounded} and others were loaded from a state that has them in 16 bits, and their float32 masters "
         "with them: what was below that precision is lost. To go back to an earlier point (a range test of learning "

@@ -266,9 +266,7 @@ class PendingScales:
         for each in [due for due in self.due if name in (None, due)]:
             reading, host_skipped = self.due.pop(each)
             self._ran.discard(each)
-            outstanding = (
-                [] if self._losses.separate_scales else [o for o in self._optimizers if o not in stepped]
-            )
+            outstanding = [] if self._losses.separate_scales else [o for o in self._optimizers if o not in stepped]
             outstanding = [o for o in outstanding if o not in self._gradients]
             device = reading.found.device
             before = self._losses[each].current(device) if outstanding else None

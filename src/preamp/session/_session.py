@@ -18,27 +18,19 @@ from ..errors import SessionError
 from ..formats import LOW_DTYPES
 from ..frameworks import unwrap
 from ..kernels import Reading, clip_values_
-from ..ledger import Gradients, Masters, gradients_of, parameters_in, state_like_parameters
+from ..ledger import Gradients, Masters, clear_gradients, gradients_of, state_like_parameters
 from ..modules import Conversion
 from ..policy import Policy
 from ..sharding import flat_group, is_sharded, sharded_parts
 from ._capture import CapturedStep, Rates
 from ._checks import (
     STATE_VERSION,
-    check_backward_ran,
-    check_clipped_in_time,
-    check_clipped_once,
     check_gathered_full,
-    check_gradients_left,
-    check_hooks,
     check_loss,
     check_no_sync,
     check_not_cast,
-    check_optimizer_given,
-    check_scaled_somewhere,
     check_sharded_late,
     check_state,
-    check_stepped_once,
     first_nonfinite,
     named_parameters,
     names_of,
@@ -48,7 +40,7 @@ from ._checks import (
 )
 from ._losses import Losses, PendingScales
 from ._memory import Memory, memory_of
-from ._plain import PlainBackward
+from ._order import CallOrder
 from ._regions import FullPrecision, Joining, OpenRegions, SessionRegion, held_kernels, not_synchronised, warn_outside
 from ._report import Skips, StepReport
 from ._step import OptimizerSteps
@@ -87,13 +79,15 @@ class Session:
         self._models, self._optimizers = dict(models), dict(optimizers)
         self._losses, self._masters, self._conversions = losses, masters, list(conversions)
         self._group, self._shares, self._why = group, shares, why
-        own = list(self._optimizers.values())
+        own = list(optimizers.values())
         self._gradients = Gradients(masters, own, device_type, group)
         self._pending = PendingScales(losses, self._gradients, own)
         self._full = FullPrecision(models.values(), masters, conversions)
         self._steps = OptimizerSteps(own, self._gradients, masters, losses, self._pending, self._full, skip)
         self._steps.wrappers = {optimizers[k]: v for k, v in (given or {}).items() if v is not optimizers[k]}
-        self._plain = PlainBackward(own if losses.scaled else (), self._gradients, self._pending, self._full)
+        self._order = CallOrder(
+            optimizers, self._gradients, masters, losses, self._pending, self._full, group, self.is_stage
+        )
         self._regions = OpenRegions()
         self._rates = Rates()
         self._sharded = any(is_sharded(p) for model in models.values() for p in model.parameters())
@@ -156,7 +150,7 @@ class Session:
         if self._losses.separate_scales:
             raise SessionError(f"the loss {name!r} has a scale of its own: write session.backward(loss, name={name!r})")
         self._pending.ran(name)
-        self._plain.scaled_by_hand = True
+        self._order.scaled_by_hand = True
         return self._losses[name].scale(loss)
 
     @uncompiled
@@ -176,7 +170,7 @@ class Session:
             run = functools.partial(scale.scale(loss).backward, **kwargs)
         else:
             run = functools.partial(loss.backward, seed, **kwargs)
-        with self._pending.running_of(name), self._plain.not_so():
+        with self._pending.running_of(name), self._order.backward_of_ours():
             if self._losses.separate_scales:
                 self._pending.void_zeroed()
                 readings = self._gradients.add_unscaled(run, scale.inverse(loss.device))
@@ -190,15 +184,12 @@ class Session:
         self._check_open()
         check_loss(loss)
         name = self._losses.named(name)
-        check_optimizer_given(self._optimizers, self._losses.scaled, self._masters)
-        if not self._attempts and self.policy.params in LOW_DTYPES:
-            check_hooks(self._models)
         if not self._in_regions:  # of the first loss only
             self._in_regions = True
             warn_outside(loss, self.policy)
         if not self._full.depth:
             self._gradients.rest()
-            self._plain.check()
+        self._order.check_backward(self._models if not self._attempts and self.policy.params in LOW_DTYPES else None)
         self._settle(name)
         if self._gradients.carried:
             self._gradients.scale_carried(None if self._losses.separate_scales else self._losses[name].scale)
@@ -252,24 +243,17 @@ class Session:
         """
         self._check_open()
         chosen = selected(self._optimizers, optimizer)
-        check_clipped_in_time("clip_grad_norm_", self._is_due(chosen))
-        check_clipped_once(chosen, self._shares)
+        self._order.check_clip("clip_grad_norm_", chosen, self._shares)
         for each in chosen:
             self._read(each)
-            self._gradients.norm(each)  # the report has the norm before clipping
-            if self._shares:
-                self._gradients.make_true(each)  # so that they are clipped now, and not by each step
-        norms = [self._gradients.norm_now(each, norm_type) for each in chosen]
-        norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        self._gradients.clip(chosen, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-        return norm
+        return self._gradients.clip_by_norm(chosen, max_norm, norm_type, at_once=self._shares)
 
     @uncompiled
     def clip_grad_value_(self, clip_value: float, *, optimizer: Optimizer | None = None) -> None:
         """Clamp every entry of the true gradients to [-clip_value, clip_value]."""
         self._check_open()
         chosen = selected(self._optimizers, optimizer)
-        check_clipped_in_time("clip_grad_value_", self._is_due(chosen))
+        self._order.check_clip("clip_grad_value_", chosen)
         self.unscale_(optimizer)
         for each in chosen:
             self._gradients.norm(each)
@@ -281,14 +265,6 @@ class Session:
             names = self._pending.names or list(self._losses)
             inverse = self._losses[names[0]].inverse(self._gradients.device)
         return self._gradients.read(optimizer, inverse, steps_next)
-
-    def _is_due(self, chosen: Sequence[Optimizer]) -> bool:
-        """Whether a backward pass has run that a step of these optimizers is to follow."""
-        if self.is_stage or self._gradients.carried:
-            return True
-        if self._losses.scaled:
-            return bool(self._pending.names) and not all(map(self._pending.has_stepped, chosen))
-        return self._pending.running or any(map(self._gradients.is_due, chosen))
 
     def memory(self) -> Memory:
         """What this process holds from step to step, in bytes, by kind; `preamp.plan` counts the same beforehand.
@@ -311,26 +287,15 @@ class Session:
         """
         self._check_open()
         chosen = selected(self._optimizers, optimizer)
-        device, ran = self._gradients.device, self._pending.names
-        if self.is_stage and not self._losses.separate_scales:
-            if not self._attempts:
-                check_scaled_somewhere(self._losses, ran, device, self._group)
-            ran = ran or self._pending.all_ran()  # and were scaled where they were computed
-        scales = self._losses.scaled and not self._losses.separate_scales
-        if not ran and not self._losses.scaled and any(map(self._gradients.is_due, self._optimizers.values())):
-            ran = self._pending.all_ran()  # by loss.backward(), which is right without a scale
-        check_backward_ran(ran, self._attempts, self._losses.scaled)
-        if scales:
-            check_stepped_once(filter(self._pending.has_stepped, chosen))
-        scale = self._losses[ran[0]].current(device)
+        ran = self._order.check_step(chosen, self._attempts)
+        scale = self._losses[ran[0]].current(self._gradients.device)
         # of several not: a hook around the step of one may change the gradients of another after they were copied
         readings = [self._read(each, steps_next=len(chosen) == 1) for each in chosen]
         norm, scaled = self._gradients.norm_of_all(chosen)
         parameters = list(itertools.chain.from_iterable(self._gradients[each].parameters for each in chosen))
         if self.policy.params is torch.float32:
             check_not_cast(parameters, self._named)
-        if self._losses.scaled and not self.is_stage:
-            check_gradients_left(parameters, chosen, len(self._optimizers))
+        self._order.check_gradients(parameters, chosen)
         skipped: list[bool | None] = []
         try:
             for each, reading in zip(chosen, readings, strict=True):
@@ -340,17 +305,14 @@ class Session:
             for each in chosen:
                 self._gradients.forget(each)
             self._reshard()  # weights that an evaluation since backward has gathered are out of date
-        for each in () if self._losses.scaled else chosen:
-            self._gradients.mark_stepped(each)
-        if self._masters.rounded is not None:
-            warn_rounded(self._masters)
+        self._order.stepped(chosen)
+        warn_rounded(self._masters)
         read = functools.reduce(Reading.merged, readings)
         names = functools.partial(names_of, parameters, self._named)
-        report = StepReport(self._attempts, read.found, scale, norm, read.nonfinite, names, scaled)
+        self.last_step = report = StepReport(self._attempts, read.found, scale, norm, read.nonfinite, names, scaled)
         host_skipped = None if None in skipped else any(skipped)
         self._losses.skips.count(self._attempts, read.found, host_skipped)
         self._attempts += 1
-        self.last_step = report
         self._pending.stepped(chosen, read, host_skipped)
         if len(chosen) == len(self._optimizers):
             self._settle(None)
@@ -367,11 +329,7 @@ class Session:
         if optimizer is None:
             self._pending.forget_backward()
             for model in self._models.values():
-                if not set_to_none or type(model).zero_grad is not nn.Module.zero_grad:
-                    model.zero_grad(set_to_none)
-                    continue
-                for parameter in parameters_in(model):
-                    parameter.grad = None
+                clear_gradients(model, set_to_none)
 
     def capture(self, function: Callable[..., Any], *, warmup: int = 3) -> CapturedStep:
         """`function`, a whole training step on tensors, as a CUDA graph: it pays off where kernels are short.
@@ -468,7 +426,7 @@ class Session:
         self._regions.leave()
         torch.clear_autocast_cache()
         self._full.leave()
-        self._plain.close()
+        self._order.close()
         true = self._true_gradients()
         self._steps.close()
         self._reshard()

@@ -1,0 +1,187 @@
+"""The order of a session's calls: backward passes, clipping, steps. What would do harm in another order is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ..errors import SessionError
+from ..ledger import Gradients, Masters, parameters_of
+from ..sharding import agreed_largest
+from ._checks import check_hooks
+from ._losses import Losses, PendingScales
+from ._regions import FullPrecision
+
+
+class CallOrder:
+    """Checks calls before they do anything, and notices backward passes that are not the session's.
+
+    The latter by a look at the first parameter of each optimizer as its gradient comes: a hook on each of a thousand
+    parameters would take as long as the backward pass of a small model.
+    """
+
+    def __init__(
+        self, optimizers: Mapping[str, Optimizer], gradients: Gradients, masters: Masters, losses: Losses,
+        pending: PendingScales, full: FullPrecision, group: Any, is_stage: bool,
+    ) -> None:  # fmt: skip
+        self._optimizers, self._gradients, self._masters = list(optimizers.values()), gradients, masters
+        self._losses, self._pending, self._full, self._group = losses, pending, full, group
+        self._is_stage = is_stage
+        self.scaled_by_hand = False
+        """Whether the session has given out a scaled loss, so that any backward pass may be that of such a one."""
+        self._ours = 0
+        self._seen: list[tuple[Parameter, Any]] = []
+        for optimizer in self._optimizers if losses.scaled else ():
+            first = next((p for p in parameters_of(optimizer) if p.is_leaf and p.requires_grad), None)
+            if first is not None:
+                self._seen.append((first, first.register_post_accumulate_grad_hook(self._gradient_came(optimizer))))
+
+    def close(self) -> None:
+        """Notice nothing more."""
+        for _, hook in self._seen:
+            hook.remove()
+
+    # -- backward
+
+    def check_backward(self, low: Mapping[str, nn.Module] | None) -> None:
+        """Before a backward pass: somebody steps its gradients, and they fit those that are there.
+
+        `low`: before the first step, models with 16-bit parameters.
+        """
+        if low is not None:
+            check_hooks(low)
+        scaled = self._losses.scaled
+        if not self._optimizers and (scaled or len(self._masters)):
+            why = "are multiplied by the loss scale" if scaled else "belong to 16-bit copies of float32 masters"
+            raise SessionError(
+                f"backward() in a session that was prepared without an optimizer: the gradients {why}, and an "
+                "optimizer of your own would step them as they are. Give prepare() the optimizer and write "
+                "session.step(); for gradients of inputs, session.grad(loss, x)"
+            )
+        for parameter, _ in () if self._full.depth else self._seen:
+            grad = parameter.grad
+            if grad is not None and getattr(grad, "_preamp_plain", None) == grad._version:
+                raise SessionError(
+                    "there are gradients of a loss.backward() that is not the session's, and those of "
+                    "session.backward() are multiplied by the loss scale: added to them the former would vanish when "
+                    "they are unscaled. Write session.backward(loss) for each loss, or clear gradients in between"
+                )
+
+    @contextmanager
+    def backward_of_ours(self) -> Iterator[None]:
+        """Wrap a backward pass of the session."""
+        self._ours += 1
+        try:
+            yield
+        finally:
+            self._ours -= 1
+
+    def _gradient_came(self, optimizer: Optimizer) -> Any:
+        def came(parameter: Parameter) -> None:
+            if self._ours or self.scaled_by_hand or self._full.depth or parameter.grad is None:
+                return
+            if optimizer in self._gradients and self._gradients[optimizer].true:
+                return
+            if self._pending.running:
+                raise SessionError(
+                    "a loss.backward() after session.backward() has added gradients to those that are multiplied by "
+                    "the loss scale, which these are not: they would vanish when they are unscaled. Write "
+                    "session.backward(loss) for each loss, or session.unscale_() before it"
+                )
+            parameter.grad._preamp_plain = parameter.grad._version  # type: ignore[attr-defined]
+
+        return came
+
+    # -- between backward and step
+
+    def check_clip(self, name: str, chosen: Sequence[Optimizer], shares: bool = False) -> None:
+        """Clipping counts from a backward pass to the step; before and after it there is nothing to clip.
+
+        `shares`: optimizers have parameters in common, which clip one by one.
+        """
+        if shares and len(chosen) > 1:
+            raise SessionError(
+                "optimizers of this session have parameters in common, whose gradients would be clipped once for each: "
+                "clip by one, clip_grad_norm_(max_norm, optimizer=optimizer)"
+            )
+        if self._is_stage or self._gradients.carried:
+            due = True
+        elif self._losses.scaled:
+            due = bool(self._pending.names) and not all(map(self._pending.has_stepped, chosen))
+        else:
+            due = self._pending.running or any(map(self._gradients.is_due, chosen))
+        if not due:
+            raise SessionError(
+                f"{name}() finds no gradient that a step is due for, and would change nothing: call it after "
+                "session.backward(loss) and before session.step()"
+            )
+
+    # -- step
+
+    def check_step(self, chosen: Sequence[Optimizer], steps: int) -> list[str]:
+        """Before a step of some optimizers; returns the losses whose gradients it applies. `steps`: made before."""
+        losses, pending = self._losses, self._pending
+        ran = pending.names
+        if self._is_stage and not losses.separate_scales:
+            if not steps:
+                self._check_scaled_somewhere(ran)
+            ran = ran or pending.all_ran()  # and were scaled where they were computed
+        if not ran and not losses.scaled and any(map(self._gradients.is_due, self._optimizers)):
+            ran = pending.all_ran()  # by loss.backward(), which is right without a scale
+        if not ran:
+            since = " since the last step" if steps else ""
+            why = (
+                ": there the loss is scaled, and gradients of loss.backward() alone would vanish when they are "
+                "unscaled. Write session.backward(loss) in place of loss.backward(), before each session.step(). For "
+                "gradients that are made by hand, make them of session.scale(loss)"
+                if losses.scaled
+                else ", and no gradient has come since: it would change nothing, or repeat a step. Run "
+                "session.backward(loss) before each session.step()"
+            )
+            raise SessionError(f"step() without session.backward(){since}{why}")
+        again = [each for each in chosen if pending.has_stepped(each)]
+        if again and losses.scaled and not losses.separate_scales:
+            raise SessionError(
+                f"step() of this {type(again[0]).__name__} a second time after one session.backward(): its gradients "
+                "are unscaled already, and would be once more. Step each optimizer once for each backward pass"
+            )
+        return ran
+
+    def check_gradients(self, parameters: Sequence[Parameter], chosen: Sequence[Optimizer]) -> None:
+        """After a scaled backward pass a step has gradients to apply; a stage of a pipeline may have none."""
+        if parameters or self._is_stage or not self._losses.scaled:
+            return
+        part = (
+            f". An optimizer ({type(chosen[0]).__name__} here) whose parameters had no part in this loss need not be "
+            "stepped: leave it out, session.step(optimizer) of the others"
+            if len(chosen) < len(self._optimizers)
+            else ""
+        )
+        raise SessionError(
+            "step() finds no gradient, and would change nothing: they were cleared after session.backward(), or the "
+            "loss reaches no parameter of the optimizer. Clear gradients after session.step(), or before the forward "
+            f"pass{part}"
+        )
+
+    def stepped(self, chosen: Sequence[Optimizer]) -> None:
+        """A step has used gradients."""
+        if not self._losses.scaled:
+            for each in chosen:
+                self._gradients.mark_stepped(each)
+
+    def _check_scaled_somewhere(self, ran: Sequence[str]) -> None:
+        """Before the first step: the loss of some stage must have been scaled. A host sync."""
+        device = self._gradients.device
+        scales = any(self._losses[name].inverse(device) is not None for name in self._losses)
+        if scales and not bool(agreed_largest(torch.tensor(float(len(ran)), device=device), self._group)):
+            raise SessionError(
+                "no stage of the group has scaled its loss, and gradients that are not scaled would vanish when they "
+                "are unscaled. Where the loss is computed, write session.backward(loss), or have the schedule's "
+                "loss_fn return session.scale(loss)"
+            )
