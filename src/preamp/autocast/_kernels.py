@@ -142,6 +142,15 @@ def _promote(op: Any, device_type: str) -> Kernel:
             return call(_leave, args, kwargs)
         return call(_caster(device_type, CASTABLE, reduce(torch.promote_types, found)), args, kwargs)
 
+    def into_its_dtype(written: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """For what writes its first argument in place."""
+        kept = written.dtype if written.is_floating_point() else None
+        cast = _leave if kept is None else _caster(device_type, CASTABLE, kept)
+        return call(cast, (written, *args), kwargs)
+
+    first = op._schema.arguments[0].alias_info
+    if first is not None and first.is_write:
+        return into_its_dtype
     return promote
 
 
