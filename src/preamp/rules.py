@@ -140,7 +140,10 @@ TABLE: tuple[OpRule, ...] = (
           "linalg_svdvals", "linalg_tensorinv", "linalg_tensorsolve", reason=_FACTORISATION),
     _full("quantile", "quantile", "quantile.scalar", "nanquantile", "nanquantile.scalar",
           reason="interpolates between order statistics; torch has no 16-bit kernel"),
-    _full("fake_quantize", "fake_quantize_per_tensor_affine", reason="emulates a grid finer than bfloat16's"),
+    _full("fake_quantize", "fake_quantize_per_tensor_affine", "fake_quantize_per_tensor_affine.tensor_qparams",
+          "fake_quantize_per_channel_affine", "_fake_quantize_learnable_per_tensor_affine",
+          "_fake_quantize_learnable_per_channel_affine", "fused_moving_avg_obs_fake_quant",
+          reason="emulates a grid finer than bfloat16's"),
     # -- promote
     _promote("cat", "cat", "stack"),
     _promote("addcmul", "addcmul", "addcdiv"),

@@ -52,6 +52,7 @@ def _index() -> Tensor:
     return torch.tensor([0, 1])
 
 
+ONE, ZERO = torch.ones(1), torch.zeros(1)
 BATCHES = torch.tensor([2, 2, 1, 1])
 CONV = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
 
@@ -128,6 +129,13 @@ CALLS: dict[str, Callable[[Maker], Args]] = {
     "cross": _call(lambda t: (t(2, 3), t(2, 3), 1)),
     "tensordot": _call(lambda t: (t(2, 3), t(3, 2), [1], [0])),
     "bilinear": _call(lambda t: (t(2, 3), t(2, 3), t(2, 3, 3), t(2))),
+    "fake_quantize_per_tensor_affine.tensor_qparams": _call(lambda t: (t(4), ONE, ZERO.int(), 0, 255)),
+    "fake_quantize_per_channel_affine": _call(lambda t: (t(1, 4), ONE, ZERO.int(), 0, 0, 255)),
+    "_fake_quantize_learnable_per_tensor_affine": _call(lambda t: (t(4), ONE, ZERO, 0, 255)),
+    "_fake_quantize_learnable_per_channel_affine": _call(lambda t: (t(1, 4), ONE, ZERO, 0, 0, 255)),
+    "fused_moving_avg_obs_fake_quant": _call(
+        lambda t: (t(4), ONE.long(), ONE.long(), ZERO.clone(), ONE.clone(), ONE.clone(), ZERO.int(), 0.1, 0, 255, -1)
+    ),
     "linalg_cross": _call(lambda t: (t(2, 3), t(2, 3))),
     "lerp.Scalar": _call(lambda t: (t(4), t(4), 0.25)),
     "lerp.Tensor": _call(lambda t: (t(4), t(4), t(4))),
