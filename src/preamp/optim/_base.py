@@ -201,6 +201,7 @@ class FusedOptimizer(Loading):
         """
         hooked, own = Optimizer.profile_hook_step(func), func is FusedOptimizer._own_step
 
+        @uncompiled
         @wraps(func)
         def step(self: FusedOptimizer, *args: Any, **kwargs: Any) -> Any:
             after = self._optimizer_step_post_hooks or _global_optimizer_post_hooks
