@@ -22,7 +22,8 @@ from .errors import PolicyError
 
 Category = Literal["low", "full", "promote", "banned", "as-is"]
 """*low*: inputs go to the region's 16-bit dtype. *full*: inputs go to float32. *promote*: all inputs go to the widest
-of their dtypes. *banned*: an error when an input is 16-bit. *as-is*: no cast, whatever comes in."""
+of their dtypes; a tensor that is written in place keeps its own, and the others go to that. *banned*: an error when an
+input is 16-bit. *as-is*: no cast, whatever comes in."""
 
 CATEGORIES: tuple[str, ...] = get_args(Category)
 
@@ -44,6 +45,7 @@ _LONG_SUM = "adds many terms: a 16-bit result saturates or stops growing"
 _LOSS = "a loss reduces a whole batch to one number, and its gradient starts every other"
 _NORM = "divides by a root of a sum of squares; squares overflow float16 above 255"
 _MIXED = "combines tensors that may differ in dtype: the widest wins, nothing is lost"
+_IN_PLACE = "writes into a tensor, as `x[mask] = y` does: it keeps its dtype, and what is written is cast to it"
 _INTERPOLATION = "weighted sums of neighbours; torch.amp runs them full on CUDA"
 _FACTORISATION = "factorisations and spectra have no 16-bit kernels worth having"
 _MOVES = "moves or compares values and adds none: 16 bits lose nothing"
@@ -138,15 +140,24 @@ TABLE: tuple[OpRule, ...] = (
           "linalg_svdvals", "linalg_tensorinv", "linalg_tensorsolve", reason=_FACTORISATION),
     _full("quantile", "quantile", "quantile.scalar", "nanquantile", "nanquantile.scalar",
           reason="interpolates between order statistics; torch has no 16-bit kernel"),
-    _full("fake_quantize", "fake_quantize_per_tensor_affine", reason="emulates a grid finer than bfloat16's"),
+    _full("fake_quantize", "fake_quantize_per_tensor_affine", "fake_quantize_per_tensor_affine.tensor_qparams",
+          "fake_quantize_per_channel_affine", "_fake_quantize_learnable_per_tensor_affine",
+          "_fake_quantize_learnable_per_channel_affine", "fused_moving_avg_obs_fake_quant",
+          reason="emulates a grid finer than bfloat16's"),
     # -- promote
     _promote("cat", "cat", "stack"),
     _promote("addcmul", "addcmul", "addcdiv"),
     _promote("atan2"),
-    _promote("dot", "dot", "vdot", "cross", "tensordot"),
+    _promote("dot", "dot", "vdot", "cross", "linalg_cross", "tensordot"),
     _promote("bilinear"),
     _promote("grid_sample", "grid_sampler"),
-    _promote("index", "index_put", "index_copy", "scatter_add"),
+    _promote("index", "index_put", "index_copy", "index_add", "index_reduce", "scatter.src", "scatter.reduce",
+             "scatter_add", "scatter_reduce.two", "masked_scatter", "put", "select_scatter", "slice_scatter",
+             "diagonal_scatter", "as_strided_scatter"),
+    _promote("index_", "index_put_", "index_copy_", "index_add_", "index_reduce_", "scatter_.src", "scatter_.reduce",
+             "scatter_add_", "scatter_reduce_.two", "masked_scatter_", "put_", reason=_IN_PLACE),
+    _promote("lerp", "lerp.Scalar", "lerp.Tensor"),
+    _promote("lerp_", "lerp_.Scalar", "lerp_.Tensor", reason=_IN_PLACE),
     # -- banned
     OpRule("binary_cross_entropy", "banned", ("binary_cross_entropy",),
            "a 16-bit sigmoid reaches exactly 0 or 1, whose logarithm is infinite: write "

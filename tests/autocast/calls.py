@@ -52,6 +52,7 @@ def _index() -> Tensor:
     return torch.tensor([0, 1])
 
 
+ONE, ZERO = torch.ones(1), torch.zeros(1)
 BATCHES = torch.tensor([2, 2, 1, 1])
 CONV = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
 
@@ -128,8 +129,32 @@ CALLS: dict[str, Callable[[Maker], Args]] = {
     "cross": _call(lambda t: (t(2, 3), t(2, 3), 1)),
     "tensordot": _call(lambda t: (t(2, 3), t(3, 2), [1], [0])),
     "bilinear": _call(lambda t: (t(2, 3), t(2, 3), t(2, 3, 3), t(2))),
-    "index_put": _call(lambda t: (t(4), [_index()], t(2))),
-    "scatter_add": _call(lambda t: (t(4), 0, _index(), t(2))),
+    "fake_quantize_per_tensor_affine.tensor_qparams": _call(lambda t: (t(4), ONE, ZERO.int(), 0, 255)),
+    "fake_quantize_per_channel_affine": _call(lambda t: (t(1, 4), ONE, ZERO.int(), 0, 0, 255)),
+    "_fake_quantize_learnable_per_tensor_affine": _call(lambda t: (t(4), ONE, ZERO, 0, 255)),
+    "_fake_quantize_learnable_per_channel_affine": _call(lambda t: (t(1, 4), ONE, ZERO, 0, 0, 255)),
+    "fused_moving_avg_obs_fake_quant": _call(
+        lambda t: (t(4), ONE.long(), ONE.long(), ZERO.clone(), ONE.clone(), ONE.clone(), ZERO.int(), 0.1, 0, 255, -1)
+    ),
+    "linalg_cross": _call(lambda t: (t(2, 3), t(2, 3))),
+    "lerp.Scalar": _call(lambda t: (t(4), t(4), 0.25)),
+    "lerp.Tensor": _call(lambda t: (t(4), t(4), t(4))),
+    **{f"index_put{to}": _call(lambda t: (t(4), [_index()], t(2))) for to in ("", "_")},
+    **{f"index_add{to}": _call(lambda t: (t(4), 0, _index(), t(2))) for to in ("", "_")},
+    **{f"index_reduce{to}": _call(lambda t: (t(4), 0, _index(), t(2), "amax")) for to in ("", "_")},
+    **{f"scatter{to}.src": _call(lambda t: (t(4), 0, _index(), t(2))) for to in ("", "_")},
+    **{f"scatter{to}.reduce": _call(lambda t: (t(4), 0, _index(), t(2)), reduce="add") for to in ("", "_")},
+    **{f"scatter_add{to}": _call(lambda t: (t(4), 0, _index(), t(2))) for to in ("", "_")},
+    **{f"scatter_reduce{to}.two": _call(lambda t: (t(4), 0, _index(), t(2), "amax")) for to in ("", "_")},
+    **{f"masked_scatter{to}": _call(lambda t: (t(2), torch.tensor([True, False]), t(1))) for to in ("", "_")},
+    **{f"put{to}": _call(lambda t: (t(4), _index(), t(2))) for to in ("", "_")},
+    "index_copy_": _call(lambda t: (t(4, 3), 0, _index(), t(2, 3))),
+    "lerp_.Scalar": _call(lambda t: (t(4), t(4), 0.25)),
+    "lerp_.Tensor": _call(lambda t: (t(4), t(4), t(4))),
+    "select_scatter": _call(lambda t: (t(4, 3), t(3), 0, 1)),
+    "slice_scatter": _call(lambda t: (t(4, 3), t(2, 3), 0, 1, 3)),
+    "diagonal_scatter": _call(lambda t: (t(3, 3), t(3))),
+    "as_strided_scatter": _call(lambda t: (t(4), t(2), [2], [1])),
     "grid_sampler": _call(lambda t: (t(1, 2, 3, 3), t(1, 2, 2, 2), 0, 0, False)),
     "grid_sampler_2d": _call(lambda t: (t(1, 2, 3, 3), t(1, 2, 2, 2), 0, 0, False)),
     "grid_sampler_3d": _call(lambda t: (t(1, 2, 3, 3, 3), t(1, 2, 2, 2, 3), 0, 0, False)),

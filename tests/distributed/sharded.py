@@ -151,7 +151,8 @@ def states_of_both_kinds() -> dict[str, bool]:
 
     def meant(optimizer: Any) -> list[torch.Tensor]:
         state = held(optimizer)
-        return [dequantize(state[name], state[f"{name}_scale"].flatten()) for name in ("exp_avg", "exp_avg_sq")]
+        names = ("exp_avg", "exp_avg_sq")
+        return [dequantize(state[f"{name}_8bit"], state[f"{name}_scale"].flatten()) for name in names]
 
     model, coded = made("8bit")
     for step in range(2):
@@ -168,7 +169,7 @@ def states_of_both_kinds() -> dict[str, bool]:
     alone.load_state_dict(gathered)
     same = [(held(coded), held(each)) for each in (back, alone)]
     return {
-        "coded": held(coded)["exp_avg"].dtype is torch.int8 and held(coded)["exp_avg_scale"].shape == (9, 2),
+        "coded": held(coded)["exp_avg_8bit"].dtype is torch.int8 and held(coded)["exp_avg_scale"].shape == (9, 2),
         "as float32": all(map(torch.equal, meant(coded), (held(wide)["exp_avg"], held(wide)["exp_avg_sq"]))),
         "and back": all(torch.equal(a, same[0][1][name]) for name, a in same[0][0].items()),
         "whole": all(torch.equal(a.flatten(), same[1][1][name].flatten()) for name, a in same[1][0].items()),

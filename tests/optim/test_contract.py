@@ -705,3 +705,23 @@ def test_a_master_that_is_laid_out_otherwise_is_stepped_entry_by_entry(master: s
             optimizer.step()
         ends.append(param.detach().clone())
     assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("how", ["in its place", "beside it", "within a function"])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Lion"])
+def test_a_step_that_is_compiled_is_the_step(kind: str, how: str) -> None:
+    weights = []
+    for compiled in (False, True):
+        param = torch.nn.Parameter(torch.ones(3))
+        optimizer = getattr(optim, kind)([param], lr=0.1)
+        step = optimizer.step
+        if compiled:
+            inner = step if how != "within a function" else lambda taken=step: taken()
+            step = torch.compile(inner, backend="eager")
+            if how == "in its place":
+                optimizer.step = step
+        for size in range(3):
+            param.grad = torch.full((3,), size + 1.0)
+            step()
+        weights.append(param.detach().clone())
+    assert torch.equal(*weights) and not torch.equal(weights[0], torch.ones(3))

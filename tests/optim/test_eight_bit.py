@@ -68,10 +68,10 @@ def test_names_and_dtypes() -> None:
                 assert dtypes == {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
                 continue
             assert dtypes == {
-                "exp_avg": torch.int8, "exp_avg_scale": torch.float32,
-                "exp_avg_sq": torch.uint8, "exp_avg_sq_scale": torch.float32,
+                "exp_avg_8bit": torch.int8, "exp_avg_scale": torch.float32,
+                "exp_avg_sq_8bit": torch.uint8, "exp_avg_sq_scale": torch.float32,
             }  # fmt: skip
-            assert state["exp_avg"].stride() == p.stride()
+            assert state["exp_avg_8bit"].stride() == p.stride()
             assert state["exp_avg_scale"].shape == (-(-p.numel() // 256),)
 
 
@@ -149,10 +149,14 @@ def test_states_of_one_kind_load_into_the_other(kind: dict[str, Any]) -> None:
         for p, q in zip(params, twins, strict=True):
             moments = [optimizer.state[p], twin.state[q]]
             for name in ("exp_avg", "exp_avg_sq"):
-                a, b = (dequantize(s[name], s[f"{name}_scale"]) if f"{name}_scale" in s else s[name] for s in moments)
+                a, b = (
+                    dequantize(s[f"{name}_8bit"], s[f"{name}_scale"]) if f"{name}_8bit" in s else s[name]
+                    for s in moments
+                )
                 assert a.dtype is b.dtype is torch.float32
                 assert torch.allclose(a, b, rtol=0.0626, atol=float(b.abs().max()) * 1e-4 if b.numel() else 0)
-            assert ("exp_avg_scale" in twin.state[q]) == (theirs == "8bit" and q.numel() >= 4096)
+            assert ("exp_avg_8bit" in twin.state[q]) == (theirs == "8bit" and q.numel() >= 4096)
+            assert ("exp_avg" in twin.state[q]) != ("exp_avg_8bit" in twin.state[q])
         train(twins, twin, range(5, 7))
         assert all(bool(q.isfinite().all()) for q in twins)
 
@@ -182,7 +186,7 @@ def test_a_session_resumes_bit_for_bit(level: str, master: str) -> None:
     run(model, session, range(1, 10))
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), session.state_dict()))
     loss = run(model, session, range(10, 20))
-    assert optimizer.state[model[0].weight]["exp_avg"].dtype is torch.int8
+    assert optimizer.state[model[0].weight]["exp_avg_8bit"].dtype is torch.int8
     session.close()
     assert loss < 0.8 * first
     twin, other, again = prepared()

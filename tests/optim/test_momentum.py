@@ -208,7 +208,7 @@ def test_what_muon_refuses() -> None:
     assert len(optimizer.param_groups) == 1
     for arguments, told in (
         ({"adjust_lr_fn": "moonshot"}, "match_rms_adamw"), ({"ns_steps": 100}, "ns_steps"), ({"lr": -1.0}, "lr"),
-        ({"ns_coefficients": (1.0, 2.0)}, "three numbers"), ({"rounding": "stochastic"}, "master=None"),
+        ({"ns_coefficients": (1.0, 2.0)}, "3 numbers"), ({"rounding": "stochastic"}, "master=None"),
     ):  # fmt: skip
         with pytest.raises(OptimizerError, match=told):
             Muon([weight], **arguments)

@@ -197,3 +197,165 @@ def test_states_in_8_bits_and_masters(states: str, master: str) -> None:
     cut["state"][0]["step"] = torch.ones(3)
     with pytest.raises(OptimizerError, match="step"):
         optimizer.load_state_dict(cut)
+
+
+def coded() -> tuple[nn.Module, Any]:
+    """A trained layer, and an optimizer whose moments for it are in 8 bits."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    optimizer = preamp.optim.AdamW(model.parameters(), states="8bit")
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(16, 64)).pow(2).mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["new names", "old names"])
+@pytest.mark.parametrize("kind", ["torch.AdamW", "torch.Adam", "preamp.AdamW", "preamp.LAMB", "preamp.Lion"])
+def test_moments_in_8_bits_are_never_taken_for_moments(tmp_path: Path, kind: str, old: bool) -> None:
+    model, optimizer = coded()
+    exact = preamp.optim.AdamW(model.parameters())
+    exact.load_state_dict(optimizer.state_dict())
+    saved = optimizer.state_dict()
+    if old:
+        saved["state"] = {
+            number: {name.replace("_8bit", ""): value for name, value in row.items()}
+            for number, row in saved["state"].items()
+        }
+    checkpoint.save(tmp_path / "a.pt", model=model, optimizer=Given(saved))  # type: ignore[arg-type]
+    other = of(kind)(model.parameters())
+    checkpoint.load(tmp_path / "a.pt", optimizer=other)
+    for name in ("exp_avg", "exp_avg_sq") if "Lion" not in kind else ("exp_avg",):
+        assert torch.equal(other.state[model.weight][name], exact.state[model.weight][name])
+    assert not {"exp_avg_8bit", "exp_avg_scale"} & other.state[model.weight].keys()
+
+
+def test_codes_have_no_names_that_others_know() -> None:
+    model, optimizer = coded()
+    assert not {"exp_avg", "exp_avg_sq"} & optimizer.state[model.weight].keys()
+    other = torch.optim.AdamW(model.parameters())
+    other.load_state_dict(optimizer.state_dict())
+    with pytest.raises(KeyError, match="exp_avg"):
+        other.step()
+    other.load_state_dict(preamp.optim.float32_states(optimizer.state_dict()))
+    other.step()
+
+
+@pytest.mark.parametrize("kind", ["torch.AdamW", "preamp.AdamW", "preamp.LAMB"])
+@pytest.mark.parametrize("name", ["exp_avg_8bit", "exp_avg_sq_scale"])
+@pytest.mark.parametrize("bad", [None, torch.zeros(3), "x"], ids=["none", "short", "text"])
+def test_codes_that_fit_no_scales(tmp_path: Path, kind: str, name: str, bad: Any) -> None:
+    model, optimizer = coded()
+    saved = optimizer.state_dict()
+    saved["state"][0][name] = bad
+    checkpoint.save(tmp_path / "a.pt", model=model, optimizer=Given(saved))  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=name):
+        checkpoint.load(tmp_path / "a.pt", optimizer=of(kind)(model.parameters()))
+
+
+class Given:
+    """Has a state_dict to save."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> Any:
+    """The way to each part of nested containers."""
+    yield at
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in entries:
+        yield from places(item, (*at, key))
+
+
+def put(value: Any, at: tuple[Any, ...], bad: Any) -> Any:
+    changed = copy.deepcopy({"": value})
+    inner: Any = changed
+    for key in ("", *at)[:-1]:
+        inner = inner[key]
+    inner[("", *at)[-1]] = bad
+    return changed[""]
+
+
+@pytest.mark.parametrize("kind", ["torch.AdamW", "torch.SGD", "preamp.AdamW", "preamp.SGD"])
+def test_parts_of_a_wrong_kind(tmp_path: Path, kind: str) -> None:
+    """In any place of a file that is whole: refused, and nothing has changed; what is not refused can be stepped."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    optimizer = of(kind)(model.parameters())
+    session = preamp.prepare(model, optimizer, level="O5")
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    objects: dict[str, Any] = {"model": model, "optimizer": optimizer, "session": session, "schedule": schedule}
+
+    def step() -> None:
+        with session.autocast():
+            loss = model(torch.ones(1, 2)).float().sum()
+        session.backward(loss)
+        session.step()
+        session.zero_grad()
+        schedule.step()
+
+    step()
+    states = {name: Given(copy.deepcopy(each.state_dict())) for name, each in objects.items()}
+    checkpoint.save(tmp_path / "whole.pt", **states)  # type: ignore[arg-type]
+    refused = 0
+    for name, given in states.items():
+        for at in places(given.state):
+            for bad in ("x", [0.5], {"a": 1}, torch.full((7,), float("nan"))):
+                changed = {**states, name: Given(put(given.state, at, bad))}
+                checkpoint.save(tmp_path / "a.pt", **changed)  # type: ignore[arg-type]
+                before = str([each.state_dict() for each in objects.values()])
+                try:
+                    checkpoint.load(tmp_path / "a.pt", **objects)
+                except preamp.PreampError:
+                    refused += 1
+                    assert before == str([each.state_dict() for each in objects.values()])
+                else:
+                    step()
+                    checkpoint.load(tmp_path / "whole.pt", **objects)
+    assert refused > 100
+    session.close()
+
+
+class Several(nn.Module):
+    """A model with an entry called as checkpoints call several objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.several = nn.Parameter(torch.ones(3))
+
+
+def test_a_model_of_one_entry_called_several(tmp_path: Path) -> None:
+    model, other = Several(), Several()
+    with torch.no_grad():
+        model.several.fill_(2)
+    checkpoint.save(tmp_path / "a.pt", model=model)
+    checkpoint.load(tmp_path / "a.pt", model=other)
+    assert torch.equal(model.several, other.several)
+    with pytest.raises(CheckpointError, match="one object"):
+        checkpoint.load(tmp_path / "a.pt", model={"a": other})
+    checkpoint.save(tmp_path / "a.pt", model={"several": model, "": other})
+    checkpoint.load(tmp_path / "a.pt", model={"several": other, "": model})
+    with pytest.raises(CheckpointError, match="by name"):
+        checkpoint.load(tmp_path / "a.pt", model=other)
+    with pytest.raises(CheckpointError, match="several"):
+        checkpoint.save(tmp_path / "a.pt", model=model, it=None, optimizer=Given({"several": {}}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["several", "", "a.b", "amp", "digest", "self", "state", "model.weight", "path "])
+def test_what_is_saved_under_a_name_is_loaded(tmp_path: Path, name: str) -> None:
+    model = nn.Linear(2, 2)
+    schedules = [torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters()), n) for n in (3, 4)]
+    checkpoint.save(tmp_path / "a.pt", model=model, **{name: schedules[0]})
+    checkpoint.load(tmp_path / "a.pt", model=model, **{name: schedules[1]})
+    assert schedules[1].step_size == 3
+
+
+@pytest.mark.parametrize("name", ["format", "map_location"])
+def test_names_that_cannot_be_loaded_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(CheckpointError, match=name):
+        checkpoint.save(tmp_path / "a.pt", model=nn.Linear(2, 2), **{name: 1})

@@ -76,7 +76,8 @@ def test_generic_classes(level: str, make: Any) -> None:
     with prepared(model, level) as session, session.autocast():
         assert isinstance(model, kind)
         assert model(torch.ones(2, 4)).isfinite().all()
-        assert type(pickle.loads(pickle.dumps(model))) is kind
+        thawed = pickle.loads(pickle.dumps(model))
+        assert isinstance(thawed, kind) and (type(thawed) is kind) == (level in ("O0", "O1", "O4"))
     assert type(model) is kind
 
 

@@ -185,7 +185,8 @@ def test_prepared_models_copy_and_pickle(level: str, tmp_path: Path) -> None:
         with session.autocast():
             assert not torch.equal(twin(x), model(x)), "the copy runs on its own weights"
         thawed = pickle.loads(pickle.dumps(model))
-        assert type(thawed[1]) is nn.LayerNorm
+        assert isinstance(thawed[1], nn.LayerNorm)
+        assert thawed[0].weight.dtype is torch.float16 and torch.equal(thawed(x), model(x))
         torch.save(model, tmp_path / "whole.pt")
         assert list(thawed.state_dict()) == list(model.state_dict())
         assert isinstance(model, nn.Sequential) and isinstance(model[1], nn.LayerNorm)

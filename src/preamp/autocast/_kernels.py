@@ -65,6 +65,15 @@ def _full(op: Any, device_type: str) -> Kernel:
             logs = torch.log_softmax(input, min(input.dim() - 1, 1), torch.float32)
             return torch.ops.aten.nll_loss_nd.default(logs, target, *map(to_float, args))
 
+    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in op._schema.arguments]
+
+    def full_beside(*args: Any, **kwargs: Any) -> Any:
+        """For what also writes: a cast of those would take what is written."""
+        cast = [value if kept else to_float(value) for value, kept in zip(args, written, strict=False)]
+        return call(_leave, cast, {name: to_float(value) for name, value in kwargs.items()})
+
+    if any(written):
+        return full_beside
     if op is torch.ops.aten.cross_entropy_loss.default and device_type == "cuda":
         return full_cross_entropy
     if dtype_argument is None:
@@ -142,6 +151,15 @@ def _promote(op: Any, device_type: str) -> Kernel:
             return call(_leave, args, kwargs)
         return call(_caster(device_type, CASTABLE, reduce(torch.promote_types, found)), args, kwargs)
 
+    def into_its_dtype(written: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """For what writes its first argument in place."""
+        kept = written.dtype if written.is_floating_point() else None
+        cast = _leave if kept is None else _caster(device_type, CASTABLE, kept)
+        return call(cast, (written, *args), kwargs)
+
+    first = op._schema.arguments[0].alias_info
+    if first is not None and first.is_write:
+        return into_its_dtype
     return promote
 
 

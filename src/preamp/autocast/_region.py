@@ -122,8 +122,8 @@ _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lamb
 
 _NOT_EXPORTED = (
     "torch.export keeps the dtype of a region and not preamp's rules for operators, so that the exported program would "
-    "compute otherwise than the model: export the model without a region (inside session.full_precision()), or enter "
-    "torch.autocast in it, whose own lists an exported program follows"
+    "compute otherwise than the model: export a copy without a region (copy.deepcopy(model) inside "
+    "session.full_precision()), or enter torch.autocast in it, whose own lists an exported program follows"
 )
 
 

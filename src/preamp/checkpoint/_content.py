@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.serialization import get_safe_globals
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, kind_of
 from ..tree import PLAIN, map_tensors, tensors
 
 _VALUES = {*PLAIN, bytes, bytearray, complex, set}
@@ -31,7 +31,19 @@ def states_of(value: Any) -> Any:
     """The state_dict of an object, or {"several": their state_dicts by name} of a mapping of objects."""
     if isinstance(value, Mapping):
         return {"several": {name: item.state_dict() for name, item in value.items()}}
-    return value.state_dict()
+    state = value.state_dict()
+    if several_in(state) is not None:
+        raise CheckpointError(
+            f"the state_dict of {kind_of(value)} has nothing but a dict called 'several', as a checkpoint has where it "
+            "holds several objects, and could not be told from that: give the object by a name, {'name': object}"
+        )
+    return state
+
+
+def several_in(state: Any) -> Mapping[Any, Any] | None:
+    """The states by name, where a checkpoint holds several; None for the state of one object."""
+    alone = isinstance(state, Mapping) and set(state) == {"several"}  # as the name of an entry, it has a tensor
+    return state["several"] if alone and isinstance(state["several"], Mapping) else None
 
 
 def kept_on_host(value: Any) -> Any:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
-from torch.optim import Optimizer
-
 from ..errors import CheckpointError, OptimizerError, PreampError, kind_of
 from ..session import Session
-from ..sharding import is_sharded
-from ._content import AnyPath, Models, Optimizers, kept_on_host
+from ._content import AnyPath, Models, Optimizers, kept_on_host, several_in
 from ._file import read
+from ._fitting import fitting
+from ._masters import in_full
 from ._save import finish
 
 
@@ -26,7 +23,8 @@ def load(
     All or nothing: if one object does not accept its state, those before it get back what they had; for that, copies
     of their states are kept in host memory during the call. Waits for a `save_async`. `extra`: further
     objects, by the names they were saved under, with `state_dict` and `load_state_dict` (an LR scheduler); None is left
-    out.
+    out. Without `session`, a model gets the float32 values of the masters in the file, where that has them, and not the
+    16-bit weights. Optimizers that are not preamp's get moments in 8 bits as float32.
 
     Raises `CheckpointError` for a file that is not one, is damaged, lacks what an object needs or does not fit it;
     `StateError` when it does not fit the session; `FileNotFoundError` when there is none.
@@ -34,6 +32,8 @@ def load(
     finish()
     content = read(path, map_location)
     extra = {key: target for key, target in extra.items() if target is not None}
+    if session is not None and "amp" in extra:
+        raise CheckpointError("'amp' is the name of the session's own state: give session= or amp=, not both")
     for key, target in extra.items():
         if not (hasattr(target, "state_dict") and hasattr(target, "load_state_dict")):
             raise CheckpointError(
@@ -45,31 +45,32 @@ def load(
             raise CheckpointError(f"{path} has no {key!r}; it has {', '.join(sorted(content))}")
     # The optimizer first: loading its state lets masters follow the model's weights, which must still be the old ones
     # if something goes wrong.
+    weights = content["model"] if model is not None else None
+    if model is not None and session is None:
+        weights = in_full(weights, content.get("amp"), path)
     parts = [
         *(_paired("optimizer", optimizer, content["optimizer"], path) if optimizer is not None else ()),
-        *(_paired("model", model, content["model"], path) if model is not None else ()),
+        *(_paired("model", model, weights, path) if model is not None else ()),
         *([("session", session, content["amp"])] if session is not None else ()),
         *((key, target, content[key]) for key, target in extra.items()),
     ]
-    for what, target, state in parts:
-        if isinstance(target, Optimizer):
-            _check_order(what, target, state, path)
-    _load_together(parts, path)
+    _load_together([(what, target, fitting(what, target, state, path)) for what, target, state in parts], path)
     return content
 
 
 def _paired(what: str, value: Any, state: Any, path: Any) -> Iterator[tuple[str, Any, Any]]:
     """(its name, object, its state) of one object or of each in a mapping."""
+    several = several_in(state)
     if not isinstance(value, Mapping):
-        if isinstance(state, Mapping) and set(state) == {"several"}:
+        if several is not None:
             raise CheckpointError(
-                f"{path} holds several: {', '.join(state['several'])}; load them by name, {what}={{name: ...}}"
+                f"{path} holds several: {', '.join(map(str, several))}; load them by name, {what}={{name: ...}}"
             )
         yield what, value, state
         return
-    several = state.get("several", {})
-    if set(several) != set(value):
-        raise CheckpointError(f"{path} holds {', '.join(several) or 'one object'}; asked for: {', '.join(value)}")
+    if several is None or set(several) != set(value):
+        held = "one object" if several is None else ", ".join(map(str, several)) or "none"
+        raise CheckpointError(f"{path} holds {held}; asked for: {', '.join(map(str, value))}")
     for name, item in value.items():
         yield f"{what} {name!r}", item, several[name]
 
@@ -90,29 +91,3 @@ def _load_together(parts: list[tuple[str, Any, Any]], path: Any) -> None:
         raise CheckpointError(
             f"{path} does not fit the {parts[begun - 1][0]} it is loaded into, so nothing was loaded: {error}"
         ) from error
-
-
-def _check_order(what: str, optimizer: Optimizer, state: Any, path: Any) -> None:
-    """`CheckpointError` for states that have the shapes of the optimizer's parameters in another order.
-
-    torch loads them, as it loads a state of any shape, and the next step goes on with the moments of other parameters.
-    """
-    named: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = defaultdict(list)
-    try:
-        own = [param for group in optimizer.param_groups for param in group["params"]]
-        numbers = [number for group in state["param_groups"] for number in group["params"]]
-        for param, number in zip(own, numbers, strict=False):
-            for name, value in state["state"].get(number, {}).items():
-                if isinstance(value, Tensor) and is_sharded(value) == is_sharded(param):
-                    named[name].append((tuple(param.shape), tuple(value.shape)))
-    except (AttributeError, KeyError, TypeError):
-        return  # no optimizer's state at all, as loading it will say
-    for name, pairs in named.items():
-        shapes, found = zip(*pairs, strict=True)
-        if shapes != found and Counter(shapes) == Counter(found):
-            shape, seen = next(pair for pair in pairs if pair[0] != pair[1])
-            raise CheckpointError(
-                f"{path} does not fit the {what}, and nothing was loaded: its {name!r} for a parameter of shape "
-                f"{shape} has shape {seen}, which is another parameter's. Was the order of layers changed since it was "
-                "saved? Give the optimizer its parameters in the order in which they were"
-            )

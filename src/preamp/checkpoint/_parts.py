@@ -16,6 +16,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan
 
 _CONTENTS = ".metadata"
 _TORCHS = {"torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"}
@@ -68,7 +69,18 @@ class Reader(FileSystemReader):
 
 
 class Planner(DefaultLoadPlanner):
-    """Reads numbers and strings as `torch.load(weights_only=True)` does."""
+    """Reads numbers and strings as `torch.load(weights_only=True)` does, and no codes as numbers."""
+
+    def create_local_plan(self) -> LoadPlan:
+        """Refuse whole numbers for a floating tensor, which torch would cast: codes had the names of moments once."""
+        assert self.metadata is not None
+        for name, wanted in self.state_dict.items():
+            stored = getattr(self.metadata.state_dict_metadata.get(name), "properties", None)
+            if stored is None or not isinstance(wanted, torch.Tensor):
+                continue
+            if wanted.is_floating_point() and not stored.dtype.is_floating_point:
+                raise ValueError(f"{name} is {wanted.dtype} here and {stored.dtype} there")
+        return super().create_local_plan()
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         """Refuse content that would run code, then let torch read it."""

@@ -58,7 +58,7 @@ def _content(model: Any, optimizer: Any, session: Session | None, extra: Mapping
     if session is not None:
         content["amp"] = session.state_dict()
     for name, value in extra.items():
-        if name == "format" or (name == "amp" and session is not None):
+        if name in ("format", "map_location") or (name == "amp" and session is not None):
             raise CheckpointError(f"{name!r} is a name that checkpoints use themselves; choose another")
         content[name] = value.state_dict() if hasattr(value, "state_dict") else value
     check_loadable(content)

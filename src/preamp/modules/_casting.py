@@ -12,14 +12,15 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import PreampWarning
+from ..errors import PreampWarning, SessionError
 from ..formats import name_of
 from ..tree import cast_floating, tensors
 from ._subclasses import Subclasses
@@ -52,6 +53,11 @@ class Casting:
     wide_weights: bool = False
     """A batch norm computes with its weights in float32, as its statistics are: FSDP2 has given it 16-bit ones."""
 
+    stays: bool = False
+    """Whether a pickled module keeps it, since its model has 16-bit weights and could not be called without."""
+    bypassed: bool = False
+    """Of a whole model in full precision: nothing is cast for now."""
+
     @property
     def mixes(self) -> bool:
         """Whether it is that of a norm whose kernel takes 16-bit activations with float32 weights."""
@@ -59,6 +65,7 @@ class Casting:
 
 
 NOTHING = Casting()
+BYPASSED = Casting(bypassed=True)
 
 _APART = Casting(inputs=torch.float32, outputs_as_inputs=True, region=torch.float32)
 """For a norm that mixes, where its kernel cannot: torch's rules for gradients under vmap want one dtype."""
@@ -76,6 +83,12 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(self, CastingModule):  # the session is closed, and user code has kept this method
         return type(self).forward(self, *args, **kwargs)
     casting, original = self._preamp_casting, self._preamp_original.forward
+    if type(args) is not tuple or (args and type(args[0]) is not Tensor and isinstance(args[0], torch.fx.Proxy)):
+        raise SessionError(f"torch.fx traces {_NO_COPY}, torch.fx.symbolic_trace(copied)")
+    if casting.bypassed:
+        if _is_exporting():
+            _tell_exported()
+        return original(self, *args, **kwargs)
     region = casting.region
     if casting.ambient is not None and region is None and not _in_region(casting.device_type):
         region = casting.ambient
@@ -101,23 +114,65 @@ def _load_state_dict(self: Any, state_dict: Mapping[str, Any], *args: Any, **kwa
 
 
 def _reduce_ex(self: Any, protocol: Any) -> Any:
-    """Pickle as the original class: a saved model does not need preamp to be read."""
+    """Pickle as the original class, which preamp is not needed to read; with its casts where weights are 16-bit."""
     state = {key: value for key, value in self.__dict__.items() if key != "_preamp_casting"}
     plain = object.__new__(self._preamp_original)
     plain.__dict__.update(state)
-    return plain.__reduce_ex__(min(protocol, 1))  # the newer forms insist on the pickled object's own class
+    make, args, *rest = plain.__reduce_ex__(min(protocol, 1))  # newer forms insist on the pickled object's own class
+    if not self._preamp_casting.stays:
+        return make, args, *rest
+    return _unpickled, (_alone(self._preamp_casting), make, args), *rest
+
+
+def _alone(casting: Casting) -> Casting:
+    """What a module casts that belongs to no session."""
+    return replace(casting, around=None, keeper=None)
+
+
+def _unpickled(casting: Casting, make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
+    module = make(*args)
+    module.__dict__["_preamp_casting"] = casting
+    module.__class__ = casting_class(type(module))
+    return module
+
+
+def _prepare_scriptable(self: Any) -> Any:
+    """What torch.jit.script calls of a module first."""
+    raise SessionError(f"torch.jit.script compiles {_NO_COPY}, torch.jit.script(copied)")
+
+
+_NO_COPY = (
+    "a model by its source and shares its weights: the casts of an open session would be lost, and the weights are "
+    "float32 only in full precision. Write: with session.full_precision(): copied = copy.deepcopy(model)"
+)
+
+
+def _tell_exported() -> None:
+    if not torch.compiler.is_dynamo_compiling():
+        warnings.warn(
+            "a program is being exported in session.full_precision(), and exported programs share the model's weights, "
+            "which are 16-bit again afterwards: it runs only in there. For a program that runs anywhere, export a copy "
+            "that was made in there, copy.deepcopy(model)",
+            PreampWarning,
+            stacklevel=2,
+        )
 
 
 def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
-    """A copy that casts like this module, and belongs to no session."""
+    """A copy that casts like this module, and belongs to no session; a plain one in full precision."""
+    casting = self._preamp_casting
+    kind = self._preamp_original if casting in (NOTHING, BYPASSED) else type(self)
     own = getattr(self._preamp_original, "__deepcopy__", None)
     if own is not None:
         clone = own(self, memo)
-        clone.__class__, clone._preamp_casting = type(self), self._preamp_casting
-        return clone
-    clone = object.__new__(type(self))
-    memo[id(self)] = clone
-    clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        clone.__class__ = kind
+    else:
+        clone = object.__new__(kind)
+        memo[id(self)] = clone
+        clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
+    clone.__dict__.pop("_preamp_casting", None)
+    if kind is type(self):
+        clone.__dict__["_preamp_casting"] = casting
     return clone
 
 
@@ -191,9 +246,11 @@ def _tell_foreign_region(wanted: torch.dtype, device_type: str, module: nn.Modul
     )
 
 
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+
 _SUBCLASSES = Subclasses(
     CastingModule, "_preamp_original", forward=_forward, load_state_dict=_load_state_dict, __reduce_ex__=_reduce_ex,
-    __deepcopy__=_deepcopy,
+    __deepcopy__=_deepcopy, __prepare_scriptable__=_prepare_scriptable,
 )  # fmt: skip
 casting_class = _SUBCLASSES.of
 """The class of `original`s that cast."""

@@ -20,7 +20,7 @@ from ..formats import LOW_DTYPES, name_of
 from ..ledger import Masters, NoMasters, set_data
 from ..policy import Policy
 from ..sharding import gathered_as
-from ._casting import NOTHING, Casting, CastingModule, casting_class, uncast
+from ._casting import BYPASSED, NOTHING, Casting, CastingModule, casting_class, uncast
 from ._norms import NORMS, is_norm, mixes, refuse_keras
 from ._precisions import precisions_of, unwrapped
 
@@ -278,6 +278,8 @@ class Conversion:
         return precision or self._policy.compute
 
     def _wrap(self, module: nn.Module, casting: Casting) -> None:
+        if self._policy.params in LOW_DTYPES:
+            casting = replace(casting, stays=True)
         module.__dict__["_preamp_casting"] = casting
         module.__class__ = casting_class(type(module))
         assert isinstance(module, CastingModule)
@@ -286,7 +288,7 @@ class Conversion:
     def bypass(self) -> None:
         """Stop casting until `resume`."""
         for module in self._changed:
-            module._preamp_casting = NOTHING
+            module._preamp_casting = BYPASSED if module is self._owned[0] else NOTHING
 
     def resume(self) -> None:
         """Cast again."""

@@ -32,8 +32,8 @@ def precisions_of(root: nn.Module, policy: Policy) -> Iterator[tuple[str, torch.
     """(path, dtype) of every module; None where the policy's own dtypes hold. Raises for ambiguity and for no match.
 
     A block that torch.compile wraps has the path that it had before, for itself and for what is inside. What computes a
-    parametrized weight (weight norm, orthogonal weights) is float32 where parameters are 16-bit, unless a rule says
-    otherwise: its kernels have no 16-bit forms, or lose much in them.
+    parametrized weight (weight norm, orthogonal weights), or emulates a quantized one, is float32 where parameters
+    are 16-bit, unless a rule says otherwise: its kernels have no 16-bit forms, or lose much in them.
     """
     compiled = [(pattern, re.compile(pattern), precision) for pattern, precision in policy.modules]
     used: set[str] = set()
@@ -56,7 +56,7 @@ def precisions_of(root: nn.Module, policy: Policy) -> Iterator[tuple[str, torch.
         parent = found[path.rpartition(".")[0]] if path else None
         if chosen:
             found[path] = _as_dtype(chosen[0][1], policy)
-        elif policy.params in LOW_DTYPES and isinstance(module, ParametrizationList):
+        elif policy.params in LOW_DTYPES and (isinstance(module, ParametrizationList) or _fakes(module)):
             found[path] = torch.float32  # a weight is computed in float32 and rounded once, as a master is
         else:
             found[path] = parent
@@ -67,6 +67,13 @@ def precisions_of(root: nn.Module, policy: Policy) -> Iterator[tuple[str, torch.
             f"no module matches {', '.join(map(repr, idle))}; paths look like: {some or '(no sub-modules)'}"
         )
     yield from found.items()
+
+
+def _fakes(module: nn.Module) -> bool:
+    """Whether it is one of torch.ao's for quantization-aware training, which few programs import."""
+    return any(
+        kind.__name__ == "FakeQuantizeBase" and kind.__module__.startswith("torch.ao.") for kind in type(module).__mro__
+    )
 
 
 def _as_dtype(precision: Precision, policy: Policy) -> torch.dtype | None:

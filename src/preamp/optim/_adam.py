@@ -13,8 +13,8 @@ from ..errors import OptimizerError
 from ..kernels import AdamOptions, adam, adam_8bit, blocks_of
 from ..ledger import Bucket
 from ..sharding import held_here
-from ._base import check_hyper, refuse_differentiable
-from ._eight_bit import CODES, NAMES, SCALES, as_8bit, as_float32, new_8bit, takes_8bit
+from ._base import refuse_differentiable
+from ._eight_bit import CODES, NAMES, SCALES, as_8bit, as_float32, named, new_8bit, takes_8bit
 from ._rounded import RoundedOptimizer
 
 
@@ -31,7 +31,7 @@ class Adam(RoundedOptimizer):
     `torch.optim.Adam(fused=True)`. Raises `OptimizerError`, a ValueError, for hyper-parameters out of range.
     """
 
-    kept = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", *SCALES)
+    kept = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", *NAMES)
     options = AdamOptions
 
     def __init__(
@@ -55,11 +55,6 @@ class Adam(RoundedOptimizer):
         seed: int = 0,
     ) -> None:
         refuse_differentiable(differentiable)
-        check_hyper("lr", lr)
-        check_hyper("eps", eps)
-        check_hyper("weight_decay", weight_decay)
-        for i, beta in enumerate(betas):
-            check_hyper(f"betas[{i}]", beta, high=1.0)
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad,
             "maximize": maximize, "capturable": capturable, "decoupled_weight_decay": decoupled_weight_decay,
@@ -68,8 +63,11 @@ class Adam(RoundedOptimizer):
             raise OptimizerError(f"states={states!r}: write 'float32', or '8bit' for moments in 8 bits")
         self.states = states
         super().__init__(params, defaults, master, rounding, seed)
-        for group in self.param_groups:
-            self._refuse_amsgrad(group)
+
+    def check_options(self, group: dict[str, Any]) -> None:
+        """With AMSGrad, which states in 8 bits do not have."""
+        super().check_options(group)
+        self._refuse_amsgrad(group)
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """First and second moment, and the largest second moment of AMSGrad."""
@@ -108,8 +106,9 @@ class Adam(RoundedOptimizer):
     def _mend(self, param: Parameter, state: dict[str, Any]) -> None:
         if self._is_coded(param):
             as_8bit(state, param)
-        else:
-            as_float32(state)
+
+    def _readable(self, row: Any, param: Parameter) -> Any:
+        return named(row) if self._is_coded(param) else as_float32(row)
 
     def _advance(self, bucket: Bucket, gradients: list[Tensor], factor: Tensor | None, found: Tensor | None) -> None:
         o = self._options(bucket, factor=factor, found=found)

@@ -65,6 +65,7 @@ class FusedOptimizer(Loading):
         self.master = master
         self._prepare()
         super().__init__(params, {**defaults, "foreach": None, "differentiable": False, "fused": True})
+        self.check_options({**self.defaults, "params": []})  # also where each group has its own
 
     def _prepare(self) -> None:
         self._buckets: Buckets | None = None
@@ -75,6 +76,15 @@ class FusedOptimizer(Loading):
         """The step counts of each parameter."""
         self.unstarted: set[Parameter] = set()
         """Parameters whose state has not seen a step; kept by classes that need it."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. `OptimizerError` for options that no step can be made with."""
+        super().add_param_group(param_group)
+        try:
+            self.check_options(self.param_groups[-1])
+        except OptimizerError:
+            del self.param_groups[-1]
+            raise
 
     # -- what a subclass defines
 
@@ -191,6 +201,7 @@ class FusedOptimizer(Loading):
         """
         hooked, own = Optimizer.profile_hook_step(func), func is FusedOptimizer._own_step
 
+        @uncompiled
         @wraps(func)
         def step(self: FusedOptimizer, *args: Any, **kwargs: Any) -> Any:
             after = self._optimizer_step_post_hooks or _global_optimizer_post_hooks
@@ -293,13 +304,6 @@ class FusedOptimizer(Loading):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "master": self.master}
-
-
-def check_hyper(name: str, value: Any, *, low: float = 0.0, high: float = float("inf")) -> None:
-    """`OptimizerError` unless a number lies in [low, high)."""
-    number = float(value) if not isinstance(value, Tensor) or value.numel() == 1 else float("nan")
-    if not low <= number < high:
-        raise OptimizerError(f"{name}={value!r} must lie in [{low:g}, {high:g})")
 
 
 @cache

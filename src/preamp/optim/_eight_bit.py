@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import OptimizerError
 from ..formats import LOW_DTYPES
 from ..kernels import blocks_in_a_row, blocks_of, dequantize, quantize
 from ..sharding import held_here, is_sharded, placed_like
@@ -15,12 +16,12 @@ from ..sharding import held_here, is_sharded, placed_like
 SMALLEST = 4096
 """Elements from which on a parameter's moments go into 8 bits. Norms and biases have fewer, and would save little."""
 
-NAMES = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
-"""Names of states in the order in which a step takes them."""
+NAMES = ("exp_avg_8bit", "exp_avg_scale", "exp_avg_sq_8bit", "exp_avg_sq_scale")
+"""Names of states in the order in which a step takes them; none that other optimizers have for moments in full."""
 
 SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 
-CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
+CODES = {"exp_avg_8bit": torch.int8, "exp_avg_sq_8bit": torch.uint8}
 
 
 def takes_8bit(param: Tensor) -> bool:
@@ -48,8 +49,8 @@ def _cuts_of_rows(param: Any) -> int:
 
 
 def is_8bit(states: Mapping[str, Any]) -> bool:
-    """Whether a parameter's states, or those of a bucket, are in 8 bits."""
-    return "exp_avg_scale" in states
+    """Whether a parameter's states are in 8 bits."""
+    return not states.keys().isdisjoint(NAMES)
 
 
 def new_8bit(name: str, param: Tensor) -> Tensor:
@@ -69,27 +70,50 @@ def _scales(local: Tensor, like: Tensor) -> Tensor:
 
 
 def as_8bit(state: dict[str, Any], param: Tensor) -> None:
-    """Moments as they were loaded (codes as whole floating numbers, or moments in full) as codes and scales."""
+    """Moments as torch has loaded them (codes as whole floating numbers, or moments in full) as codes and scales."""
     coded = is_8bit(state)
-    for name, codes in CODES.items():
+    for name, scale, dtype in _PAIRS:
+        moment = name.removesuffix("_8bit")
         if coded:
-            state[name] = state[name].to(codes)
-            scales = state[f"{name}_scale"]
-            state[f"{name}_scale"] = scales if is_sharded(scales) else scales.reshape(-1)  # of shards: two dimensions
-        elif name in state:
-            values = held_here(state[name]).to(torch.float32)
-            dense = torch.empty_like(values).copy_(values)
-            made, scales = quantize(dense, codes)
+            state[name] = state[name].to(dtype)
+            scales = state[scale]
+            state[scale] = scales if is_sharded(scales) else scales.reshape(-1)  # of shards: two dimensions
+        elif moment in state:
+            made, scales = quantize(_dense(held_here(state.pop(moment)).to(torch.float32)), dtype)
             state[name] = placed_like(param, made, tuple(param.shape))
-            state[f"{name}_scale"] = _scales(scales, param)
+            state[scale] = _scales(scales, param)
 
 
-def as_float32(state: dict[str, Any]) -> None:
-    """Loaded codes and scales, if they are that, as moments in full."""
-    if not is_8bit(state):
-        return
-    for name, codes in CODES.items():
-        loaded, scales = state[name], held_here(state.pop(f"{name}_scale"))
-        dtype = loaded.dtype if loaded.is_floating_point() else torch.float32
-        wide = dequantize(held_here(loaded).to(codes), scales.reshape(-1).to(torch.float32)).to(dtype)
-        state[name] = placed_like(loaded, wide, tuple(loaded.shape))
+def as_float32(row: Any) -> Any:
+    """The saved states of one parameter, with moments in full in place of codes and scales."""
+    row = named(row)
+    if not isinstance(row, Mapping) or not is_8bit(row):
+        return row
+    wide = {name: value for name, value in row.items() if name not in NAMES}
+    for name, scale, dtype in _PAIRS:
+        codes, scales = (
+            held_here(each) if isinstance(each, Tensor) else None for each in (row.get(name), row.get(scale))
+        )
+        if codes is None or scales is None or scales.numel() != blocks_of(codes.numel()):
+            raise OptimizerError(
+                f"the states {name!r} and {scale!r} of a parameter are codes in 8 bits and a scale for each block of "
+                "them, and these do not fit each other, so no moment can be made of them: give both as they were saved"
+            )
+        values = dequantize(_dense(codes.to(dtype)), scales.reshape(-1).to(torch.float32))
+        wide[name.removesuffix("_8bit")] = placed_like(row[name], values, tuple(row[name].shape))
+    return wide
+
+
+def named(row: Any) -> Any:
+    """The saved states of one parameter; codes that stand under the names of moments, as once, get their own names."""
+    if not isinstance(row, Mapping) or "exp_avg_scale" not in row or "exp_avg_8bit" in row:
+        return row
+    return {f"{name}_8bit" if f"{name}_8bit" in CODES else name: value for name, value in row.items()}
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """A copy without gaps in memory."""
+    return torch.empty_like(tensor).copy_(tensor)
+
+
+_PAIRS = tuple((name, scale, CODES[name]) for name, scale in zip(CODES, SCALES, strict=True))

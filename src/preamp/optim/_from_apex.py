@@ -27,6 +27,7 @@ def completed(optimizer: Any, state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
     The one that is given stays as it is. `OptimizerError` for what this optimizer cannot continue.
     """
+    check_form(state_dict)
     states, groups = dict(state_dict["state"]), [dict(group) for group in state_dict["param_groups"]]
     for number, (own, group) in enumerate(zip(optimizer.param_groups, groups, strict=False)):  # torch counts them
         kept = {key: states[key] for key in group["params"] if isinstance(states.get(key), Mapping)}
@@ -46,6 +47,29 @@ def completed(optimizer: Any, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         group.update({name: own[name] for name in optimizer.defaults if name in own and name not in group})
         states.update(rows)
     return {**state_dict, "state": states, "param_groups": groups}
+
+
+def check_form(state_dict: Any) -> None:
+    """`OptimizerError` for what has not the form of an optimizer's state_dict: states by parameter, and groups."""
+    state_dict = state_dict if isinstance(state_dict, Mapping) else {}
+    states, groups = state_dict.get("state"), state_dict.get("param_groups")
+    if not isinstance(states, Mapping) or not isinstance(groups, (list, tuple)):
+        raise OptimizerError(
+            "this is no state_dict of an optimizer, which has a dict of states by parameter under 'state' and a list "
+            "of groups under 'param_groups'"
+        )
+    numbers: list[Any] = []
+    for group in groups:
+        own = group.get("params") if isinstance(group, Mapping) else None
+        if not isinstance(own, (list, tuple)) or not all(isinstance(number, (int, str)) for number in own):
+            raise OptimizerError("a saved group of parameters is no dict with a list of their numbers under 'params'")
+        numbers += own
+    known = set(numbers)
+    if strangers := [key for key in states if isinstance(key, int) and key not in known]:
+        raise OptimizerError(f"there are states for {strangers!r:.80}, which no saved group has among its parameters")
+    for key in numbers:
+        if not isinstance(row := states.get(key, {}), Mapping):
+            raise OptimizerError(f"the states saved for a parameter are {kind_of(row)}, not a dict")
 
 
 def _count(step: Any) -> float:

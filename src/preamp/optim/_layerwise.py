@@ -13,7 +13,7 @@ from ..errors import OptimizerError
 from ..kernels import LambOptions, NovoGradOptions, ShardSum, global_norm, lamb, novograd
 from ..ledger import Bucket, Buckets, Collected
 from ..parallel import Agreement, ShardReduction
-from ._base import FusedOptimizer, check_hyper
+from ._base import FusedOptimizer
 
 
 class LAMB(FusedOptimizer):
@@ -45,8 +45,6 @@ class LAMB(FusedOptimizer):
         maximize: bool = False,
         master: str | None = "float32",
     ) -> None:
-        _check(lr, betas, eps, weight_decay)
-        check_hyper("max_grad_norm", 0.0 if max_grad_norm is None else max_grad_norm)
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction,
             "grad_averaging": grad_averaging, "adam_w_mode": adam_w_mode, "max_grad_norm": max_grad_norm,
@@ -109,15 +107,18 @@ class NovoGrad(FusedOptimizer):
         maximize: bool = False,
         master: str | None = "float32",
     ) -> None:
-        _check(lr, betas, eps, weight_decay)
-        if norm_type not in (0, 2):
-            raise OptimizerError(f"norm_type={norm_type!r}: write 2 for the L2 norm, or 0 for the largest magnitude")
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction,
             "reg_inside_moment": reg_inside_moment, "grad_averaging": grad_averaging, "norm_type": norm_type,
             "init_zero": init_zero, "maximize": maximize,
         }  # fmt: skip
         super().__init__(params, defaults, master)
+
+    def check_options(self, group: dict[str, Any]) -> None:
+        """With the kind of norm."""
+        super().check_options(group)
+        if (norm_type := group["norm_type"]) not in (0, 2):
+            raise OptimizerError(f"norm_type={norm_type!r}: write 2 for the L2 norm, or 0 for the largest magnitude")
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """First moment, and the running norm of the tensor's gradient, 0-d."""
@@ -167,11 +168,3 @@ def _shard_sum(bucket: Bucket) -> ShardSum | None:
     if bucket.sharded and bucket.shard_sum is None:
         bucket.shard_sum = ShardReduction(bucket.params)
     return bucket.shard_sum
-
-
-def _check(lr: Any, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    check_hyper("lr", lr)
-    check_hyper("eps", eps)
-    check_hyper("weight_decay", weight_decay)
-    for i, beta in enumerate(betas):
-        check_hyper(f"betas[{i}]", beta, high=1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -14,8 +15,17 @@ from ..errors import OptimizerError, kind_of
 from ..formats import LOW_DTYPES
 from ..ledger import Buckets, Masters, SplitMasters
 from ..sharding import held_here
-from ._eight_bit import NAMES, is_8bit
-from ._from_apex import completed
+from ._eight_bit import NAMES, as_float32, is_8bit, named
+from ._from_apex import check_form, completed
+
+_NUMBERS = frozenset({
+    "lr", "eps", "weight_decay", "momentum", "lr_decay", "initial_accumulator_value", "max_grad_norm",
+})  # fmt: skip
+_FLAGS = frozenset({
+    "amsgrad", "maximize", "capturable", "decoupled_weight_decay", "nesterov", "bias_correction", "grad_averaging",
+    "adam_w_mode", "use_nvlamb", "reg_inside_moment", "init_zero",
+})  # fmt: skip
+_INFINITE = float("inf")
 
 
 class Loading(Optimizer):
@@ -79,25 +89,48 @@ class Loading(Optimizer):
         }
         return packed
 
+    def check_options(self, group: dict[str, Any]) -> None:
+        """`OptimizerError` for options of a group that are no numbers, or out of the range in which they make sense."""
+        for name, value in ((name, group[name]) for name in self.defaults if name in group):
+            if name == "betas":
+                for i, beta in enumerate(check_several(name, value, 2)):
+                    check_number(f"betas[{i}]", beta, high=1.0)
+            elif name in _NUMBERS and not (name == "max_grad_norm" and value is None):
+                check_number(name, value)
+            elif name in _FLAGS and (isinstance(value, Tensor) or value not in (False, True)):
+                raise OptimizerError(f"{name}={value!r}: write True or False")
+
     def check_loadable(self, state_dict: dict[str, Any]) -> None:
         """`OptimizerError` for a state_dict that holds states of other shapes than the parameters', or options that
         this optimizer has not.
         """
-        self._check_states(completed(self, state_dict))
+        self._check_states(self._completed(state_dict))
+
+    def _completed(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A state_dict in the form that this optimizer has; the one given stays as it is."""
+        done = completed(self, state_dict)
+        for param, number in self._saved(done):
+            if number in done["state"]:
+                done["state"][number] = self._readable(done["state"][number], param)
+        return done
+
+    def _readable(self, row: Any, param: Parameter) -> Any:
+        """The saved states of a parameter; moments in 8 bits in full."""
+        return as_float32(row)
 
     def _check_states(self, state_dict: dict[str, Any]) -> None:
+        for own, group in zip(self.param_groups, state_dict["param_groups"], strict=False):
+            self.check_options({**group, "params": own["params"]})
         names = (*self.kept, "master", "master_bits")
         for param, number in self._saved(state_dict):
             saved = state_dict["state"].get(number, {})
-            if not isinstance(saved, Mapping):
-                raise OptimizerError(f"the states saved for a parameter are {kind_of(saved)}, not a dict")
-            coded = is_8bit(saved) and NAMES[1] in self.kept
+            coded = is_8bit(saved)
             for name in names:
                 if saved.get(name) is None and not (coded and name in NAMES):
                     continue
                 value: Any = saved.get(name)
                 number_like = isinstance(value, Tensor) and (
-                    value.is_floating_point() or coded or name == "master_bits"
+                    value.is_floating_point() or name in (*NAMES, "master_bits")
                 )
                 if not number_like or not self._has_form(name, held_here(value), param):
                     raise OptimizerError(
@@ -115,7 +148,7 @@ class Loading(Optimizer):
         `OptimizerError`, a ValueError, changing nothing, for states of other shapes than the parameters', and for
         options that were on where this optimizer has none.
         """
-        state_dict = completed(self, state_dict)
+        state_dict = self._completed(state_dict)
         self._check_states(state_dict)
         low, key = self._low_params(), self._master_key
         wanted = torch.int16 if key == "master_bits" else torch.float32
@@ -175,9 +208,22 @@ class Loading(Optimizer):
             self._prepare()
         self._buckets = None
         for param, own in self.state.items():
+            own = self.state[param] = named(own)
             for name, value in own.items():
                 if isinstance(value, _Kept):
                     own[name] = value.on(param.device)
+
+
+def float32_states(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state_dict of an optimizer with `states="8bit"` whose moments are float32, as any other Adam has them.
+
+    What is not in 8 bits is as it was. `OptimizerError` for what is no optimizer's state_dict, and for codes and scales
+    that do not fit each other.
+
+    >>> torch.optim.AdamW(params).load_state_dict(preamp.optim.float32_states(optimizer.state_dict()))
+    """
+    check_form(state_dict)
+    return {**state_dict, "state": {key: as_float32(row) for key, row in state_dict["state"].items()}}
 
 
 class _Kept:
@@ -189,6 +235,24 @@ class _Kept:
     def on(self, device: torch.device) -> Tensor:
         """The state on a device; 16 bits, of a checkpoint of torch's, as float32."""
         return self._value.to(device, torch.float32 if self._value.dtype in LOW_DTYPES else None)
+
+
+def check_number(name: str, value: Any, *, low: float = 0.0, high: float = _INFINITE, whole: bool = False) -> None:
+    """`OptimizerError` unless a number, or a tensor of one (not if it is to be `whole`), lies in [low, high)."""
+    is_tensor = isinstance(value, Tensor) and not whole and value.numel() == 1 and not value.is_complex()
+    is_number = not isinstance(value, bool) and isinstance(value, Integral if whole else Real)
+    number = float(value) if is_tensor or is_number else float("nan")
+    if not low <= number < high:
+        raise OptimizerError(
+            f"{name}={value!r}: write a {'whole ' if whole else ''}number that lies in [{low:g}, {high:g})"
+        )
+
+
+def check_several(name: str, values: Any, count: int) -> tuple[Any, ...]:
+    """The values; `OptimizerError` unless they are a tuple or list of `count`."""
+    if not isinstance(values, (tuple, list)) or len(values) != count:
+        raise OptimizerError(f"{name}={values!r}: write {count} numbers, as ({', '.join('abc'[:count])})")
+    return tuple(values)
 
 
 def _seen(value: Any) -> str:

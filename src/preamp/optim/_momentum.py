@@ -10,7 +10,7 @@ from ..errors import OptimizerError
 from ..kernels import LionOptions, MuonOptions, lion, muon
 from ..ledger import Bucket
 from ..sharding import Parted
-from ._base import check_hyper
+from ._loading import check_number, check_several
 from ._rounded import RoundedOptimizer
 
 
@@ -53,10 +53,6 @@ class Lion(_OneMoment):
         rounding: str = "nearest",
         seed: int = 0,
     ) -> None:
-        check_hyper("lr", lr)
-        check_hyper("weight_decay", weight_decay)
-        for i, beta in enumerate(betas):
-            check_hyper(f"betas[{i}]", beta, high=1.0)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, master, rounding, seed)
 
@@ -95,27 +91,23 @@ class Muon(_OneMoment):
         rounding: str = "nearest",
         seed: int = 0,
     ) -> None:
-        check_hyper("lr", lr)
-        check_hyper("weight_decay", weight_decay)
-        check_hyper("momentum", momentum)
-        check_hyper("eps", eps)
-        check_hyper("ns_steps", ns_steps, high=100)
-        if len(ns_coefficients) != 3:
-            raise OptimizerError(f"ns_coefficients={ns_coefficients!r}: write three numbers, (a, b, c)")
-        if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
-            raise OptimizerError(f"adjust_lr_fn={adjust_lr_fn!r}: write 'original' or 'match_rms_adamw'")
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
         }  # fmt: skip
         super().__init__(params, defaults, master, rounding, seed)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, for matrices."""
-        super().add_param_group(param_group)
-        for param in self.param_groups[-1]["params"]:
+    def check_options(self, group: dict[str, Any]) -> None:
+        """With those of the iteration, and that parameters are matrices."""
+        super().check_options(group)
+        check_number("momentum", group["momentum"], high=1.0)
+        check_number("ns_steps", group["ns_steps"], high=100, whole=True)
+        for i, number in enumerate(check_several("ns_coefficients", group["ns_coefficients"], 3)):
+            check_number(f"ns_coefficients[{i}]", number, low=-float("inf"))
+        if (kind := group["adjust_lr_fn"]) not in (None, "original", "match_rms_adamw"):
+            raise OptimizerError(f"adjust_lr_fn={kind!r}: write 'original' or 'match_rms_adamw'")
+        for param in group["params"]:
             if param.dim() != 2:
-                del self.param_groups[-1]
                 raise OptimizerError(
                     f"a parameter has shape {tuple(param.shape)}, and Muon orthogonalizes matrices: give it "
                     "[p for p in ... if p.dim() == 2], and the others to preamp.optim.AdamW"

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from ..errors import OptimizerError
 from ..ledger import Bucket
 from ._base import FusedOptimizer
+from ._loading import check_number
 
 
 class RoundedOptimizer(FusedOptimizer):
@@ -27,6 +28,7 @@ class RoundedOptimizer(FusedOptimizer):
                 f"rounding={rounding!r} with master={master!r}: write 'nearest', or 'stochastic' with master=None, "
                 "since masters lose nothing that stochastic rounding could save"
             )
+        check_number("seed", seed, low=-float("inf"), whole=True)
         self.rounding, self.seed = rounding, seed
         super().__init__(params, defaults, master)
 

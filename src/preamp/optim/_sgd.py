@@ -11,7 +11,8 @@ from torch.nn import Parameter
 from ..errors import OptimizerError
 from ..kernels import AdagradOptions, SGDOptions, adagrad, sgd
 from ..ledger import Bucket
-from ._base import FusedOptimizer, check_hyper, refuse_differentiable
+from ._base import FusedOptimizer, refuse_differentiable
+from ._loading import check_number
 
 
 class SGD(FusedOptimizer):
@@ -41,19 +42,22 @@ class SGD(FusedOptimizer):
         master: str | None = "float32",
     ) -> None:
         refuse_differentiable(differentiable)
-        check_hyper("lr", lr)
-        check_hyper("momentum", momentum)
-        check_hyper("weight_decay", weight_decay)
-        if nesterov and (momentum <= 0 or dampening != 0):
-            raise OptimizerError(
-                f"nesterov=True with momentum={momentum!r} and dampening={dampening!r}: it looks ahead along the "
-                "momentum, so it needs momentum above 0 and dampening=0"
-            )
         defaults = {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
             "nesterov": nesterov, "maximize": maximize,
         }  # fmt: skip
         super().__init__(params, defaults, master)
+
+    def check_options(self, group: dict[str, Any]) -> None:
+        """With Nesterov's momentum, which needs momentum, and no dampening."""
+        super().check_options(group)
+        momentum, dampening = group["momentum"], group["dampening"]
+        check_number("dampening", dampening, low=-float("inf"))
+        if group["nesterov"] and (momentum <= 0 or dampening != 0):
+            raise OptimizerError(
+                f"nesterov=True with momentum={momentum!r} and dampening={dampening!r}: it looks ahead along the "
+                "momentum, so it needs momentum above 0 and dampening=0"
+            )
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The momentum buffer, where there is momentum."""
@@ -100,11 +104,6 @@ class Adagrad(FusedOptimizer):
         master: str | None = "float32",
     ) -> None:
         refuse_differentiable(differentiable)
-        check_hyper("lr", lr)
-        check_hyper("lr_decay", lr_decay)
-        check_hyper("weight_decay", weight_decay)
-        check_hyper("initial_accumulator_value", initial_accumulator_value)
-        check_hyper("eps", eps)
         defaults = {
             "lr": lr, "lr_decay": lr_decay, "eps": eps, "weight_decay": weight_decay,
             "initial_accumulator_value": initial_accumulator_value, "maximize": maximize,

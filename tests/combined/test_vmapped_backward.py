@@ -1,0 +1,102 @@
+"""Many backward passes at once, through one forward pass: Jacobians by vmap over `torch.autograd.grad`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import preamp
+
+NORMS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "LayerNorm": (lambda: nn.LayerNorm([4, 6]), True),
+    "LayerNorm, last": (lambda: nn.LayerNorm(6), True),
+    "LayerNorm, no weight": (lambda: nn.LayerNorm(6, elementwise_affine=False), True),
+    "RMSNorm": (lambda: nn.RMSNorm(6), True),
+    "GroupNorm": (lambda: nn.GroupNorm(2, 4), True),
+    "GroupNorm, no weight": (lambda: nn.GroupNorm(2, 4, affine=False), True),
+    "InstanceNorm": (lambda: nn.InstanceNorm1d(4, affine=True), True),
+    "BatchNorm": (lambda: nn.BatchNorm1d(4), True),
+    "BatchNorm, no weight": (lambda: nn.BatchNorm1d(4, affine=False), True),
+    "BatchNorm, in use": (lambda: nn.BatchNorm1d(4), False),
+}
+
+
+def jacobians(norm: str, level: str | None, way: str) -> list[Tensor]:
+    make, trains = NORMS[norm]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), make(), nn.Linear(6, 2)).train(trains)
+    for module in model:
+        if isinstance(module, nn.BatchNorm1d):
+            module.running_mean, module.running_var = torch.randn(4) / 4, torch.rand(4) + 0.5
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = torch.randn(3, 4, 6)
+    with preamp.prepare(model, optimizer, level=level or "O0") as session:
+        params = [p for p in model.parameters() if p.requires_grad]
+        with session.autocast():
+            out = model(x).float().square().sum((1, 2))
+
+        def pulled(v: Tensor) -> Any:
+            return torch.autograd.grad(out, params, v, retain_graph=True)
+
+        if way == "vmap":
+            found = torch.vmap(pulled)(torch.eye(3))
+        elif way == "is_grads_batched":
+            found = torch.autograd.grad(out, params, torch.eye(3), retain_graph=True, is_grads_batched=True)
+        else:
+            found = [torch.stack(rows) for rows in zip(*map(pulled, torch.eye(3)), strict=True)]
+        assert [each.dtype for each in found] == [p.dtype for p in params]
+        return [each.float() for each in found]
+
+
+@pytest.mark.parametrize("way", ["vmap", "is_grads_batched"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_as_one_after_the_other_and_as_in_float32(norm: str, level: str, way: str) -> None:
+    seen, one_by_one, wanted = (
+        jacobians(norm, level, way),
+        jacobians(norm, level, "loop"),
+        jacobians(norm, None, "loop"),
+    )
+    for ours, theirs, exact in zip(seen, one_by_one, wanted, strict=True):
+        size = float(exact.abs().max())
+        assert float((ours - exact).abs().max()) <= 0.05 * size + 1e-5
+        assert float((ours - theirs).abs().max()) <= 0.02 * size + 1e-5
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_float32_norms_while_rules_are_installed(norm: str) -> None:
+    with preamp.autocast("cpu", dtype=torch.bfloat16):
+        pass
+    for ours, theirs in zip(jacobians(norm, None, "vmap"), jacobians(norm, None, "loop"), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_torchs_rules_come_back() -> None:
+    preamp.autocast.uninstall()
+    before = torch._C._dispatch_dump("aten::native_layer_norm_backward")
+    with preamp.autocast("cpu", dtype=torch.bfloat16):
+        assert torch._C._dispatch_dump("aten::native_layer_norm_backward") != before
+    preamp.autocast.uninstall()
+    after = torch._C._dispatch_dump("aten::native_layer_norm_backward")
+    batched = [[line for line in dump.splitlines() if "FuncTorchBatched:" in line] for dump in (before, after)]
+    assert batched[0] and batched[0] == batched[1]
+
+
+def test_libraries_of_devices() -> None:
+    """cuDNN's norm has another order of arguments; its rule needs no device."""
+    torch.manual_seed(0)
+    x, weight, gradients = torch.randn(3, 4, 2).half(), torch.rand(4), torch.randn(5, 3, 4, 2).half()
+    mean, scale = x.float().mean((0, 2)), (x.float().var((0, 2), correction=0) + 1e-5).rsqrt()
+    backward: Any = torch.ops.aten.native_batch_norm_backward
+    with preamp.autocast("cpu", dtype=torch.float16):
+        seen = torch.vmap(
+            lambda g: torch.ops.aten.cudnn_batch_norm_backward(x, g, weight, None, None, mean, scale, 1e-5, x)
+        )(gradients)
+    for i, g in enumerate(gradients):
+        wanted = backward(g.float(), x.float(), weight, None, None, mean, scale, True, 1e-5, [True] * 3)
+        for ours, theirs in zip(seen, wanted, strict=True):
+            torch.testing.assert_close(ours[i].float(), theirs, rtol=2e-3, atol=2e-3)

@@ -1,0 +1,121 @@
+"""What leaves a session as a whole: pickled models, and programs that torch makes of models."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import preamp
+from preamp.errors import PreampWarning, SessionError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(16, 8), nn.LayerNorm(8)).eval()
+
+
+class Parted(nn.Module):
+    """A model whose parts know it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+        self.norm.__dict__["whole"] = self
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.first(x))
+        return out
+
+
+def prepared(model: nn.Module, level: str) -> preamp.Session:
+    return preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level=level)
+
+
+X = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_pickled_model_can_be_called(level: str, tmp_path: Path) -> None:
+    model = network()
+    wanted = model(X)
+    with prepared(model, level) as session:
+        torch.save(model, tmp_path / "whole.pt")
+        here = model(X)
+        with session.full_precision():
+            plain = pickle.loads(pickle.dumps(model))
+            wide = model(X)
+    loaded = torch.load(tmp_path / "whole.pt", weights_only=False)
+    assert isinstance(loaded, nn.Sequential) and loaded(X).dtype is here.dtype
+    assert torch.equal(loaded(X), here)
+    again = pickle.loads(pickle.dumps(loaded))
+    assert torch.equal(again(X), here)
+    torch.testing.assert_close(loaded(X).float(), wanted, rtol=3e-2, atol=3e-2)
+    assert [type(module) for module in plain.modules()] == [type(module) for module in network().modules()]
+    assert torch.equal(plain(X), wide)
+    prepared(plain, level).close()
+
+
+def test_a_model_is_pickled_with_its_optimizer() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with preamp.prepare(model, optimizer, level="O5"):
+        loaded, stepping = pickle.loads(pickle.dumps((model, optimizer)))
+    assert all(map(lambda a, b: a is b, loaded.parameters(), stepping.param_groups[0]["params"]))
+
+
+def test_parts_that_know_the_whole() -> None:
+    model = Parted()
+    with prepared(model, "O5"):
+        loaded = pickle.loads(pickle.dumps(model))
+        assert loaded.norm.whole is loaded and torch.equal(loaded(torch.ones(2, 4)), model(torch.ones(2, 4)))
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_copy_that_was_made_in_full_precision_is_plain(level: str) -> None:
+    model = network()
+    with prepared(model, level) as session:
+        with session.full_precision():
+            copied, wide = copy.deepcopy(model), model(X)
+        assert [type(module) for module in copied.modules()] == [type(module) for module in network().modules()]
+        programs: list[Any] = [torch.fx.symbolic_trace(copied), torch.jit.script(copied), torch.jit.trace(copied, X)]
+        programs.append(torch.export.export(copied, (X,)).module())
+        assert copied(X).dtype is torch.float32
+    for program in programs:
+        torch.testing.assert_close(program(X), wide)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("make", [torch.fx.symbolic_trace, torch.jit.script], ids=["fx", "script"])
+def test_programs_that_would_lose_casts_are_refused(make: Any, full: bool, level: str) -> None:
+    model = network()
+    with prepared(model, level) as session:
+        outer = nn.Sequential(model)
+        for each in (model, outer):
+            if full:
+                with session.full_precision(), pytest.raises(SessionError, match="deepcopy"):
+                    make(each)
+            else:
+                with pytest.raises(SessionError, match="deepcopy"):
+                    make(each)
+        assert outer[0] is model
+        with session.full_precision():
+            make(copy.deepcopy(model))
+    make(model)
+
+
+def test_an_exported_program_that_shares_the_weights() -> None:
+    model = network()
+    with prepared(model, "O5") as session, session.full_precision():
+        with pytest.warns(PreampWarning, match="deepcopy"):
+            program = torch.export.export(model, (X,)).module()
+        assert torch.equal(program(X), model(X))
