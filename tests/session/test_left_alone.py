@@ -85,6 +85,24 @@ def test_frozen_weights_keep_dtype_memory_and_value(level: str, maker: str, give
     assert all(p.dtype is base and p.data_ptr() == address for p, address, _ in before.values())
 
 
+@pytest.mark.parametrize("base", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d, lambda width: nn.GroupNorm(2, width)])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
+def test_norms_of_a_frozen_base(level: str, norm: Callable[[int], nn.Module], base: torch.dtype) -> None:
+    """Whose weights may have the other 16-bit dtype; and which are unfrozen later."""
+    torch.manual_seed(0)
+    frozen_part = nn.Sequential(nn.Linear(16, 8), norm(8), nn.GELU(), nn.Linear(8, 8)).to(base).requires_grad_(False)
+    model = nn.Sequential(frozen_part, nn.Linear(8, 4))
+    dtypes = {name: t.dtype for name, t in frozen_part.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with preamp.prepare(model, optimizer, level=level, **({"scale": 64.0} if level in ("O1", "O2") else {})) as session:
+        first = train(session, model, 1)
+        assert train(session, model, 20) < first
+        assert {name: t.dtype for name, t in frozen_part.state_dict().items()} == dtypes
+        frozen_part.requires_grad_(True)
+        assert train(session, model, 2) < 10
+
+
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_training_is_as_near_to_float32_as_with_16_bit_weights(level: str) -> None:
     """The forward pass computes with the frozen weights rounded to 16 bits, as with any others."""

@@ -161,6 +161,8 @@ class Conversion:
     def _lower_buffers(self, root: nn.Module, precisions: dict[str, torch.dtype | None]) -> None:
         for path, module in root.named_modules():
             dtype = self._storage(module, precisions[path])
+            if is_norm(module) and self._is_left(module) is not None:
+                continue  # its statistics have the dtype of its weights
             for key, buffer in module._buffers.items():
                 if buffer is None or buffer.dtype is not torch.float32 or dtype not in LOW_DTYPES:
                     continue
@@ -190,6 +192,8 @@ class Conversion:
             elif dtype in LOW_DTYPES:
                 self._keeper.lower(name, parameter, dtype)
         changed = set(joining)
+        if joining:
+            self._lower_buffers(self._owned[0], self._precisions)
         for path, module in self._owned[0].named_modules() if joining else ():
             if changed.isdisjoint(p for p in module._parameters.values() if p is not None):
                 continue
@@ -219,8 +223,9 @@ class Conversion:
             casting = Casting(inputs=precision or low)
             if self._is_left(module) is torch.float32:  # whose kernels take inputs of their weights' dtype only
                 casting = Casting(inputs=torch.float32, outputs=precision or low, region=torch.float32)
-        elif is_norm(module) and self._is_left(module) in LOW_DTYPES:
-            casting = NOTHING
+        elif is_norm(module) and (left := self._is_left(module)) in LOW_DTYPES:
+            ours = precision or policy.compute
+            casting = NOTHING if left is ours else Casting(inputs=left, outputs=ours, region=torch.float32)
         elif low and precision is not torch.float32 and policy.norms is torch.float32 and is_norm(module):
             casting = self._norm_casting(module, precision or low)
         elif isinstance(module, (_BatchNorm, _InstanceNorm) if policy.has_regions else NORMS):
@@ -240,7 +245,7 @@ class Conversion:
             if low and precision is None:
                 device_type = next((p.device.type for p in module.parameters()), "cpu")
                 casting = replace(casting, computes=low, device_type=device_type, keeper=weakref.ref(self._keeper))
-                wide = self._wide_buffers or any(p.dtype is torch.float32 for p in self._left)
+                wide = self._wide_buffers or any(p.dtype is not low for p in self._left)
                 casting = replace(casting, ambient=low if wide else None)
             if low:
                 casting = replace(casting, around=self._around)
@@ -281,7 +286,8 @@ class Conversion:
         if self._policy.params in LOW_DTYPES:
             casting = replace(casting, stays=True)
         module.__dict__["_preamp_casting"] = casting
-        module.__class__ = casting_class(type(module))
+        if not isinstance(module, CastingModule):
+            module.__class__ = casting_class(type(module))
         assert isinstance(module, CastingModule)
         self._changed[module] = casting
 
