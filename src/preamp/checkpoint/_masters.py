@@ -18,7 +18,8 @@ from ._content import place, several_in
 def in_full(state: Any, amp: Any, model: Any, path: Any) -> Any:
     """The state of one or several models, with masters in place of entries that are what those round to.
 
-    Entries that have the same 16-bit dtype in `model` stay: what an open session has of it, only that session can give back.
+    Entries that have the same 16-bit dtype in `model` stay: masters that a session has for them only it can give back,
+    if something goes wrong.
 
     A master is known by the name of its parameter (what parallel and compiled wrappers and the names of several models
     add to it aside) and by its value, so that a state of other weights, as of an average, stays what it is. A
