@@ -23,7 +23,7 @@ def load(
     All or nothing: if one object does not accept its state, those before it get back what they had; for that, copies
     of their states are kept in host memory during the call. Waits for a `save_async`. `extra`: further
     objects, by the names they were saved under, with `state_dict` and `load_state_dict` (an LR scheduler); None is left
-    out. Without `session`, a model gets the float32 values of the masters in the file, where that has them, and not the
+    out. Without `session`, a float32 model gets the values of the masters in the file, where that has them, and not the
     16-bit weights. Optimizers that are not preamp's get moments in 8 bits as float32.
 
     Raises `CheckpointError` for a file that is not one, is damaged, lacks what an object needs or does not fit it;
@@ -47,7 +47,7 @@ def load(
     # if something goes wrong.
     weights = content["model"] if model is not None else None
     if model is not None and session is None:
-        weights = in_full(weights, content.get("amp"), path)
+        weights = in_full(weights, content.get("amp"), model, path)
     parts = [
         *(_paired("optimizer", optimizer, content["optimizer"], path) if optimizer is not None else ()),
         *(_paired("model", model, weights, path) if model is not None else ()),

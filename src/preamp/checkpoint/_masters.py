@@ -15,8 +15,11 @@ from ..sharding import is_sharded
 from ._content import place, several_in
 
 
-def in_full(state: Any, amp: Any, path: Any) -> Any:
+def in_full(state: Any, amp: Any, model: Any, path: Any) -> Any:
     """The state of one or several models, with masters in place of entries that are what those round to.
+
+    Entries that have the same 16-bit dtype in `model` stay: masters that a session has for them only it can give back,
+    if something goes wrong.
 
     A master is known by the name of its parameter (what parallel and compiled wrappers and the names of several models
     add to it aside) and by its value, so that a state of other weights, as of an average, stays what it is. A
@@ -30,7 +33,7 @@ def in_full(state: Any, amp: Any, path: Any) -> Any:
         if isinstance(master, Tensor):
             for known in {name, name.partition(":")[2]}:
                 named[known].append(master)
-    several = several_in(state)
+    several, models = several_in(state), model if isinstance(model, Mapping) else {None: model}
     found: dict[Any, Tensor] = {}
     has_low = False
     for each in [state] if several is None else several.values():
@@ -49,18 +52,21 @@ def in_full(state: Any, amp: Any, path: Any) -> Any:
             stacklevel=3,
         )
     if several is None:
-        return _widened(state, found)
-    return {"several": {name: _widened(each, found) for name, each in several.items()}}
+        return _widened(state, found, models.get(None))
+    return {"several": {name: _widened(each, found, models.get(name)) for name, each in several.items()}}
 
 
-def _widened(state: Any, found: Mapping[Any, Tensor]) -> Any:
+def _widened(state: Any, found: Mapping[Any, Tensor], model: Any) -> Any:
     """A state_dict with what was found for its entries; tied ones are one tensor, and have one master."""
     if not isinstance(state, Mapping) or not found:
         return state
     wide: Any = state.copy() if hasattr(state, "copy") else dict(state)
     if hasattr(state, "_metadata"):  # versions of modules, which steer how a state is loaded
         wide._metadata = state._metadata
-    wide.update({n: found.get(_key(value), value) for n, value in state.items() if isinstance(value, Tensor)})
+    own = {} if model is None else model.state_dict()
+    for name, value in state.items():
+        if isinstance(value, Tensor) and getattr(own.get(name), "dtype", None) is not value.dtype:
+            wide[name] = found.get(_key(value), value)
     return wide
 
 
