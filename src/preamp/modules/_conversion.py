@@ -197,6 +197,9 @@ class Conversion:
         for path, module in self._owned[0].named_modules() if joining else ():
             if changed.isdisjoint(p for p in module._parameters.values() if p is not None):
                 continue
+            for key, buffer in module._buffers.items() if is_norm(module) else ():
+                if buffer is not None and buffer.dtype in LOW_DTYPES:  # its statistics came in the dtype of its weights
+                    module._buffers[key] = buffer.to(self._storage(module, self._precisions[path]))
             parent = self._precisions[path.rpartition(".")[0]] if path else None
             casting = self._casting(module, self._precisions[path], parent, is_root=path == "")
             if module in self._changed or casting != NOTHING:
