@@ -792,3 +792,29 @@ def test_groups_of_a_mixed_precision_lamb_share_no_tensor() -> None:
     assert first["step"].data_ptr() != second["step"].data_ptr()
     assert first["step"].tolist() == [4]
     assert fused.param_groups_full_precision[0]["params"] == [None]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "options"),
+    [
+        (FusedAdam, torch.optim.AdamW, {}),
+        (FusedSGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        (FusedAdagrad, torch.optim.Adagrad, {}),
+    ],
+)
+def test_a_state_of_torchs_own_optimizer_goes_on(ours: Any, theirs: Any, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    reference = Parameter(torch.randn(3, 4))
+    before = theirs([reference], **options)
+    for _ in range(3):
+        reference.grad = torch.randn(3, 4)
+        before.step()
+    parameter = Parameter(reference.detach().clone())
+    after = ours([parameter], **options)
+    after.load_state_dict(before.state_dict())
+    for _ in range(3):
+        reference.grad = torch.randn(3, 4)
+        parameter.grad = reference.grad.clone()
+        before.step()
+        after.step()
+        torch.testing.assert_close(parameter, reference)

@@ -179,8 +179,10 @@ class ApexOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but float32 states of 16-bit parameters stay float32, masters go into their parameters, and
-        nothing is shared with `state_dict`.
+        nothing is shared with `state_dict`. Options and counts that torch's own optimizers do not save in their groups
+        are this one's, and those of their parameters.
         """
+        before = [dict(group) for group in self.param_groups]
         super().load_state_dict(state_dict)
         keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         params = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -195,7 +197,11 @@ class ApexOptimizer(Optimizer):
                 with torch.no_grad():
                     param.copy_(own[MASTER])
                 self._adopt(param)
-        for group in self.param_groups:
+        for group, own in zip(self.param_groups, before, strict=True):
+            group.update({name: value for name, value in own.items() if name not in group and name != "step"})
+            counts = [int(count) for p in group["params"] if (count := self.state.get(p, {}).get("step")) is not None]
+            if counts and "step" not in group:
+                group["step"] = max(counts)
             self.mend_group(group)
 
     def mend_group(self, group: dict[str, Any]) -> None:

@@ -156,13 +156,6 @@ class FusedAdam2018(FusedAdam):
             )
         super()._begin(params, defaults)
 
-    def mend_group(self, group: dict[str, Any]) -> None:
-        """As in the class above; Apex of 2018 counted steps by parameter."""
-        counts = [int(count) for p in group["params"] if (count := self.state.get(p, {}).get("step")) is not None]
-        if counts and "step" not in group:
-            group["step"] = max(counts)
-        super().mend_group(group)
-
     def _step_all(self, old: tuple[Any, Any, Any, Any], grad_scaler: Any) -> None:
         grads, output_params, scale, grad_norms = old
         scale = 1.0 if scale is None else scale
