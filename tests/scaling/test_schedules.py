@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preamp.errors import ScaleError, StateError
-from preamp.scaling import DynamicScale, LossScale, NoScale, StaticScale, loss_scale
+from preamp.scaling import DynamicScale, HysteresisScale, LossScale, NoScale, StaticScale, loss_scale
 
 CPU = torch.device("cpu")
 
@@ -153,3 +153,10 @@ def test_a_backward_that_begins_with_the_scale_is_that_of_the_scaled_loss(
         assert torch.equal(*grads)
     for dtype in (torch.float16, torch.bfloat16):  # which may not hold the scale
         assert scale.seed(torch.ones(shape, dtype=dtype)) is None
+
+
+@pytest.mark.parametrize("kind", [DynamicScale, HysteresisScale])
+@pytest.mark.parametrize("bound", [2147483647.0, 0.1, 3.3e7])
+def test_a_scale_at_a_bound_that_float32_rounds_is_saved_and_loaded(kind: type[DynamicScale], bound: float) -> None:
+    schedule = kind(bound, min_scale=bound, max_scale=bound)
+    kind(bound, min_scale=bound, max_scale=bound).load_state_dict(schedule.state_dict())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from numbers import Real
 from typing import Any
 
@@ -75,6 +76,7 @@ def check_bounds(
     """The floor and the ceiling in force (None: the limits of float32), checked against each other and the start."""
     floor = SMALLEST_SCALE if min_scale is None else check_scale(min_scale, "min_scale")
     ceiling = LARGEST_SCALE if max_scale is None else check_scale(max_scale, "max_scale")
-    if not floor <= init_scale <= ceiling:
+    low, start, high = (struct.unpack("f", struct.pack("f", each))[0] for each in (floor, init_scale, ceiling))
+    if not low <= start <= high:  # in float32, as scales are kept: one that was saved may be a bound, rounded
         raise ScaleError(f"{init_name}={init_scale!r} lies outside [min_scale, max_scale] = [{floor!r}, {ceiling!r}]")
     return floor, ceiling
