@@ -14,7 +14,7 @@ from ..kernels import AdamOptions, adam, adam_8bit, blocks_of
 from ..ledger import Bucket
 from ..sharding import held_here
 from ._base import refuse_differentiable
-from ._eight_bit import CODES, NAMES, SCALES, as_8bit, as_float32, named, new_8bit, takes_8bit
+from ._eight_bit import CODES, NAMES, SCALES, as_8bit, as_float32, new_8bit, takes_8bit
 from ._rounded import RoundedOptimizer
 
 
@@ -108,7 +108,7 @@ class Adam(RoundedOptimizer):
             as_8bit(state, param)
 
     def _readable(self, row: Any, param: Parameter) -> Any:
-        return named(row) if self._is_coded(param) else as_float32(row)
+        return row if self._is_coded(param) else as_float32(row)
 
     def _advance(self, bucket: Bucket, gradients: list[Tensor], factor: Tensor | None, found: Tensor | None) -> None:
         o = self._options(bucket, factor=factor, found=found)

@@ -86,7 +86,6 @@ def as_8bit(state: dict[str, Any], param: Tensor) -> None:
 
 def as_float32(row: Any) -> Any:
     """The saved states of one parameter, with moments in full in place of codes and scales."""
-    row = named(row)
     if not isinstance(row, Mapping) or not is_8bit(row):
         return row
     wide = {name: value for name, value in row.items() if name not in NAMES}
@@ -102,13 +101,6 @@ def as_float32(row: Any) -> Any:
         values = dequantize(_dense(codes.to(dtype)), scales.reshape(-1).to(torch.float32))
         wide[name.removesuffix("_8bit")] = placed_like(row[name], values, tuple(row[name].shape))
     return wide
-
-
-def named(row: Any) -> Any:
-    """The saved states of one parameter; codes that stand under the names of moments, as once, get their own names."""
-    if not isinstance(row, Mapping) or "exp_avg_scale" not in row or "exp_avg_8bit" in row:
-        return row
-    return {f"{name}_8bit" if f"{name}_8bit" in CODES else name: value for name, value in row.items()}
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from ..errors import OptimizerError, kind_of
 from ..formats import LOW_DTYPES
 from ..ledger import Buckets, Masters, SplitMasters
 from ..sharding import held_here
-from ._eight_bit import NAMES, as_float32, is_8bit, named
+from ._eight_bit import NAMES, as_float32, is_8bit
 from ._from_apex import check_form, completed
 
 _NUMBERS = frozenset({
@@ -208,7 +208,6 @@ class Loading(Optimizer):
             self._prepare()
         self._buckets = None
         for param, own in self.state.items():
-            own = self.state[param] = named(own)
             for name, value in own.items():
                 if isinstance(value, _Kept):
                     own[name] = value.on(param.device)
