@@ -34,7 +34,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         return counted
 
     monkeypatch.setattr(_registry, "_gate", counting)
+    _registry._kernels_of.cache_clear()
     yield seen
+    _registry._kernels_of.cache_clear()
 
 
 def test_operators_without_a_rule_of_ours_run_no_python(calls: Counter[str]) -> None:

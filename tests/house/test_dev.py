@@ -108,7 +108,11 @@ def test_a_verb_installs_what_it_needs_and_test_the_rest(dev: ModuleType) -> Non
     dev.test()
     assert dev.run.ran[0].startswith(".venv/bin/python -m pip install ")  # into the same environment
     assert any(" -m compileall " in line for line in dev.run.ran)
-    assert dev.run.pips() == [f"{CONSTRAINED} ruff -e .[migrate,docs,dev]", *APART]
+    assert dev.run.pips() == [f"{CONSTRAINED} ruff -e .[migrate,docs,dev]"]
+    assert stamps(dev) == STAMPS - {"timm", "triton-3.6"}
+    dev.run.ran.clear()
+    dev.test("--all")
+    assert dev.run.pips() == APART
     assert stamps(dev) == STAMPS
     for verb in dev.VERBS.keys() - {"gpu", "against"}:
         dev.VERBS[verb]()
@@ -201,6 +205,6 @@ def test_parts_are_there_and_torch_is_pinned(dev: ModuleType) -> None:
     tomllib = pytest.importorskip("tomllib")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert set(dev.EXTRAS) <= project["optional-dependencies"].keys()
-    assert {part for parts in dev.PARTS.values() for part in parts} <= {"ruff", *dev.EXTRAS}
+    assert {part for parts in dev.PARTS.values() for part in parts} <= {"ruff", "bytecode", *dev.EXTRAS}
     assert dev.PARTS.keys() <= dev.VERBS.keys()
     assert re.search(r"^torch==[\d.]+$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)

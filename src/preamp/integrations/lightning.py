@@ -102,11 +102,13 @@ class PreampPrecision(fabric.PreampPrecision, Precision):
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Shrink true gradients so that their norm is at most `clip_val`."""
-        self.session.clip_grad_norm_(clip_val, optimizer=optimizer)
+        if gradients_of(optimizer):  # training_step may have returned None
+            self.session.clip_grad_norm_(clip_val, optimizer=optimizer)
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
         """Clamp true gradients."""
-        self.session.clip_grad_value_(clip_val, optimizer=optimizer)
+        if gradients_of(optimizer):
+            self.session.clip_grad_value_(clip_val, optimizer=optimizer)
 
     def _attend(self, module: Any) -> None:
         """Have the module's schedules stand still after a skipped step, and averages of weights see masters."""
