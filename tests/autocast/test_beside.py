@@ -202,6 +202,7 @@ def test_before_beside_and_after_a_session(name: str) -> None:
     assert same(bits(name), before), "after a region of preamp's, whose rules stay"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if "hook" not in name])
 def test_preamps_own_regions_recompute_by_preamps_rules(name: str) -> None:
     """Beside plain ones, and other than those: each recomputation follows the region of its forward pass."""

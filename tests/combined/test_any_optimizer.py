@@ -101,6 +101,7 @@ def trained(name: str, level: str, steps: int, size: int) -> tuple[float, float]
     return sum(last) / len(last), FLIGHTS.evaluate(model, "ci", device=torch.device("cpu"))
 
 
+@pytest.mark.slow
 @EACH
 @pytest.mark.parametrize(
     ("steps", "size"), [(40, 256), pytest.param(400, 2048, marks=[pytest.mark.slow, pytest.mark.timeout(300)])]

@@ -172,6 +172,7 @@ def test_backward_may_run_inside_or_outside_of_regions(level: str, backward: str
             assert torch.equal(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 def test_checkpoints_inside_of_compiled_code(level: str) -> None:
     """One graph, checkpoints included; aot_eager recomputes what they say."""

@@ -89,6 +89,7 @@ def test_a_compiled_run_is_the_plain_one(level: str, what: str, backend: str) ->
     check_same(ours, reference(level), tolerance(backend))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("how", REGIONAL)
 @pytest.mark.parametrize(("level", "backend"), CASES)
@@ -124,6 +125,7 @@ def test_two_exceptions_for_a_compiled_block_are_refused_as_for_any() -> None:
         prepared(model, "O4", policy=r"O4; block\.\d -> full")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("level", "dynamic", "graphs"), SIZES)
 def test_batches_of_two_sizes_do_not_compile_again_and_again(level: str, dynamic: bool | None, graphs: int) -> None:
     """`dynamic=None` compiles for the first size, then once for all."""

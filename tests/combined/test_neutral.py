@@ -54,6 +54,7 @@ def changes_nothing(how: tuple[str, str, str], program: Program) -> None:
 checks = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 
 
+@pytest.mark.slow
 @settings(max_examples=25, **checks)
 @given(setups(), st.lists(steps, min_size=3, max_size=8))
 def test_neutral_events(how: tuple[str, str, str], program: Program) -> None:

@@ -126,6 +126,7 @@ def absent(way, alternative):
     assert good("\n".join([head.strip(), *lines, "print('done')"]), tmp_path) == "done\n"
 
 
+@pytest.mark.slow
 def test_compiled_parts_may_be_the_first_import(tmp_path: Path) -> None:
     """And NVIDIA's are taken where they are installed."""
     out = good("""

@@ -160,6 +160,7 @@ def test_nothing_but_comments_and_the_installation_comes_in(
     assert all(line in lines for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n"))  # in this order
 
 
+@pytest.mark.slow
 def test_a_project_of_several_files(tmp_path: Path) -> None:
     files = {
         "project/train.py": "from lib import norms\nfrom lib.amped import scale\nprint(norms.Norm, scale())\n",

@@ -21,6 +21,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return told_by("saving", 2, tmp_path_factory.mktemp("saving"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(told: list[dict[str, Any]], rank: int) -> None:
     seen = told[rank]["in_the_background"]

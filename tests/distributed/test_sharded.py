@@ -10,6 +10,8 @@ import torch
 
 from .together import told_once
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
@@ -17,7 +19,6 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return told_once("sharded", 2, tmp_path_factory.mktemp("sharded"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scale", ["dynamic", "hysteresis"])
 def test_an_infinity_in_one_shard_skips_the_step_on_all_ranks(told: list[dict[str, Any]], scale: str) -> None:
     first, second = (each[f"one shard {scale}"] for each in told)

@@ -97,6 +97,7 @@ def test_a_crash_is_the_script_s_own_and_still_reported(tmp_path: Path) -> None:
     assert "KeyError" in report["ended"]
 
 
+@pytest.mark.slow
 def test_an_exit_status_is_passed_on(tmp_path: Path) -> None:
     ran, report = _run(_script(tmp_path, more="if step == 2: sys.exit(7)"))
     assert ran.returncode == report["exit_code"] == 7
@@ -180,6 +181,7 @@ def test_a_doctor_that_is_told_to_end_passes_it_on_and_reports(
     assert number.name in report["ended"] or (number == signal.SIGINT and "KeyboardInterrupt" in report["ended"])
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_is_told_before_the_script_runs(tmp_path: Path) -> None:
     script = _script(tmp_path)
     (tmp_path / "file").write_text("")

@@ -55,6 +55,7 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
     assert licences
 
 
+@pytest.mark.slow
 def test_the_sdist_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     sdist = build(ROOT, tmp_path / "sdist", "sdist")
     with tarfile.open(sdist) as opened:

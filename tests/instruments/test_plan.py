@@ -145,6 +145,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", plan_ranks.CASES)
 def test_two_ranks(counted: dict[str, Any], case: str) -> None:
     shard, level, states = plan_ranks.CASES[case]

@@ -82,6 +82,7 @@ def test_a_value_goes_to_one_of_its_two_codes(codes: torch.dtype, data: list[flo
         assert torch.equal(made > 0, values > 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codes", CODES, ids=str)
 def test_chance_is_right_in_the_mean(codes: torch.dtype) -> None:
     values = torch.tensor([1.0, 0.9, 0.3, 1e-2, 1e-4] + ([-0.3, -2e-5, 3e-7] if codes is torch.int8 else [3e-9]))

@@ -92,6 +92,7 @@ def test_ranks_skip_together_and_stay_equal(bad_day: tuple[int, str, Path]) -> N
         assert {value.dtype for value in exported.values()} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_an_exception_in_one_rank_ends_the_job(bad_day: tuple[int, str, Path]) -> None:
     """Rank 1 raises in its forward pass, in the end; rank 0, which waits for its gradients, is not left behind."""
     status, said, _ = bad_day

@@ -93,6 +93,7 @@ def alike(one: Any, other: Any) -> bool:
     return differences(one, other) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("level", ["O0", "O4", "O5"])
 @pytest.mark.parametrize("steps", [0, 2])

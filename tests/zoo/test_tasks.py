@@ -136,6 +136,7 @@ def test_evaluation_is_a_share_and_repeats(task):
     assert task.evaluate(model, "ci", device=CPU) == quality
 
 
+@pytest.mark.slow
 def test_evaluation_survives_outputs_that_are_not_finite(task):
     model = task.build("ci", seed=0).eval()
     quality = task.evaluate(lambda *inputs: model(*inputs) * float("nan"), "ci", device=CPU)
