@@ -10,8 +10,6 @@ import torch
 
 from .together import told_once
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:

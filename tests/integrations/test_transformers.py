@@ -139,7 +139,6 @@ def sentences() -> list[dict[str, Tensor]]:
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_bert_resumes_bit_for_bit_and_is_saved_in_float32(level: str, tmp_path: Path) -> None:
     def trained(folder: Path, resume: Path | None) -> Any:
