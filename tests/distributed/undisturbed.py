@@ -118,7 +118,7 @@ def _held(value: Any) -> Any:
     return value.to_local() if hasattr(value, "to_local") else value
 
 
-def setup(chance: random.Random, kind: str) -> tuple[str, str, str, bool]:
+def setup(chance: random.Random, kind: str) -> tuple[str, str, str]:
     level, maker = chance.choice(LEVELS), chance.choice([name for name in MAKERS if name != "AdamW, by chance"])
     sharded = kind in ("fsdp", "hybrid", "parts")
     if maker == "AdamW, split" and (level == "O2" or sharded):
@@ -127,7 +127,7 @@ def setup(chance: random.Random, kind: str) -> tuple[str, str, str, bool]:
         maker = "torch AdamW"  # that one does not step shards
     if "torch" in maker and "SGD" not in maker and kind in ("tensor", "parts"):
         maker = "torch SGD"  # torch's own do not step DTensors of several meshes, or beside tensors
-    return level, maker, chance.choice(("dynamic", "hysteresis", "static")), False
+    return level, maker, chance.choice(("dynamic", "hysteresis", "static"))
 
 
 def act(folder: Path) -> dict[str, Any]:
