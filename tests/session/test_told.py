@@ -272,3 +272,27 @@ def test_a_level_that_is_none_is_still_refused() -> None:
     model = mlp()
     with pytest.raises(PolicyError):
         preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level="")
+
+
+def test_gradients_of_another_stage_are_taken_as_they_come(tmp_path: Path) -> None:
+    """A stage of a pipeline does not run the backward passes itself, and may step its optimizers one by one."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizers = [torch.optim.SGD(layer.parameters(), 0.1) for layer in model]
+        group = torch.distributed.group.WORLD
+        session = preamp.prepare(model, optimizers, level="O1", scale=8.0, group=group)
+        session.scale(torch.zeros(()))  # as the last stage does
+        session._order.scaled_by_hand = False  # and this one does not
+        for step in range(2):
+            for optimizer in optimizers:
+                with session.autocast():
+                    loss = loss_of(model, step)
+                (loss * 8).backward()
+                assert not session.step(optimizer).skipped
+            session.zero_grad()
+        session.close()
+        assert not any(map(torch.equal, before, model.parameters()))
+    finally:
+        torch.distributed.destroy_process_group()

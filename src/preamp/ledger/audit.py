@@ -28,7 +28,7 @@ class Audit:
 
     def __init__(self) -> None:
         self._steps, self._always = 0, False
-        self._verdicts: list[Verdict] = []
+        self._flags: list[FlagOnItsWay] = []
 
     def due(self, leaves: Leaves) -> bool:
         """Whether the step that follows is to be compared: it is its turn, or a parameter whose turn it is was written.
@@ -43,11 +43,11 @@ class Audit:
         here = leaves.parameters and leaves.parameters[at].device.type == "cpu"
         return bool(here) and not agrees(leaves.parameters[at], leaves.leaves[at])
 
-    def hear(self) -> None:
-        """Read the verdicts of the device that have arrived by now."""
-        for verdict in [v for v in self._verdicts if v.ready()]:
-            self._verdicts.remove(verdict)
-            self._judge(verdict.name if verdict.guilty() else None)
+    def read_flags(self) -> None:
+        """Read the flags of earlier comparisons that have arrived from the device by now."""
+        for flag in [each for each in self._flags if each.ready()]:
+            self._flags.remove(flag)
+            self._warn(flag.name if flag.value() else None)
 
     def written(self, pairs: Sequence[tuple[Parameter, Leaf]]) -> Iterator[tuple[Parameter, Leaf]]:
         """Parameters written without a trace, for the caller to update masters; on an accelerator it is done here."""
@@ -56,13 +56,13 @@ class Audit:
             return
         found = [(parameter, leaf) for parameter, leaf in pairs if not agrees(parameter, leaf)]
         yield from found
-        self._judge(found[0][1].name if found else None)
+        self._warn(found[0][1].name if found else None)
 
-    def _judge(self, culprit: str | None) -> None:
-        if culprit is not None and not self._always:
+    def _warn(self, written: str | None) -> None:
+        if written is not None and not self._always:
             self._always = True
             warnings.warn(
-                f"{culprit} was written through .data, which leaves no trace, so every step has to compare parameters "
+                f"{written} was written through .data, which leaves no trace, so every step has to compare parameters "
                 "with their float32 masters from now on, and what is written there has 16 bits. Write through the "
                 "parameter itself, `with torch.no_grad(): p.clamp_(...)`; exchange whole weights (averages, say) "
                 "inside `with session.full_precision(values_only=True):`, where they are float32",
@@ -71,7 +71,7 @@ class Audit:
             )
 
     def _on_device(self, pairs: Sequence[tuple[Parameter, Leaf]]) -> None:
-        """Compare and update without a host sync: the verdict is read once it has arrived."""
+        """Compare and update without a host sync: the flag is read once it has arrived."""
         differ = []
         for parameter, leaf in pairs:
             low, master = held_here(parameter.data), held_here(leaf.stored)
@@ -82,7 +82,7 @@ class Audit:
             return
         names = ", ".join(leaf.name for _, leaf in pairs[:3])
         found = torch.stack([one.to(differ[0].device) for one in differ]).any()  # stages may be on several devices
-        self._verdicts.append(Verdict(f"one of {names}, ...", found))
+        self._flags.append(FlagOnItsWay(f"one of {names}, ...", found))
 
 
 def agrees(parameter: Parameter, leaf: Leaf) -> bool:
@@ -96,7 +96,7 @@ def _rounds_to(master: Tensor, low: Tensor) -> Tensor:
     return (low == rounded) | (low.isnan() & rounded.isnan())
 
 
-class Verdict:
+class FlagOnItsWay:
     """A flag on its way from an accelerator to the host."""
 
     def __init__(self, name: str, flag: Tensor) -> None:
@@ -111,6 +111,6 @@ class Verdict:
         """Whether it has arrived; no host sync."""
         return self._event is None or bool(self._event.query())
 
-    def guilty(self) -> bool:
+    def value(self) -> bool:
         """The flag."""
         return bool(self._here)

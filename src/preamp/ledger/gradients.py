@@ -8,7 +8,7 @@ float32 if there is a master, which then is in the parameter's place; user code 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -22,53 +22,12 @@ from ..kernels import Reading, chained, global_norm, multiply_, present_in, read
 from ..parallel import Agreement
 from ..sharding import placed_as
 from .buckets import Collected
-from .leaves import Leaves, gradients_of, parameters_of
+from .leaves import gradients_of, parameters_of
 from .masters import Masters
+from .record import Owned, Record
 from .sums import WideSums, dtype_of_gradient
 
 _LAYOUT, _VERSION = attrgetter("layout"), attrgetter("_version")
-
-
-@dataclass(slots=True)
-class Record:
-    """The result of reading an optimizer's gradients before its step, and the factor still to apply."""
-
-    reading: Reading
-    parameters: list[Parameter]
-    """The parameters whose gradients were read, in that order."""
-    leaves: Leaves
-    """Of all parameters of the optimizer."""
-    inverse: Tensor | None
-    """0-d float32 that unscales them; None: they are unscaled."""
-    clip: Tensor | None = None
-    """0-d float32, the clipping factor, applied in addition."""
-    clipped: dict[int, int] = field(default_factory=dict)
-    """The version of each gradient that `clip` was made for, by its identity."""
-    true: bool = False
-    """Whether `inverse` and `clip` have been applied, so that user code may read and change them."""
-    kept: list[Parameter] = field(default_factory=list)
-    """Low parameters whose gradients are also kept in float32, since several losses add up in them."""
-    norm: Tensor | None = None
-    """L2 norm of the true gradients before clipping, once requested."""
-    collected: Collected | None = None
-    """The lists that an optimizer of `preamp.optim` will step, if these were read instead of the gradients."""
-
-    @property
-    def factor(self) -> Tensor | None:
-        """The factor still to be applied to the gradients."""
-        if self.true or self.inverse is None or self.clip is None:
-            return None if self.true else (self.clip if self.inverse is None else self.inverse)
-        return self.inverse * self.clip
-
-
-@dataclass(slots=True)
-class _Owned:
-    """What is known of an optimizer's parameters, as long as they are these."""
-
-    parameters: list[Parameter]
-    leaves: Leaves
-    agreement: Agreement | None
-    """The agreement among ranks that readings of their gradients need, if any."""
 
 
 class Gradients:
@@ -82,7 +41,7 @@ class Gradients:
     def __init__(self, masters: Masters, optimizers: Iterable[Optimizer], device_type: str, group: Any = None) -> None:
         self._masters, self._optimizers, self._group = masters, list(optimizers), group
         self._device_type = device_type
-        self._known: dict[Optimizer, _Owned] = {}
+        self._known: dict[Optimizer, Owned] = {}
         self._sums = WideSums()
         self._records: dict[Optimizer, Record] = {}
         self._strays: list[tuple[Parameter, Parameter]] = []
@@ -101,12 +60,12 @@ class Gradients:
                     return found
         return torch.device(self._device_type)
 
-    def _of(self, optimizer: Optimizer) -> _Owned:
+    def _of(self, optimizer: Optimizer) -> Owned:
         """The parameters of an optimizer; a 16-bit one that was added later gets a master."""
         every, known = list(parameters_of(optimizer)), self._known.get(optimizer)
         if known is None or not known.leaves.is_of(every):
             agreement = Agreement(every, self._group)
-            known = _Owned(every, self._masters.leaves_of(every), agreement if agreement.needed else None)
+            known = Owned(every, self._masters.leaves_of(every), agreement if agreement.needed else None)
             self._known[optimizer] = known
         strangers = self._masters.strangers(known.leaves)
         if strangers:
@@ -280,7 +239,7 @@ class Gradients:
             record.parameters += new
             record.reading = self._read(optimizer, {p: p.grad for p in record.parameters if p.grad is not None})
 
-    def _read_all(self, optimizer: Optimizer, own: _Owned, inverse: Tensor | None) -> Record:
+    def _read_all(self, optimizer: Optimizer, own: Owned, inverse: Tensor | None) -> Record:
         parameters = [p for p in own.parameters if p.grad is not None]
         gradients = {}
         for parameter in parameters:
@@ -293,7 +252,7 @@ class Gradients:
             gradients[parameter] = self._sums.of(parameter) if parameter in self._sums else grad
         return Record(self._read(optimizer, gradients), parameters, own.leaves, inverse)
 
-    def _read_quickly(self, optimizer: Any, own: _Owned, inverse: Tensor | None, steps_next: bool) -> Record | None:
+    def _read_quickly(self, optimizer: Any, own: Owned, inverse: Tensor | None, steps_next: bool) -> Record | None:
         """Read while accessing only the gradient of each of a thousand parameters; None if that is not possible."""
         home = self.device
         collected = optimizer.collect() if steps_next and getattr(optimizer, "takes_masters", False) else None
@@ -306,7 +265,7 @@ class Gradients:
             return None
         return Record(read(gradients, device=home), parameters, own.leaves, inverse)
 
-    def _read_collected(self, collected: Collected, own: _Owned, inverse: Tensor | None) -> Record | None:
+    def _read_collected(self, collected: Collected, own: Owned, inverse: Tensor | None) -> Record | None:
         """Read the lists of the step that follows; None if gradients have to be read one by one."""
         parameters = list(chain.from_iterable(bucket.params for bucket, _ in collected))
         gradients = chained([gradients for _, gradients in collected])

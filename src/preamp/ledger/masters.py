@@ -130,9 +130,9 @@ class Masters:
         if not self._leaves:
             return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            self.refresh(leaves)  # a graph would repeat a comparison at each replay, and must not read a verdict
+            self.refresh(leaves)  # a graph would repeat a comparison at each replay, and must not read a flag
             return
-        self._audit.hear()
+        self._audit.read_flags()
         if self._audit.due(leaves):
             self.compare(leaves)
         elif not again:

@@ -37,7 +37,7 @@ class CallOrder:
         """Whether the session has given out a scaled loss, so that any backward pass may be that of such a one."""
         self._ours = 0
         self._seen: list[tuple[Parameter, Any]] = []
-        for optimizer in self._optimizers if losses.scaled else ():
+        for optimizer in self._optimizers if losses.scaled and not is_stage else ():
             first = next((p for p in parameters_of(optimizer) if p.is_leaf and p.requires_grad), None)
             if first is not None:
                 self._seen.append((first, first.register_post_accumulate_grad_hook(self._gradient_came(optimizer))))

@@ -40,7 +40,7 @@ class OpenRegions:
 
     def add(self, region: SessionRegion) -> None:
         """A region is about to be entered."""
-        self._open.append((region, threading.get_ident(), around(region.device)))
+        self._open.append((region, threading.get_ident(), autocast_state(region.device)))
 
     def last(self, region: SessionRegion) -> Any:
         """The last entry of a region, if it is open still."""
@@ -62,12 +62,12 @@ class OpenRegions:
 
     def _restore(self, outermost: Any) -> None:
         region, thread, before = outermost
-        restore(region.device, before)
+        restore_autocast(region.device, before)
         first = self._open.index(outermost)
         self._open = [each for at, each in enumerate(self._open) if at < first or each[1] != thread]
 
 
-def around(device_type: str) -> tuple[Any, ...]:
+def autocast_state(device_type: str) -> tuple[Any, ...]:
     """What regions are open in this thread, as far as torch knows."""
     depth = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
@@ -76,10 +76,10 @@ def around(device_type: str) -> tuple[Any, ...]:
     return depth, torch.is_autocast_cache_enabled(), *dtypes
 
 
-def restore(device_type: str, before: tuple[Any, ...]) -> None:
-    """Undo all that was entered since `around`."""
+def restore_autocast(device_type: str, before: tuple[Any, ...]) -> None:
+    """Undo all that was entered since `autocast_state`."""
     depth, cached, *dtypes = before
-    for _ in range(around(device_type)[0] - depth):
+    for _ in range(autocast_state(device_type)[0] - depth):
         torch.autocast_decrement_nesting()
     torch.set_autocast_cache_enabled(cached)
     for kind, (enabled, dtype) in zip((device_type, MARKER), dtypes, strict=True):

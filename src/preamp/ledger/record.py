@@ -1,0 +1,55 @@
+"""What is known of an optimizer's gradients between backward and step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..kernels import Reading
+from ..parallel import Agreement
+from .buckets import Collected
+from .leaves import Leaves
+
+
+@dataclass(slots=True)
+class Record:
+    """The result of reading an optimizer's gradients before its step, and the factor still to apply."""
+
+    reading: Reading
+    parameters: list[Parameter]
+    """The parameters whose gradients were read, in that order."""
+    leaves: Leaves
+    """Of all parameters of the optimizer."""
+    inverse: Tensor | None
+    """0-d float32 that unscales them; None: they are unscaled."""
+    clip: Tensor | None = None
+    """0-d float32, the clipping factor, applied in addition."""
+    clipped: dict[int, int] = field(default_factory=dict)
+    """The version of each gradient that `clip` was made for, by its identity."""
+    true: bool = False
+    """Whether `inverse` and `clip` have been applied, so that user code may read and change them."""
+    kept: list[Parameter] = field(default_factory=list)
+    """Low parameters whose gradients are also kept in float32, since several losses add up in them."""
+    norm: Tensor | None = None
+    """L2 norm of the true gradients before clipping, once requested."""
+    collected: Collected | None = None
+    """The lists that an optimizer of `preamp.optim` will step, if these were read instead of the gradients."""
+
+    @property
+    def factor(self) -> Tensor | None:
+        """The factor still to be applied to the gradients."""
+        if self.true or self.inverse is None or self.clip is None:
+            return None if self.true else (self.clip if self.inverse is None else self.inverse)
+        return self.inverse * self.clip
+
+
+@dataclass(slots=True)
+class Owned:
+    """What is known of an optimizer's parameters, as long as they are these."""
+
+    parameters: list[Parameter]
+    leaves: Leaves
+    agreement: Agreement | None
+    """The agreement among ranks that readings of their gradients need, if any."""
