@@ -146,7 +146,7 @@ class CallOrder:
             )
             raise SessionError(f"step() without session.backward(){since}{why}")
         again = [each for each in chosen if pending.has_stepped(each)]
-        if again and losses.scaled and not losses.separate_scales:
+        if again and losses.scaled and not losses.separate_scales and not self._is_stage:
             raise SessionError(
                 f"step() of this {type(again[0]).__name__} a second time after one session.backward(): its gradients "
                 "are unscaled already, and would be once more. Step each optimizer once for each backward pass"
