@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import preamp
-from preamp.errors import PreampWarning, SessionError
+from preamp.errors import SessionError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
@@ -113,9 +113,18 @@ def test_programs_that_would_lose_casts_are_refused(make: Any, full: bool, level
     make(model)
 
 
-def test_an_exported_program_that_shares_the_weights() -> None:
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_program_exported_in_full_precision_runs_afterwards(level: str, strict: bool) -> None:
     model = network()
-    with prepared(model, "O5") as session, session.full_precision():
-        with pytest.warns(PreampWarning, match="deepcopy"):
-            program = torch.export.export(model, (X,)).module()
-        assert torch.equal(program(X), model(X))
+    with prepared(model, level) as session:
+        with session.full_precision():
+            exported = torch.export.export(model, (X,), strict=strict)
+            inside, wide = exported.module(), model(X)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+        for program in (inside, exported.module()):
+            torch.testing.assert_close(program(X), wide)
+        assert all(p.dtype is not torch.float32 for p in model[0].parameters())
+    torch.testing.assert_close(exported.module()(X), wide)

@@ -2,11 +2,12 @@
 
 from ._casting import Casting, CastingModule
 from ._conversion import Conversion, check_free, loses_nothing
+from ._exported import give_programs_own_values
 from ._norms import NORMS, is_norm
 from ._precisions import unwrapped
 from ._subclasses import Subclasses
 
 __all__ = [
-    "NORMS", "Casting", "CastingModule", "Conversion", "Subclasses", "check_free", "is_norm",
-    "loses_nothing", "unwrapped",
+    "NORMS", "Casting", "CastingModule", "Conversion", "Subclasses", "check_free",
+    "give_programs_own_values", "is_norm", "loses_nothing", "unwrapped",
 ]  # fmt: skip

@@ -86,8 +86,6 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if type(args) is not tuple or (args and type(args[0]) is not Tensor and isinstance(args[0], torch.fx.Proxy)):
         raise SessionError(f"torch.fx traces {_NO_COPY}, torch.fx.symbolic_trace(copied)")
     if casting.bypassed:
-        if _is_exporting():
-            _tell_exported()
         return original(self, *args, **kwargs)
     region = casting.region
     if casting.ambient is not None and region is None and not _in_region(casting.device_type):
@@ -145,17 +143,6 @@ _NO_COPY = (
     "a model by its source and shares its weights: the casts of an open session would be lost, and the weights are "
     "float32 only in full precision. Write: with session.full_precision(): copied = copy.deepcopy(model)"
 )
-
-
-def _tell_exported() -> None:
-    if not torch.compiler.is_dynamo_compiling():
-        warnings.warn(
-            "a program is being exported in session.full_precision(), and exported programs share the model's weights, "
-            "which are 16-bit again afterwards: it runs only in there. For a program that runs anywhere, export a copy "
-            "that was made in there, copy.deepcopy(model)",
-            PreampWarning,
-            stacklevel=2,
-        )
 
 
 def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
@@ -245,8 +232,6 @@ def _tell_foreign_region(wanted: torch.dtype, device_type: str, module: nn.Modul
         stacklevel=4,
     )
 
-
-_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 
 _SUBCLASSES = Subclasses(
     CastingModule, "_preamp_original", forward=_forward, load_state_dict=_load_state_dict, __reduce_ex__=_reduce_ex,

@@ -21,7 +21,7 @@ from ..compiling import traced_by_callers
 from ..errors import PreampWarning
 from ..formats import LOW_DTYPES, name_of
 from ..ledger import Gradients, Masters, rebuild_reducers
-from ..modules import Conversion
+from ..modules import Conversion, give_programs_own_values
 from ..policy import Policy
 from ..sharding import sharded_parts
 
@@ -199,6 +199,7 @@ class FullPrecision:
         """Undo `enter`, as far as it came."""
         if not self.begun:
             return
+        give_programs_own_values(self._models)
         for conversion in self._conversions:
             conversion.to_low()
         self._masters.low()
