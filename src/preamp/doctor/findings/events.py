@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..exponents import Exponents
-from ..records import Line
+from ..records import NOWHERE, Line
 
 if TYPE_CHECKING:  # a report is made from records by a process that needs no torch
     import torch
@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # a report is made from records by a process that needs no to
     from ..names import Names
     from ..operators import Products
     from ..places import Place
+    from ..shadow.facts import Fact
 
 
 class Examined(NamedTuple):
@@ -168,23 +169,72 @@ class StepBegins(NamedTuple):
     """Where the scale was updated since the backward pass."""
 
 
-class WeightsStepped(NamedTuple):
-    """A step of 16-bit weights: of each how many have a gradient, and how many of those are what they were."""
+class Deviated(NamedTuple):
+    """A result that is wrong although what went in is right; float32 would have got it right."""
 
-    optimizer: str
-    at: Line
-    weights: Sequence[tuple[Tensor, int, int]]
-    names: Names
+    fact: Fact
+    fix: str | None = None
+    """What to write, tried."""
+    tried: str | None = None
+    """What happened when the step was done again with it, or why it was not."""
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """The place, as fields of a finding."""
+        place = self.fact.place
+        at = (place.file, place.line)
+        return {"module": place.module, "op": self.fact.name, "direction": place.direction, "at": at}
+
+    @property
+    def evidence(self) -> dict[str, Any]:
+        """What was measured."""
+        fact = self.fact
+        words = {"made": "error of the result", "lost": "share lost to zero", "decided": "share that differs"}
+        found: dict[str, Any] = {"dtype": fact.dtype, "shape": list(fact.shape)}
+        if fact.kind in words:
+            found[words[fact.kind]] = float(f"{fact.error:.3g}")
+        found |= {"error of the inputs": float(f"{fact.inputs:.2g}"), "largest input": float(f"{fact.largest:.4g}")}
+        return found | ({"tried": self.tried} if self.tried else {})
 
 
-class ChangedBetweenSteps(NamedTuple):
-    """A line changed 16-bit tensors in place, outside of model and optimizer."""
+class Absorbed(NamedTuple):
+    """What one line did to 16-bit tensors in place, beside what it would have done in float32."""
 
     op: str
     dtype: str
-    unchanged: int
-    total: int
-    at: Line
+    moved: int
+    """How many numbers would have moved in float32."""
+    stayed: int
+    """How many of those did not."""
+    times: int
+    """How often it ran."""
+    storages: frozenset[int]
+    """Those of the tensors that it changed, as `places.key_of` gives them."""
+    is_gradient: bool
+    """Whether autograd added to a gradient here."""
+    optimizer: Optimizer | None
+    """What stepped then."""
+    by: float | None
+    """A constant that was added."""
+    place: Place
+    parameters: Sequence[Tensor] = ()
+    """Those of the models among the tensors."""
+    module: str | None = None
+    """The innermost module that owns them."""
+    buffer: str | None = None
+    """The name of a buffer among them."""
+    made_at: Line = NOWHERE
+    """Where the optimizer was made, of one that is torch's."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is a counter: a whole number is added to one number."""
+        return self.by is not None and self.by == round(self.by) != 0 and self.moved == self.times and self.op == "add"
+
+    @property
+    def at(self) -> Line:
+        """The line to change: the optimizer's, or the one that changes numbers in place."""
+        return self.made_at if self.made_at[0] is not None else (self.place.file, self.place.line)
 
 
 class GradientSpread(NamedTuple):

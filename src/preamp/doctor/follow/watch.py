@@ -47,8 +47,8 @@ class Watch:
         run = self.run = Run(recorder, base, names)
         self.scales, self._precision = Scales(run), Precision(run, self._compiled)
         self._inspection = Inspection(run, self.scales, self._precision, every, replay)
-        soundness = Soundness(run, self.scales, replay)
-        self.steps = Steps(run, self.scales, self._precision, self._inspection, soundness, steps)
+        self._soundness = Soundness(run, self.scales, replay)
+        self.steps = Steps(run, self.scales, self._precision, self._inspection, self._soundness, steps)
         self._scalers = Scalers(run, self.scales, self._inspection, self.steps.attempt)
         self._hook: Any = None
         run.on_failure += [self._unhook, run.tape.clear, self._inspection.give_up]
@@ -74,7 +74,7 @@ class Watch:
             patches.on_close(hook.remove)
         self._scalers.start()
         self._precision.start()
-        patches.wrap(sys, "excepthook", self.run.uncaught)
+        patches.wrap(sys, "excepthook", self._uncaught)
         self._silence("Using `torch.compile")
         self._hook_calls()
 
@@ -94,8 +94,9 @@ class Watch:
         self.steps.end()
         run.patches.close()
         self._unhook()
-        run.tape.clear()  # its mode lies above the other's
+        run.tape.close_window()  # its mode lies above the other's
         self._inspection.close()
+        run.tape.clear()
         if run.attempts:
             counts = {**self.scales.since_last(), "scaler_at": spell_line(self.scales.scaler_at)}
             run.recorder.write("end", spent=run.clock.spent, seconds=run.clock.seconds, **counts)
@@ -191,6 +192,14 @@ class Watch:
             with run.clock:
                 run.tape.keep_grad(original, args, kwargs, out)
         return out
+
+    def _uncaught(self, original: Any, kind: Any, error: Any, trace: Any) -> None:
+        """The script ends by this error: would float32 have ended by it, too?"""
+        if self.run.is_own and isinstance(error, Exception):
+            with self.run.clock:
+                self._inspection.close()
+                self._soundness.died(self._inspection.low)
+        self.run.uncaught(original, kind, error, trace)
 
     # -- optimizers
 

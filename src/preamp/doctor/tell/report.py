@@ -100,6 +100,9 @@ def build(
     steps = max((len(rank.steps) for rank in ranks), default=0)
     precision = policy_seen(first)
     line = verdict(findings, steps, ended, precision)
+    died = next((rank.facts["in_float32"] for rank in ranks if "in_float32" in rank.facts), None)
+    if died is not None:
+        line += " In float32 the script ends by an error there as well." if died["raises"] else " In float32 it goes on."
     broke = next((rank.facts["failed"] for rank in ranks if "failed" in rank.facts), None)
     if late := [] if any(rank.steps for rank in ranks) else [each for each in command[1:] if each in OPTIONS]:
         line += f" {late[0]} was given to the script, since it stands after it: preamp's own options go before."

@@ -1,0 +1,74 @@
+"""PA212: sums kept in 16 bits.
+
+What it is. A sum grows, and what is added to it stays small. bfloat16 keeps 8 bits and float16 11, so a term that is
+less than 1/512 or 1/4096 of the sum changes nothing any more. That happens to gradients that are added up over many
+micro-batches in a 16-bit model, to a running loss, and to an average of weights that moves by a thousandth of the way.
+The finding is measured: the line's addition was done again in float32, and there the numbers move.
+
+Why it hurts. The sum stops growing, and nothing says so. Accumulated gradients are those of the first micro-batches, a
+schedule that waits for the mean loss sees a number that is too small, and an average of weights stands where it began.
+
+The cure. Keep the sum in float32, whatever is added to it.
+
+When it is harmless. Sums of a few terms: none of them is small beside the sum. Sums that are rounded stochastically.
+Neither is reported.
+
+See also: [PA204](PA204.md), updates of weights that rounding takes away; [PA114](PA114.md), counts in 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from ...report import Finding
+from ..records import Line
+from .check import Check, on
+from .events import Absorbed
+
+STAYS = 0.9
+"""Share of the numbers that would have moved in float32 and did not, from which a sum has stopped."""
+TENSOR = 16
+"""Numbers from which one look is enough. A single number stays now and then, and has to stay in two looks."""
+
+
+class PA212(Check):
+    """Sums, averages and accumulated gradients that are so large that what is added to them is lost."""
+
+    def __init__(self) -> None:
+        self._looks: Counter[Line] = Counter()
+
+    @on(Absorbed)
+    def absorbed(self, event: Absorbed) -> Iterator[Finding]:
+        """One line that adds up, outside of an optimizer."""
+        if event.optimizer is not None or event.counts or event.at[0] is None or event.stayed < STAYS * event.moved:
+            return
+        self._looks[event.at] += event.times
+        if event.moved < TENSOR and self._looks[event.at] < 2:
+            return
+        share = event.stayed / event.moved
+        if event.is_gradient:
+            what, fix = (
+                "gradients",
+                (
+                    "# add gradients up in float32: keep the model in float32 under a region, as here\\n"
+                    "session = preamp.prepare(model.float(), optimizer, level='O5')"
+                ),
+            )
+        elif event.op in ("mul", "lerp") or event.parameters or event.moved >= TENSOR:
+            what, fix = (
+                "numbers of an average",
+                "average = copy.deepcopy(model).float()  # averages of weights in float32",
+            )
+        else:
+            what, fix = "a sum", "total = total + x.detach().float()  # or x.item(): sums in float32"
+        yield self.finding(
+            "warning",
+            f"{what} in {event.dtype}: {share:.0%} of {event.moved} numbers stay what they are at this line, and in "
+            "float32 they move. What is added is less than half of what they can tell apart",
+            fix,
+            module=event.module,
+            op=event.op,
+            at=event.at,
+            evidence={"unchanged": round(share, 3), "dtype": event.dtype, "times": event.times},
+        )

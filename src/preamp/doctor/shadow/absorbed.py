@@ -1,0 +1,119 @@
+"""Changes in place that 16 bits take in whole: the value stays, and in float32 it would have moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...formats import LOW_DTYPES, name_of
+from ...tree import map_tensors, tensors
+from ..findings.events import Absorbed
+from ..operators import Call, Observer, base_of
+from ..places import Place, key_of, written_by
+
+MOVES = frozenset({"add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv", "copy"})
+"""Operators by which a number goes on from what it was, or gets what was computed from it in more bits."""
+
+
+def moves_low(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operator changes float16 or bfloat16 numbers in place by one of those."""
+    base = base_of(func)
+    name = base.removeprefix("_foreach_").rstrip("_")
+    if name not in MOVES and not base.startswith("_fused_"):
+        return False
+    return any(t.dtype in LOW_DTYPES for t in written_by(func, args, kwargs))
+
+
+@dataclass(slots=True)
+class _Count:
+    """What one line did to tensors of one kind."""
+
+    place: Place
+    op: str
+    dtype: str
+    optimizer: Optimizer | None
+    moved: int = 0
+    """How many numbers would have moved in float32."""
+    stayed: int = 0
+    """How many of those did not."""
+    times: int = 0
+    keys: set[int] = field(default_factory=set)
+    by: float | None = None
+    """A constant that was added."""
+
+
+class Changes(Observer):
+    """Does every change in place again in float32, and counts what moves there and not here."""
+
+    everywhere = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: dict[Any, _Count] = {}
+        self._kept: tuple[list[tuple[Tensor, Tensor]], dict[int, Tensor]] | None = None
+        self._optimizer: Optimizer | None = None
+        """What steps now."""
+        self._owned: frozenset[int] = frozenset()
+        """Storages that it keeps: copies of masters lose nothing that the masters have not."""
+
+    def steps(self, optimizer: Optimizer | None) -> None:
+        """An optimizer begins to step; None: it has stepped."""
+        self._optimizer = optimizer
+        kept = [] if optimizer is None else list(tensors((optimizer.param_groups, list(optimizer.state.values()))))
+        self._owned = frozenset(map(key_of, kept))
+
+    def before(self, call: Call) -> None:
+        """Keep what is about to change, and change it in float32."""
+        self._kept = None
+        if call.place.ours or not moves_low(call.func, call.args, call.kwargs):
+            return
+        if call.base == "copy" and (self._optimizer is None or key_of(call.args[1]) in self._owned):
+            return
+        low = [t for t in call.written if t.dtype in LOW_DTYPES and t.layout is torch.strided]
+        wide: dict[int, Tensor] = {}
+
+        def widened(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            return wide.setdefault(id(tensor), tensor.detach().to(torch.float32, copy=True))
+
+        try:
+            args = [map_tensors(widened, value) for value in call.args]
+            call.func(*args, **{name: map_tensors(widened, value) for name, value in call.kwargs.items()})
+        except Exception:
+            return
+        self._kept = [(t, t.detach().clone()) for t in low], wide
+
+    def after(self, call: Call) -> None:
+        """Count what moved."""
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return
+        node = torch._C._current_autograd_node()
+        stepping = None if self._optimizer is None else id(self._optimizer)
+        gradient = node is not None and node.name() == "torch::autograd::AccumulateGrad"
+        for tensor, old in kept[0]:
+            exact = kept[1][id(tensor)]
+            moves = exact != old
+            key = (call.place.file, call.place.line, call.base, gradient, stepping)
+            count = self._lines.setdefault(key, _Count(call.place, call.base, name_of(tensor.dtype), self._optimizer))
+            count.moved += int(moves.sum())
+            count.stayed += int((moves & (tensor == old)).sum())
+            count.times += 1
+            count.keys.add(key_of(tensor))
+            added = call.args[1] if call.base == "add" and len(call.args) > 1 else None
+            count.by = float(added) if isinstance(added, (int, float)) else None
+
+    def events(self) -> Iterator[Absorbed]:
+        """One for each line that changed anything."""
+        for (*_, gradient, _), one in self._lines.items():
+            if one.moved:
+                yield Absorbed(
+                    one.op.removeprefix("_foreach_").rstrip("_"), one.dtype, one.moved, one.stayed, one.times,
+                    frozenset(one.keys), gradient, one.optimizer, one.by, one.place,
+                )  # fmt: skip
