@@ -215,8 +215,10 @@ class Absorbed(NamedTuple):
     optimizer: Optimizer | None
     """What stepped then."""
     by: float | None
-    """A constant that was added."""
+    """A constant that was added, or multiplied by."""
     place: Place
+    error: float = 0.0
+    """Largest relative error of a gradient that was added up here, against the sum in float32."""
     parameters: Sequence[Tensor] = ()
     """Those of the models among the tensors."""
     module: str | None = None

@@ -173,10 +173,13 @@ class PA201(Check):
         fact = event.fact
         if fact.code != "PA201":
             return
+        then = (
+            "the script reads it" if fact.hidden_by is None else f"{spelled(fact.hidden_by)} makes other numbers of it"
+        )
         yield self.finding(
             "error",
             f"{fact.name} ({fact.place.direction}) makes inf or nan of finite {fact.dtype} values where float32 is "
-            f"finite, and {fact.hidden_by} makes other numbers of it: no step is skipped, and the result is wrong",
+            f"finite, and {then}: no step is skipped for that",
             event.fix or "x = x.float()  # before this line",
             **event.where,
             evidence={**event.evidence, "hidden by": fact.hidden_by},

@@ -29,6 +29,9 @@ from .events import Absorbed
 UNCHANGED = 0.5
 """Share of the numbers that would have moved in float32 and did not, from which it is reported."""
 
+DECAY = 1e-4
+"""Weight decay of one step from which it is a warning that it is lost: it takes 1 % of a weight in a hundred steps."""
+
 
 class PA204(Check):
     """16-bit weights that an optimizer's step, or its weight decay, does not move."""
@@ -42,8 +45,9 @@ class PA204(Check):
         decay = event.op in ("mul", "div")
         what = "weight decay changes" if decay else "the update changes"
         kept = "rounds to 1" if decay else f"is less than half of what {dtype} can tell apart there"
+        slight = decay and event.by is not None and abs(1 - event.by) < DECAY
         yield self.finding(
-            "warning",
+            "info" if slight else "warning",
             f"{share:.0%} of {total} {dtype} weights stay what they are where {what} them in float32: "
             f"{'a factor so near 1' if decay else 'the change'} {kept}",
             "session = preamp.prepare(model.float(), optimizer, level='O5')  # float32 masters\n"

@@ -28,6 +28,8 @@ from .events import Absorbed
 
 STAYS = 0.9
 """Share of the numbers that would have moved in float32 and did not, from which a sum has stopped."""
+WRONG = 0.1
+"""Relative error of an accumulated gradient from which it is reported."""
 TENSOR = 16
 """Numbers from which one look is enough. A single number stays now and then, and has to stay in two looks."""
 
@@ -37,25 +39,26 @@ class PA212(Check):
 
     def __init__(self) -> None:
         self._looks: Counter[Line] = Counter()
+        self._told: set[Line] = set()
 
     @on(Absorbed)
     def absorbed(self, event: Absorbed) -> Iterator[Finding]:
         """One line that adds up, outside of an optimizer."""
-        if event.optimizer is not None or event.counts or event.at[0] is None or event.stayed < STAYS * event.moved:
+        if event.optimizer is not None or event.counts:
+            return
+        if event.is_gradient:
+            yield from self._of_gradients(event)
+            return
+        if event.at[0] is None or event.stayed < STAYS * event.moved:
+            return
+        if event.at in self._told:  # another operator of the same line
             return
         self._looks[event.at] += event.times
         if event.moved < TENSOR and self._looks[event.at] < 2:
             return
+        self._told.add(event.at)
         share = event.stayed / event.moved
-        if event.is_gradient:
-            what, fix = (
-                "gradients",
-                (
-                    "# add gradients up in float32: keep the model in float32 under a region, as here\\n"
-                    "session = preamp.prepare(model.float(), optimizer, level='O5')"
-                ),
-            )
-        elif event.op in ("mul", "lerp") or event.parameters or event.moved >= TENSOR:
+        if event.op in ("mul", "lerp") or event.parameters or event.moved >= TENSOR:
             what, fix = (
                 "numbers of an average",
                 "average = copy.deepcopy(model).float()  # averages of weights in float32",
@@ -71,4 +74,20 @@ class PA212(Check):
             op=event.op,
             at=event.at,
             evidence={"unchanged": round(share, 3), "dtype": event.dtype, "times": event.times},
+        )
+
+    def _of_gradients(self, event: Absorbed) -> Iterator[Finding]:
+        if event.error < WRONG:
+            return
+        yield self.finding(
+            "warning",
+            f"a gradient that is added up in {event.dtype}, {event.times} additions in this step, is {event.error:.0%} "
+            "off from the same sum in float32: what comes late is less than half of what it can tell apart",
+            "session = preamp.prepare(model.float(), optimizer, level='O4')  # float32 gradients\n"
+            "# or add up in float32: for m, p in zip(masters, model.parameters()): m.grad.add_(p.grad); p.grad = None",
+            module=event.module,
+            op=event.op,
+            direction="backward",
+            at=event.at,
+            evidence={"error of the sum": round(event.error, 3), "dtype": event.dtype, "additions": event.times},
         )

@@ -69,7 +69,7 @@ class StepObservation(Observation):
         self.facts: list[Fact] = []
         """What the shadows showed."""
         self.modules = dict(names.items())
-        self._keeps_casts, self._weights = keeps_casts, {id(p): p for p in names.parameters()}
+        self._keeps_casts, self._weights = keeps_casts, {key_of(p): p for p in names.parameters()}
         self.gradients: frozenset[int] = frozenset()
         """Storages of gradients that are still scaled."""
         self.reads: list[Place] = []
@@ -86,8 +86,7 @@ class StepObservation(Observation):
 
     def _in_forward(self, place: Place, args: Any, kwargs: Any, written: Sequence[Tensor]) -> None:
         if self._keeps_casts():
-            changed = [t if t._base is None else t._base for t in written]
-            self.writes += [(place, t) for t in changed if id(t) in self._weights]
+            self.writes += [(place, self._weights[key_of(t)]) for t in written if key_of(t) in self._weights]
         if self.gradients and any(key_of(t) in self.gradients for t in tensors((args, kwargs))):
             self.reads.append(place)
 

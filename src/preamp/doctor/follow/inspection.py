@@ -23,6 +23,7 @@ from ..replay.diagnose import compare_gradients
 from ..shadow.absorbed import Changes
 from ..shadow.trials import Trials
 from .audit import ChangesObservation, Held, Recomputation, StepObservation, audit, dtypes_of, owned
+from .evaluation import Evaluation
 from .magnitudes import Pending, Telemetry
 from .precision import Precision, regions_entered
 from .run import Run
@@ -43,6 +44,7 @@ class Inspection:
         self._run, self._scales, self._precision = run, scales, precision
         self.every, self._replay = every, replay
         """Steps from one whose magnitudes are counted to the next; None: only losses are wanted."""
+        self.evaluation = Evaluation(run, replay)
         self._observation: StepObservation | None = None
         self._recomputation: Recomputation | None = None
         self._changes: Changes | None = None
@@ -74,6 +76,7 @@ class Inspection:
     def open(self, turn: int, module: nn.Module | None) -> None:
         """A model is about to run, in this turn of its optimizer; its call has begun already."""
         run = self._run
+        self.evaluation.end()
         if turn != self._turn:
             self._close_changes()
         self.settle()
@@ -106,6 +109,11 @@ class Inspection:
             self._telemetry.in_backward = False
             self._telemetry.open()
             self._telemetry.regions = regions
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether a call without gradients is to be looked at by itself."""
+        return self.every is not None and self._observation is None and not self._precision.compiled
 
     def _is_close(self, turn: int) -> bool:
         """Whether operators are observed: in the first step, and then more and more rarely.
@@ -277,6 +285,7 @@ class Inspection:
     def close(self) -> None:
         """End the inspection, and record what there is."""
         self._sweep()
+        self.evaluation.end()
         self._judge()
         self._close_changes()
         if self._telemetry is not None:

@@ -121,9 +121,15 @@ class Watch:
         return not run.is_ours and torch.is_grad_enabled() and run.is_own and run.names.wants(module)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or not self._begins(module):
+        if torch.compiler.is_compiling() or self.run.is_ours or not self.run.is_own:
             return
-        call = self._open(module, args, sys._getframe(1).f_locals.get("kwargs", {}))
+        kwargs = sys._getframe(1).f_locals.get("kwargs", {})
+        if not torch.is_grad_enabled():
+            self._evaluate(module, args, kwargs)
+            return
+        if not self._begins(module):
+            return
+        call = self._open(module, args, kwargs)
 
         def left(_: nn.Module, __: Any, out: Any) -> None:
             after.remove()
@@ -131,6 +137,25 @@ class Watch:
             if out is None and error is not None:  # torch calls this hook while the error is on its way up
                 self.run.raised(error)
             self._close(call, out)
+
+        after = module.register_forward_hook(left, always_call=True)
+
+    def _evaluate(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A model is called without gradients, inside of a step that is looked at or outside of it."""
+        if not self._inspection.evaluates or not self.run.names.wants(module):
+            return
+        call = None
+        with self.run.clock:
+            call = self._inspection.evaluation.model_called(module, args, kwargs)
+        if call is None:
+            return
+        self.run.in_model = True
+
+        def left(_: nn.Module, __: Any, out: Any) -> None:
+            after.remove()
+            self.run.in_model = False
+            with self.run.clock:
+                self._inspection.evaluation.model_returned(call, out)
 
         after = module.register_forward_hook(left, always_call=True)
 

@@ -15,6 +15,7 @@ from ...tree import map_tensors, tensors
 from ..findings.events import Absorbed
 from ..operators import Call, Observer, base_of
 from ..places import Place, key_of, written_by
+from .facts import relative_error
 
 MOVES = frozenset({"add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv", "copy"})
 """Operators by which a number goes on from what it was, or gets what was computed from it in more bits."""
@@ -44,7 +45,7 @@ class _Count:
     times: int = 0
     keys: set[int] = field(default_factory=set)
     by: float | None = None
-    """A constant that was added."""
+    """The constant that it was added to or multiplied by."""
 
 
 class Changes(Observer):
@@ -56,6 +57,10 @@ class Changes(Observer):
         super().__init__()
         self._lines: dict[Any, _Count] = {}
         self._kept: tuple[list[tuple[Tensor, Tensor]], dict[int, Tensor]] | None = None
+        self._sums: dict[int, tuple[Tensor, Tensor]] = {}
+        """By storage, gradients that autograd adds to, and their sums in float32."""
+        self._errors: dict[int, float] = {}
+        """Their relative errors, once the sums are whole."""
         self._optimizer: Optimizer | None = None
         """What steps now."""
         self._owned: frozenset[int] = frozenset()
@@ -66,6 +71,9 @@ class Changes(Observer):
         self._optimizer = optimizer
         kept = [] if optimizer is None else list(tensors((optimizer.param_groups, list(optimizer.state.values()))))
         self._owned = frozenset(map(key_of, kept))
+        for key, (gradient, exact) in self._sums.items() if optimizer is not None else ():
+            self._errors[key] = relative_error(gradient, exact)
+        self._sums.clear()
 
     def before(self, call: Call) -> None:
         """Keep what is about to change, and change it in float32."""
@@ -98,16 +106,19 @@ class Changes(Observer):
         stepping = None if self._optimizer is None else id(self._optimizer)
         gradient = node is not None and node.name() == "torch::autograd::AccumulateGrad"
         for tensor, old in kept[0]:
-            exact = kept[1][id(tensor)]
+            exact, storage = kept[1][id(tensor)], key_of(tensor)
             moves = exact != old
+            if gradient:
+                added = exact - old.to(torch.float32)
+                self._sums[storage] = tensor, self._sums[storage][1] + added if storage in self._sums else exact
             key = (call.place.file, call.place.line, call.base, gradient, stepping)
             count = self._lines.setdefault(key, _Count(call.place, call.base, name_of(tensor.dtype), self._optimizer))
             count.moved += int(moves.sum())
             count.stayed += int((moves & (tensor == old)).sum())
             count.times += 1
-            count.keys.add(key_of(tensor))
-            added = call.args[1] if call.base == "add" and len(call.args) > 1 else None
-            count.by = float(added) if isinstance(added, (int, float)) else None
+            count.keys.add(storage)
+            by = call.args[1] if len(call.args) > 1 else None
+            count.by = float(by) if isinstance(by, (int, float)) else None
 
     def events(self) -> Iterator[Absorbed]:
         """One for each line that changed anything."""
@@ -116,4 +127,5 @@ class Changes(Observer):
                 yield Absorbed(
                     one.op.removeprefix("_foreach_").rstrip("_"), one.dtype, one.moved, one.stayed, one.times,
                     frozenset(one.keys), gradient, one.optimizer, one.by, one.place,
+                    max((self._errors.get(key, 0.0) for key in one.keys), default=0.0),
                 )  # fmt: skip

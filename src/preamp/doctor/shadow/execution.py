@@ -54,6 +54,8 @@ class Shadowed(Observer):
         self._module: str | None = None
         self.causes: dict[int, Fact] = {}
         """By storage, what made it as wrong as it is."""
+        self.read_out: dict[Fact, None] = {}
+        """What made numbers that the script read, and that are not finite."""
         self.broke: list[tuple[Place, Fact]] = []
         """Where something not finite came of finite numbers, and the fact behind it."""
         self.errors: dict[Place, float] = {}
@@ -69,6 +71,8 @@ class Shadowed(Observer):
     def before(self, call: Call) -> None:
         """Run the operator on the shadows of what it is about to read."""
         self._wide = None
+        if call.base == "_local_scalar_dense":
+            self._read(call)
         if call.place.module != self._module:
             self._module = call.place.module
             self.shadows.module_changed()
@@ -189,6 +193,13 @@ class Shadowed(Observer):
                 if line not in found and line[0] == call.at[0]:
                     found.append(line)
         return tuple(found)
+
+    def _read(self, call: Call) -> None:
+        """The script reads a number: one that is not finite, though float32's is, has come to light."""
+        for tensor in call.inputs:
+            cause = self.causes.get(key_of(tensor))
+            if cause is not None and cause.kind == "not finite" and not bool(tensor.isfinite()):
+                self.read_out.setdefault(cause)
 
     def _report(self, fact: Fact, call: Call) -> None:
         """Hand a fact on, once for each place."""

@@ -45,9 +45,11 @@ class Outcome:
 
     def at(self, fact: Fact) -> float:
         """Relative error of what is computed at the line of a fact, infinite where that is not finite."""
+        line = fact.place.file, fact.place.line
+        if not self.finite or (fact.kind == "not finite" and line in self.places):
+            return math.inf
         errors = self.shadowed.errors.items()
-        here = [error for place, error in errors if (place.file, place.line) == (fact.place.file, fact.place.line)]
-        return max(here, default=0.0) if fact.kind != "not finite" else self.error
+        return max((error for place, error in errors if (place.file, place.line) == line), default=0.0)
 
     @property
     def places(self) -> set[tuple[str | None, int | None]]:
@@ -129,7 +131,7 @@ class Trials:
             return False
         if line in outcome.places:
             return fact.kind != "not finite" and outcome.at(fact) <= MUCH_BETTER * plain.at(fact)
-        return not plain.finite or outcome.at(fact) <= BETTER * plain.at(fact)
+        return plain.at(fact) == math.inf > outcome.at(fact) or outcome.at(fact) <= BETTER * plain.at(fact)
 
     def _told(self, outcome: Outcome, fact: Fact) -> str:
         before = math.inf if self.plain is None else self.plain.at(fact)
@@ -144,6 +146,7 @@ def _judged(
 ) -> Outcome:
     with torch.no_grad():
         finite = not raised and all(bool(t.isfinite().all()) for t in (*losses, *grads))
+        finite = finite and (bool(losses) or not shadowed.broke)  # an evaluation
         off, size, meant = 0.0, 0.0, not raised
         for tensor in grads or losses:
             shadow = shadowed.shadows.find(tensor)

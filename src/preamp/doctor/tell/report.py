@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -47,7 +47,18 @@ def all_findings(ranks: list[Rank], base: Path) -> tuple[Finding, ...]:
             found.setdefault(key, []).append((finding, rank.rank))
     several = len({rank.rank for rank in ranks}) > 1
     merged = [_as_one(same) if several else same[0][0] for same in found.values()]
-    return tuple(sorted((*merged, *PA203().among(ranks))))
+    return without_echoes((*merged, *PA203().among(ranks)))
+
+
+def without_echoes(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Most harmful first, without what only announces what another one at the same line has seen to happen."""
+    found = sorted(findings)
+    told = {(one.file, one.line) for one in found if one.code in _SEEN and one.severity != "info"}
+    return tuple(one for one in found if one.code not in _ANNOUNCED or (one.file, one.line) not in told)
+
+
+_SEEN = frozenset({"PA114", "PA115", "PA201"})
+_ANNOUNCED = frozenset({"PA101", "PA104", "PA205"})
 
 
 def judge(rank: Rank) -> list[Finding]:
@@ -102,7 +113,9 @@ def build(
     line = verdict(findings, steps, ended, precision)
     died = next((rank.facts["in_float32"] for rank in ranks if "in_float32" in rank.facts), None)
     if died is not None:
-        line += " In float32 the script ends by an error there as well." if died["raises"] else " In float32 it goes on."
+        line += (
+            " In float32 the script ends by an error there as well." if died["raises"] else " In float32 it goes on."
+        )
     broke = next((rank.facts["failed"] for rank in ranks if "failed" in rank.facts), None)
     if late := [] if any(rank.steps for rank in ranks) else [each for each in command[1:] if each in OPTIONS]:
         line += f" {late[0]} was given to the script, since it stands after it: preamp's own options go before."
