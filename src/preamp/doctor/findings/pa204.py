@@ -29,8 +29,8 @@ from .events import Absorbed
 UNCHANGED = 0.5
 """Share of the numbers that would have moved in float32 and did not, from which it is reported."""
 
-DECAY = 1e-4
-"""Weight decay of one step from which it is a warning that it is lost: it takes 1 % of a weight in a hundred steps."""
+DECAY = 2e-4
+"""Weight decay of one step from which it is a warning that it is lost: it takes 2 % of a weight in a hundred steps."""
 
 
 class PA204(Check):

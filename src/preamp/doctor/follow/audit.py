@@ -123,6 +123,8 @@ def owned(event: Absorbed, run: Run) -> Absorbed:
     made_at = (
         run.place_of(event.optimizer) if event.optimizer is not None and is_well_known(event.optimizer) else NOWHERE
     )
+    if event.is_gradient:
+        made_at = run.backward_at
     return event._replace(parameters=parameters, module=module, buffer=buffer, made_at=made_at)
 
 

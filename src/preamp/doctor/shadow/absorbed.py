@@ -118,7 +118,8 @@ class Changes(Observer):
             count.times += 1
             count.keys.add(storage)
             by = call.args[1] if len(call.args) > 1 else None
-            count.by = float(by) if isinstance(by, (int, float)) else None
+            scalar = isinstance(by, (int, float)) or (isinstance(by, Tensor) and by.dim() == 0)
+            count.by = float(by) if scalar and by is not None else None
 
     def events(self) -> Iterator[Absorbed]:
         """One for each line that changed anything."""

@@ -159,11 +159,15 @@ class Shadowed(Observer):
             if finite and cause is not None and cause.kind == "not finite":
                 self._report(replace(cause, hidden_by=call.base), call)
             return
-        if max(off, before) > AGREES or not self._float32_decides(call, exact):
+        if (
+            max(off, before) > AGREES
+            or not self._is_off(call, out, exact, read)
+            or not self._float32_decides(call, exact)
+        ):
             if not finite and cause is not None:
                 self.broke.append((call.place, cause))
             return
-        if finite and _is_nearly_nothing(call, out, exact):
+        if finite and self._is_nearly_nothing(call, out, exact):
             return
         kind: Kind = "made" if finite else "not finite"
         if finite and (lost := share_lost(out, exact)) > ZEROS:
@@ -223,20 +227,35 @@ class Shadowed(Observer):
         if off < OFF and tried and share_differing(tried[0], exact) < DECIDES:
             self._report(self._fact("decided", call, out, share, off, read), call)
 
+    def _is_off(self, call: Call, out: Tensor, exact: Tensor, read: list[Tensor]) -> bool:
+        """Whether entries are off whose own inputs are right: of operators that compute each entry by itself."""
+        if torch.Tag.pointwise not in call.func.tags:
+            return True
+        right = torch.ones_like(out, dtype=torch.bool)
+        for tensor in read:
+            shadow = self.shadows.find(tensor)
+            if shadow is not None:
+                right &= (tensor.detach().to(WIDE) - shadow).abs() <= AGREES * shadow.abs()
+        return relative_error(out.detach()[right], exact[right]) >= OFF
+
+    def _is_nearly_nothing(self, call: Call, out: Tensor, exact: Tensor) -> bool:
+        """Whether the error is no more than rounding beside the terms from which the result was added up."""
+        if call.base not in _ADD_UP:
+            return False
+        terms = [t for t in call.inputs if t.numel()]
+        rounding = max((self._rounding_of(t) for t in terms), default=0.0)
+        many = math.sqrt(max((t.numel() for t in terms), default=1) / max(out.numel(), 1))
+        return float((out.detach().to(WIDE) - exact).abs().max()) < 8 * rounding * max(many, 1.0)
+
+    def _rounding_of(self, tensor: Tensor) -> float:
+        """The largest absolute error that it brings along, its own rounding at least."""
+        own = torch.finfo(tensor.dtype).eps * float(tensor.detach().abs().max())
+        shadow = self.shadows.find(tensor)
+        return own if shadow is None else max(own, float((tensor.detach().to(WIDE) - shadow).abs().max()))
+
     def _error_of(self, tensor: Tensor) -> float:
         shadow = self.shadows.find(tensor)
         return 0.0 if shadow is None else relative_error(tensor, shadow)
-
-
-def _is_nearly_nothing(call: Call, out: Tensor, exact: Tensor) -> bool:
-    """Whether the error is no more than rounding beside the terms from which the result was added up."""
-    if call.base not in _ADD_UP:
-        return False
-    terms = [t for t in call.inputs if t.numel()]
-    largest = max((float(t.detach().abs().max()) for t in terms), default=0.0)
-    many = math.sqrt(max((t.numel() for t in terms), default=1) / max(out.numel(), 1))
-    step = max(torch.finfo(t.dtype).eps for t in (*terms, out))
-    return float((out.detach().to(WIDE) - exact).abs().max()) < 8 * step * largest * max(many, 1.0)
 
 
 def _follows(call: Call) -> bool:
