@@ -99,7 +99,7 @@ class Origin:
         if self.own:
             evidence["backward written at"] = f"{self.own[0]}:{self.own[1]}"
         if self.carriers:
-            evidence["carried by"] = [f"{m or '(root)'} {op} ({way})" for m, op, way in self.carriers]
+            evidence["carried by"] = [f"{m or '(root)'} {spelled(op)} ({way})" for m, op, way in self.carriers]
         if self.from_data:
             came = "nan" if any(i.nan for i in self.inputs) else "inf" if any(i.inf for i in self.inputs) else self.kind
             return PA207.came_in(came, self.source, where, **self.where, step=step, evidence=evidence)
@@ -139,7 +139,7 @@ class Diagnosis:
             when = f"the step before, {step - 1}," if step else "whoever made or loaded it"
             message = (
                 f"parameter or buffer {source!r} was {self.origin.kind} before step {step} began: {when} left "
-                f"it so; {self.origin.op} is the first to compute with it"
+                f"it so; {spelled(self.origin.op)} is the first to compute with it"
             )
             found = replace(found, code="PA201", message=message)
         if self.samples:

@@ -70,6 +70,6 @@ class Evaluation:
         for fact in facts:
             cured = (None, None) if trials is None else trials.cure(fact, in_session=False)
             run.emit(Deviated(fact, *cured))
-        run.recorder.write("evaluation", step=run.step, operators=self._shadowed.operators)
+        run.recorder.write("evaluation", step=run.step, **self._shadowed.told())
         self._tape.clear()
         self._facts.clear()

@@ -352,6 +352,7 @@ class Inspection:
         facts = [one for one in seen.facts if one.place.direction == "forward" or one.kind == "made"]
         facts = facts[:FACTS]
         run.readings |= seen.shadowed.readings
+        run.recorder.write("shadow", step=run.step, **seen.shadowed.told())
         given = run.tape, run.names, run.losses, scales.seed, run.readings
         trials = Trials(*given) if facts and self._replay else None
         for fact in facts:

@@ -18,7 +18,19 @@ from ...tree import map_tensors, tensors
 from ..operators import Call, Observer
 from ..places import UNINITIALISED, Place, key_of
 from ..records import Line
-from .facts import AGREES, DECIDES, OFF, OTHERWISE, ZEROS, Fact, Kind, relative_error, share_differing, share_lost
+from .facts import (
+    AGREES,
+    DECIDES,
+    OFF,
+    OTHERWISE,
+    ZEROS,
+    Fact,
+    Kind,
+    relative_error,
+    share_differing,
+    share_lost,
+    spelled,
+)
 from .source import Reading, frame_of, read_in, statement_at
 from .values import SHADOWED, WIDE, Shadows, has_shadow
 
@@ -119,6 +131,11 @@ class Shadowed(Observer):
                 self.shadows.of(out).copy_(exact)
             elif out.dtype is exact.dtype and not out.is_floating_point() and call.base in _DECIDING:
                 self._judge_decision(call, out, exact)
+
+    def told(self) -> dict[str, Any]:
+        """What was followed, for the record."""
+        skipped = {spelled(name): count for name, count in self.skipped.most_common()}
+        return {"operators": self.operators, "skipped": skipped, "whole": self.shadows.whole}
 
     @staticmethod
     def _run(call: Call, shadow: Callable[[Tensor], Tensor], dtype: torch.dtype) -> list[Tensor]:

@@ -75,7 +75,7 @@ def _as_one(same: list[tuple[Finding, int]]) -> Finding:
     return replace(finding, evidence=evidence)
 
 
-def verdict(findings: tuple[Finding, ...], steps: int, ended: str, precision: str) -> str:
+def verdict(findings: tuple[Finding, ...], steps: int, ended: str, precision: str, looked: str = "") -> str:
     """The one line to remember."""
     if not steps:
         own = " Mend the script's own error first." if ended.startswith("ended ") else ""
@@ -85,11 +85,26 @@ def verdict(findings: tuple[Finding, ...], steps: int, ended: str, precision: st
     if all(finding.severity == "info" for finding in findings):
         if precision == UNSEEN:
             return f"Nothing was found, but no operator could be looked at: compiled code, or no model called.{tail}"
-        return f"Nothing is wrong with the precision of this run ({precision}).{tail}"
+        return f"Nothing is wrong with the precision of what was looked at ({precision}): {looked}.{tail}"
     worst = findings[0]
     where = f" in {worst.module}" if worst.module else ""
     where += f" at {worst.file}:{worst.line}" if worst.file and worst.line else ""
     return f"{counted(findings)} ({precision}). The worst is {worst.code}{where}: {worst.message}.{tail}"
+
+
+def looked_at(rank: Rank | None) -> str:
+    """Which steps were followed with shadows, and what was not."""
+    if rank is None or "shadow" not in rank.many:
+        return "no step was followed operator by operator"
+    looks, evaluations = rank.many["shadow"], len(rank.many.get("evaluation", ()))
+    steps = [str(one["step"]) for one in looks]
+    told = f"step{'s' if len(steps) > 1 else ''} {', '.join(steps[:6])}{', ...' if len(steps) > 6 else ''}"
+    if evaluations:
+        told += f" and {evaluations} evaluation{'s' if evaluations > 1 else ''}"
+    if not all(one["whole"] for one in looks):
+        told += ", a module at a time"
+    skipped = {name for one in looks for name in one["skipped"]}
+    return told + (f", without {', '.join(sorted(skipped)[:5])}" if skipped else "")
 
 
 def policy_seen(rank: Rank | None) -> str:
@@ -110,7 +125,7 @@ def build(
     first = next((rank for rank in ranks if rank.steps), None)
     steps = max((len(rank.steps) for rank in ranks), default=0)
     precision = policy_seen(first)
-    line = verdict(findings, steps, ended, precision)
+    line = verdict(findings, steps, ended, precision, looked_at(first))
     died = next((rank.facts["in_float32"] for rank in ranks if "in_float32" in rank.facts), None)
     if died is not None:
         line += (
