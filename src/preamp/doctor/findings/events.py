@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..exponents import Exponents
-from ..records import NOWHERE, Line
+from ..records import Line
+from ..shadow.facts import Fact
 
 if TYPE_CHECKING:  # a report is made from records by a process that needs no torch
     import torch
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
 
     from ...policy import Policy
     from ..names import Names
     from ..operators import Products
     from ..places import Place
-    from ..shadow.facts import Fact
 
 
 class Examined(NamedTuple):
@@ -195,48 +195,6 @@ class Deviated(NamedTuple):
             found[words[fact.kind]] = float(f"{fact.error:.3g}")
         found |= {"error of the inputs": float(f"{fact.inputs:.2g}"), "largest input": float(f"{fact.largest:.4g}")}
         return found | ({"tried": self.tried} if self.tried else {})
-
-
-class Absorbed(NamedTuple):
-    """What one line did to 16-bit tensors in place, beside what it would have done in float32."""
-
-    op: str
-    dtype: str
-    moved: int
-    """How many numbers would have moved in float32."""
-    stayed: int
-    """How many of those did not."""
-    times: int
-    """How often it ran."""
-    storages: frozenset[int]
-    """Those of the tensors that it changed, as `places.key_of` gives them."""
-    is_gradient: bool
-    """Whether autograd added to a gradient here."""
-    optimizer: Optimizer | None
-    """What stepped then."""
-    by: float | None
-    """A constant that was added, or multiplied by."""
-    place: Place
-    error: float = 0.0
-    """Largest relative error of a gradient that was added up here, against the sum in float32."""
-    parameters: Sequence[Tensor] = ()
-    """Those of the models among the tensors."""
-    module: str | None = None
-    """The innermost module that owns them."""
-    buffer: str | None = None
-    """The name of a buffer among them."""
-    made_at: Line = NOWHERE
-    """Where the optimizer was made, of one that is torch's."""
-
-    @property
-    def counts(self) -> bool:
-        """Whether it is a counter: a whole number is added to one number."""
-        return self.by is not None and self.by == round(self.by) != 0 and self.moved == self.times and self.op == "add"
-
-    @property
-    def at(self) -> Line:
-        """The line to change: the optimizer's, or the one that changes numbers in place."""
-        return self.made_at if self.made_at[0] is not None else (self.place.file, self.place.line)
 
 
 class GradientSpread(NamedTuple):

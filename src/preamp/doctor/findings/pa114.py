@@ -22,8 +22,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...report import Finding
+from ..shadow.facts import Absorbed
 from .check import Check, on
-from .events import Absorbed, Deviated
+from .events import Deviated
 
 
 class PA114(Check):

@@ -23,8 +23,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...report import Finding
+from ..shadow.facts import Absorbed
 from .check import Check, on
-from .events import Absorbed
 
 UNCHANGED = 0.5
 """Share of the numbers that would have moved in float32 and did not, from which it is reported."""

@@ -23,8 +23,8 @@ from collections.abc import Iterator
 
 from ...report import Finding
 from ..records import Line
+from ..shadow.facts import Absorbed
 from .check import Check, on
-from .events import Absorbed
 
 STAYS = 0.9
 """Share of the numbers that would have moved in float32 and did not, from which a sum has stopped."""

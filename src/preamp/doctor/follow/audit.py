@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ...formats import FORMATS, format_of, name_of
 from ...tree import tensors
 from ..findings import kinds_of
-from ..findings.events import Absorbed, Recomputed
+from ..findings.events import Recomputed
 from ..findings.pa105 import misfits
 from ..measure import values_here
 from ..names import Names
@@ -26,7 +26,7 @@ from ..places import Place, Places, key_of, users_line
 from ..records import NOWHERE
 from ..shadow.absorbed import Changes, moves_low
 from ..shadow.execution import Shadowed
-from ..shadow.facts import Fact
+from ..shadow.facts import Absorbed, Fact
 from .precision import regions_entered
 from .run import Run
 from .scales import is_well_known

@@ -11,9 +11,9 @@ from ..findings.events import Deviated
 from ..operators import Observation
 from ..places import Places
 from ..replay.tape import Tape
+from ..replay.trials import Trials
 from ..shadow.execution import Shadowed
 from ..shadow.facts import Fact
-from ..shadow.trials import Trials
 from .run import Run
 
 LOOKS = 3

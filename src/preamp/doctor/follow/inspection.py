@@ -20,8 +20,8 @@ from ..measure import spread_of, values_here
 from ..names import unwrapped
 from ..places import key_of
 from ..replay.diagnose import compare_gradients
+from ..replay.trials import Trials
 from ..shadow.absorbed import Changes
-from ..shadow.trials import Trials
 from .audit import ChangesObservation, Held, Recomputation, StepObservation, audit, dtypes_of, owned
 from .evaluation import Evaluation
 from .magnitudes import Pending, Telemetry

@@ -11,7 +11,7 @@ from ..findings.events import BatchNotFinite, Deviated
 from ..findings.pa201 import Diagnosed, Diagnosis
 from ..measure import all_finite
 from ..replay.diagnose import diagnose, samples
-from ..shadow.trials import Trials
+from ..replay.trials import Trials
 from .run import Run
 from .scales import Scales
 

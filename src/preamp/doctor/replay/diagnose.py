@@ -19,9 +19,9 @@ from ..names import Names
 from ..places import Places, graph_of
 from ..records import Line
 from ..shadow.source import Reading
-from ..shadow.trials import Trials
 from .origin import trace
 from .tape import Tape
+from .trials import Trials
 
 ALIKE = 0.5
 """Cosine below which the replay is another step: it drew other random numbers."""

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from ...formats import LOW_DTYPES, name_of
 from ...tree import map_tensors, tensors
-from ..findings.events import Absorbed
 from ..operators import Call, Observer, base_of
 from ..places import Place, key_of, written_by
-from .facts import relative_error
+from .facts import Absorbed
+from .values import relative_error
 
 MOVES = frozenset({"add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv", "copy"})
 """Operators by which a number goes on from what it was, or gets what was computed from it in more bits."""

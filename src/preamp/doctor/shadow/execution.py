@@ -18,28 +18,28 @@ from ...tree import map_tensors, tensors
 from ..operators import Call, Observer
 from ..places import UNINITIALISED, Place, key_of
 from ..records import Line
-from .facts import (
-    AGREES,
-    DECIDES,
-    OFF,
-    OTHERWISE,
-    ZEROS,
-    Fact,
-    Kind,
-    relative_error,
-    share_differing,
-    share_lost,
-    spelled,
-)
+from .facts import Fact, Kind, spelled
 from .source import Reading, frame_of, read_in, statement_at
-from .values import SHADOWED, WIDE, Shadows, has_shadow
+from .values import SHADOWED, WIDE, Shadows, has_shadow, relative_error, share_differing, share_lost
 
+OFF = 0.25
+"""Relative error of a result, ||value - shadow|| / ||shadow||, from which it is one: far more than rounding."""
+AGREES = 0.06
+"""Relative error up to which an input counts as right: twice bfloat16's rounding, many times over."""
+DECIDES = 0.02
+"""Relative error up to which float32 gets a result right. What float32 gets wrong, no precision is to blame for."""
+OTHERWISE = 0.1
+"""Share of the entries of an index or mask that differ from the shadow's, from which they are decided otherwise."""
+ZEROS = 0.5
+"""Share of the entries that are zero and should not be, from which a result is lost to zero."""
 _EXACT = frozenset({"detach", "alias", "zeros_like", "ones_like", "lift_fresh", "_local_scalar_dense"})
 _DECIDING = frozenset({
     "_to_copy", "bucketize", "searchsorted", "linalg_cholesky_ex", "linalg_inv_ex", "linalg_lu_factor_ex",
     "linalg_solve_ex", "linalg_ldl_factor_ex", "eq", "ne", "gt", "lt", "ge", "le",
 })  # fmt: skip
 """Operators whose integers and truth values mean something. The place of a maximum is none: ties decide it."""
+_MEANT = frozenset({"exp", "expm1"})
+"""Operators whose infinity a division rightly makes a zero: a sigmoid that is written by hand."""
 _ADD_UP = frozenset({
     "sum", "mean", "mm", "addmm", "bmm", "baddbmm", "sub", "add", "rsub", "_softmax_backward_data", "convolution",
     "convolution_backward", "native_layer_norm_backward", "native_batch_norm_backward", "_log_softmax_backward_data",
@@ -173,7 +173,7 @@ class Shadowed(Observer):
         off = max(map(self._error_of, read), default=0.0)
         finite = bool(out.isfinite().all())
         if not all(bool(t.isfinite().all()) for t in read):
-            if finite and cause is not None and cause.kind == "not finite":
+            if finite and cause is not None and cause.kind == "not finite" and cause.op not in _MEANT:
                 self._report(replace(cause, hidden_by=call.base), call)
             return
         if (

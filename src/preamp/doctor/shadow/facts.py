@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import torch
-from torch import Tensor
+from ..records import NOWHERE, Line
 
-from ..places import Place
-from ..records import Line
+if TYPE_CHECKING:  # a report is made by a process that needs no torch
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from ..places import Place
 
 Kind = Literal["made", "lost", "decided", "not finite", "absorbed"]
-
-OFF = 0.25
-"""Relative error of a result, ||value - shadow|| / ||shadow||, from which it is one: far more than rounding."""
-AGREES = 0.06
-"""Relative error up to which an input counts as right: twice bfloat16's rounding, many times over."""
-DECIDES = 0.02
-"""Relative error up to which float32 gets a result right. What float32 gets wrong, no precision is to blame for."""
-OTHERWISE = 0.1
-"""Share of the entries of an index or mask that differ from the shadow's, from which they are decided otherwise."""
-ZEROS = 0.5
-"""Share of the entries that are zero and should not be, from which a result is lost to zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,30 +72,43 @@ def spelled(op: str) -> str:
     return name.removesuffix("_backward_data").removesuffix("_backward")
 
 
-def relative_error(value: Tensor, shadow: Tensor) -> float:
-    """||value - shadow|| / ||shadow||, L2; infinite where the value is not finite and the shadow is.
+class Absorbed(NamedTuple):
+    """What one line did to 16-bit tensors in place, beside what it would have done in float32."""
 
-    0 for what has no numbers, or where the shadow itself is not finite.
-    """
-    if not value.numel():
-        return 0.0
-    size = float(torch.linalg.vector_norm(shadow))
-    if not math.isfinite(size):
-        return 0.0
-    off = float(torch.linalg.vector_norm(value.detach().to(shadow.dtype) - shadow))
-    if math.isnan(off):
-        return math.inf
-    return off / size if size else (0.0 if off == 0 else math.inf)
+    op: str
+    dtype: str
+    moved: int
+    """How many numbers would have moved in float32."""
+    stayed: int
+    """How many of those did not."""
+    times: int
+    """How often it ran."""
+    storages: frozenset[int]
+    """Those of the tensors that it changed, as `places.key_of` gives them."""
+    is_gradient: bool
+    """Whether autograd added to a gradient here."""
+    optimizer: Optimizer | None
+    """What stepped then."""
+    by: float | None
+    """A constant that was added, or multiplied by."""
+    place: Place
+    error: float = 0.0
+    """Largest relative error of a gradient that was added up here, against the sum in float32."""
+    parameters: Sequence[Tensor] = ()
+    """Those of the models among the tensors."""
+    module: str | None = None
+    """The innermost module that owns them."""
+    buffer: str | None = None
+    """The name of a buffer among them."""
+    made_at: Line = NOWHERE
+    """Where the optimizer was made, of one that is torch's."""
 
+    @property
+    def counts(self) -> bool:
+        """Whether it is a counter: a whole number is added to one number."""
+        return self.by is not None and self.by == round(self.by) != 0 and self.moved == self.times and self.op == "add"
 
-def share_differing(value: Tensor, shadow: Tensor) -> float:
-    """Share of the entries that differ; 1 where not even the shapes agree."""
-    if value.shape != shadow.shape:
-        return 1.0
-    return float((value != shadow).double().mean()) if value.numel() else 0.0
-
-
-def share_lost(value: Tensor, shadow: Tensor) -> float:
-    """Share of the shadow's entries that are not zero whose value is."""
-    there = shadow != 0
-    return float(((value == 0) & there).sum()) / max(int(there.sum()), 1)
+    @property
+    def at(self) -> Line:
+        """The line to change: the optimizer's, or the one that changes numbers in place."""
+        return self.made_at if self.made_at[0] is not None else (self.place.file, self.place.line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -93,3 +94,32 @@ class Shadows:
 
 def _size(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes() // tensor.element_size()
+
+
+def relative_error(value: Tensor, shadow: Tensor) -> float:
+    """||value - shadow|| / ||shadow||, L2; infinite where the value is not finite and the shadow is.
+
+    0 for what has no numbers, or where the shadow itself is not finite.
+    """
+    if not value.numel():
+        return 0.0
+    size = float(torch.linalg.vector_norm(shadow))
+    if not math.isfinite(size):
+        return 0.0
+    off = float(torch.linalg.vector_norm(value.detach().to(shadow.dtype) - shadow))
+    if math.isnan(off):
+        return math.inf
+    return off / size if size else (0.0 if off == 0 else math.inf)
+
+
+def share_differing(value: Tensor, shadow: Tensor) -> float:
+    """Share of the entries that differ; 1 where not even the shapes agree."""
+    if value.shape != shadow.shape:
+        return 1.0
+    return float((value != shadow).double().mean()) if value.numel() else 0.0
+
+
+def share_lost(value: Tensor, shadow: Tensor) -> float:
+    """Share of the shadow's entries that are not zero whose value is."""
+    there = shadow != 0
+    return float(((value == 0) & there).sum()) / max(int(there.sum()), 1)

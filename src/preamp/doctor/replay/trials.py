@@ -14,11 +14,11 @@ from ..names import Names
 from ..operators import Observation
 from ..places import Places
 from ..records import Line
-from ..replay.tape import Tape
-from .execution import Shadowed
-from .facts import OFF, Fact
-from .remedies import Remedy, candidates
-from .source import Reading
+from ..shadow.execution import OFF, Shadowed
+from ..shadow.facts import Fact
+from ..shadow.remedies import Remedy, candidates
+from ..shadow.source import Reading
+from .tape import Tape
 
 BETTER, MUCH_BETTER = 0.5, 0.1
 """What is left of an error after a remedy that helps, at the most; the second of one that is still large."""
