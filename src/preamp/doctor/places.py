@@ -21,7 +21,8 @@ from .records import NOWHERE, Line
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _PREAMP = str(Path(__file__).parents[1]) + "/"
-_DOCTOR = str(Path(__file__).parent) + "/"
+_STEPPING = tuple(f"{_PREAMP}{room}/" for room in ("session", "optim", "ledger", "scaling", "kernels"))
+"""What of preamp steps weights, in its own way; its regions and modules compute what the script asks for."""
 _ZOO = _PREAMP + "zoo/"  # models, like a user's own
 _PASSED_THROUGH = ("contextlib.py", "functools.py")  # decorators of the standard library: the line inside is meant
 _LIBRARY = ("site-packages", "dist-packages", "/lib/python")
@@ -50,7 +51,7 @@ class Frames:
     own: tuple[str, int] | None  # the same, but called by the autograd engine
     applied: Line  # the caller of the autograd.Function whose forward this is in
     recomputed: bool  # activation checkpointing is running the forward again
-    ours: bool  # a session, an optimizer or a region of preamp's asked for it
+    ours: bool  # a session or an optimizer of preamp's asked for it
 
 
 def walk(stop: CodeType) -> Frames:
@@ -62,7 +63,7 @@ def walk(stop: CodeType) -> Frames:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not stop:
         file = frame.f_code.co_filename
-        if inner is None and file.startswith(_PREAMP) and not file.startswith((_DOCTOR, _ZOO)):
+        if inner is None and file.startswith(_STEPPING):
             ours = True
         if file == _CHECKPOINT:
             recomputed = True
@@ -161,7 +162,7 @@ class Place:
     direction: Literal["forward", "backward"]
     own: tuple[str, int] | None = None
     ours: bool = False
-    """Whether preamp itself asked for it: a session, an optimizer, a region."""
+    """Whether a session or an optimizer of preamp's asked for it."""
 
 
 class Places:

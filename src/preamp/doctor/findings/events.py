@@ -178,6 +178,10 @@ class Deviated(NamedTuple):
     tried: str | None = None
     """What happened when the step was done again with it, or why it was not."""
 
+    def fix_or(self, untried: str) -> str | None:
+        """What to write: what was tried and helps, nothing where nothing helped, or `untried` where nothing was."""
+        return untried if self.tried is None else self.fix
+
     @property
     def where(self) -> dict[str, Any]:
         """The place, as fields of a finding."""

@@ -64,7 +64,7 @@ class PA104(Check):
         yield self.finding(
             "warning",
             f"{fact.name} in {fact.dtype} {off}, and its inputs are right to {fact.inputs:.1%}: float32 gets it right",
-            event.fix or "x = x.float()  # before this line",
+            event.fix_or("x = x.float()  # before this line"),
             **event.where,
             evidence=event.evidence,
         )

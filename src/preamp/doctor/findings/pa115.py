@@ -42,7 +42,7 @@ class PA115(Check):
             "error",
             f"{fact.name} {result}, and in float32 throughout it is right: its matrix is right to "
             f"{fact.inputs:.1%}, as 16-bit products are, and that is not enough here",
-            event.fix or "# compute the matrix in float32, outside of the region, from x.float()",
+            event.fix_or("# compute the matrix in float32, outside of the region, from x.float()"),
             **event.where,
             evidence=event.evidence,
         )

@@ -180,7 +180,7 @@ class PA201(Check):
             "error",
             f"{fact.name} ({fact.place.direction}) makes inf or nan of finite {fact.dtype} values where float32 is "
             f"finite, and {then}: no step is skipped for that",
-            event.fix or "x = x.float()  # before this line",
+            event.fix_or("x = x.float()  # before this line"),
             **event.where,
             evidence={**event.evidence, "hidden by": fact.hidden_by},
         )

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...autocast import MARKER
+from ...report import Finding
 from ..findings.check import without_repeats
 from ..findings.events import Deviated, GradientSpread, GradientsRead, Observed, Prepared, RanInThread
 from ..findings.pa202 import row_of
@@ -22,6 +23,7 @@ from ..places import key_of
 from ..replay.diagnose import compare_gradients
 from ..replay.trials import Trials
 from ..shadow.absorbed import Changes
+from ..shadow.remedies import Remedy
 from .audit import ChangesObservation, Held, Recomputation, StepObservation, audit, dtypes_of, owned
 from .evaluation import Evaluation
 from .magnitudes import Pending, Telemetry
@@ -31,6 +33,7 @@ from .scales import Scales
 
 ENOUGH = 64
 """Model calls of one step that are inspected."""
+_ABOUT_A_LINE = frozenset({"PA101", "PA104", "PA205"})
 FACTS = 6
 """Facts of one step for which fixes are tried."""
 _SMALL = 16
@@ -327,6 +330,16 @@ class Inspection:
             if self._pending.event is None:
                 self.settle()
 
+    def _pasteable(self, finding: Finding) -> Finding:
+        """With the statement itself in float32 as its fix. Nothing is wrong yet that a trial could cure."""
+        line = finding.file, finding.line
+        if finding.code not in _ABOUT_A_LINE or line[0] is None or finding.severity == "info":
+            return finding
+        text = Remedy((line,)).text(self._run.tape.device, self._run.readings)
+        return (
+            finding if text is None else replace(finding, fix=f"{text}\n# not tried: nothing is wrong in this step yet")
+        )
+
     def _judge(self) -> None:
         """Stop observing operators, and report what they showed."""
         seen, self._observation = self._observation, None
@@ -347,11 +360,11 @@ class Inspection:
             placed = zip(findings, lines, strict=True)
             findings = tuple(replace(one, file=file, line=line) for one, (file, line) in placed)
             self._replayed = False
+        run.readings |= seen.shadowed.readings
         for finding in findings:
-            run.report(finding)
+            run.report(self._pasteable(finding))
         facts = [one for one in seen.facts if one.place.direction == "forward" or one.kind == "made"]
         facts = facts[:FACTS]
-        run.readings |= seen.shadowed.readings
         run.recorder.write("shadow", step=run.step, **seen.shadowed.told())
         given = run.tape, run.names, run.losses, scales.seed, run.readings
         trials = Trials(*given) if facts and self._replay else None

@@ -278,6 +278,8 @@ class Shadowed(Observer):
 def _follows(call: Call) -> bool:
     """Whether an operator runs on shadows: it reads floating numbers, or makes them of whole ones, and draws none."""
     func, base = call.func, call.base
+    if call.place.ours:
+        return False
     if base in _EXACT or base in UNINITIALISED or func.namespace != "aten" or _is_view(func):
         return False
     if torch.Tag.nondeterministic_seeded in func.tags:
