@@ -24,7 +24,7 @@ from ..names import Names
 from ..operators import Call, Observation, Observer, Product, Products, dimensions
 from ..places import Place, Places, key_of, users_line
 from ..records import NOWHERE
-from ..shadow.absorbed import Changes, moves_low
+from ..shadow.absorbed import Changes
 from ..shadow.execution import Shadowed
 from ..shadow.facts import Absorbed, Fact
 from .precision import regions_entered
@@ -106,16 +106,19 @@ class ChangesObservation(Observation):
     def __init__(self, run: Run, changes: Changes) -> None:
         places = Places(run.names.get, run.names.owners, Places.close.__code__)
         super().__init__(places, {}, [changes], run.clock)
+        self._changes = changes
 
     def _looks_at(self, func: Any, args: Any, kwargs: Any) -> bool:
-        return moves_low(func, args, kwargs)
+        return self._changes.wants(func, args, kwargs)
 
 
 def owned(event: Absorbed, run: Run) -> Absorbed:
     """The same, with the models' parameters and buffers that it is about, and the optimizer's line."""
     names = run.names
     parameters = [p for p in names.parameters() if key_of(p) in event.storages]
-    module, buffer = names.common(parameters) if parameters else event.place.module, None
+    counts = {id(p): event.storages[key_of(p)] for p in parameters}
+    stuck = [p for p in parameters if 2 * counts[id(p)][1] >= counts[id(p)][0]]
+    module, buffer = names.common(stuck or parameters) if parameters else event.place.module, None
     for path, part in () if parameters else names.items():
         for name, tensor in part._buffers.items():
             if tensor is not None and key_of(tensor) in event.storages:

@@ -21,15 +21,6 @@ MOVES = frozenset({"add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv", "co
 """Operators by which a number goes on from what it was, or gets what was computed from it in more bits."""
 
 
-def moves_low(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operator changes float16 or bfloat16 numbers in place by one of those."""
-    base = base_of(func)
-    name = base.removeprefix("_foreach_").rstrip("_")
-    if name not in MOVES and not base.startswith("_fused_"):
-        return False
-    return any(t.dtype in LOW_DTYPES for t in written_by(func, args, kwargs))
-
-
 @dataclass(slots=True)
 class _Count:
     """What one line did to tensors of one kind."""
@@ -43,7 +34,8 @@ class _Count:
     stayed: int = 0
     """How many of those did not."""
     times: int = 0
-    keys: set[int] = field(default_factory=set)
+    keys: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """The two counts of each storage."""
     by: float | None = None
     """The constant that it was added to or multiplied by."""
 
@@ -56,7 +48,7 @@ class Changes(Observer):
     def __init__(self) -> None:
         super().__init__()
         self._lines: dict[Any, _Count] = {}
-        self._kept: tuple[list[tuple[Tensor, Tensor]], dict[int, Tensor]] | None = None
+        self._kept: list[tuple[Tensor, Tensor, Tensor]] | None = None
         self._sums: dict[int, tuple[Tensor, Tensor]] = {}
         """By storage, gradients that autograd adds to, and their sums in float32."""
         self._errors: dict[int, float] = {}
@@ -75,14 +67,25 @@ class Changes(Observer):
             self._errors[key] = relative_error(gradient, exact)
         self._sums.clear()
 
+    def wants(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether an operator moves float16 or bfloat16 numbers: in place, or in a step by making new ones of them."""
+        base = base_of(func)
+        name = base.removeprefix("_foreach_").rstrip("_")
+        if name not in MOVES and not base.startswith("_fused_"):
+            return False
+        written = written_by(func, args, kwargs)
+        if not written and self._optimizer is not None and args and isinstance(args[0], Tensor):
+            return args[0].dtype in LOW_DTYPES
+        return any(t.dtype in LOW_DTYPES for t in written)
+
     def before(self, call: Call) -> None:
-        """Keep what is about to change, and change it in float32."""
+        """Keep what is about to move, and move it in float32."""
         self._kept = None
-        if call.place.ours or not moves_low(call.func, call.args, call.kwargs):
+        if call.place.ours or not self.wants(call.func, call.args, call.kwargs):
             return
         if call.base == "copy" and (self._optimizer is None or key_of(call.args[1]) in self._owned):
             return
-        low = [t for t in call.written if t.dtype in LOW_DTYPES and t.layout is torch.strided]
+        low = [t for t in call.written or call.args[:1] if t.dtype in LOW_DTYPES and t.layout is torch.strided]
         wide: dict[int, Tensor] = {}
 
         def widened(tensor: Tensor) -> Tensor:
@@ -92,10 +95,11 @@ class Changes(Observer):
 
         try:
             args = [map_tensors(widened, value) for value in call.args]
-            call.func(*args, **{name: map_tensors(widened, value) for name, value in call.kwargs.items()})
+            out = call.func(*args, **{name: map_tensors(widened, value) for name, value in call.kwargs.items()})
         except Exception:
             return
-        self._kept = [(t, t.detach().clone()) for t in low], wide
+        exact = [wide[id(t)] for t in low] if call.written else [*tensors(out)][:1]
+        self._kept = [(t, t.detach().clone(), moved) for t, moved in zip(low, exact, strict=False)]
 
     def after(self, call: Call) -> None:
         """Count what moved."""
@@ -105,18 +109,20 @@ class Changes(Observer):
         node = torch._C._current_autograd_node()
         stepping = None if self._optimizer is None else id(self._optimizer)
         gradient = node is not None and node.name() == "torch::autograd::AccumulateGrad"
-        for tensor, old in kept[0]:
-            exact, storage = kept[1][id(tensor)], key_of(tensor)
-            moves = exact != old
+        for given, old, exact in kept:
+            tensor = given if call.written else next(tensors(call.out))
+            if tensor.shape != old.shape or tensor.dtype != old.dtype:
+                continue
+            moves, storage = exact != old, key_of(tensor)
             if gradient:
                 added = exact - old.to(torch.float32)
                 self._sums[storage] = tensor, self._sums[storage][1] + added if storage in self._sums else exact
             key = (call.place.file, call.place.line, call.base, gradient, stepping)
             count = self._lines.setdefault(key, _Count(call.place, call.base, name_of(tensor.dtype), self._optimizer))
-            count.moved += int(moves.sum())
-            count.stayed += int((moves & (tensor == old)).sum())
-            count.times += 1
-            count.keys.add(storage)
+            moved, stayed = int(moves.sum()), int((moves & (tensor == old)).sum())
+            count.moved, count.stayed, count.times = count.moved + moved, count.stayed + stayed, count.times + 1
+            before = count.keys.get(storage, (0, 0))
+            count.keys[storage] = before[0] + moved, before[1] + stayed
             by = call.args[1] if len(call.args) > 1 else None
             scalar = isinstance(by, (int, float)) or (isinstance(by, Tensor) and by.dim() == 0)
             count.by = float(by) if scalar and by is not None else None
@@ -127,6 +133,6 @@ class Changes(Observer):
             if one.moved:
                 yield Absorbed(
                     one.op.removeprefix("_foreach_").rstrip("_"), one.dtype, one.moved, one.stayed, one.times,
-                    frozenset(one.keys), gradient, one.optimizer, one.by, one.place,
+                    one.keys, gradient, one.optimizer, one.by, one.place,
                     max((self._errors.get(key, 0.0) for key in one.keys), default=0.0),
                 )  # fmt: skip

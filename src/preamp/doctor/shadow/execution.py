@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...formats import name_of
+from ...formats import FP16, name_of
 from ...tree import map_tensors, tensors
 from ..operators import Call, Observer
 from ..places import UNINITIALISED, Place, key_of
@@ -189,6 +189,8 @@ class Shadowed(Observer):
         kind: Kind = "made" if finite else "not finite"
         if finite and (lost := share_lost(out, exact)) > ZEROS:
             kind, error = "lost", lost
+        elif finite and out.dtype is torch.float16 and _is_subnormal(exact):
+            kind = "lost"
         self.causes[key] = fact = self._fact(kind, call, out, error, off, read)
         if finite:
             self._report(fact, call)
@@ -285,6 +287,12 @@ def _follows(call: Call) -> bool:
     if torch.Tag.nondeterministic_seeded in func.tags:
         return False
     return any(map(has_shadow, tensors((call.args, call.kwargs)))) or base == "_to_copy"
+
+
+def _is_subnormal(exact: Tensor) -> bool:
+    """Whether most of what is not zero lies below float16's normal numbers."""
+    there = exact != 0
+    return float((exact.abs() < FP16.smallest_normal)[there].double().mean()) > ZEROS
 
 
 @cache

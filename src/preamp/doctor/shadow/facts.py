@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -83,8 +83,8 @@ class Absorbed(NamedTuple):
     """How many of those did not."""
     times: int
     """How often it ran."""
-    storages: frozenset[int]
-    """Those of the tensors that it changed, as `places.key_of` gives them."""
+    storages: Mapping[int, tuple[int, int]]
+    """Those of the tensors that it changed, as `places.key_of` gives them, each with its two counts."""
     is_gradient: bool
     """Whether autograd added to a gradient here."""
     optimizer: Optimizer | None
