@@ -210,8 +210,8 @@ def _kernels_of(rules: OpRules, device_type: str) -> list[tuple[str, str, _kerne
         if (
             category == (native or "as-is")
             and (torch_has_one or not changed or (not native and name not in changed))
-            and (name != "linalg_vecdot" or device_type != "cpu")
-        ):  # torch's is low, too, and adds up in 16 bits
+            and (name != "linalg_vecdot" or device_type != "cpu")  # torch's is low, too, and adds up in 16 bits
+        ):
             continue
         ours = _kernels.build(op, category, device_type)
         by_torch = "plain low" if native == "low" else native
