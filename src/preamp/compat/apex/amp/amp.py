@@ -19,6 +19,8 @@ _UNMIXED: list[tuple[Any, list[str]]] = [
     (torch.Tensor, ["inner", "vdot", "lerp", "index_add", "scatter", "scatter_add"]),
 ]
 """Functions in none of Apex's lists that fail where some arguments are 16-bit: they compute at the widest type."""
+_FLOAT32_ONLY: list[tuple[Any, list[str]]] = [(torch, ["cdist", "pdist"]), (torch.nn.functional, ["pdist"])]
+"""Functions in none of Apex's lists that torch does not have in 16 bits."""
 _DECORATOR_HANDLE: AmpHandle | NoOpHandle | None = None
 _USER_CAST_REGISTRY: set[tuple[Any, str, str]] = set()
 """(module, name, "half" or "float") to patch at the next `init` or `initialize`."""
@@ -138,6 +140,9 @@ def _patch(handle: AmpHandle, verbose: bool, allow_banned: bool) -> None:
             wrap.cached_cast(functional, name, low, handle, try_caching=True, verbose=verbose)
     for name in _without([name for name in torch_overrides.CASTS if name in both], functional, chosen):
         wrap.promote(functional, name, handle)
+    for module, names in _FLOAT32_ONLY:
+        for name in _without(names, module, chosen):
+            wrap.cached_cast(module, name, full, handle, try_caching=False, verbose=verbose)
     for module, names in _UNMIXED:
         for name in _without(names, module, chosen):
             wrap.promote(module, name, handle)
