@@ -8,7 +8,7 @@ give a step up, or write new ones by a backward pass without `scale_loss`. So am
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from operator import attrgetter
 from typing import Any
@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from ....errors import PreampWarning
 from ....formats import LOW_DTYPES
-from .._masters import Masters, multiply_gradients
+from .._masters import SAVED, Masters, multiply_gradients
 from .._scaler import LossScaler
 from ._amp_state import maybe_print
 from ._scaled_backward import Stash, put_aside, put_back, unscale_and_add
@@ -278,34 +278,46 @@ class AmpOptimizerState(Masters):
 
     # -- saving and loading
 
-    def _numbered(self) -> dict[int, Parameter]:
-        """Masters by the number that torch's state_dict gives to their parameter."""
-        masters = set(map(id, self.all_fp32_from_fp16_params))
-        everything = [p for group in self._optimizer.param_groups for p in group["params"]]
-        return {i: p for i, p in enumerate(everything) if id(p) in masters}
+    def _masters_by_group(self) -> list[list[Tensor | None]]:
+        """In the order of the groups; None for parameters without a master."""
+        known = set(map(id, self.all_fp32_from_fp16_params))
+        return [[p if id(p) in known else None for p in group["params"]] for group in self._optimizer.param_groups]
 
-    def saved_masters(self) -> dict[int, Tensor]:
-        """Copies of the masters by parameter number; empty before there are any."""
-        return {i: master.detach().clone() for i, master in self._numbered().items()}
+    def with_masters(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A state_dict of the optimizer with copies of the masters in its groups, once there are any."""
+        if not self.all_fp32_from_fp16_params:
+            return state_dict
+        groups = [
+            {**group, SAVED: [None if master is None else master.detach().clone() for master in masters]}
+            for group, masters in zip(state_dict["param_groups"], self._masters_by_group(), strict=True)
+        ]
+        return {**state_dict, "param_groups": groups}
 
-    def check_masters(self, saved: dict[int, Tensor] | None) -> None:
+    def check_masters(self, state_dict: dict[str, Any]) -> None:
         """ValueError if saved masters are not those of this optimizer's parameters."""
-        if saved is None:
+        groups = state_dict["param_groups"]
+        if not any(SAVED in group for group in groups):
             return
-        own = {i: tuple(master.shape) for i, master in self._numbered().items()}
-        given = {i: tuple(master.shape) for i, master in saved.items()}
+        given = _shapes(group.get(SAVED, [None] * len(group["params"])) for group in groups)
+        own = _shapes(self._masters_by_group())
         if own != given:
-            odd = sorted(i for i in own.keys() | given.keys() if own.get(i) != given.get(i))
+            own, given = ([*shapes, *[None] * (max(len(own), len(given)) - len(shapes))] for shapes in (own, given))
+            odd = next(i for i, (mine, theirs) in enumerate(zip(own, given, strict=True)) if mine != theirs)
             raise ValueError(
-                f"the saved master weights do not fit this optimizer: parameter {odd[0]} has shape "
-                f"{given.get(odd[0])} in the checkpoint and {own.get(odd[0])} here. Build model and optimizer as they "
-                "were when it was saved, at the same opt_level."
+                f"the saved master weights do not fit this optimizer: parameter {odd} has shape {given[odd]} in the "
+                f"checkpoint and {own[odd]} here. Build model and optimizer as they were when it was saved, at the "
+                "same opt_level."
             )
 
     @torch.no_grad()
-    def load_masters(self, saved: dict[int, Tensor] | None) -> None:
-        """Take saved masters, and round them into the model."""
-        if saved is not None:
-            for i, master in self._numbered().items():
-                master.copy_(saved[i])
-            self.masters_to_model()
+    def load_masters(self) -> None:
+        """Take the masters that the optimizer has loaded into its groups, and round them into the model."""
+        for group, masters in zip(self._optimizer.param_groups, self._masters_by_group(), strict=True):
+            for master, saved in zip(masters, group.pop(SAVED, ()), strict=False):
+                if master is not None:
+                    master.copy_(saved)
+        self.masters_to_model()
+
+
+def _shapes(groups: Iterable[Iterable[Tensor | None]]) -> list[tuple[int, ...] | None]:
+    return [None if master is None else tuple(master.shape) for masters in groups for master in masters]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ....errors import kind_of
+from .._masters import SAVED
 from ._optimizer_state import NO_CLOSURE, AmpOptimizerState
 
 _METHODS = (
@@ -50,6 +51,9 @@ def _process_optimizer(optimizer: Any, properties: Any) -> Any:
         _replace(optimizer, "add_param_group", _adding(optimizer.add_param_group, stash))
         _replace(optimizer, "state_dict", _saving(optimizer.state_dict, stash))
         _replace(optimizer, "load_state_dict", _loading(optimizer.load_state_dict, stash))
+    else:
+        for group in optimizer.param_groups:  # of a state that was saved at O2
+            group.pop(SAVED, None)
     return optimizer
 
 
@@ -152,10 +156,8 @@ def _adding(inner: Any, stash: AmpOptimizerState) -> Any:
 
 def _saving(inner: Any, stash: AmpOptimizerState) -> Any:
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer's own, and the masters by parameter number under "amp_master_params"."""
-        saved = inner(*args, **kwargs)
-        masters = stash.saved_masters()
-        return {**saved, "amp_master_params": masters} if masters else saved
+        """The optimizer's own, and in each group the masters of its parameters."""
+        return stash.with_masters(inner(*args, **kwargs))
 
     return state_dict
 
@@ -164,11 +166,9 @@ def _loading(inner: Any, stash: AmpOptimizerState) -> Any:
     def load_state_dict(self: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """The optimizer's own; state stays in float32, and masters are taken if there are any."""
         stash.lazy_init()
-        masters = state_dict.get("amp_master_params")
-        stash.check_masters(masters)
-        plain = {key: value for key, value in state_dict.items() if key != "amp_master_params"}
-        result = inner(plain, *args, **kwargs)
-        stash.load_masters(masters)
+        stash.check_masters(state_dict)
+        result = inner(state_dict, *args, **kwargs)
+        stash.load_masters()
         return result
 
     return load_state_dict
