@@ -18,7 +18,7 @@ from ._amp_state import _amp_state
 from ._amp_state import maybe_print as maybe_print  # Apex has it here
 from ._casted_model import cast_nested as cast_nested  # and this
 from ._casted_model import check_params_fp32, keep_state_dict_full, patch_forward, unpatch_forward
-from ._process_optimizer import _process_optimizer, release
+from ._process_optimizer import _process_optimizer
 
 KNOWN: list[weakref.ref[Any]] = []
 """Models and optimizers that `initialize` has changed, for `close`; it keeps none of them alive."""
@@ -114,7 +114,7 @@ def _initialize(
         _cast(model_list, optimizer_list, properties, cast_model_outputs)
     except BaseException:
         for optimizer in processed:
-            release(optimizer)
+            optimizer._amp_stash.detach()
         raise
     remember([*model_list, *optimizer_list])
     if _amp_state.loaded_unused:
@@ -177,7 +177,7 @@ def close() -> None:
     for ref in KNOWN:
         thing = ref()
         if thing is not None and hasattr(thing, "_amp_stash"):
-            release(thing)
+            thing._amp_stash.detach()
         elif thing is not None:
             unpatch_forward(thing)
     KNOWN.clear()

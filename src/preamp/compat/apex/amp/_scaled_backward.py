@@ -60,7 +60,7 @@ def scaled_backward(
     except BaseException:
         if not delay_unscale:
             for optimizer in optimizers:
-                optimizer._abandon_amp_backward()
+                optimizer._amp_stash.abandon_backward()
         raise
     if delay_unscale:
         return
