@@ -45,15 +45,11 @@ def check_models(models: list[Any], wrapped: bool = False) -> None:
                 PreampWarning,
                 stacklevel=4,
             )
-        kind = None
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            kind = "torch.nn.parallel.DistributedDataParallel"
-        elif isinstance(model, nn.DataParallel):
-            kind = "torch.nn.DataParallel"
-        if kind is not None and not wrapped:
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) and not wrapped:
+            kind = "DataParallel" if isinstance(model, nn.DataParallel) else "parallel.DistributedDataParallel"
             raise RuntimeError(
-                f"Incoming model is an instance of {kind}. Parallel wrappers should only be applied to the model(s) "
-                "AFTER the model(s) have been returned from amp.initialize: they read the parameters' dtypes."
+                f"Incoming model is an instance of torch.nn.{kind}. Parallel wrappers should only be applied to the "
+                "model(s) AFTER the model(s) have been returned from amp.initialize: they read the parameters' dtypes."
             )
 
 
@@ -72,6 +68,17 @@ def check_optimizers(optimizers: list[Any]) -> None:
             )
 
 
+def _listed(given: Any, what: str) -> list[Any]:
+    if isinstance(given, list):
+        return given
+    if isinstance(given, (tuple, dict, set)):
+        raise TypeError(
+            f"{what}s must be either a single {what} or a list of {what}s. Got {kind_of(given)}; a list is changed in "
+            "place and returned."
+        )
+    return [given]
+
+
 def _initialize(
     models: Any,
     optimizers: Any,
@@ -82,25 +89,8 @@ def _initialize(
     scale_bounds: tuple[float | None, float] = (None, 2.0**24),
 ) -> Any:
     """Cast models, process optimizers, make loss scales, patch torch; returns what it was given, in its form."""
-    if isinstance(models, nn.Module):
-        model_list: list[Any] = [models]
-    elif isinstance(models, list):
-        model_list = models
-    else:
-        raise TypeError(
-            f"models must be either a single model or a list of models. Got {kind_of(models)}; a list is "
-            "changed in place and returned."
-        )
-    if optimizers is None:
-        optimizer_list: list[Any] = []
-    elif isinstance(optimizers, list):
-        optimizer_list = optimizers
-    elif isinstance(optimizers, (tuple, dict, set)):
-        raise TypeError(
-            f"optimizers must be either a single optimizer or a list of optimizers. Got {kind_of(optimizers)}."
-        )
-    else:
-        optimizer_list = [optimizers]
+    model_list = _listed(models, "model")
+    optimizer_list = [] if optimizers is None else _listed(optimizers, "optimizer")
     check_models(model_list, wrapped)
     check_optimizers(optimizer_list)
     if not _amp_state.allow_incoming_model_not_fp32:
