@@ -102,8 +102,9 @@ def test_masters_of_other_weights_are_left_out_and_a_warning_says_so() -> None:
     optimizer = KINDS["SGD"](model.parameters())
     optimizer.load_state_dict(saved)
     amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    with pytest.warns(UserWarning, match="amp.initialize"):
+    with pytest.warns(UserWarning, match="amp.initialize") as told:
         optimizer.zero_grad()
+    assert [each.filename for each in told] == [__file__]
     for p, master in zip(model.parameters(), amp.master_params(optimizer), strict=True):
         assert torch.equal(p.float(), master)
 
@@ -265,8 +266,9 @@ def test_an_average_that_is_updated_through_state_dict_is_told(level: str, updat
                     value.mul_(0.5).add_(new[name], alpha=0.5)
         told.append(any("float32 copies" in str(warning.message) for warning in each))
     assert told == [False, True, True]
-    with pytest.warns(PreampWarning, match="float32 copies"):
+    with pytest.warns(PreampWarning, match="float32 copies") as warned:
         saved = average.state_dict()
+    assert {each.filename for each in warned} == {__file__}
     saved["0.bias"].zero_()
     average.load_state_dict(saved)
     assert not average.state_dict()["0.bias"].any()  # and nothing is said

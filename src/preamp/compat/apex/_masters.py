@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,9 +10,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...errors import PreampWarning
 from ...formats import LOW_DTYPES
 from ...tree import map_tensors
+from ._notice import warn
 
 SAVED = "amp_master_params"
 """The option of a saved group that has its masters: a list with None for parameters without. Optimizers keep options
@@ -68,12 +67,10 @@ class Masters:
             low.append(parameter)
             masters.append(master)
         if not fitting:
-            warnings.warn(
+            warn(
                 "the optimizer's state was loaded before amp.initialize, and its float32 masters are not those of the "
                 "model as it is now, so that the model's weights are taken. Write amp.initialize(...) first, then "
-                "model.load_state_dict(...) and optimizer.load_state_dict(...)",
-                PreampWarning,
-                stacklevel=5,
+                "model.load_state_dict(...) and optimizer.load_state_dict(...)"
             )
         self.fp16_groups.append(low)
         self.fp32_from_fp16_groups.append(masters)

@@ -6,7 +6,6 @@ copies then run their own forward, which a function put on the instance would no
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -17,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from ....autocast import PRODUCTS, widened
-from ....errors import PreampWarning
 from ....formats import LOW_DTYPES
 from ....modules import Subclasses
 from ....tree import map_tensors
 from .._masters import update_master
+from .._notice import warn
 
 
 class CastedModel(nn.Module):
@@ -115,12 +114,10 @@ def keep_state_dict_full(model: nn.Module) -> None:
 def _full_entries(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     last, version = _SHOWN.pop(module, (None, 0))
     if last is not None and last._version != version:
-        warnings.warn(
+        warn(
             "an entry of an earlier state_dict() was changed in place, by an average of weights, say. That does not "
             "reach the model, as with NVIDIA's Apex: at O2 and O3 these are float32 copies of its 16-bit weights. "
-            "Write into model.parameters() and model.buffers()",
-            PreampWarning,
-            stacklevel=2,
+            "Write into model.parameters() and model.buffers()"
         )
     for own in (module._parameters, module._buffers):
         for name in own:

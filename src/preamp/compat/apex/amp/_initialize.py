@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import Any
 
 import torch
 from torch import nn
 
-from ....errors import PreampWarning, kind_of
+from ....errors import kind_of
+from .._notice import warn
 from .._scaler import LossScaler
 from ..fp16_utils import FP16_Optimizer, convert_network
 from ..parallel import DistributedDataParallel as ApexDDP
@@ -39,11 +39,9 @@ def check_models(models: list[Any], wrapped: bool = False) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"amp.initialize prepares torch.nn.Modules, and got {kind_of(model)}")
         if isinstance(model, ApexDDP) and not wrapped:
-            warnings.warn(
+            warn(
                 "the model is in apex.parallel.DistributedDataParallel already. It trains so; wrap it AFTER "
-                "amp.initialize, as parameters are sent in the dtypes that they have then",
-                PreampWarning,
-                stacklevel=4,
+                "amp.initialize, as parameters are sent in the dtypes that they have then"
             )
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) and not wrapped:
             kind = "DataParallel" if isinstance(model, nn.DataParallel) else "parallel.DistributedDataParallel"
@@ -108,11 +106,9 @@ def _initialize(
         raise
     remember([*model_list, *optimizer_list])
     if _amp_state.loaded_unused:
-        warnings.warn(
+        warn(
             "amp.load_state_dict() gave loss scales, and this further amp.initialize() makes new ones, so that they "
-            "are lost: call it after the last amp.initialize()",
-            PreampWarning,
-            stacklevel=3,
+            "are lost: call it after the last amp.initialize()"
         )
     _amp_state.loss_scalers, _amp_state.loaded_unused = scalers, False
     if properties.patch_torch_functions:

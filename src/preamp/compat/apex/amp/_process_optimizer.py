@@ -6,7 +6,6 @@ The optimizer steps masters, which have gradients of their own; loops of others 
 from __future__ import annotations
 
 import types
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import wraps
@@ -17,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ....errors import PreampWarning, kind_of
+from ....errors import kind_of
 from ....formats import LOW_DTYPES
 from .._masters import SAVED, Masters, multiply_gradients
+from .._notice import warn
 from .._scaler import LossScaler
 from ._amp_state import maybe_print
 from ._gradient_versions import GradientVersions
@@ -144,7 +144,7 @@ class AmpOptimizerState(Masters):
             if changed and stepping:
                 self.versions.accept(self.all_fp16_params)
                 if not self._told:
-                    warnings.warn(UNREAD, PreampWarning, stacklevel=3)
+                    warn(UNREAD)
                 self._told = True
 
     def clear_master_gradients(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -14,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ....errors import PreampWarning
 from ....tree import tensors
+from .._notice import warn
 from ._collectives import (
     Group,
     Reduction,
@@ -138,10 +137,8 @@ class DistributedDataParallel(nn.Module):
                 "divisor and a count."
             )
         if gradient_average_split_factor is not None:
-            warnings.warn(
-                "gradient_average_split_factor does nothing; write gradient_predivide_factor to divide before the sum.",
-                PreampWarning,
-                stacklevel=2,
+            warn(
+                "gradient_average_split_factor does nothing; write gradient_predivide_factor to divide before the sum."
             )
         self.module = module
         self.message_size, self.delay_allreduce = message_size, delay_allreduce
