@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -168,6 +169,7 @@ class DistributedDataParallel(nn.Module):
         """Whether a backward that fills gradients has reached the model, so that the other ranks count on this one."""
         self._callback: Callable[[], Any] = lambda: None
         """A weak reference to what that backward calls at its end. The engine forgets it if the backward raises."""
+        self._lock = threading.Lock()  # CPU and CUDA parameters get their gradients in different threads
 
     # -- in forward
 
@@ -228,12 +230,13 @@ class DistributedDataParallel(nn.Module):
 
     def _begin(self) -> None:
         """Have the running backward end with a reduction."""
-        if self._callback() is not None:
-            return
-        self._complete_interrupted()
-        callback = partial(self._complete, True)
-        self._callback = weakref.ref(callback)
-        torch.autograd.Variable._execution_engine.queue_callback(callback)
+        with self._lock:
+            if self._callback() is not None:
+                return
+            self._complete_interrupted()
+            callback = partial(self._complete, True)
+            self._callback = weakref.ref(callback)
+            torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def _complete_interrupted(self) -> None:
         """Reduce for a backward that raised: the other ranks, if they got through, are waiting for this one.
@@ -270,7 +273,7 @@ class DistributedDataParallel(nn.Module):
         self._enabled = False
 
     def __getstate__(self) -> dict[str, Any]:
-        of_process = {"_group", "allreduce_buffers", "_hooked", "_fresh", "_is_expected", "_callback"}
+        of_process = {"_group", "allreduce_buffers", "_hooked", "_fresh", "_is_expected", "_callback", "_lock"}
         return {name: value for name, value in self.__dict__.items() if name not in of_process}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
