@@ -92,15 +92,10 @@ def unpatch_forward(model: nn.Module) -> None:
 
 def cast_nested(value: Any, dtype: torch.dtype) -> Any:
     """`value` with its floating tensors in `dtype`; containers keep their type, other objects get `.to(dtype)`."""
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    if isinstance(value, (Tensor, str, np.ndarray, np.generic, nn.Module, Mapping, list, tuple)):
-        return map_tensors(cast, value)
-    if hasattr(value, "to") and callable(value.to) and not isinstance(value, type):
+    plain = isinstance(value, (Tensor, str, np.ndarray, np.generic, nn.Module, Mapping, list, tuple, type))
+    if not plain and callable(getattr(value, "to", None)):
         return value.to(dtype)
-    return map_tensors(cast, value)
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
 
 
 def keep_state_dict_full(model: nn.Module) -> None:
