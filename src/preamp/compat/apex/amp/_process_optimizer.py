@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from ....errors import kind_of
 from ....formats import LOW_DTYPES
+from ....ledger import parameters_of
 from .._masters import SAVED, Masters, multiply_gradients
 from .._notice import warn
 from .._scaler import LossScaler
@@ -75,7 +76,7 @@ class AmpOptimizerState(Masters):
         """Make the masters, once; without masters look at the optimizer's parameters, which may be others by now."""
         groups = self._optimizer.param_groups
         if not self.master_weights:
-            found = [p for group in groups for p in group["params"]]
+            found = list(parameters_of(self._optimizer))
             self.all_fp16_params[:] = [p for p in found if p.dtype in LOW_DTYPES]
             self.all_fp32_from_fp32_params[:] = [p for p in found if p.dtype not in LOW_DTYPES]
         elif not self.lazy_init_called:
@@ -86,9 +87,7 @@ class AmpOptimizerState(Masters):
     def _stepped(self) -> list[Parameter]:
         """Those of the model's parameters that the optimizer steps itself: all that have no master."""
         self.lazy_init()
-        if self.master_weights:
-            return self.all_fp32_from_fp32_params
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
+        return self.all_fp32_from_fp32_params if self.master_weights else list(parameters_of(self._optimizer))
 
     # -- around a backward pass
 
@@ -171,7 +170,7 @@ class AmpOptimizerState(Masters):
         """RuntimeError for gradients that are still scaled."""
         if not self.params_have_scaled_gradients:
             return
-        params = [*self.all_fp16_params, *(p for group in self._optimizer.param_groups for p in group["params"])]
+        params = [*self.all_fp16_params, *parameters_of(self._optimizer)]
         if any(p.grad is not None and bool(p.grad.any()) for p in params):
             raise RuntimeError(
                 f"step() while gradients carry the loss scale of {self.delayed_scale:g}: they come from "
