@@ -49,9 +49,8 @@ class FusedAdam(ApexOptimizer):
     )  # fmt: skip
 
     def _begin(self, params: Any, defaults: dict[str, Any]) -> None:
-        self.master_weights = bool(
-            self.master_weights
-        )  # lists of masters were passed too: their values are the model's
+        # lists of masters were passed, too; their values are the model's
+        self.master_weights = bool(self.master_weights)
         self._step_supports_amp_scaling = self.capturable
         super()._begin(params, defaults)
 
