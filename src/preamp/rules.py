@@ -22,8 +22,8 @@ from .errors import PolicyError
 
 Category = Literal["low", "full", "promote", "banned", "as-is"]
 """*low*: inputs go to the region's 16-bit dtype. *full*: inputs go to float32. *promote*: all inputs go to the widest
-of their dtypes; a tensor that is written in place keeps its own, and the others go to that. *banned*: an error when an
-input is 16-bit. *as-is*: no cast, whatever comes in."""
+of their dtypes; a tensor that is written in place keeps its own, as a table of embeddings does, and the others go to
+that. *banned*: an error when an input is 16-bit. *as-is*: no cast, whatever comes in."""
 
 CATEGORIES: tuple[str, ...] = get_args(Category)
 
@@ -48,6 +48,7 @@ _MIXED = "combines tensors that may differ in dtype: the widest wins, nothing is
 _IN_PLACE = "writes into a tensor, as `x[mask] = y` does: it keeps its dtype, and what is written is cast to it"
 _INTERPOLATION = "weighted sums of neighbours; torch.amp runs them full on CUDA"
 _FACTORISATION = "factorisations and spectra have no 16-bit kernels worth having"
+_NO_KERNEL = "torch has no 16-bit kernel"
 _MOVES = "moves or compares values and adds none: 16 bits lose nothing"
 
 
@@ -128,28 +129,46 @@ TABLE: tuple[OpRule, ...] = (
           "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa",
           reason=_INTERPOLATION),
     _full("fft", "fft_fft", "fft_ifft", "fft_fft2", "fft_ifft2", "fft_fftn", "fft_ifftn", "fft_rfft", "fft_irfft",
-          "fft_rfft2", "fft_irfft2", "fft_rfftn", "fft_irfftn", "fft_hfft", "fft_ihfft", "stft", "stft.center",
+          "fft_rfft2", "fft_irfft2", "fft_rfftn", "fft_irfftn", "fft_hfft", "fft_ihfft", "fft_hfft2", "fft_ihfft2",
+          "fft_hfftn", "fft_ihfftn", "stft", "stft.center",
           reason=_FACTORISATION),
-    _full("complex", "polar", "view_as_complex", reason="complex32 has few kernels"),
+    _full("complex", "complex", "polar", "view_as_complex", reason="complex32 has few kernels"),
     _full("linalg", "cholesky", "cholesky_inverse", "cholesky_solve", "inverse", "pinverse", "qr", "svd", "geqrf",
           "orgqr", "ormqr", "lu_solve", "_lu_with_info", "triangular_solve", "linalg_cholesky", "linalg_cholesky_ex",
           "linalg_cond", "linalg_cond.p_str", "linalg_eig", "linalg_eigh", "linalg_eigvals", "linalg_eigvalsh",
           "linalg_householder_product", "linalg_inv", "linalg_inv_ex", "linalg_lstsq", "linalg_matrix_rank",
           "linalg_matrix_rank.atol_rtol_float", "linalg_matrix_rank.atol_rtol_tensor",
           "linalg_matrix_rank.tol_tensor", "linalg_matrix_sqrth", "linalg_qr", "linalg_solve", "linalg_svd",
-          "linalg_svdvals", "linalg_tensorinv", "linalg_tensorsolve", reason=_FACTORISATION),
+          "linalg_svdvals", "linalg_tensorinv", "linalg_tensorsolve", "linalg_lu", "linalg_lu_factor",
+          "linalg_lu_factor_ex", "linalg_lu_solve", "linalg_ldl_factor", "linalg_ldl_factor_ex", "linalg_ldl_solve",
+          "linalg_solve_ex", "linalg_solve_triangular", "linalg_pinv", "linalg_pinv.rcond_tensor",
+          "linalg_pinv.atol_rtol_float", "linalg_pinv.atol_rtol_tensor", "linalg_det", "det", "linalg_slogdet",
+          "slogdet", "logdet", "linalg_matrix_exp", "matrix_exp", "linalg_vander", reason=_FACTORISATION),
     _full("quantile", "quantile", "quantile.scalar", "nanquantile", "nanquantile.scalar",
-          reason="interpolates between order statistics; torch has no 16-bit kernel"),
+          reason=f"interpolates between order statistics; {_NO_KERNEL}"),
+    _full("histogram", "histogram.bins_tensor", "histogram.bin_ct", "histogramdd", "histogramdd.int_bins",
+          "histogramdd.TensorList_bins", reason=_NO_KERNEL),
+    _full("special", *(f"special_{name}" for name in (
+        "airy_ai", "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1", "modified_bessel_i0", "modified_bessel_i1",
+        "modified_bessel_k0", "modified_bessel_k1", "scaled_modified_bessel_k0", "scaled_modified_bessel_k1",
+        "spherical_bessel_j0", "erfcx", "log_ndtr", "ndtri", "zeta",
+    )), reason=_NO_KERNEL),
     _full("fake_quantize", "fake_quantize_per_tensor_affine", "fake_quantize_per_tensor_affine.tensor_qparams",
           "fake_quantize_per_channel_affine", "_fake_quantize_learnable_per_tensor_affine",
           "_fake_quantize_learnable_per_channel_affine", "fused_moving_avg_obs_fake_quant",
           reason="emulates a grid finer than bfloat16's"),
     # -- promote
-    _promote("cat", "cat", "stack"),
+    _promote("cat", "cat", "stack", "meshgrid", "meshgrid.indexing"),
     _promote("addcmul", "addcmul", "addcdiv"),
     _promote("atan2"),
+    _promote("compare", "isclose", "heaviside"),
+    _promote("heaviside_", reason=_IN_PLACE),
     _promote("dot", "dot", "vdot", "cross", "linalg_cross", "tensordot"),
+    _promote("addmm_", "addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_",
+             reason="adds a product to a tensor in place: it keeps its dtype, and the factors are cast to it"),
     _promote("bilinear"),
+    _promote("embedding_bag", "embedding_bag", "embedding_bag.padding_idx",
+             reason="the table of embeddings keeps its dtype, and the weights of its rows are cast to it"),
     _promote("grid_sample", "grid_sampler"),
     _promote("index", "index_put", "index_copy", "index_add", "index_reduce", "scatter.src", "scatter.reduce",
              "scatter_add", "scatter_reduce.two", "masked_scatter", "put", "select_scatter", "slice_scatter",

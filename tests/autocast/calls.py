@@ -58,6 +58,7 @@ CONV = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
 
 _one = _call(lambda t: (t(4),))
 _unit = _call(lambda t: (t.positive(4),))
+_square = _call(lambda t: (t(3, 3),))
 _pair = _call(lambda t: (t(4), t(4)))
 
 CALLS: dict[str, Callable[[Maker], Args]] = {
@@ -81,6 +82,39 @@ CALLS: dict[str, Callable[[Maker], Args]] = {
     "lstm.data": _call(
         lambda t: (t(6, 3), BATCHES, [t(1, 2, 3), t(1, 2, 3)], _layer(t, 4), True, 1, 0.0, False, False)
     ),
+    "addmm_": _call(lambda t: (t(2, 4), t(2, 3), t(3, 4))),
+    "addmv_": _call(lambda t: (t(3), t(3, 4), t(4))),
+    "addr_": _call(lambda t: (t(3, 4), t(3), t(4))),
+    "addbmm_": _call(lambda t: (t(3, 4), t(2, 3, 5), t(2, 5, 4))),
+    "baddbmm_": _call(lambda t: (t(2, 3, 4), t(2, 3, 5), t(2, 5, 4))),
+    "meshgrid": _call(lambda t: ([t(2), t(3)],)),
+    "meshgrid.indexing": _call(lambda t: ([t(2), t(3)],), indexing="xy"),
+    "isclose": _pair, "heaviside": _pair, "heaviside_": _pair, "complex": _pair,
+    **{f"embedding_bag{form}": _call(lambda t, end=end: (t(4, 3), _index(), ZERO.long(), False, 0, False, t(2), *end))
+       for form, end in (("", ()), (".padding_idx", (False, None)))},
+    "histogram.bins_tensor": _call(lambda t: (t(4), torch.arange(3.0))),
+    "histogram.bin_ct": _call(lambda t: (t(4), 3)),
+    "histogramdd": _call(lambda t: (t(4, 2), [3, 3])),
+    "histogramdd.int_bins": _call(lambda t: (t(4, 2), 3)),
+    "histogramdd.TensorList_bins": _call(lambda t: (t(4, 1), [torch.arange(3.0)])),
+    **{f"special_{name}": _unit for name in (
+        "airy_ai", "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1", "modified_bessel_i0", "modified_bessel_i1",
+        "modified_bessel_k0", "modified_bessel_k1", "scaled_modified_bessel_k0", "scaled_modified_bessel_k1",
+        "spherical_bessel_j0", "erfcx", "log_ndtr", "ndtri",
+    )},
+    "special_zeta": _call(lambda t: (t.positive(4), t.positive(4))),
+    **{f"linalg_{name}": _square for name in (
+        "lu", "lu_factor", "lu_factor_ex", "ldl_factor", "ldl_factor_ex", "det", "slogdet", "matrix_exp", "vander",
+    )},
+    **dict.fromkeys(("det", "slogdet", "logdet", "matrix_exp", "fft_hfft2", "fft_hfftn"), _square),
+    **{f"fft_ihfft{axes}": _square for axes in "2n"},
+    "linalg_pinv": _call(lambda t: (t(3, 3), 0.01)),
+    "linalg_pinv.rcond_tensor": _call(lambda t: (t(3, 3), torch.tensor(0.01))),
+    "linalg_pinv.atol_rtol_tensor": _square, "linalg_pinv.atol_rtol_float": _square,
+    "linalg_lu_solve": _call(lambda t: (t(3, 3), torch.tensor([1, 2, 3]).int(), t(3, 2))),
+    "linalg_ldl_solve": _call(lambda t: (t(3, 3), torch.tensor([1, 2, 3]).int(), t(3, 2))),
+    "linalg_solve_ex": _call(lambda t: (t(3, 3), t(3, 2))),
+    "linalg_solve_triangular": _call(lambda t: (t(3, 3), t(3, 2)), upper=True),
     "linalg_vecdot": _call(lambda t: (t(3, 4), t(3, 4))),
     "exp": _one, "expm1": _one, "cosh": _one, "sinh": _one, "tan": _one, "softplus": _one, "sum": _one,
     "norm.Scalar": _one, "linalg_vector_norm": _one,

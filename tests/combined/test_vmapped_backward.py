@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import preamp
+from preamp.autocast import REGISTRY
+
+pytestmark = pytest.mark.filterwarnings("ignore:SGD steps fp16 weights without masters")
 
 NORMS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "LayerNorm": (lambda: nn.LayerNorm([4, 6]), True),
@@ -25,7 +29,13 @@ NORMS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
 }
 
 
-def jacobians(norm: str, level: str | None, way: str) -> list[Tensor]:
+LEVELS = {
+    **{level: {"level": level} for level in ("O0", "O1", "O2", "O4", "O5")},
+    "O3 with float32 norms": {"policy": preamp.policy("O3").replace(norms=torch.float32)},
+}
+
+
+def jacobians(norm: str, level: str, way: str) -> list[Tensor]:
     make, trains = NORMS[norm]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), make(), nn.Linear(6, 2)).train(trains)
@@ -34,7 +44,7 @@ def jacobians(norm: str, level: str | None, way: str) -> list[Tensor]:
             module.running_mean, module.running_var = torch.randn(4) / 4, torch.rand(4) + 0.5
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     x = torch.randn(3, 4, 6)
-    with preamp.prepare(model, optimizer, level=level or "O0") as session:
+    with preamp.prepare(model, optimizer, **LEVELS[level]) as session:
         params = [p for p in model.parameters() if p.requires_grad]
         with session.autocast():
             out = model(x).float().square().sum((1, 2))
@@ -53,13 +63,13 @@ def jacobians(norm: str, level: str | None, way: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("way", ["vmap", "is_grads_batched"])
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", [level for level in LEVELS if level != "O0"])
 @pytest.mark.parametrize("norm", NORMS)
 def test_as_one_after_the_other_and_as_in_float32(norm: str, level: str, way: str) -> None:
     seen, one_by_one, wanted = (
         jacobians(norm, level, way),
         jacobians(norm, level, "loop"),
-        jacobians(norm, None, "loop"),
+        jacobians(norm, "O0", "loop"),
     )
     for ours, theirs, exact in zip(seen, one_by_one, wanted, strict=True):
         size = float(exact.abs().max())
@@ -71,19 +81,38 @@ def test_as_one_after_the_other_and_as_in_float32(norm: str, level: str, way: st
 def test_float32_norms_while_rules_are_installed(norm: str) -> None:
     with preamp.autocast("cpu", dtype=torch.bfloat16):
         pass
-    for ours, theirs in zip(jacobians(norm, None, "vmap"), jacobians(norm, None, "loop"), strict=True):
+    for ours, theirs in zip(jacobians(norm, "O0", "vmap"), jacobians(norm, "O0", "loop"), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_torchs_rules_come_back() -> None:
-    preamp.autocast.uninstall()
-    before = torch._C._dispatch_dump("aten::native_layer_norm_backward")
+@contextmanager
+def region() -> Iterator[None]:
     with preamp.autocast("cpu", dtype=torch.bfloat16):
-        assert torch._C._dispatch_dump("aten::native_layer_norm_backward") != before
+        yield
     preamp.autocast.uninstall()
-    after = torch._C._dispatch_dump("aten::native_layer_norm_backward")
-    batched = [[line for line in dump.splitlines() if "FuncTorchBatched:" in line] for dump in (before, after)]
-    assert batched[0] and batched[0] == batched[1]
+
+
+@contextmanager
+def session_without_regions() -> Iterator[None]:
+    model = nn.Linear(2, 2)
+    with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level="O3"):
+        yield
+
+
+def batched() -> list[str]:
+    dump = torch._C._dispatch_dump("aten::native_layer_norm_backward")
+    return [line for line in dump.splitlines() if "FuncTorchBatched:" in line]
+
+
+@pytest.mark.parametrize("held", [region, session_without_regions])
+def test_torchs_rules_come_back(held: Any) -> None:
+    preamp.autocast.uninstall()
+    before = batched()
+    with held():
+        assert batched() != before
+        with REGISTRY.away():
+            assert batched() == before
+    assert before and batched() == before
 
 
 def test_libraries_of_devices() -> None:

@@ -214,7 +214,8 @@ def test_the_step_takes_the_masters_gradients_whatever_the_models_are(level: str
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", PreampWarning)
         found = trained(WRITES[write])
-    assert ["without effect" in str(each.message) for each in told if each.category is PreampWarning] == [True]
+    own = [each for each in told if each.category is PreampWarning]
+    assert [("without effect" in str(each.message), each.filename) for each in own] == [(True, __file__)]
     assert all(map(torch.equal, found, wanted))
 
 

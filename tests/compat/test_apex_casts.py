@@ -535,6 +535,8 @@ MIXED: dict[str, Any] = {
     "multi_dot": lambda low, full, weight: torch.linalg.multi_dot([low[0], weight, full[0]]).sum(),
     "attention": lambda low, full, weight: F.scaled_dot_product_attention(low, full, full).sum(),
     "index_add": lambda low, full, weight: torch.zeros(4, 4).index_add_(0, ROWS[0], low[0]).square().sum(),
+    "cdist": lambda low, full, weight: torch.cdist(low, full + 1).sum() + torch.cdist(low, low + 1, p=1.0).sum(),
+    "pdist": lambda low, full, weight: torch.pdist(low[0]).sum() + F.pdist(low[1]).sum(),
     "scatter_add": lambda low, full, weight: torch.zeros(2, 4).scatter_add(0, ROWS * 0, low[:, 0]).square().sum(),
 }  # fmt: skip
 

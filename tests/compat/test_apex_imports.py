@@ -131,10 +131,12 @@ def test_compiled_parts_may_be_the_first_import(tmp_path: Path) -> None:
     """And NVIDIA's are taken where they are installed."""
     out = good("""
         import importlib.util
-        assert all(importlib.util.find_spec(name) for name in ("amp_C", "apex_C", "fused_adam_cuda"))
+        names = ("amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda")
+        assert all(map(importlib.util.find_spec, names))
         import amp_C
         import apex_C
         import fused_adam_cuda
+        import fused_layer_norm_cuda
         import sys
         first = amp_C
         import apex
@@ -143,8 +145,9 @@ def test_compiled_parts_may_be_the_first_import(tmp_path: Path) -> None:
         print(first is amp_C is sys.modules["amp_C"], callable(amp_C.multi_tensor_scale), callable(apex_C.flatten))
         print(apex.amp.__version__.VERSION == __version__.VERSION, type(__version__).__name__)
         print(apex.contrib.optimizers.FP16_Optimizer.__name__, callable(fused_adam_cuda.adam))
+        print(callable(fused_layer_norm_cuda.forward))
     """, tmp_path)  # fmt: skip
-    assert out == "True True True\nTrue module\nFP16_Optimizer True\n"
+    assert out == "True True True\nTrue module\nFP16_Optimizer True\nTrue\n"
     (tmp_path / "amp_C.py").write_text("FROM = 'nvidia'\n")
     assert good("import amp_C\nprint(amp_C.FROM)", tmp_path) == "nvidia\n"
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from preamp.compat.apex import _fused_layer_norm_cuda as compiled
 from preamp.compat.apex.normalization import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm
 from preamp.compat.apex.normalization import fused_layer_norm as module
 
@@ -260,3 +261,41 @@ def test_forward_and_backward_of_the_functions(name: str, tensors: int) -> None:
         grads.append([out, *(x.grad for x in inputs)])
     for one, other in zip(*grads, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize("memory_efficient", [False, True])
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("rms", [False, True])
+def test_the_compiled_operators_are_torchs(dtype: torch.dtype, memory_efficient: bool, affine: bool, rms: bool) -> None:
+    """Which toolkits call in autograd functions of their own."""
+    torch.manual_seed(0)
+    x, grad = torch.randn(2, 5, 3, 4).to(dtype), torch.randn(2, 5, 3, 4).to(dtype)
+    shape = torch.Size((3, 4))
+    params = [torch.rand(shape).add_(0.5).to(dtype), torch.randn(shape).to(dtype)][: 1 if rms else 2] if affine else []
+    leaves = [each.double().requires_grad_() for each in (x, *params)]
+    operator = torch.rms_norm if rms else torch.layer_norm
+    plain = operator(leaves[0], shape, *leaves[1:], *([None] * ((1 if rms else 2) - len(params))), 1e-5)
+    wanted = torch.autograd.grad(plain, leaves, grad.double())
+
+    name = "_affine" * affine
+    out, *statistics = getattr(compiled, "rms_" * rms + "forward" + name)(x, shape, *params, 1e-5)
+    assert all(each.shape == (10,) and each.dtype == torch.promote_types(dtype, torch.float32) for each in statistics)
+    if memory_efficient and not rms:
+        statistics[0] = None
+    kept = out if memory_efficient else x
+    found = getattr(compiled, "rms_" * rms + "backward" + name)(
+        grad, *statistics, kept, shape, *params, 1e-5, memory_efficient
+    )
+    near = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.float16 else {"rtol": 1e-4, "atol": 1e-5}
+    for got, want in zip((out, *(found if affine else [found])), (plain.detach(), *wanted), strict=True):
+        assert got.dtype is dtype
+        torch.testing.assert_close(got.double(), want, **near)
+
+
+def test_the_compiled_operators_of_mixed_dtypes() -> None:
+    x, ones = torch.randn(4, 8).half(), torch.ones(8)
+    assert compiled.forward_affine_mixed_dtypes(x, (8,), ones, ones, 1e-5)[0].dtype is torch.float32
+    out, invvar = compiled.rms_forward_affine_mixed_dtypes(x, (8,), ones, 1e-5)
+    of_input, of_weight = compiled.rms_backward_affine(out, invvar, x, (8,), ones, 1e-5)
+    assert (out.dtype, of_input.dtype, of_weight.dtype) == (torch.float32, torch.float16, torch.float32)

@@ -88,7 +88,7 @@ def test_wrapped_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
             scaled.backward()
     optimizer.step()
     assert torch.equal(model.weight, ONES * 0.25)
-    assert "Loss scaler 1 reducing loss scale to 32768.0" in capsys.readouterr().out
+    assert "loss scaler 1 reducing loss scale to 32768.0" in capsys.readouterr().out
     assert [s.loss_scale() for s in optimizer._loss_scaler] == [65536.0, 32768.0]
     for _ in range(2):
         with optimizer.scale_loss(model(ONES)) as scaled:

@@ -1,4 +1,4 @@
-"""apex.parallel over gloo: averages, dtypes, buckets, copies and refusals, compared with plain gradients."""
+"""apex.parallel over gloo: averages, dtypes, copies and refusals, compared with plain gradients."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def gradients_are_averaged(rank: int, world: int) -> None:
         {"retain_allreduce_buffers": True, "message_size": 20},
     ):
         model = DDP(net(), **options)
-        for _ in range(3):  # the second pass has learnt the order of arrival
+        for _ in range(3):
             model(batch(rank)).square().sum().backward()
             same(grads(model), wanted)
             model.zero_grad(set_to_none=options == {})
@@ -79,28 +79,6 @@ def training_follows_one_process_with_the_joined_batch(rank: int, world: int) ->
     same(list(model.parameters()), list(plain.parameters()))
     for parameter in model.parameters():
         agree(parameter)
-
-
-@check
-def collectives_start_while_backward_goes_on(rank: int, world: int) -> None:
-    model = DDP(net(), message_size=5)
-    events: list[str] = []
-    send = dist.all_reduce
-    model.module[0].weight.register_hook(lambda _: events.append("first layer"))
-
-    def noted(*args: object, **kwargs: object) -> object:
-        events.append("send")
-        return send(*args, **kwargs)
-
-    dist.all_reduce = noted
-    try:
-        for _ in range(2):
-            events.clear()
-            model(batch(rank)).sum().backward()
-            assert events.index("first layer") >= 2, events
-            assert events[-1] == "send"
-    finally:
-        dist.all_reduce = send
 
 
 @check
@@ -200,7 +178,7 @@ def triggers_and_communicators(rank: int, world: int) -> None:
     model(batch(rank)).square().sum().backward()
     same(grads(model), reference(world))
     sizes = [buffer.numel() for buffer in model.allreduce_buffers]
-    assert sizes == [8 + 3 + 15, 25]  # last layer, then bias and weight of the middle one; then the rest
+    assert sizes == [25 + 18 + 8]  # all of a dtype in one message
 
 
 @check
@@ -254,15 +232,6 @@ def what_cannot_work_says_so(rank: int, world: int) -> None:
         DDP(net(), allreduce_communicators=([None], [None, None]))
     with pytest.warns(UserWarning, match="gradient_predivide_factor"):
         DDP(net(), gradient_average_split_factor=2.0)
-    frozen = DDP(net())
-    graph = frozen(batch(rank)).sum()
-    frozen.module[0].requires_grad_(False)
-    for _ in range(2):
-        frozen(batch(rank)).sum().backward()
-    frozen(batch(rank))
-    frozen.module[0].requires_grad_(True)
-    with pytest.raises(RuntimeError, match=r"0\.bias.*frozen"):
-        graph.backward()
 
 
 @check

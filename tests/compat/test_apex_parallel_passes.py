@@ -153,6 +153,20 @@ def layers_are_frozen_and_thawed(rank: int, world: int) -> None:
 
 
 @check
+def a_graph_outlives_the_freezing_of_its_parameters(rank: int, world: int) -> None:
+    model = DDP(net())
+    graph = model(batch(rank)).square().sum()
+    model.module[0].requires_grad_(False)
+    for _ in range(2):
+        model(batch(rank)).sum().backward()
+    model(batch(rank))
+    model.module[0].requires_grad_(True)
+    model.zero_grad()
+    graph.backward()
+    same(grads(model), reference(world))
+
+
+@check
 def two_models_as_in_a_gan(rank: int, world: int) -> None:
     def two(wrap: Callable[[nn.Module], nn.Module]) -> tuple[nn.Module, nn.Module]:
         torch.manual_seed(3)
@@ -259,7 +273,7 @@ def reentrant_checkpoints(rank: int, world: int) -> None:
             same(grads(model), reference(world))
     finally:
         dist.all_reduce = send
-    assert len(sent) == 2  # once per outer backward
+    assert len(sent) == 4  # what is there, and the gradients, once for each outer backward
 
 
 @check

@@ -71,6 +71,44 @@ def test_resume_is_bit_for_bit(level: str, kind: str, optimizer_first: bool) -> 
     assert all(torch.equal(a, b) for a, b in zip(weights, all_of(optimizer), strict=True))
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_loaded_before_initialize_has_its_masters(level: str, kind: str) -> None:
+    model, optimizer = made(level, kind)
+    train(model, optimizer, 5)
+    saved = round_trip({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()})
+    expected = train(model, optimizer, 5, start=5)
+    weights = all_of(optimizer)
+    amp.close()
+
+    model = mlp(1)
+    optimizer = KINDS[kind](model.parameters())
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    amp.load_state_dict(saved["amp"])
+    again = optimizer.state_dict()  # saved once more, before there are masters
+    assert train(model, optimizer, 5, start=5) == expected
+    assert all(torch.equal(a, b) for a, b in zip(weights, all_of(optimizer), strict=True))
+    optimizer.load_state_dict(again)
+
+
+def test_masters_of_other_weights_are_left_out_and_a_warning_says_so() -> None:
+    model, optimizer = made("O2", "SGD")
+    train(model, optimizer, 5)
+    saved = round_trip(optimizer.state_dict())
+    amp.close()
+    model = mlp(1)
+    optimizer = KINDS["SGD"](model.parameters())
+    optimizer.load_state_dict(saved)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    with pytest.warns(UserWarning, match="amp.initialize") as told:
+        optimizer.zero_grad()
+    assert [each.filename for each in told] == [__file__]
+    for p, master in zip(model.parameters(), amp.master_params(optimizer), strict=True):
+        assert torch.equal(p.float(), master)
+
+
 def test_momentum_of_float32_does_not_pass_through_float16() -> None:
     """Apex casts state that was loaded before the first backward to half and back; AdamW's variances are then zero."""
     model, optimizer = made("O2", "AdamW")
@@ -101,7 +139,8 @@ def test_a_checkpoint_of_apex_itself_loads() -> None:
     model, optimizer = made("O2", "SGD")
     train(model, optimizer, 3)
     saved = optimizer.state_dict()
-    saved.pop("amp_master_params")
+    for group in saved["param_groups"]:
+        del group["amp_master_params"]
     weights = model.state_dict()
     amp.close()
     model, optimizer = made("O2", "SGD", seed=1)
@@ -128,7 +167,7 @@ def test_masters_of_another_model_are_refused_and_change_nothing() -> None:
     train(model, optimizer, 2)
     saved = optimizer.state_dict()
     before = all_of(optimizer)
-    saved["amp_master_params"][0] = torch.zeros(2, 2)
+    saved["param_groups"][0]["amp_master_params"][0] = torch.zeros(2, 2)
     with pytest.raises(ValueError, match=r"parameter 0 has shape \(2, 2\) in the checkpoint and \(8, 6\) here"):
         optimizer.load_state_dict(saved)
     assert all(torch.equal(a, b) for a, b in zip(before, all_of(optimizer), strict=True))
@@ -227,8 +266,9 @@ def test_an_average_that_is_updated_through_state_dict_is_told(level: str, updat
                     value.mul_(0.5).add_(new[name], alpha=0.5)
         told.append(any("float32 copies" in str(warning.message) for warning in each))
     assert told == [False, True, True]
-    with pytest.warns(PreampWarning, match="float32 copies"):
+    with pytest.warns(PreampWarning, match="float32 copies") as warned:
         saved = average.state_dict()
+    assert {each.filename for each in warned} == {__file__}
     saved["0.bias"].zero_()
     average.load_state_dict(saved)
     assert not average.state_dict()["0.bias"].any()  # and nothing is said

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -71,7 +72,7 @@ def plain(level: str, kind: str, steps: int = STEPS) -> Trained:
 
 def by_accelerate(
     level: str, kind: str, steps: int = STEPS, *, own: bool = False, start: int = 0, folder: Path | None = None,
-    load: Path | None = None,
+    load: Path | None = None, closed: bool = False,
 ) -> Trained:  # fmt: skip
     """Accelerate's loop, from its documentation."""
     accelerator = accelerate.Accelerator(gradient_accumulation_steps=MICRO, cpu=True)
@@ -101,10 +102,13 @@ def by_accelerate(
             assert optimizer.step_was_skipped == attached.session.last_step.skipped == (len(rates) - 1 + start == BAD)
             if len(rates) + start == steps:
                 break
+    result = trained(model, attached.session, losses, rates)
+    if closed:
+        attached.close()
     if folder is not None:
         accelerator.save_state(str(folder))
-    result = trained(model, attached.session, losses, rates)
-    attached.session.close()
+    if not closed:
+        attached.session.close()
     return result
 
 
@@ -122,6 +126,15 @@ def test_a_resumed_run_goes_on_bit_for_bit(level: str, kind: str, tmp_path: Path
     by_accelerate(level, kind, 20, folder=tmp_path / "state")
     forget_accelerate()
     resumed, whole = by_accelerate(level, kind, start=20, load=tmp_path / "state"), plain(level, kind)
+    assert_same(resumed, {**whole, "rates": whole["rates"][20:], "losses": whole["losses"][20 * MICRO :]})
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_run_that_is_saved_after_close_resumes_bit_for_bit(level: str, tmp_path: Path) -> None:
+    by_accelerate(level, "preamp", 20, folder=tmp_path / "state", closed=True)
+    assert {value.dtype for value in load_file(tmp_path / "state" / "model.safetensors").values()} == {torch.float32}
+    forget_accelerate()
+    resumed, whole = by_accelerate(level, "preamp", start=20, load=tmp_path / "state"), plain(level, "preamp")
     assert_same(resumed, {**whole, "rates": whole["rates"][20:], "losses": whole["losses"][20 * MICRO :]})
 
 

@@ -143,6 +143,22 @@ def test_a_run_resumes_bit_for_bit(level: str, begun: bool, tmp_path: Path) -> N
     assert_same(resumed, *plain(level, "preamp"))
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_run_that_is_saved_after_close_resumes_bit_for_bit(level: str, tmp_path: Path) -> None:
+    run = Run(level)
+    run.train(range(HALF))
+    run.precision.close()
+    same = network()
+    same.load_state_dict(run.model.state_dict())
+    x = data()[0][0]
+    assert torch.equal(run.model(x), same(x)), "it goes on in float32"
+    run.fabric.save(tmp_path / "at.ckpt", run.state)
+    resumed = Run(level)
+    resumed.fabric.load(tmp_path / "at.ckpt", resumed.state)
+    resumed.train(range(HALF, STEPS))
+    assert_same(resumed, *plain(level, "preamp"))
+
+
 @pytest.mark.slow
 def test_weights_and_optimizer_alone_resume_bit_for_bit_where_there_is_no_scale(tmp_path: Path) -> None:
     run = Run("O5")

@@ -228,15 +228,24 @@ def hands_over(edit: str, loop: str = "", **options: Any) -> Any:
         def call(self, x: Any) -> Any:
             return self.b(self.a(x))
 
+        def penalize(self) -> None:
+            sum(v.value.square().sum() for v in self.trainable_weights).backward()
+            self.penalties = [v.value.grad.clone() for v in self.trainable_weights]
+
         def train_step(self, data: Any) -> Any:
             x, y = data
             weights = self.trainable_weights[-len(EDITS[edit]([torch.zeros(1)] * 4)) :]
             if loop != "accumulates" or self.count % 2 == 0:
                 self.zero_grad()
             loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+            if loop.startswith("early"):
+                self.penalize()
             scaled = loss if loop == "no scale_loss" else self.optimizer.scale_loss(loss)
-            if loop == "autograd.grad":
-                gradients = list(torch.autograd.grad(scaled, [v.value for v in self.trainable_weights]))
+            if loop.startswith("penalty"):
+                self.penalize()
+            if "autograd.grad" in loop:
+                differentiated = loss if loop.endswith("of the loss") else scaled
+                gradients = list(torch.autograd.grad(differentiated, [v.value for v in self.trainable_weights]))
             else:
                 other = self.optimizer.scale_loss(loss * 2) if loop == "two losses" else None
                 scaled.backward(retain_graph=True)
@@ -317,6 +326,36 @@ def test_gradients_that_a_session_cannot_unscale_are_refused() -> None:
         found, attached = moved(model, "O0")
         attached.close()
         torch.testing.assert_close(found, wanted)
+
+
+BESIDE = {
+    "penalty, autograd.grad": "not kept in the parameters",
+    "penalty, autograd.grad of the loss": "without optimizer.scale_loss",
+    "early penalty, autograd.grad": "not the session's",
+}
+
+
+@pytest.mark.parametrize("loop", BESIDE)
+@pytest.mark.parametrize("kind", ["keras", "torch"])
+def test_gradients_beside_those_that_are_handed_over_stay_the_users(loop: str, kind: str) -> None:
+    wanted, _ = moved(hands_over("by norm", loop)[0], None)
+    largest = max(float(each.abs().max()) for each in wanted)
+    for level, options in (("O0", {}), ("O4", {}), ("O0", {"scale": 1024.0}), ("O1", {"scale": 128.0})):
+        model, own = hands_over("by norm", loop, torch=kind == "torch")
+        if options:
+            before, attached = bits(model), attach(model, level, own, **options)
+            with pytest.raises(SessionError, match=BESIDE[loop]):
+                fit(model, BAD + 1, BAD + 9)
+            assert same(before, bits(model))
+        else:
+            found, attached = moved(model, level, own)
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6 if level == "O0" else 0.2 * largest)
+            assert attached.session.steps == 8
+        assert same([v.value.grad for v in model.trainable_weights], model.penalties)
+        attached.close()
+
+
+def test_further_optimizers_are_refused() -> None:
     model, _ = hands_over("zeros")
     model.d_optimizer = keras.optimizers.SGD(0.1)
     with pytest.raises(SessionError, match=r"further optimizers \(d_optimizer\)"):

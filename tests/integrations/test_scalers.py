@@ -23,10 +23,11 @@ TIMM = Path(sys.prefix) / "timm" / "bin" / "python"
 
 IN_TIMM = """
 import sys, torch
+from contextlib import nullcontext
 import preamp, timm
 from timm.models import resume_checkpoint
 from timm.optim import create_optimizer_v2
-from timm.utils import CheckpointSaver, NativeScaler
+from timm.utils import CheckpointSaver, ModelEmaV3, NativeScaler
 from preamp.integrations.timm import PreampScaler
 
 level, mode, folder, steps = sys.argv[1:]
@@ -70,7 +71,13 @@ model, optimizer, session = made()
 scaler, losses = PreampScaler(session), []
 assert isinstance(scaler, NativeScaler) and scaler.state_dict_key == "amp_scaler"
 train(model, optimizer, session, scaler, range(SAVED))
-CheckpointSaver(model, optimizer, amp_scaler=scaler, checkpoint_dir=folder).save_checkpoint(0, 1.0)
+with session.full_precision(values_only=True) if mode == "agc" else nullcontext():
+    average = ModelEmaV3(model)
+    CheckpointSaver(model, optimizer, None, average, scaler, checkpoint_dir=folder).save_checkpoint(0, 1.0)
+if mode == "agc":  # what evaluates and averages is float32
+    saved = torch.load(folder + "/last.pth.tar", weights_only=False)
+    parameters = [saved[name][key] for name in ("state_dict", "state_dict_ema") for key, _ in model.named_parameters()]
+    assert {p.dtype for p in (*parameters, *average.module.parameters())} == {torch.float32}
 session.close()
 model, optimizer, session = made()
 scaler = PreampScaler(session)

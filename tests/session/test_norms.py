@@ -43,6 +43,19 @@ class ResponseNorm(nn.Module):
         self.gamma, self.beta = nn.Parameter(torch.zeros(1, 1, 1, size)), nn.Parameter(torch.zeros(1, 1, 1, size))
 
 
+class FrozenBN(nn.Module):
+    """A detector's, whose name does not say it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
+        self.register_buffer("running_mean", torch.zeros(size))
+        self.register_buffer("running_var", torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)  # type: ignore
+
+
 class LayerScale(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -66,14 +79,14 @@ def t5(size: int) -> nn.Module:
 
 
 def test_what_is_one() -> None:
-    for make in (RMSNorm, LayerNorm2d, ResponseNorm, llama, t5, nn.RMSNorm, nn.BatchNorm1d, nn.SyncBatchNorm):
+    for make in (RMSNorm, LayerNorm2d, ResponseNorm, FrozenBN, llama, t5, nn.RMSNorm, nn.BatchNorm1d, nn.SyncBatchNorm):
         assert is_norm(make(8)), make
     for module in (HandWritten(8), LayerScale(8), NormedLinear(8), nn.Linear(8, 8), nn.PReLU(8), nn.ReLU()):
         assert not is_norm(module), module
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
-@pytest.mark.parametrize("make", [RMSNorm, llama, t5])
+@pytest.mark.parametrize("make", [RMSNorm, FrozenBN, llama, t5])
 def test_they_keep_float32_weights_and_compute_in_float32(level: str, make: Any) -> None:
     torch.manual_seed(0)
     norm, x = make(32), torch.randn(4, 32)

@@ -44,6 +44,7 @@ def _full(op: Any, device_type: str) -> Kernel:
     to_float = _caster(device_type, LOW_DTYPES, torch.float32)
     keys, exclude = _autocast_keys(device_type), torch._C._ExcludeDispatchKeyGuard
     dtype_argument = _dtype_argument(op)
+    reads_float32 = op.overloadpacket is torch.ops.aten.linalg_matrix_norm  # whatever dtype it is asked for
 
     def full(*args: Any, **kwargs: Any) -> Any:
         return call(to_float, args, kwargs)
@@ -85,7 +86,9 @@ def _full(op: Any, device_type: str) -> Kernel:
         by_keyword = keyword_only or len(args) <= position
         given = kwargs.get("dtype") if by_keyword else args[position]
         if given is None and isinstance(args[0], Tensor) and args[0].dtype in LOW_DTYPES:
-            if by_keyword:
+            if reads_float32:
+                args = (args[0].float(), *args[1:])
+            elif by_keyword:
                 kwargs["dtype"] = torch.float32
             else:
                 args = (*args[:position], torch.float32, *args[position + 1 :])
@@ -151,14 +154,14 @@ def _promote(op: Any, device_type: str) -> Kernel:
             return call(_leave, args, kwargs)
         return call(_caster(device_type, CASTABLE, reduce(torch.promote_types, found)), args, kwargs)
 
-    def into_its_dtype(written: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """For what writes its first argument in place."""
-        kept = written.dtype if written.is_floating_point() else None
+    def into_its_dtype(first: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """For what writes its first argument in place, or looks values up in it."""
+        kept = first.dtype if first.is_floating_point() else None
         cast = _leave if kept is None else _caster(device_type, CASTABLE, kept)
-        return call(cast, (written, *args), kwargs)
+        return call(cast, (first, *args), kwargs)
 
-    first = op._schema.arguments[0].alias_info
-    if first is not None and first.is_write:
+    written = op._schema.arguments[0].alias_info
+    if (written is not None and written.is_write) or op.overloadpacket is torch.ops.aten.embedding_bag:
         return into_its_dtype
     return promote
 

@@ -30,9 +30,10 @@ import torch.compiler.config
 from ..compiling import traced_by_callers
 from ..errors import PolicyError
 from ..rules import RULED_ON_CPU, OpRules, autocast_key, has_kernel, native_category
-from . import _kernels, _vmapped
+from . import _kernels
 from ._nodes import NODES
 from ._products import COMPILED, MARKER, PRODUCTS, ruled
+from ._vmapped import VMAPPED
 
 # Another set of rules has another marker dtype, so that code compiled under one set is not reused under another.
 MARKER_DTYPES = (
@@ -54,8 +55,8 @@ class Registry:
         self._libraries: dict[str, list[torch.library.Library]] = {}
         self._products: object = None
         """The hold on the products of the CPU, if there are rules for it."""
-        self._of_vmap: torch.library.Library | None = None
-        """Rules for gradients of norms under vmap."""
+        self._of_vmap: object = None
+        """The hold on the gradients of norms under vmap."""
         self._tag = ""
         self._lock = threading.RLock()
 
@@ -91,7 +92,7 @@ class Registry:
             rules, devices, lingering = self.rules, list(self._libraries), self._lingering
             self._clear()
         try:
-            with PRODUCTS.away():
+            with PRODUCTS.away(), VMAPPED.away():
                 yield
         finally:
             with self._lock:
@@ -127,7 +128,7 @@ class Registry:
             self.rules = wanted
             self.stamp = f"rules {self._numbers.setdefault(wanted, len(self._numbers))}"
             self._tag_compile_cache(wanted)
-            self._of_vmap = _vmapped.install()
+            self._of_vmap = VMAPPED.hold()
         if device_type == "cpu":
             if self._products is None:
                 self._products = PRODUCTS.hold()
@@ -147,9 +148,8 @@ class Registry:
             for library in libraries:
                 library._destroy()
         self._libraries.clear()
-        if self._of_vmap is not None:
-            self._of_vmap._destroy()
-            self._of_vmap = None
+        VMAPPED.release(self._of_vmap)
+        self._of_vmap = None
         PRODUCTS.release(self._products)
         self._products = None
         torch.compiler.config.cache_key_tag = torch.compiler.config.cache_key_tag.replace(self._tag, "")
@@ -210,8 +210,8 @@ def _kernels_of(rules: OpRules, device_type: str) -> list[tuple[str, str, _kerne
         if (
             category == (native or "as-is")
             and (torch_has_one or not changed or (not native and name not in changed))
-            and (name != "linalg_vecdot" or device_type != "cpu")
-        ):  # torch's is low, too, and adds up in 16 bits
+            and (name != "linalg_vecdot" or device_type != "cpu")  # torch's is low, too, and adds up in 16 bits
+        ):
             continue
         ours = _kernels.build(op, category, device_type)
         by_torch = "plain low" if native == "low" else native

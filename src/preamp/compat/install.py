@@ -22,7 +22,10 @@ IMPORTABLE = str(Path(__file__).parent / "_importable")
 _OURS = "preamp.compat.apex"
 _GRAFTED = ("RNN", "amp", "fp16_utils", "parallel")
 """What NVIDIA removed: it is put on an Apex that is installed without it, whose other parts stay."""
-_EXTENSIONS = {"amp_C": "._amp_c", "apex_C": ".parallel.distributed", "fused_adam_cuda": "._fused_adam_cuda"}
+_EXTENSIONS = {
+    "amp_C": "._amp_c", "apex_C": ".parallel.distributed", "fused_adam_cuda": "._fused_adam_cuda",
+    "fused_layer_norm_cuda": "._fused_layer_norm_cuda",
+}  # fmt: skip
 
 
 def install_as_apex() -> ModuleType:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from contextlib import AbstractContextManager, nullcontext
-from types import MethodType
+from contextlib import AbstractContextManager, nullcontext, suppress
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,16 +29,18 @@ class Attachment:
     def __init__(self, accelerator: Accelerator, session: Session | None, options: dict[str, Any] | None) -> None:
         self._session: Session | None = None
         self._options = options
+        self._last: dict[str, Any] = {}
         self._forwards: list[tuple[nn.Module, Any]] = []
         self._optimizers: list[AcceleratedOptimizer] = []
         self.follow(accelerator)
         if session is not None:
-            self._session, accelerator.scaler = session, SessionScaler(session)
+            self._session, accelerator.scaler = session, _Scaler(session)
 
     def follow(self, accelerator: Accelerator) -> None:
         """Take part in an accelerator's loop: that of another one than before, if a framework makes a new one."""
         self.close()
         self._accelerator, self._prepare, self._free = accelerator, accelerator.prepare, accelerator.free_memory
+        self._save_state, accelerator.save_state = accelerator.save_state, self._saved
         accelerator.prepare, accelerator.autocast = self._prepared, self._autocast
         accelerator.unscale_gradients, accelerator.free_memory = self._unscale, self._freed
 
@@ -57,10 +59,13 @@ class Attachment:
     def close(self) -> None:
         """Close the session, which restores model and optimizer: the accelerator's loop goes on without one.
 
-        If `attach` was given a level, the next `accelerator.prepare` makes a new session.
+        If `attach` was given a level, the next `accelerator.prepare` makes a new session. Checkpoints that are saved
+        later still have this one's state.
         """
         if self._session is None:
             return
+        with suppress(Exception):  # of a scale that has collapsed, or a device that failed: training has raised it
+            self._last = {name: value for name, value in self._session.state_dict().items() if name != "masters"}
         for model, forward in self._forwards:
             for name in ("forward", "_original_forward"):
                 vars(model).pop(name, None)
@@ -85,7 +90,7 @@ class Attachment:
                 return results
             scale = copy.deepcopy(self._options.get("scale"))  # a later session has another
             self._session = prepare(models, optimizers, **{**self._options, "scale": scale})
-            accelerator.scaler = SessionScaler(self._session)
+            accelerator.scaler, self._last = _Scaler(self._session), {}
         if self._session is None:
             return results
         own = list(self._session.optimizers.values())
@@ -110,6 +115,17 @@ class Attachment:
         """`accelerator.free_memory`, before which the session lets go of the model and the optimizer."""
         self.close()
         return self._free(*args)
+
+    def _saved(self, *args: Any, **kwargs: Any) -> Any:
+        """`accelerator.save_state`. After `close` the masters are the model's weights; the rest is kept here."""
+        accelerator = self._accelerator
+        if accelerator.scaler is not None or not self._last:
+            return self._save_state(*args, **kwargs)
+        accelerator.scaler = SimpleNamespace(state_dict=lambda: self._last)
+        try:
+            return self._save_state(*args, **kwargs)
+        finally:
+            accelerator.scaler = None
 
     def _autocast(self, *_: Any, **__: Any) -> AbstractContextManager[Any]:
         """The session's region, whatever handler the caller gives."""
@@ -163,6 +179,12 @@ def attach(accelerator: Accelerator, session: Session | str = "auto", **options:
             )
         return Attachment(accelerator, session, None)
     return Attachment(accelerator, None, {"level": session, **options})
+
+
+class _Scaler(SessionScaler):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Without masters those are left that the model's float32 weights have become."""
+        super().load_state_dict({"masters": self.session.state_dict()["masters"], **state_dict})
 
 
 class _SessionOptimizer(AcceleratedOptimizer):

@@ -6,7 +6,7 @@ import copy
 import gc
 import sys
 import weakref
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib.util import find_spec
 from typing import Any
 
@@ -44,6 +44,7 @@ class PreampPrecision(Precision):
         self.precision = f"preamp-{level}"  # type: ignore[assignment]  # what the framework shows
         self._level, self._options = level, options
         self._session: Session | None = None
+        self._last: dict[str, Any] = {}
         self._set_up: list[weakref.ref[nn.Module]] = []
         self._earlier: list[weakref.ref[Any]] = []
         self._in_fabric = False
@@ -63,7 +64,10 @@ class PreampPrecision(Precision):
         return session
 
     def close(self) -> None:
-        """Close the session: models and optimizers go on in float32, until others are set up."""
+        """Close the session: models and optimizers go on in float32, until others are set up.
+
+        Checkpoints that are saved later still have its state.
+        """
         self._waits = False
         self._set_up.clear()
         while self._hooks:
@@ -72,6 +76,8 @@ class PreampPrecision(Precision):
             if self._in_fabric:  # what is there now goes on without a session, when others are set up later
                 self._earlier = [weakref.ref(each) for each in self._wrappers(_FabricModule, _FabricOptimizer)]
                 self._in_fabric = False
+            with suppress(Exception):  # of a scale that has collapsed, or a device that failed: training has raised it
+                self._last = self.state_dict()
             self._session.close()
             self._session = None
 
@@ -101,7 +107,7 @@ class PreampPrecision(Precision):
     def _begin(self, models: Any, optimizers: list[Any]) -> None:
         options = {**self._options, "scale": copy.deepcopy(self._options.get("scale"))}  # a later session has another
         session = prepare(models, optimizers, level=self._level, **options)
-        self._session, self._waits = session, False
+        self._session, self._waits, self._last = session, False, {}
         self._set_up.clear()
         for name, each in session.models.items():
             model = unwrapped(each)
@@ -191,9 +197,12 @@ class PreampPrecision(Precision):
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The session's state without masters, which are the model's weights in a checkpoint."""
+        """The session's state without masters, which are the model's weights in a checkpoint.
+
+        After `close` that of the session that was, as the optimizer's is still there.
+        """
         session = self._begun()
-        state = {} if session is None else session.state_dict()
+        state = self._last if session is None else session.state_dict()
         return {name: value for name, value in state.items() if name != "masters"}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -131,19 +132,28 @@ class Attachment:
 
     def _begin_backward(self, _: torch.Tensor) -> None:
         """Gradients that are there are scaled, to be added to: by the session if it knows them, else here."""
+        users = {parameter: parameter.grad for parameter in self._known}
         one, self._one = self._one, self._scale_one()
-        for parameter in self._known if one is None else ():
-            parameter.grad = None if parameter.grad is None else parameter.grad * self._one
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        for parameter, gradient in users.items() if one is None else ():
+            parameter.grad = None if gradient is None else gradient * self._one
+        found = [(p, p.grad, None if p.grad is None else p.grad._version) for p in self._known]
+        end = functools.partial(self._end_backward, users if one is None else None, found)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    def _end_backward(self) -> None:
-        finite = [parameter.grad.isfinite().all() for parameter in self._known if parameter.grad is not None]
-        if not finite:
+    def _end_backward(self, users: dict[Any, Any] | None, found: list[tuple[Any, Any, Any]]) -> None:
+        """Gradients are true again. If the pass has kept none in the parameters, they are what they were before."""
+        if all(p.grad is before and (before is None or before._version == at) for p, before, at in found):
+            if users is None:
+                self.session.unscale_()
+            else:
+                for parameter, gradient in users.items():
+                    parameter.grad = gradient
             raise SessionError(
                 "this train_step takes gradients of the scaled loss that are not kept in the parameters, so that they "
                 "stay scaled: write optimizer.scale_loss(loss).backward() and read v.value.grad, or take a level "
                 "without a loss scale (O4, O0)"
             )
+        finite = [parameter.grad.isfinite().all() for parameter in self._known if parameter.grad is not None]
         self._one = self._one.masked_fill(torch.stack(finite).all().logical_not(), torch.nan)
         self.session.unscale_()
 
@@ -165,10 +175,10 @@ class Attachment:
             )
         if not handed:
             return
-        if not self._ran and self._scales:
+        if self._scales and (self._one is None if self._is_own else not self._ran):
             raise SessionError(
-                "this train_step called optimizer.apply without optimizer.scale_loss, and float16 gradients underflow "
-                "without a loss scale: write optimizer.scale_loss(loss).backward()"
+                "this train_step called optimizer.apply with gradients that were taken without optimizer.scale_loss, "
+                "and float16 gradients underflow without a loss scale: write optimizer.scale_loss(loss).backward()"
             )
         if self._one is not None:  # NaN after an overflow, also where an edit has hidden that
             handed = {p: None if gradient is None else gradient * self._one for p, gradient in handed.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,6 @@ class PreampPrecision(fabric.PreampPrecision, Precision):
         super().__init__(level, **options)
         self._log, self._in_trainer, self._ran = log, False, False
         self._module: Any = None
-        self._last: dict[str, Any] = {}
         self._wrapped: list[tuple[Any, str]] = []
 
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
@@ -54,7 +53,6 @@ class PreampPrecision(fabric.PreampPrecision, Precision):
         self._in_trainer = True
         module: Any = unwrapped(model)
         if optimizers and module.trainer.state.fn == TrainerFn.FITTING:
-            self._last = {}
             self._begin(model, list(optimizers))
         return model, optimizers, lr_schedulers
 
@@ -139,15 +137,8 @@ class PreampPrecision(fabric.PreampPrecision, Precision):
     def teardown(self) -> None:
         """Close the session: the model is float32 again. Checkpoints that are saved later still have its state."""
         self._unwrap()
-        if self._in_trainer and self._session is not None:
-            with suppress(Exception):  # of a scale that has collapsed, or a device that failed: the fit has raised it
-                self._last = super().state_dict()
         self.close()
         self._in_trainer = self._ran = False
-
-    def state_dict(self) -> dict[str, Any]:
-        """The session's state without masters; after a fit that of its session, as the optimizers' is still there."""
-        return super().state_dict() if self._session is not None or not self._last else dict(self._last)
 
     @contextmanager
     def module_init_context(self) -> Iterator[None]:

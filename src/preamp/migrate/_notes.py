@@ -67,7 +67,7 @@ def lacking(name: str) -> str | None:
     """The module that preamp's Apex does not have, of `name` without "apex."; None if it has it."""
     first, *rest = name.split(".")
     if first in COMPILED:
-        return None if first in ("amp_C", "apex_C", "fused_adam_cuda") else first
+        return None if first in ("amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda") else first
     module = "/".join([first, *rest[:1]]) if first == "contrib" else first
     there = not module or (_APEX / module).exists() or (module not in _NVIDIAS and "/" not in module)
     return None if there else f"apex.{module.replace('/', '.')}"

@@ -24,7 +24,7 @@ def is_norm(module: nn.Module) -> bool:
     """Whether a module is what a policy's `norms` field is about: torch's norms, and those written by hand.
 
     One of the latter (LlamaRMSNorm, T5LayerNorm, a model's own) has nothing inside and nothing to learn but a scale and
-    a shift, for each channel unless its name leaves no doubt.
+    a shift, for each channel unless its name leaves no doubt. Running statistics leave none either.
     """
     if isinstance(module, NORMS):
         return True
@@ -32,6 +32,8 @@ def is_norm(module: nn.Module) -> bool:
     if not 1 <= len(own) <= 2 or next(module.children(), None) is not None:
         return False
     for_channels = all(p.dim() > 0 and p.numel() == max(p.shape) for p in own)
+    if {"running_mean", "running_var"} <= module._buffers.keys():
+        return True
     names = [kind.__name__ for kind in type(module).__mro__ if kind is not nn.Module]
     return any(map(_SURELY.search, names)) or (for_channels and any(map(_MAYBE.search, names)))
 

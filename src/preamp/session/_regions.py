@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ..autocast import MARKER, PRODUCTS, REGISTRY, autocast, decorated
+from ..autocast import MARKER, PRODUCTS, REGISTRY, VMAPPED, autocast, decorated
 from ..compiling import traced_by_callers
 from ..errors import PreampWarning
 from ..formats import LOW_DTYPES, name_of
@@ -132,8 +132,14 @@ def held_kernels(policy: Policy, device_type: str) -> Callable[[], None]:
     if policy.has_regions:
         assert policy.ops is not None
         return functools.partial(REGISTRY.release, REGISTRY.hold(policy.ops, device_type))
-    low = policy.params in LOW_DTYPES and device_type == "cpu"
-    return functools.partial(PRODUCTS.release, PRODUCTS.hold() if low else None)
+    low = policy.params in LOW_DTYPES
+    products, vmapped = PRODUCTS.hold() if low and device_type == "cpu" else None, VMAPPED.hold() if low else None
+
+    def release() -> None:
+        PRODUCTS.release(products)
+        VMAPPED.release(vmapped)
+
+    return release
 
 
 _PRODUCT = re.compile(r"(Add|B|Badd)?[Mm]m|Convolution|Linear|ScaledDot")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -197,8 +197,14 @@ def _stepping(optimizer: Optimizer) -> Iterator[Any]:
         yield from (p for p in group["params"] if p.grad is not None)
 
 
-_TORCHS = {*vars(torch.optim.SGD([torch.zeros(1)], 0.1)), "_opt_called", "_step_count"} - {"state", "param_groups"}
-"""Attributes of every optimizer, and of one that has a scheduler, which a skipped step may change."""
+@cache
+def _torchs() -> frozenset[str]:
+    """Attributes of every optimizer, and of one that has a scheduler, which a skipped step may change.
+
+    Asked of one only when they are needed, since the first optimizer of a process imports the compiler.
+    """
+    every = vars(torch.optim.SGD([torch.zeros(1)], 0.1))
+    return frozenset({*every, "_opt_called", "_step_count"} - {"state", "param_groups"})
 
 
 def _all_that_a_step_changes(optimizer: Optimizer) -> dict[tuple[Any, ...], Any]:
@@ -218,7 +224,7 @@ def _all_that_a_step_changes(optimizer: Optimizer) -> dict[tuple[Any, ...], Any]
                 inner = enumerate(value)
             else:
                 own = getattr(value, "__dict__", {}).items()
-                inner = [(k, v) for k, v in own if not (isinstance(value, Optimizer) and k in _TORCHS)]
+                inner = [(k, v) for k, v in own if not (isinstance(value, Optimizer) and k in _torchs())]
             left += [((*place, id(k) if isinstance(k, Tensor) else k), v) for k, v in inner if k != "params"]
     return found
 

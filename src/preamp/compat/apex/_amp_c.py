@@ -104,10 +104,8 @@ def multi_tensor_adagrad(
     """One step of Adagrad for lists `[grads, params, sums]`; `mode` as in `multi_tensor_adam`."""
     grads, params, sums = _checked("multi_tensor_adagrad", tensor_lists, 3)
     with torch.no_grad():
-        _steps.adagrad(
-            params, grads, sums, lr=lr, eps=epsilon, weight_decay=weight_decay, decoupled=mode == 1,
-            found=_found(noop_flag),
-        )  # fmt: skip
+        o = kernels.AdagradOptions(lr=lr, eps=epsilon, weight_decay=weight_decay, found=_found(noop_flag))
+        _steps.take(kernels.adagrad, o, params, grads, [sums], step=1, shrinks=mode == 1)
 
 
 def multi_tensor_sgd(
@@ -123,11 +121,12 @@ def multi_tensor_sgd(
         return
     factor = None if scale == 1.0 else torch.full((), scale, dtype=torch.float32, device=params[0].device)
     with torch.no_grad():
-        _steps.sgd(
-            params, grads, momentum_buffers, lr=lr, momentum=momentum, dampening=dampening, weight_decay=wd,
-            nesterov=nesterov, first=first_run, wd_after_momentum=wd_after_momentum, factor=factor,
-            found=_found(noop_flag),
+        o = kernels.SGDOptions(
+            lr=lr, momentum=momentum, dampening=dampening, weight_decay=wd, nesterov=nesterov, first=first_run,
+            factor=factor, found=_found(noop_flag),
         )  # fmt: skip
+        states = [momentum_buffers] if momentum else [[]]
+        _steps.take(kernels.sgd, o, params, grads, states, shrinks=wd_after_momentum)
         for copies in lists[3:]:
             _store(copies, params)
 

@@ -12,6 +12,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...formats import LOW_DTYPES
 from ...tree import map_tensors
+from ._notice import warn
+
+SAVED = "amp_master_params"
+"""The option of a saved group that has its masters: a list with None for parameters without. Optimizers keep options
+that they do not know, so that it is there as well if the state was loaded before there were masters."""
 
 MASTER_OF: Any = WeakTensorKeyDictionary()
 """The master of every 16-bit parameter that has one, for hooks of models, which know of no optimizer."""
@@ -34,7 +39,11 @@ class Masters:
 
     @torch.no_grad()
     def make_masters(self, optimizer: Any, group: dict[str, Any]) -> None:
-        """Put masters in the place of a group's 16-bit parameters; state that exists moves to them, in float32."""
+        """Put masters in the place of a group's 16-bit parameters; state that exists moves to them, in float32.
+
+        Saved masters keep their bits where they round to what the parameters are now; a warning says if they do not.
+        """
+        saved, fitting = group.pop(SAVED, None) or [None] * len(group["params"]), True
         low: list[Parameter] = []
         masters: list[Parameter] = []
         full: list[Parameter] = []
@@ -45,6 +54,11 @@ class Masters:
                 full.append(parameter)
                 continue
             master = Parameter(parameter.detach().clone().float())
+            if saved[i] is not None and saved[i].shape == master.shape:
+                kept = saved[i].to(master.device)
+                same = kept.to(parameter.dtype) == parameter
+                master.copy_(torch.where(same, kept, master))
+                fitting = fitting and bool(same.all())
             master.__dict__.update(parameter.__dict__)  # marks such as "no weight decay" that optimizers look for
             group["params"][i] = master
             if parameter in optimizer.state:
@@ -52,6 +66,12 @@ class Masters:
             MASTER_OF[parameter] = master
             low.append(parameter)
             masters.append(master)
+        if not fitting:
+            warn(
+                "the optimizer's state was loaded before amp.initialize, and its float32 masters are not those of the "
+                "model as it is now, so that the model's weights are taken. Write amp.initialize(...) first, then "
+                "model.load_state_dict(...) and optimizer.load_state_dict(...)"
+            )
         self.fp16_groups.append(low)
         self.fp32_from_fp16_groups.append(masters)
         self.fp32_from_fp32_groups.append(full)

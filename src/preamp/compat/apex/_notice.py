@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 import torch
+
+from ...errors import PreampWarning
 
 
 class DeprecatedFeatureWarning(FutureWarning):
@@ -17,10 +20,18 @@ def is_rank_zero() -> bool:
     return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
 
 
+def warn(message: str, category: type[Warning] = PreampWarning) -> None:
+    """Warn at the line of the script, which may have come here by way of torch's functions."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("preamp", "torch", "contextlib"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
+
+
 def deprecated_warning(message: str) -> None:
-    """Warn with `DeprecatedFeatureWarning`, on rank 0 only, at the line that called the caller."""
+    """Warn with `DeprecatedFeatureWarning`, on rank 0 only."""
     if is_rank_zero():
-        warnings.warn(message, DeprecatedFeatureWarning, stacklevel=3)
+        warn(message, DeprecatedFeatureWarning)
 
 
 def check_cudnn_version_and_warn(global_option: str, required_cudnn_version: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -90,15 +90,15 @@ class LossScaler:
         """
         scale, stashed_scale, out = self._scales(scale_override)
         model, master = list(model_grads), list(master_grads)
-        stashed = [kept / stashed_scale * out for kept in stashed_master_grads] if stashed_scale != out else None
-        stashed = list(stashed_master_grads) if stashed is None else stashed
+        same = stashed_scale == out
+        stashed = [kept if same else kept / stashed_scale * out for kept in stashed_master_grads]
         new = [
             torch.empty_like(m, dtype=torch.promote_types(g.dtype, m.dtype)).copy_(g)
             for g, m in zip(model, master, strict=True)
         ]
         self._scale_(new, out / scale)
         if new:
-            torch._foreach_add_(new, _alike(stashed, new))
+            torch._foreach_add_(new, [kept.to(added.dtype) for kept, added in zip(stashed, new, strict=True)])
             torch._foreach_copy_(master, new)
 
     def update_scale(self) -> bool:
@@ -138,10 +138,6 @@ class LossScaler:
         if self._overflow_buf.device != found.device:  # only what goes to the host has to be waited for
             self._overflow_buf = self._overflow_buf.to(found.device, non_blocking=found.device.type != "cpu")
         self._overflow_buf.masked_fill_(found > 0, 1)
-
-
-def _alike(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    return [t if t.dtype is model.dtype else t.to(model.dtype) for t, model in zip(tensors, like, strict=True)]
 
 
 FIELDS = {

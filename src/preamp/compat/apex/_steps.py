@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,9 +80,11 @@ def _taken(step: int | Tensor, device: torch.device) -> Tensor:
 
 def take(
     kernel: Callable[[Storage, Any, Any], None], options: Options, params: Sequence[Tensor], grads: Sequence[Tensor],
-    states: Lists, *, step: int | Tensor | None = None, masters: Masters = None, shrink: float = 0.0,
+    states: Lists, *, step: int | Tensor | None = None, masters: Masters = None, shrinks: bool = False,
 ) -> None:  # fmt: skip
-    """One step by one of the kernels. `shrink`: a weight decay that is taken off the parameters before."""
+    """One step by one of the kernels. `shrinks`: weight decay is taken off the parameters before, by no gradient."""
+    shrink = options.weight_decay if shrinks else 0.0
+    options = replace(options, weight_decay=0.0) if shrinks else options
     for places, storage in storages(params, states, step, masters):
         if shrink:
             _shrink(list(storage.params), options.lr, shrink, options.found)
@@ -111,22 +114,3 @@ def novograd(
         kernels.novograd(storage, [grads[i] for i in places], kernels.NovoGradOptions(**options))
         if not whole:
             norms[index] = own.to(norms.device)
-
-
-def adagrad(
-    params: Sequence[Tensor], grads: Sequence[Tensor], sums: Sequence[Tensor], *, weight_decay: float, decoupled: bool,
-    **options: Any,
-) -> None:  # fmt: skip
-    """Adagrad; `decoupled`: weight decay shrinks the parameter, else it is added to the gradient."""
-    o = kernels.AdagradOptions(weight_decay=0.0 if decoupled else weight_decay, **options)
-    take(kernels.adagrad, o, params, grads, [sums], step=1, shrink=weight_decay if decoupled else 0.0)
-
-
-def sgd(
-    params: Sequence[Tensor], grads: Sequence[Tensor], momentum_buffers: Sequence[Tensor], *, weight_decay: float,
-    wd_after_momentum: bool, **options: Any,
-) -> None:  # fmt: skip
-    """Gradient descent. `wd_after_momentum`: decay is added to the update; `options`: of `kernels.SGDOptions`."""
-    o = kernels.SGDOptions(weight_decay=0.0 if wd_after_momentum else weight_decay, **options)
-    states = momentum_buffers if o.momentum else []
-    take(kernels.sgd, o, params, grads, [states], shrink=weight_decay if wd_after_momentum else 0.0)

@@ -6,7 +6,6 @@ copies then run their own forward, which a function put on the instance would no
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -17,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from ....autocast import PRODUCTS, widened
-from ....errors import PreampWarning
 from ....formats import LOW_DTYPES
 from ....modules import Subclasses
 from ....tree import map_tensors
 from .._masters import update_master
+from .._notice import warn
 
 
 class CastedModel(nn.Module):
@@ -93,15 +92,10 @@ def unpatch_forward(model: nn.Module) -> None:
 
 def cast_nested(value: Any, dtype: torch.dtype) -> Any:
     """`value` with its floating tensors in `dtype`; containers keep their type, other objects get `.to(dtype)`."""
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    if isinstance(value, (Tensor, str, np.ndarray, np.generic, nn.Module, Mapping, list, tuple)):
-        return map_tensors(cast, value)
-    if hasattr(value, "to") and callable(value.to) and not isinstance(value, type):
+    plain = isinstance(value, (Tensor, str, np.ndarray, np.generic, nn.Module, Mapping, list, tuple, type))
+    if not plain and callable(getattr(value, "to", None)):
         return value.to(dtype)
-    return map_tensors(cast, value)
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
 
 
 def keep_state_dict_full(model: nn.Module) -> None:
@@ -115,12 +109,10 @@ def keep_state_dict_full(model: nn.Module) -> None:
 def _full_entries(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     last, version = _SHOWN.pop(module, (None, 0))
     if last is not None and last._version != version:
-        warnings.warn(
+        warn(
             "an entry of an earlier state_dict() was changed in place, by an average of weights, say. That does not "
             "reach the model, as with NVIDIA's Apex: at O2 and O3 these are float32 copies of its 16-bit weights. "
-            "Write into model.parameters() and model.buffers()",
-            PreampWarning,
-            stacklevel=2,
+            "Write into model.parameters() and model.buffers()"
         )
     for own in (module._parameters, module._buffers):
         for name in own:

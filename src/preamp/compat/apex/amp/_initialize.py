@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import Any
 
 import torch
 from torch import nn
 
-from ....errors import PreampWarning, kind_of
+from ....errors import kind_of
+from .._notice import warn
 from .._scaler import LossScaler
 from ..fp16_utils import FP16_Optimizer, convert_network
 from ..parallel import DistributedDataParallel as ApexDDP
@@ -18,7 +18,7 @@ from ._amp_state import _amp_state
 from ._amp_state import maybe_print as maybe_print  # Apex has it here
 from ._casted_model import cast_nested as cast_nested  # and this
 from ._casted_model import check_params_fp32, keep_state_dict_full, patch_forward, unpatch_forward
-from ._process_optimizer import _process_optimizer, release
+from ._process_optimizer import _process_optimizer
 
 KNOWN: list[weakref.ref[Any]] = []
 """Models and optimizers that `initialize` has changed, for `close`; it keeps none of them alive."""
@@ -39,21 +39,15 @@ def check_models(models: list[Any], wrapped: bool = False) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"amp.initialize prepares torch.nn.Modules, and got {kind_of(model)}")
         if isinstance(model, ApexDDP) and not wrapped:
-            warnings.warn(
+            warn(
                 "the model is in apex.parallel.DistributedDataParallel already. It trains so; wrap it AFTER "
-                "amp.initialize, as parameters are sent in the dtypes that they have then",
-                PreampWarning,
-                stacklevel=4,
+                "amp.initialize, as parameters are sent in the dtypes that they have then"
             )
-        kind = None
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            kind = "torch.nn.parallel.DistributedDataParallel"
-        elif isinstance(model, nn.DataParallel):
-            kind = "torch.nn.DataParallel"
-        if kind is not None and not wrapped:
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) and not wrapped:
+            kind = "DataParallel" if isinstance(model, nn.DataParallel) else "parallel.DistributedDataParallel"
             raise RuntimeError(
-                f"Incoming model is an instance of {kind}. Parallel wrappers should only be applied to the model(s) "
-                "AFTER the model(s) have been returned from amp.initialize: they read the parameters' dtypes."
+                f"Incoming model is an instance of torch.nn.{kind}. Parallel wrappers should only be applied to the "
+                "model(s) AFTER the model(s) have been returned from amp.initialize: they read the parameters' dtypes."
             )
 
 
@@ -72,6 +66,17 @@ def check_optimizers(optimizers: list[Any]) -> None:
             )
 
 
+def _listed(given: Any, what: str) -> list[Any]:
+    if isinstance(given, list):
+        return given
+    if isinstance(given, (tuple, dict, set)):
+        raise TypeError(
+            f"{what}s must be either a single {what} or a list of {what}s. Got {kind_of(given)}; a list is changed in "
+            "place and returned."
+        )
+    return [given]
+
+
 def _initialize(
     models: Any,
     optimizers: Any,
@@ -82,25 +87,8 @@ def _initialize(
     scale_bounds: tuple[float | None, float] = (None, 2.0**24),
 ) -> Any:
     """Cast models, process optimizers, make loss scales, patch torch; returns what it was given, in its form."""
-    if isinstance(models, nn.Module):
-        model_list: list[Any] = [models]
-    elif isinstance(models, list):
-        model_list = models
-    else:
-        raise TypeError(
-            f"models must be either a single model or a list of models. Got {kind_of(models)}; a list is "
-            "changed in place and returned."
-        )
-    if optimizers is None:
-        optimizer_list: list[Any] = []
-    elif isinstance(optimizers, list):
-        optimizer_list = optimizers
-    elif isinstance(optimizers, (tuple, dict, set)):
-        raise TypeError(
-            f"optimizers must be either a single optimizer or a list of optimizers. Got {kind_of(optimizers)}."
-        )
-    else:
-        optimizer_list = [optimizers]
+    model_list = _listed(models, "model")
+    optimizer_list = [] if optimizers is None else _listed(optimizers, "optimizer")
     check_models(model_list, wrapped)
     check_optimizers(optimizer_list)
     if not _amp_state.allow_incoming_model_not_fp32:
@@ -114,15 +102,13 @@ def _initialize(
         _cast(model_list, optimizer_list, properties, cast_model_outputs)
     except BaseException:
         for optimizer in processed:
-            release(optimizer)
+            optimizer._amp_stash.detach()
         raise
     remember([*model_list, *optimizer_list])
     if _amp_state.loaded_unused:
-        warnings.warn(
+        warn(
             "amp.load_state_dict() gave loss scales, and this further amp.initialize() makes new ones, so that they "
-            "are lost: call it after the last amp.initialize()",
-            PreampWarning,
-            stacklevel=3,
+            "are lost: call it after the last amp.initialize()"
         )
     _amp_state.loss_scalers, _amp_state.loaded_unused = scalers, False
     if properties.patch_torch_functions:
@@ -177,7 +163,7 @@ def close() -> None:
     for ref in KNOWN:
         thing = ref()
         if thing is not None and hasattr(thing, "_amp_stash"):
-            release(thing)
+            thing._amp_stash.detach()
         elif thing is not None:
             unpatch_forward(thing)
     KNOWN.clear()

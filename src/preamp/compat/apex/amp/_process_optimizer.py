@@ -1,28 +1,338 @@
 """What `initialize` does to an optimizer: masters, a step that can be skipped, a state_dict that forgets nothing.
 
-Methods are put on the optimizer as bound methods that call what was there before, so learning-rate schedulers may be
-built before or after, and wrap or be wrapped.
+The optimizer steps masters, which have gradients of their own; loops of others know the model's.
 """
 
 from __future__ import annotations
 
 import types
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from functools import wraps
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ....errors import kind_of
-from ._optimizer_state import NO_CLOSURE, AmpOptimizerState
+from ....formats import LOW_DTYPES
+from ....ledger import parameters_of
+from .._masters import SAVED, Masters, multiply_gradients
+from .._notice import warn
+from .._scaler import LossScaler
+from ._amp_state import maybe_print
+from ._gradient_versions import GradientVersions
+from ._scaled_backward import Stash, put_aside, put_back, unscale_and_add
 
-_METHODS = (
-    "_lazy_init_maybe_master_weights",
-    "_master_params_to_model_params",
-    "_prepare_amp_backward",
-    "_post_amp_backward",
-    "_amp_lazy_init",
-    "_abandon_amp_backward",
+_PLANTED = {
+    "_lazy_init_maybe_master_weights": "lazy_init",
+    "_master_params_to_model_params": "masters_to_model",
+    "_prepare_amp_backward": "prepare_backward",
+    "_post_amp_backward": "post_backward",
+    "_amp_lazy_init": "lazy_init",
+}
+"""Methods that scripts find on an optimizer with Apex."""
+
+NO_CLOSURE = (
+    "Currently, Amp does not support closure use with optimizers. A closure runs backward inside step(), where its "
+    "gradients would still be scaled; call step() without one, after `with amp.scale_loss(...)`."
 )
+
+UNREAD = (
+    "gradients of the model's 16-bit parameters were changed between amp.scale_loss and optimizer.step(), by clipping "
+    "model.parameters(), say. That is without effect, as with NVIDIA's Apex: the step takes those of the float32 "
+    "masters. Write torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
+)
+
+
+class AmpOptimizerState(Masters):
+    """`optimizer._amp_stash`. The masters are made when first needed, and then stand in the optimizer's groups.
+
+    Without `master_weights` the optimizer steps the model's own parameters, and the flat lists have them by dtype.
+    """
+
+    def __init__(self, optimizer: Any, master_weights: bool) -> None:
+        super().__init__()
+        self._optimizer = optimizer
+        self.master_weights = master_weights
+        self.lazy_init_called = False
+        self.all_fp32_params = self.all_fp32_from_fp32_params
+        self.all_fp32_from_fp32_grad_stash: Stash = []
+        self.versions = GradientVersions()
+        self.params_have_scaled_gradients = False
+        self.delayed_scale = 1.0
+        """The scale on the gradients while they stay scaled."""
+        self.already_patched = False
+        """Whether the next step is skipped."""
+        self.without_casts: Any = None
+        """The handle whose casts `step` runs without."""
+        self._undo: list[Callable[[], None]] = []
+        self._reason = (0, 1.0)
+        self._told = False
+
+    def lazy_init(self) -> None:
+        """Make the masters, once; without masters look at the optimizer's parameters, which may be others by now."""
+        groups = self._optimizer.param_groups
+        if not self.master_weights:
+            found = list(parameters_of(self._optimizer))
+            self.all_fp16_params[:] = [p for p in found if p.dtype in LOW_DTYPES]
+            self.all_fp32_from_fp32_params[:] = [p for p in found if p.dtype not in LOW_DTYPES]
+        elif not self.lazy_init_called:
+            for group in groups:
+                self.make_masters(self._optimizer, group)
+        self.lazy_init_called = True
+
+    def _stepped(self) -> list[Parameter]:
+        """Those of the model's parameters that the optimizer steps itself: all that have no master."""
+        self.lazy_init()
+        return self.all_fp32_from_fp32_params if self.master_weights else list(parameters_of(self._optimizer))
+
+    # -- around a backward pass
+
+    def prepare_backward(self) -> None:
+        """Put gradients aside, and clear the model's 16-bit ones, which the masters have."""
+        self._clear_low()
+        put_aside(self._stepped(), self.all_fp32_from_fp32_grad_stash)
+
+    def _clear_low(self) -> None:
+        if self.master_weights:
+            self.lazy_init()
+            for parameter in self.all_fp16_params:
+                parameter.grad = None
+            self.versions.forget()
+
+    def post_backward(self, scaler: LossScaler) -> None:
+        """Unscale the gradients, and add those from before; with masters the model's 16-bit ones stay scaled."""
+        stepped = self._stepped()
+        if self.master_weights:
+            self._unscale_low(scaler)
+        unscale_and_add(stepped, self.all_fp32_from_fp32_grad_stash, scaler)
+        if self.master_weights:
+            self.versions.record(self.all_fp16_params)
+
+    def _unscale_low(self, scaler: LossScaler) -> None:
+        """Unscale the model's gradients into the masters', added to what those hold."""
+        fresh: list[tuple[Tensor, Tensor]] = []
+        added: list[tuple[Tensor, Tensor]] = []
+        for parameter, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True):
+            given: Tensor | None = parameter.grad
+            if given is None:
+                continue
+            given = given.coalesce().to_dense() if given.layout is torch.sparse_coo else given
+            if master.grad is None:
+                master.grad = torch.empty_like(master)
+                fresh.append((given, master.grad))
+            else:
+                added.append((given, master.grad))
+        scaler.unscale([g for g, _ in fresh], [m for _, m in fresh])
+        totals = [m for _, m in added]
+        scaler.unscale_with_stashed([g for g, _ in added], totals, totals)
+
+    def abandon_backward(self) -> None:
+        """The backward pass failed: its gradients are dropped, and those from before it are back."""
+        self._clear_low()
+        put_back(self._stepped(), self.all_fp32_from_fp32_grad_stash)
+
+    def check_gradients(self, stepping: bool = False) -> None:
+        """Learn of gradients that were cleared by others; RuntimeError for such as no master has learnt of."""
+        if self.master_weights and not self.params_have_scaled_gradients:
+            self.lazy_init()
+            changed = self.versions.update_masters(self.all_fp16_params, self.all_fp32_from_fp16_params, stepping)
+            if changed and stepping:
+                self.versions.accept(self.all_fp16_params)
+                if not self._told:
+                    warn(UNREAD)
+                self._told = True
+
+    def clear_master_gradients(self) -> None:
+        """Make the gradients of all masters None."""
+        for master in self.all_fp32_from_fp16_params:
+            master.grad = None
+
+    # -- gradients that stay scaled until a later pass (delay_unscale=True)
+
+    def keep_scaled(self, scale: float) -> None:
+        """The gradients of the pass to come stay scaled; those that are there, in true size, get that scale."""
+        self._clear_low()  # the masters have them
+        multiply_gradients(self._stepped(), scale)
+        self.params_have_scaled_gradients, self.delayed_scale = True, scale
+
+    def rescale(self, scale: float) -> None:
+        """Give scaled gradients another scale: that of one of the losses may have moved, or each has its own."""
+        if scale != self.delayed_scale:
+            low = self.all_fp16_params if self.master_weights else []
+            multiply_gradients([*low, *self._stepped()], scale / self.delayed_scale)
+            self.delayed_scale = scale
+
+    def check_unscaled(self) -> None:
+        """RuntimeError for gradients that are still scaled."""
+        if not self.params_have_scaled_gradients:
+            return
+        params = [*self.all_fp16_params, *parameters_of(self._optimizer)]
+        if any(p.grad is not None and bool(p.grad.any()) for p in params):
+            raise RuntimeError(
+                f"step() while gradients carry the loss scale of {self.delayed_scale:g}: they come from "
+                "amp.scale_loss(..., delay_unscale=True), which leaves them to the next pass. Write "
+                "delay_unscale=False for the last backward pass before step()"
+            )
+
+    # -- skipped steps
+
+    def skip_next(self, loss_id: int, scale: float) -> None:
+        """Have the next step do nothing but say so; if that is settled already, leave the first reason."""
+        if not self.already_patched:
+            self.already_patched = True
+            self._reason = (loss_id, scale)
+
+    def skipped(self, closure: Any) -> None:
+        """What a skipped step does."""
+        self.already_patched = False
+        if closure is not None:
+            raise RuntimeError(NO_CLOSURE)
+        loss_id, scale = self._reason
+        maybe_print(f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {scale}")
+        self.clear_master_gradients()
+        self.versions.accept(self.all_fp16_params)
+
+    # -- the optimizer's methods, which get what was there before as `inner`
+
+    def step(self, inner: Any, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Step the masters and round them into the model; where a gradient was not finite, say so instead."""
+        if self.already_patched:
+            self._optimizer._opt_called = True  # schedulers are told: the step came first, it was only skipped
+            return self.skipped(closure)
+        if closure is None:
+            self.check_unscaled()
+        if self.master_weights:
+            if closure is not None:
+                raise RuntimeError(NO_CLOSURE)
+            self.check_gradients(stepping=True)
+        if closure is not None:
+            args = (closure, *args)
+        handle = self.without_casts
+        with nullcontext() if handle is None else handle._disable_casts():
+            result = inner(*args, **kwargs)
+        if handle is not None:
+            handle._clear_cache()
+        if self.master_weights:
+            self.masters_to_model()
+            self.clear_master_gradients()
+        return result
+
+    def zero_grad(self, inner: Any, set_to_none: bool = False) -> None:
+        """Clear the gradients of the model's parameters, to zeros or to None, and those of the masters to None."""
+        self.lazy_init()
+        kept: list[Tensor] = []
+        for parameter in (*self.all_fp16_params, *self.all_fp32_from_fp32_params):
+            if parameter.grad is not None:
+                parameter.grad.detach_()
+                if set_to_none or parameter.grad.layout is not torch.strided:
+                    parameter.grad = None
+                else:
+                    kept.append(parameter.grad)
+        if kept:
+            torch._foreach_zero_(kept)
+        self.clear_master_gradients()
+        self.versions.record(self.all_fp16_params)
+
+    def add_param_group(self, inner: Any, param_group: dict[str, Any]) -> None:
+        """Add a group; its 16-bit parameters get masters at once."""
+        self.lazy_init()
+        if not isinstance(param_group, dict):
+            raise TypeError(f"a param group must be a dict, and this is {kind_of(param_group)}")
+        if isinstance(param_group["params"], (set, frozenset)):
+            raise TypeError("parameters must come in an order, as in a list: a set would change it from run to run")
+        before = len(self._optimizer.param_groups)
+        inner(param_group)
+        for group in self._optimizer.param_groups[before:]:
+            self.make_masters(self._optimizer, group)
+
+    def state_dict(self, inner: Any, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer's own, and in each group copies of the masters of its parameters, once there are any."""
+        saved = inner(*args, **kwargs)
+        if not self.all_fp32_from_fp16_params:
+            return saved
+        groups = [
+            {**group, SAVED: [None if master is None else master.detach().clone() for master in masters]}
+            for group, masters in zip(saved["param_groups"], self._masters_by_group(), strict=True)
+        ]
+        return {**saved, "param_groups": groups}
+
+    @torch.no_grad()
+    def load_state_dict(self, inner: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """The optimizer's own; state stays in float32, and masters are taken if there are any."""
+        self.lazy_init()
+        self._check_masters(state_dict["param_groups"])
+        result = inner(state_dict, *args, **kwargs)
+        for group, masters in zip(self._optimizer.param_groups, self._masters_by_group(), strict=True):
+            for master, saved in zip(masters, group.pop(SAVED, ()), strict=False):
+                if master is not None:
+                    master.copy_(saved)
+        self.masters_to_model()
+        return result
+
+    def _masters_by_group(self) -> list[list[Tensor | None]]:
+        """In the order of the groups; None for parameters without a master."""
+        known = set(map(id, self.all_fp32_from_fp16_params))
+        return [[p if id(p) in known else None for p in group["params"]] for group in self._optimizer.param_groups]
+
+    def _check_masters(self, groups: list[dict[str, Any]]) -> None:
+        """ValueError if saved masters are not those of this optimizer's parameters."""
+        if not any(SAVED in group for group in groups):
+            return
+        given = _shapes(group.get(SAVED, [None] * len(group["params"])) for group in groups)
+        own = _shapes(self._masters_by_group())
+        for i, (theirs, mine) in enumerate(zip_longest(given, own)):
+            if theirs != mine:
+                raise ValueError(
+                    f"the saved master weights do not fit this optimizer: parameter {i} has shape {theirs} in the "
+                    f"checkpoint and {mine} here. Build model and optimizer as they were when it was saved, at the "
+                    "same opt_level."
+                )
+
+    # -- attaching it
+
+    def attach(self) -> None:
+        """Put methods on the optimizer, bound ones, so that learning-rate schedulers may wrap them or be wrapped."""
+        for name, method in _PLANTED.items():
+            setattr(self._optimizer, name, getattr(self, method))
+        self._replace("step")
+        for name in ("zero_grad", "add_param_group", "state_dict", "load_state_dict") if self.master_weights else ():
+            self._replace(name)
+
+    def _replace(self, name: str) -> None:
+        optimizer, own = self._optimizer, name in vars(self._optimizer)
+        before, method = getattr(optimizer, name), getattr(self, name)
+
+        @wraps(method)
+        def function(_: Any, *args: Any, **kwargs: Any) -> Any:
+            return method(before, *args, **kwargs)
+
+        # torch's schedulers ask this of a step that they have wrapped; ours calls theirs, so the answer stays true
+        if hasattr(before, "_wrapped_by_lr_sched"):
+            function._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        bound = types.MethodType(function, optimizer)
+        setattr(optimizer, name, bound)
+
+        def undo() -> None:
+            if vars(optimizer).get(name) is not bound:
+                return  # somebody wrapped it since; his wrapper goes on working
+            setattr(optimizer, name, before) if own else delattr(optimizer, name)
+
+        self._undo.append(undo)
+
+    def detach(self) -> None:
+        """Take away from the optimizer what was put on it. Masters that were made stay in its groups."""
+        for undo in reversed(self._undo):
+            undo()
+        for name in (*_PLANTED, "_amp_stash"):
+            self._optimizer.__dict__.pop(name, None)
+
+
+def _shapes(groups: Iterable[Iterable[Tensor | None]]) -> list[tuple[int, ...] | None]:
+    return [None if master is None else tuple(master.shape) for masters in groups for master in masters]
 
 
 def _process_optimizer(optimizer: Any, properties: Any) -> Any:
@@ -32,24 +342,13 @@ def _process_optimizer(optimizer: Any, properties: Any) -> Any:
             "A given optimizer should only be passed through amp.initialize once. Keep the one it returned; "
             "amp.close() lets go of it."
         )
-    for name in _METHODS:
+    for name in _PLANTED:
         if hasattr(optimizer, name):
             raise RuntimeError(
                 f"Incoming optimizer already has {name} defined, a name that amp needs for a method of its own."
             )
-    stash = AmpOptimizerState(optimizer, bool(properties.master_weights))
-    optimizer._amp_stash = stash
-    optimizer._lazy_init_maybe_master_weights = optimizer._amp_lazy_init = stash.lazy_init
-    optimizer._prepare_amp_backward = stash.prepare_backward
-    optimizer._post_amp_backward = stash.post_backward
-    optimizer._abandon_amp_backward = stash.abandon_backward
-    optimizer._master_params_to_model_params = stash.masters_to_model
-    _replace(optimizer, "step", _stepping(optimizer.step, stash))
-    if stash.master_weights:
-        _replace(optimizer, "zero_grad", _zeroing(stash))
-        _replace(optimizer, "add_param_group", _adding(optimizer.add_param_group, stash))
-        _replace(optimizer, "state_dict", _saving(optimizer.state_dict, stash))
-        _replace(optimizer, "load_state_dict", _loading(optimizer.load_state_dict, stash))
+    optimizer._amp_stash = AmpOptimizerState(optimizer, bool(properties.master_weights))
+    optimizer._amp_stash.attach()
     return optimizer
 
 
@@ -58,117 +357,3 @@ def adopt(optimizer: Any, handle: Any) -> None:
     if not hasattr(optimizer, "_amp_stash"):
         _process_optimizer(optimizer, types.SimpleNamespace(master_weights=False))
         optimizer._amp_stash.without_casts = handle
-
-
-def release(optimizer: Any) -> None:
-    """Take away from an optimizer what `_process_optimizer` put on it. Masters that were made stay in its groups."""
-    for undo in reversed(optimizer._amp_stash.undo):
-        undo()
-    for name in (*_METHODS, "_amp_stash"):
-        optimizer.__dict__.pop(name, None)
-
-
-def _replace(optimizer: Any, name: str, function: Any) -> None:
-    own = name in vars(optimizer)
-    before = getattr(optimizer, name)
-    # torch's schedulers ask this of a step that they have wrapped; ours calls theirs, so the answer stays true
-    if hasattr(before, "_wrapped_by_lr_sched"):
-        function._wrapped_by_lr_sched = True
-    bound = types.MethodType(function, optimizer)
-    setattr(optimizer, name, bound)
-
-    def undo() -> None:
-        if vars(optimizer).get(name) is not bound:
-            return  # somebody wrapped it since; his wrapper goes on working
-        setattr(optimizer, name, before) if own else delattr(optimizer, name)
-
-    optimizer._amp_stash.undo.append(undo)
-
-
-def _stepping(inner: Any, stash: AmpOptimizerState) -> Any:
-    def step(self: Any, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if stash.already_patched:
-            self._opt_called = True  # schedulers are told: the step came first, it was only skipped
-            return stash.skipped(closure)
-        if stash.params_have_scaled_gradients and closure is None:
-            stash.check_unscaled()
-        if stash.master_weights:
-            if closure is not None:
-                raise RuntimeError(NO_CLOSURE)
-            stash.lazy_init()
-            stash.check_gradients(stepping=True)
-        if closure is not None:
-            args = (closure, *args)
-        handle = stash.without_casts
-        if handle is None:
-            result = inner(*args, **kwargs)
-        else:
-            with handle._disable_casts():
-                result = inner(*args, **kwargs)
-            handle._clear_cache()
-        if stash.master_weights:
-            stash.masters_to_model()
-            stash.clear_master_gradients()
-        return result
-
-    return step
-
-
-def _zeroing(stash: AmpOptimizerState) -> Any:
-    def zero_grad(self: Any, set_to_none: bool = False) -> None:
-        """Clear the gradients of the model's parameters, to zeros or to None, and those of the masters to None."""
-        stash.lazy_init()
-        kept: list[Tensor] = []
-        for parameter in (*stash.all_fp16_params, *stash.all_fp32_from_fp32_params):
-            if parameter.grad is not None:
-                parameter.grad.detach_()
-                if set_to_none or parameter.grad.layout is not torch.strided:
-                    parameter.grad = None
-                else:
-                    kept.append(parameter.grad)
-        if kept:
-            torch._foreach_zero_(kept)
-        stash.clear_master_gradients()
-        stash.versions.record(stash.all_fp16_params)
-
-    return zero_grad
-
-
-def _adding(inner: Any, stash: AmpOptimizerState) -> Any:
-    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
-        """Add a group; its 16-bit parameters get masters at once."""
-        stash.lazy_init()
-        if not isinstance(param_group, dict):
-            raise TypeError(f"a param group must be a dict, and this is {kind_of(param_group)}")
-        if isinstance(param_group["params"], (set, frozenset)):
-            raise TypeError("parameters must come in an order, as in a list: a set would change it from run to run")
-        before = len(self.param_groups)
-        inner(param_group)
-        for group in self.param_groups[before:]:
-            stash.make_masters(self, group)
-
-    return add_param_group
-
-
-def _saving(inner: Any, stash: AmpOptimizerState) -> Any:
-    def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer's own, and the masters by parameter number under "amp_master_params"."""
-        saved = inner(*args, **kwargs)
-        masters = stash.saved_masters()
-        return {**saved, "amp_master_params": masters} if masters else saved
-
-    return state_dict
-
-
-def _loading(inner: Any, stash: AmpOptimizerState) -> Any:
-    def load_state_dict(self: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """The optimizer's own; state stays in float32, and masters are taken if there are any."""
-        stash.lazy_init()
-        masters = state_dict.get("amp_master_params")
-        stash.check_masters(masters)
-        plain = {key: value for key, value in state_dict.items() if key != "amp_master_params"}
-        result = inner(plain, *args, **kwargs)
-        stash.load_masters(masters)
-        return result
-
-    return load_state_dict

@@ -60,7 +60,7 @@ def scaled_backward(
     except BaseException:
         if not delay_unscale:
             for optimizer in optimizers:
-                optimizer._abandon_amp_backward()
+                optimizer._amp_stash.abandon_backward()
         raise
     if delay_unscale:
         return
@@ -96,12 +96,12 @@ def unscale_and_add(parameters: Sequence[Parameter], stash: Stash, scaler: LossS
             parameter.grad = kept
         elif kept is None:
             parameter.grad = new if new.layout is torch.strided else new.coalesce()
-            fresh.append(_values(parameter.grad))
+            fresh.append(parameter.grad)
         elif new.layout is torch.strided and kept.layout is torch.strided:
             added.append((new, kept))
         else:
             parameter.grad = new = new if new.layout is torch.strided else new.coalesce()
-            scaler.unscale([_values(new)], [_values(new)], models_are_masters=True)
+            scaler.unscale([new], [new], models_are_masters=True)
             parameter.grad = _sum(new, kept)
     scaler.unscale(fresh, fresh, models_are_masters=True)
     new_ones = [new for new, _ in added]
@@ -120,7 +120,3 @@ def _sum(one: Tensor, other: Tensor) -> Tensor:
     a, b = (x.float() if x.dtype in LOW_DTYPES else x for x in (one, other))
     total = (a + b).coalesce() if a.layout is b.layout else a.to_dense() + b.to_dense()
     return total.to(one.dtype)
-
-
-def _values(gradient: Tensor) -> Tensor:
-    return gradient if gradient.layout is torch.strided else gradient._values()

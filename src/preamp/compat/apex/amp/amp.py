@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ _UNMIXED: list[tuple[Any, list[str]]] = [
     (torch.Tensor, ["inner", "vdot", "lerp", "index_add", "scatter", "scatter_add"]),
 ]
 """Functions in none of Apex's lists that fail where some arguments are 16-bit: they compute at the widest type."""
+_FLOAT32_ONLY: list[tuple[Any, list[str]]] = [(torch, ["cdist", "pdist"]), (torch.nn.functional, ["pdist"])]
+"""Functions in none of Apex's lists that torch does not have in 16 bits."""
 _DECORATOR_HANDLE: AmpHandle | NoOpHandle | None = None
 _USER_CAST_REGISTRY: set[tuple[Any, str, str]] = set()
 """(module, name, "half" or "float") to patch at the next `init` or `initialize`."""
@@ -123,42 +126,40 @@ def _patch(handle: AmpHandle, verbose: bool, allow_banned: bool) -> None:
 
     Names of `torch` that stand for the same function in `torch.nn.functional` are patched there, too.
     """
-    functional = torch.nn.functional
+    functional, tensor = torch.nn.functional, tensor_overrides.MODULE
     both = {name for name in dir(functional) if getattr(functional, name) is getattr(torch, name, None)}
     low, full = utils.caster_to(handle.half_type), utils.caster_to(torch.float32)
     chosen = _take_registered(handle, verbose)
-    for overrides in (functional_overrides, torch_overrides, tensor_overrides):
-        module: Any = overrides.MODULE
-        for name in _without(overrides.FP16_FUNCS, module, chosen):
-            wrap.cached_cast(module, name, low, handle, try_caching=True, verbose=verbose)
-        for name in _without(overrides.FP32_FUNCS, module, chosen):
-            wrap.cached_cast(module, name, full, handle, try_caching=False, verbose=verbose)
-    for name in _without([name for name in torch_overrides.FP16_FUNCS if name in both], functional, chosen):
-        if name not in functional_overrides.FP16_FUNCS:
-            wrap.cached_cast(functional, name, low, handle, try_caching=True, verbose=verbose)
-    for name in _without([name for name in torch_overrides.CASTS if name in both], functional, chosen):
-        wrap.promote(functional, name, handle)
+    lists: tuple[Any, ...] = (functional_overrides, torch_overrides, tensor_overrides)
+
+    def put(patch: Any, module: Any, names: Iterable[str], *options: Any) -> None:
+        for name in dict.fromkeys(names):
+            if (module, name) not in chosen:
+                patch(module, name, *options)
+
+    for each in lists:
+        put(wrap.cached_cast, each.MODULE, each.FP16_FUNCS, low, handle, True, verbose)
+        put(wrap.cached_cast, each.MODULE, each.FP32_FUNCS, full, handle, False, verbose)
+    only_torchs = both.intersection(torch_overrides.FP16_FUNCS).difference(functional_overrides.FP16_FUNCS)
+    put(wrap.cached_cast, functional, only_torchs, low, handle, True, verbose)
+    put(wrap.promote, functional, both.intersection(torch_overrides.CASTS), handle)
+    for module, names in _FLOAT32_ONLY:
+        put(wrap.cached_cast, module, names, full, handle, False, verbose)
     for module, names in _UNMIXED:
-        for name in _without(names, module, chosen):
-            wrap.promote(module, name, handle)
-    for listed in (torch_overrides, tensor_overrides):
-        for name in _without([*listed.CASTS, *listed.SEQUENCE_CASTS], listed.MODULE, chosen):
-            wrap.promote(listed.MODULE, name, handle)
-    for name in utils.as_inplace(torch_overrides.FP32_FUNCS):
-        wrap.err_if_any_half(torch_overrides.MODULE, name, handle)
-    for name in utils.as_inplace(tensor_overrides.FP32_FUNCS):
-        wrap.err_if_arg0_half(tensor_overrides.MODULE, name, handle)
-    for name in utils.as_inplace([*tensor_overrides.FP16_FUNCS, *tensor_overrides.CASTS, *_UNMIXED[-1][1]]):
-        wrap.promote_match_arg0(tensor_overrides.MODULE, name, handle)
+        put(wrap.promote, module, names, handle)
+    for each in lists[1:]:
+        put(wrap.promote, each.MODULE, [*each.CASTS, *each.SEQUENCE_CASTS], handle)
+    put(wrap.err_if_any_half, torch, utils.as_inplace(torch_overrides.FP32_FUNCS), handle)
+    put(wrap.err_if_arg0_half, tensor, utils.as_inplace(tensor_overrides.FP32_FUNCS), handle)
+    matched = [*tensor_overrides.FP16_FUNCS, *tensor_overrides.CASTS, *_UNMIXED[-1][1]]
+    put(wrap.promote_match_arg0, tensor, utils.as_inplace(matched), handle)
     rnn_compat.whitelist_rnn_cells(handle, verbose)
-    for banning in (functional_overrides, torch_overrides, tensor_overrides):
-        for name, message in banning.BANNED_FUNCS:
-            if (banning.MODULE, name) in chosen:
-                continue
+    for each in lists:
+        for name, message in each.BANNED_FUNCS:
             if allow_banned:
-                wrap.cached_cast(banning.MODULE, name, full, handle, try_caching=False, verbose=verbose)
+                put(wrap.cached_cast, each.MODULE, [name], full, handle, False, verbose)
             else:
-                wrap.err_if_any_half(banning.MODULE, name, handle, message)
+                put(wrap.err_if_any_half, each.MODULE, [name], handle, message)
 
 
 def _take_registered(handle: AmpHandle, verbose: bool) -> set[tuple[Any, str]]:
@@ -175,7 +176,3 @@ def _take_registered(handle: AmpHandle, verbose: bool) -> set[tuple[Any, str]]:
     _USER_CAST_REGISTRY.clear()
     _USER_PROMOTE_REGISTRY.clear()
     return chosen
-
-
-def _without(names: list[str], module: Any, chosen: set[tuple[Any, str]]) -> list[str]:
-    return [name for name in dict.fromkeys(names) if (module, name) not in chosen]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._notice import warn
 from .._scaler import LossScaler
 from ._amp_state import _amp_state
 from ._casts import Casts
@@ -120,7 +120,7 @@ class AmpHandle(Casts):
         """Put everything back under the names in torch where it was found. A second call does nothing."""
         for wrapper in self._all_wrappers:
             if wrapper._pending():
-                warnings.warn("a wrapped optimizer had a skipped step coming when amp was deactivated", stacklevel=2)
+                warn("a wrapped optimizer had a skipped step coming when amp was deactivated")
         self._all_wrappers.clear()
         super()._deactivate()
 

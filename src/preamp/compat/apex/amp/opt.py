@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from .._scaler import LossScaler
-from ._amp_state import maybe_print
-from ._scaled_backward import put_aside, put_back, unscale_and_add
+from ._process_optimizer import adopt
+from ._scaled_backward import scaled_backward
 
 
 class OptimWrapper:
@@ -23,19 +23,11 @@ class OptimWrapper:
         self._amp_handle = amp_handle
         self._num_loss = num_loss
         self._loss_idx = 0
-        self._skip_next = [False] * num_loss
         self._loss_scaler = [LossScaler("dynamic") for _ in range(num_loss)]
 
-    def _cur_loss_scaler(self) -> LossScaler:
-        if not 0 <= self._loss_idx < self._num_loss:
-            raise RuntimeError(
-                f"scale_loss was called more than {self._num_loss} times before step(): say how many losses there are, "
-                "handle.wrap_optimizer(optimizer, num_loss=...)"
-            )
-        return self._loss_scaler[self._loss_idx]
-
     def _pending(self) -> bool:
-        return any(self._skip_next)
+        stash = getattr(self._optimizer, "_amp_stash", None)
+        return stash is not None and stash.already_patched
 
     @contextmanager
     def scale_loss(self, loss: Any) -> Iterator[Any]:
@@ -43,20 +35,18 @@ class OptimWrapper:
         if not self._amp_handle.is_active():
             yield loss
             return
-        scaler = self._cur_loss_scaler()
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        stash: list[Any] = []
-        put_aside(parameters, stash)
+        if self._loss_idx >= self._num_loss:
+            raise RuntimeError(
+                f"scale_loss was called more than {self._num_loss} times before step(): say how many losses there are, "
+                "handle.wrap_optimizer(optimizer, num_loss=...)"
+            )
+        scaler = self._loss_scaler[self._loss_idx]
+        adopt(self._optimizer, self._amp_handle)
         try:
-            yield loss.float() * scaler.loss_scale()
-        except BaseException:
-            put_back(parameters, stash)
-            raise
+            with scaled_backward(scaler, [self._optimizer], self._loss_idx):
+                yield loss.float() * scaler.loss_scale()
         finally:
             self._amp_handle._clear_cache()
-        scaler.clear_overflow_state()
-        unscale_and_add(parameters, stash, scaler)
-        self._skip_next[self._loss_idx] = scaler.update_scale()
         self._loss_idx += 1
 
     def step(self, closure: Any = None) -> Any:
@@ -66,20 +56,8 @@ class OptimWrapper:
                 "a wrapped optimizer's step takes no closure: its gradients would be scaled. Call step() after "
                 "`with optimizer.scale_loss(loss) as scaled_loss: scaled_loss.backward()`"
             )
-        if not self._amp_handle.is_active():
-            return self._optimizer.step()
         self._loss_idx = 0
-        for i, skip in enumerate(self._skip_next):
-            if skip:
-                scale = self._loss_scaler[i].loss_scale()
-                maybe_print(f"Gradient overflow, skipping update.  Loss scaler {i} reducing loss scale to {scale}")
-        if any(self._skip_next):
-            self._skip_next = [False] * self._num_loss
-            return None
-        with self._amp_handle._disable_casts():
-            result = self._optimizer.step()
-        self._amp_handle._clear_cache()
-        return result
+        return self._optimizer.step()
 
     def __getattr__(self, name: str) -> Any:
         if name == "_optimizer":  # while unpickling

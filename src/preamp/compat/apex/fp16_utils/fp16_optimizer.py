@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ....autocast import PRODUCTS
 from ....errors import StateError
 from ....formats import LOW_DTYPES
+from ....ledger import parameters_of
 from .._masters import Masters, multiply_gradients
 from .._notice import deprecated_warning
 from .._scaler import LossScaler, scaler_of, state_of
@@ -90,7 +91,7 @@ class FP16_Optimizer(Masters):
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:
         """Zero the gradients of the model and of the masters, or make them None."""
-        for param in [p for group in self.optimizer.param_groups for p in group["params"]] + self.all_fp16_params:
+        for param in [*parameters_of(self.optimizer), *self.all_fp16_params]:
             if set_grads_to_None or param.grad is None:
                 param.grad = None
             else:
@@ -145,8 +146,7 @@ class FP16_Optimizer(Masters):
         """Clip the gradients of the optimizer's parameters to a global norm; returns it as it was, -1 on overflow."""
         if self.overflow:
             return -1
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
-        return self.clip_grad_norm(params, max_norm, norm_type)
+        return self.clip_grad_norm(list(parameters_of(self.optimizer)), max_norm, norm_type)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """The gradients of the optimizer's parameters, by group; None, and a line on stdout, on overflow."""

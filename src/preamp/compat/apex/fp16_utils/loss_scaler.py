@@ -72,11 +72,11 @@ class DynamicLossScaler(_Scaler):
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Whether some parameter's gradient has an entry that is inf or nan. Waits for the device."""
         grads = [param.grad.detach() for param in params if param.grad is not None]
-        return _any_bad([_values(gradient) for gradient in grads])
+        return _any_bad(grads)
 
     @staticmethod
     def _has_inf_or_nan(x: Tensor) -> bool:
-        return _any_bad([_values(x)])
+        return _any_bad([x])
 
     def update_scale(self, overflow: bool) -> None:
         """Move the scale by whether the gradients overflowed."""
@@ -88,12 +88,7 @@ class DynamicLossScaler(_Scaler):
         self.cur_iter += 1
 
 
-def _values(gradient: Tensor) -> Tensor:
-    if gradient.layout is torch.strided:
-        return gradient
-    coalesced: Tensor = gradient.coalesce()  # equal indices may add up to an overflow
-    return coalesced.values()
-
-
 def _any_bad(grads: list[Tensor]) -> bool:
-    return bool(check_and_unscale_(grads, None).item())
+    # equal indices of sparse ones may add up to an overflow
+    summed = [gradient if gradient.layout is torch.strided else gradient.coalesce() for gradient in grads]
+    return bool(check_and_unscale_(summed, None).item())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,14 +18,16 @@ from torch.optim.optimizer import required
 
 from ....errors import OptimizerError
 from ....formats import LOW_DTYPES
-from ....kernels import reciprocal
+from ....kernels import Tensors, reciprocal
 from ....ledger import Masters
-from .. import _amp_c
+from .. import _amp_c, _steps
 
 MASTER = "master_param"
 """The name of a parameter's float32 master in its state."""
 
 Closure = Callable[[], Any] | None
+Group = dict[str, Any]
+Parameters = Sequence[Parameter]
 
 _NOT_NEGATIVE = ("lr", "eps", "weight_decay", "momentum", "max_grad_norm", "step")
 
@@ -53,10 +56,15 @@ def constructor(*attributes: str, **defaults: Any) -> Callable[..., None]:
 class ApexOptimizer(Optimizer):
     """A `torch.optim.Optimizer` that counts steps by group and takes parameters of several dtypes in one group.
 
-    States of 16-bit parameters that `wide_states` names are float32, and stay so when they are loaded.
+    States of 16-bit parameters are float32, and stay so when they are loaded. What an optimizer does differently is in
+    the attributes of its class, and in `step_group`.
     """
 
-    wide_states: tuple[str, ...] = (MASTER,)
+    kernel: ClassVar[Any]
+    """The function of `preamp.kernels` that steps it."""
+    options: ClassVar[Any]
+    """The class of the kernel's options; fields that groups have are those of the groups."""
+    state_names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     set_grad_none = True
     multi_tensor_l2norm = staticmethod(_amp_c.multi_tensor_l2norm)
     _masters: Masters
@@ -95,18 +103,47 @@ class ApexOptimizer(Optimizer):
         """Gradients become None or zeros: as `set_to_none` says, else as `set_grad_none` of the constructor did."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
+    # -- the step
+
     @torch.no_grad()
-    def step(self, closure: Closure = None) -> Any:
-        """One step of every parameter that has a gradient; returns the closure's loss."""
+    def step(self, closure: Closure = None, grad_scaler: Any = None) -> Any:
+        """One step of every parameter that has a gradient; returns the closure's loss.
+
+        `grad_scaler`: given by `torch.amp.GradScaler.step` to those that skip and unscale by themselves.
+        """
         loss = evaluated(closure)
-        self._advance()
+        self._advance(*scaling_of(self, grad_scaler))
         return loss
 
-    def _advance(self) -> None:
-        """The step of all groups."""
-        raise NotImplementedError
+    def _advance(self, factor: Tensor | None = None, found: Tensor | None = None) -> None:
+        """The step of all groups, by gradients times `factor`; no step if `found` is above 0."""
+        everyone = [self.present(group) for group in self.param_groups]
+        self.before_groups([gradient for _, gradients in everyone for gradient in gradients], factor)
+        for group, (params, grads) in zip(self.param_groups, everyone, strict=True):
+            if group["params"]:
+                self.step_group(group, params, grads, factor=factor, found=found)
 
-    # -- for the step
+    def before_groups(self, gradients: Tensors, factor: Tensor | None) -> None:
+        """Called with all gradients before the first group steps, for steps that depend on all."""
+
+    def step_group(self, group: Group, params: Parameters, grads: Tensors, **more: Any) -> None:
+        """The step of parameters of a group. `more`: other options of the kernel."""
+        self.take(group, params, grads, step=self.count(group, more["found"]), **more)
+
+    def take(
+        self, group: Group, params: Parameters, grads: Tensors, *, step: int | Tensor | None, shrinks: bool = False,
+        **more: Any,
+    ) -> None:  # fmt: skip
+        """Have the kernel step parameters, by way of masters if they have some."""
+        own = {field.name: group[field.name] for field in fields(self.options) if field.name in group}
+        states = [self.states(params, name) if name else [] for name in self.state_names_of(group)]
+        masters, options = self.masters(params), self.options(**{**own, **more})
+        _steps.take(self.kernel, options, params, grads, states, step=step, masters=masters, shrinks=shrinks)
+        self._masters.leaves_of(params).note()
+
+    def state_names_of(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The names of the states of a group's parameters; empty for one that it does without."""
+        return self.state_names
 
     def present(self, group: dict[str, Any]) -> tuple[list[Parameter], list[Tensor]]:
         """Parameters of a group that have gradients, and these; RuntimeError for gradients that no kernel steps."""
@@ -136,10 +173,6 @@ class ApexOptimizer(Optimizer):
                 own[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
             found.append(own[name])
         return found
-
-    def moments(self, params: Sequence[Parameter]) -> list[list[Tensor]]:
-        """The two moments of Adam and LAMB."""
-        return [self.states(params, "exp_avg"), self.states(params, "exp_avg_sq")]
 
     def count(self, group: dict[str, Any], found: Tensor | None = None) -> Any:
         """Count a step of a group, and return its number; a count on the device leaves out steps that are skipped."""
@@ -190,7 +223,7 @@ class ApexOptimizer(Optimizer):
             own = self.state.get(param, {})
             for name, value in state_dict["state"].get(key, {}).items():
                 if isinstance(value, Tensor) and isinstance(own.get(name), Tensor):
-                    wide = name in self.wide_states and param.dtype in LOW_DTYPES
+                    wide = name in (*self.state_names, MASTER) and param.dtype in LOW_DTYPES
                     dtype = torch.float32 if wide else own[name].dtype
                     own[name] = value.detach().to(own[name].device, dtype, copy=True)
             if own.get(MASTER) is not None and self.wants_master(param):

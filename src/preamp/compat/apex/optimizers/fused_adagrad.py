@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from .. import _amp_c, _steps
-from ._base import ApexOptimizer, constructor
+from typing import Any
+
+from ....kernels import AdagradOptions, Tensors, adagrad
+from .. import _amp_c
+from ._base import ApexOptimizer, Group, Parameters, constructor
 
 
 class FusedAdagrad(ApexOptimizer):
@@ -14,7 +17,7 @@ class FusedAdagrad(ApexOptimizer):
     sparse gradients, ValueError for hyper-parameters out of range.
     """
 
-    wide_states = ("sum",)
+    kernel, options, state_names = staticmethod(adagrad), AdagradOptions, ("sum",)
     multi_tensor_adagrad = staticmethod(_amp_c.multi_tensor_adagrad)
 
     adagrad_w_mode: bool
@@ -24,8 +27,6 @@ class FusedAdagrad(ApexOptimizer):
         lr=1e-2, eps=1e-10, weight_decay=0.0, set_grad_none=True, adagrad_w_mode=False,
     )  # fmt: skip
 
-    def _advance(self) -> None:
-        for group in self.param_groups:
-            params, grads = self.present(group)
-            options = {name: group[name] for name in ("lr", "eps", "weight_decay")}
-            _steps.adagrad(params, grads, self.states(params, "sum"), decoupled=bool(self.adagrad_w_mode), **options)
+    def step_group(self, group: Group, params: Parameters, grads: Tensors, **more: Any) -> None:
+        """Without a count of steps, since the learning rate does not fall with it."""
+        self.take(group, params, grads, step=1, shrinks=bool(self.adagrad_w_mode), **more)

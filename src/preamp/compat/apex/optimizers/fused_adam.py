@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ....formats import LOW_DTYPES
-from ....kernels import AdamOptions, adam, global_norm
+from ....kernels import AdamOptions, Tensors, adam, global_norm
 from .. import _amp_c, _steps
-from ._base import MASTER, ApexOptimizer, Closure, constructor, evaluated, scaling_of
+from ._base import ApexOptimizer, Closure, Group, Parameters, constructor, evaluated, scaling_of
 
 OF_2018 = frozenset(("amp_scale_adjustment", "eps_inside_sqrt", "max_grad_norm", "use_mt"))
 
@@ -29,7 +29,7 @@ class FusedAdam(ApexOptimizer):
     Raises RuntimeError for `amsgrad=True` and sparse gradients, ValueError for hyper-parameters out of range.
     """
 
-    wide_states = ("exp_avg", "exp_avg_sq", MASTER)
+    kernel, options = staticmethod(adam), AdamOptions
     multi_tensor_adam = staticmethod(_amp_c.multi_tensor_adam)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -49,9 +49,8 @@ class FusedAdam(ApexOptimizer):
     )  # fmt: skip
 
     def _begin(self, params: Any, defaults: dict[str, Any]) -> None:
-        self.master_weights = bool(
-            self.master_weights
-        )  # lists of masters were passed too: their values are the model's
+        # lists of masters were passed, too; their values are the model's
+        self.master_weights = bool(self.master_weights)
         self._step_supports_amp_scaling = self.capturable
         super()._begin(params, defaults)
 
@@ -83,15 +82,10 @@ class FusedAdam(ApexOptimizer):
         return self.master_weights and param.dtype in LOW_DTYPES
 
     @torch.no_grad()
-    def step(
-        self,
-        closure: Closure = None,
-        grads: Any = None,
-        output_params: Any = None,
-        scale: Any = None,
-        grad_norms: Any = None,
-        grad_scaler: Any = None,
-    ) -> Any:
+    def step(  # type: ignore[override]
+        self, closure: Closure = None, grads: Any = None, output_params: Any = None, scale: Any = None,
+        grad_norms: Any = None, grad_scaler: Any = None,
+    ) -> Any:  # fmt: skip
         """One step of every parameter that has a gradient; returns the closure's loss.
 
         `grad_scaler`: given by `torch.amp.GradScaler.step` when `capturable`. The other arguments are those of 2018:
@@ -107,21 +101,15 @@ class FusedAdam(ApexOptimizer):
                 "FusedAdam.step() no longer takes grads, output_params, scale or grad_norms, which an Apex of 2018 "
                 "did: construct it like torch.optim.Adam, leave the gradients in .grad and call step() without them"
             )
-        factor, found = scaling_of(self, grad_scaler if self.capturable else None)
-        for group in self.param_groups:
-            if not group["params"]:
-                continue
-            params, grads = self.present(group)
-            if self.capturable and "step" not in group:
-                group["step"] = self._as_count(0, group["params"][0].device)
-            options = AdamOptions(
-                lr=group["lr"], betas=group["betas"], eps=group["eps"], weight_decay=group["weight_decay"],
-                decoupled_weight_decay=bool(self.adam_w_mode), factor=factor, found=found,
-            )  # fmt: skip
-            number, masters = self.count(group, found), self.masters(params)
-            step = number if group["bias_correction"] else _steps.LATE
-            _steps.take(adam, options, params, grads, self.moments(params), step=step, masters=masters)
-            self._masters.leaves_of(params).note()
+        self._advance(*scaling_of(self, grad_scaler if self.capturable else None))
+
+    def step_group(self, group: Group, params: Parameters, grads: Tensors, **more: Any) -> None:
+        """With bias corrections, or without."""
+        if self.capturable and "step" not in group:
+            group["step"] = self._as_count(0, group["params"][0].device)
+        number = self.count(group, more["found"])
+        step = number if group["bias_correction"] else _steps.LATE
+        self.take(group, params, grads, step=step, decoupled_weight_decay=bool(self.adam_w_mode), **more)
 
 
 FusedAdam.__new__.__signature__ = inspect.signature(FusedAdam.__init__)
@@ -189,12 +177,9 @@ class FusedAdam2018(FusedAdam):
         if limit > 0:
             norm = global_norm(grads, device=factor.device) if norm is None else norm
             factor = factor / ((norm * factor + 1e-6) / limit).clamp(min=1.0)
-        options = AdamOptions(
-            lr=group["lr"] * rate, betas=(beta1, beta2), eps=group["eps"], weight_decay=group["weight_decay"],
-            decoupled_weight_decay=True, factor=factor,
-        )  # fmt: skip
         cast = [g if g.dtype is p.dtype else g.to(p.dtype) for g, p in zip(grads, params, strict=True)]
-        _steps.take(adam, options, params, cast, self.moments(params), step=_steps.LATE)
+        own = {"lr": group["lr"] * rate, "decoupled_weight_decay": True, "factor": factor}
+        self.take(group, params, cast, step=_steps.LATE, **own)
 
 
 # the name and the place that it has for users, in messages and in pickles

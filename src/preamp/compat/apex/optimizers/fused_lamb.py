@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from ....kernels import LambOptions, global_norm, lamb
-from .. import _amp_c, _steps
-from ._base import ApexOptimizer, constructor
+from ....kernels import LambOptions, Tensors, global_norm, lamb
+from .. import _amp_c
+from ._base import ApexOptimizer, Group, Parameters, constructor
 
 
 class FusedLAMB(ApexOptimizer):
@@ -21,7 +23,7 @@ class FusedLAMB(ApexOptimizer):
     hyper-parameters out of range.
     """
 
-    wide_states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    kernel, options = staticmethod(lamb), LambOptions
     multi_tensor_lamb = staticmethod(_amp_c.multi_tensor_lamb)
 
     adam_w_mode: bool
@@ -33,19 +35,12 @@ class FusedLAMB(ApexOptimizer):
         adam_w_mode=True, grad_averaging=True, set_grad_none=True, max_grad_norm=1.0, use_nvlamb=False,
     )  # fmt: skip
 
-    def _advance(self, factor: Tensor | None = None, found: Tensor | None = None) -> None:
-        everyone = [self.present(group) for group in self.param_groups]
-        norm = global_norm([gradient for _, grads in everyone for gradient in grads])
-        if factor is not None:
-            norm = norm * factor.to(norm.device)
-        names = ("lr", "betas", "eps", "weight_decay", "bias_correction", "grad_averaging", "max_grad_norm")
-        for group, (params, grads) in zip(self.param_groups, everyone, strict=True):
-            if not group["params"]:
-                continue
-            options = LambOptions(
-                grad_norm=norm, factor=factor, found=found, adam_w_mode=bool(self.adam_w_mode),
-                use_nvlamb=self.use_nvlamb, **{name: group[name] for name in names},
-            )  # fmt: skip
-            step, masters = self.count(group, found), self.masters(params)
-            _steps.take(lamb, options, params, grads, self.moments(params), step=step, masters=masters)
-            self._masters.leaves_of(params).note()
+    def before_groups(self, gradients: Tensors, factor: Tensor | None) -> None:
+        """The norm that is limited is that of all groups together."""
+        norm = global_norm(list(gradients))
+        self._norm = norm if factor is None else norm * factor.to(norm.device)
+
+    def step_group(self, group: Group, params: Parameters, grads: Tensors, **more: Any) -> None:
+        """With the norm, and options that are the optimizer's."""
+        own = {"grad_norm": self._norm, "adam_w_mode": bool(self.adam_w_mode), "use_nvlamb": self.use_nvlamb}
+        super().step_group(group, params, grads, **own, **more)

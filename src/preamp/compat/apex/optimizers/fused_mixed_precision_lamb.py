@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ....formats import LOW_DTYPES
-from ._base import MASTER, Closure, constructor, evaluated, scaling_of
+from ._base import constructor
 from .fused_lamb import FusedLAMB
 
 
@@ -21,7 +21,6 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     step, and clipped by their true norm. The rest is as in `FusedLAMB`.
     """
 
-    wide_states = ("exp_avg", "exp_avg_sq", MASTER)
     _step_supports_amp_scaling = True
 
     reduced_precision_dtype: torch.dtype | None
@@ -51,13 +50,3 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     def wants_master(self, param: Tensor) -> bool:
         """Parameters of `reduced_precision_dtype`."""
         return param.dtype is self.reduced_precision_dtype and param.dtype in LOW_DTYPES
-
-    @torch.no_grad()
-    def step(self, closure: Closure = None, grad_scaler: Any = None) -> Any:
-        """One step of every parameter that has a gradient; returns the closure's loss.
-
-        `grad_scaler`: given by `torch.amp.GradScaler.step`.
-        """
-        loss = evaluated(closure)
-        self._advance(*scaling_of(self, grad_scaler))
-        return loss

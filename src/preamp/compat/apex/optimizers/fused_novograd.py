@@ -12,9 +12,9 @@ from torch.nn import Parameter
 
 from ....errors import StateError
 from ....formats import LOW_DTYPES
-from ....kernels import global_norm
+from ....kernels import Tensors, global_norm
 from .. import _amp_c, _steps
-from ._base import ApexOptimizer, constructor
+from ._base import ApexOptimizer, Group, Parameters, constructor
 
 
 class FusedNovoGrad(ApexOptimizer):
@@ -29,7 +29,7 @@ class FusedNovoGrad(ApexOptimizer):
     `amsgrad=True`, another `norm_type` and sparse gradients, ValueError for hyper-parameters out of range.
     """
 
-    wide_states = ("exp_avg",)
+    state_names = ("exp_avg",)
     multi_tensor_novograd = staticmethod(_amp_c.multi_tensor_novograd)
 
     __init__ = constructor(
@@ -47,14 +47,11 @@ class FusedNovoGrad(ApexOptimizer):
         self.moment_mode = 0 if defaults.pop("reg_inside_moment") else 1
         super()._begin(params, defaults)
 
-    def _advance(self) -> None:
-        for group in self.param_groups:
-            if not group["params"]:
-                continue
-            self.present(group)  # complains of what cannot be stepped before anything is
-            number = self.count(group)
-            for kind, norms in enumerate(self._norms(group)):
-                self._step(group, _kinds(group["params"])[kind], norms, number)
+    def step_group(self, group: Group, params: Parameters, grads: Tensors, **more: Any) -> None:
+        """With running norms, of which a group has two lists."""
+        number = self.count(group)
+        for members, norms in zip(_kinds(group["params"]), self._norms(group), strict=True):
+            self._step(group, members, norms, number)
 
     def _step(self, group: dict[str, Any], members: Sequence[Parameter], norms: Tensor, number: int) -> None:
         """Step those of the `members`, all parameters of a group's kind, that have gradients."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn import Parameter
+from torch import Tensor
 from torch.optim.optimizer import required
 
 from ....errors import OptimizerError
-from .. import _amp_c, _steps
-from ._base import ApexOptimizer, constructor
+from ....kernels import SGDOptions, Tensors, sgd
+from .. import _amp_c
+from ._base import ApexOptimizer, Group, Parameters, constructor
 
 
 class FusedSGD(ApexOptimizer):
@@ -24,7 +25,7 @@ class FusedSGD(ApexOptimizer):
     hyper-parameters out of range, RuntimeError for sparse gradients.
     """
 
-    wide_states = ("momentum_buffer",)
+    kernel, options, state_names = staticmethod(sgd), SGDOptions, ("momentum_buffer",)
     multi_tensor_sgd = staticmethod(_amp_c.multi_tensor_sgd)
 
     wd_after_momentum: bool
@@ -52,25 +53,23 @@ class FusedSGD(ApexOptimizer):
         for group in self.param_groups:
             group.setdefault("nesterov", False)
 
-    def _advance(self) -> None:
-        for group in self.param_groups:
-            fresh: list[Parameter] = []
-            going: list[Parameter] = []
-            for param in self.present(group)[0]:
-                started = self.state.get(param, {}).get("momentum_buffer") is not None
-                (going if started or not group["momentum"] else fresh).append(param)
-            self._step(group, going, first=False)
-            self._step(group, fresh, first=True)
-        self.most_recent_scale = 1.0
-        self.scale_set_by_backward = False
+    def _advance(self, factor: Tensor | None = None, found: Tensor | None = None) -> None:
+        super()._advance(factor, found)
+        self.most_recent_scale, self.scale_set_by_backward = 1.0, False
 
-    def _step(self, group: dict[str, Any], params: list[Parameter], first: bool) -> None:
-        scale = self.most_recent_scale
-        inverse = params and scale != 1.0
-        factor = torch.full((), 1.0 / scale, dtype=torch.float32, device=params[0].device) if inverse else None
-        names = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
-        _steps.sgd(
-            params, [p.grad for p in params if p.grad is not None],
-            self.states(params, "momentum_buffer") if group["momentum"] else [], first=first, factor=factor,
-            wd_after_momentum=self.wd_after_momentum, **{name: group[name] for name in names},
-        )  # fmt: skip
+    def step_group(self, group: Group, params: Parameters, grads: Tensors, **more: Any) -> None:
+        """Momentum buffers that are new become the gradient itself."""
+        if params and self.most_recent_scale != 1.0:
+            device = params[0].device
+            more["factor"] = torch.full((), 1.0 / self.most_recent_scale, dtype=torch.float32, device=device)
+        started = [self.state.get(param, {}).get("momentum_buffer") is not None for param in params]
+        for first in (False, True) if group["momentum"] else (False,):
+            own = [i for i, there in enumerate(started) if not group["momentum"] or there != first]
+            self.take(
+                group, [params[i] for i in own], [grads[i] for i in own], step=None, first=first,
+                shrinks=self.wd_after_momentum, **more,
+            )  # fmt: skip
+
+    def state_names_of(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """A buffer where there is momentum."""
+        return self.state_names if group["momentum"] else ("",)

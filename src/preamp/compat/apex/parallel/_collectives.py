@@ -1,18 +1,18 @@
-"""The process group, and many tensors in one collective: laid end to end in a flat buffer, sent, and copied back.
-
-Whether there is a group, one of our own, and whether all ranks hold the same model.
-"""
+"""The process group, and many tensors in one collective: laid end to end in a flat buffer, sent, and copied back."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ....formats import LOW_DTYPES
 
 Group = Any  # dist.ProcessGroup; None stands for the default group. Absent where torch has no distributed
 
@@ -40,9 +40,8 @@ def require_group(what: str) -> None:
 def own_group() -> Group:
     """A new group over all ranks, with the default group's backend and timeout. Every rank has to call this.
 
-    Gradients are reduced while backward goes on, at moments that may differ between ranks when ranks use different
-    parameters. In the default group they would then be taken for the collectives of SyncBatchNorm, of a second
-    wrapped model or of the training script, which torch matches by order alone.
+    A rank whose backward raised reduces gradients later than the others. In the default group that would be taken for
+    a collective of SyncBatchNorm, of a second wrapped model or of the script, which torch matches by order alone.
     """
     return dist.new_group(timeout=default_timeout())
 
@@ -57,15 +56,6 @@ def default_timeout() -> timedelta | None:
     return timeout if isinstance(timeout, timedelta) else None
 
 
-def device_of(tensors: Sequence[Tensor]) -> torch.device:
-    """Where small messages of a group have to live: with `tensors`, or on the GPU for nccl when there are none."""
-    if tensors:
-        return tensors[0].device
-    if dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
 def check_same_model(parameters: Sequence[tuple[str, Tensor]], group: Group) -> None:
     """ValueError, on every rank alike, unless the ranks' parameters agree in number, shape, dtype and requires_grad.
 
@@ -74,7 +64,11 @@ def check_same_model(parameters: Sequence[tuple[str, Tensor]], group: Group) -> 
     listing = repr([(tuple(p.shape), str(p.dtype), p.requires_grad) for _, p in parameters])
     digest = int.from_bytes(hashlib.sha256(listing.encode()).digest()[:7], "big")
     elements = sum(p.numel() for _, p in parameters)
-    mine = torch.tensor([digest, len(parameters), elements], device=device_of([p for _, p in parameters]))
+    if parameters:
+        device = parameters[0][1].device
+    else:
+        device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    mine = torch.tensor([digest, len(parameters), elements], device=device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, mine, group=group)
     rows = [row.tolist() for row in gathered]
@@ -90,11 +84,61 @@ def check_same_model(parameters: Sequence[tuple[str, Tensor]], group: Group) -> 
 
 def broadcast_parameters(parameters: Sequence[Tensor], group: Group = None) -> None:
     """Overwrite the parameters of all ranks by those of rank 0, in place; one message per dtype."""
+    flat_dist_call([p.detach() for p in parameters], lambda flat: dist.broadcast(flat, 0, group=group))
 
-    def send(flat: Tensor) -> None:
-        dist.broadcast(flat, 0, group=group)
 
-    flat_dist_call([p.detach() for p in parameters], send)
+@dataclass(frozen=True)
+class Reduction:
+    """The arithmetic of a reduction: `Reduction(...)(parameters, fresh, group)`.
+
+    Gradients are divided by `predivide` before the sum and multiplied by `predivide / world size` after it, the latter
+    only when `average`. `always_fp32`: float16 and bfloat16 gradients are summed in float32. `retain`: `.grad` becomes
+    a view of the reduced buffer where the dtypes allow.
+    """
+
+    average: bool = True
+    predivide: float = 1.0
+    always_fp32: bool = False
+    retain: bool = False
+
+    @torch.no_grad()
+    def __call__(
+        self, parameters: Sequence[Tensor], fresh: Sequence[bool], group: Group, keep: bool = True
+    ) -> list[Tensor]:
+        """Reduce `.grad` of the parameters for which any rank says `fresh`, one message per dtype and device.
+
+        Every rank has to call this with the same parameters. One that has no gradient sends zeros and receives the
+        average; a parameter that is fresh nowhere keeps its `.grad`, None included. Without `keep` nothing is written.
+        Returns the reduced flat buffers. The ranks first tell each other what is fresh, for which the host waits.
+        """
+        if not parameters:
+            return []
+        votes = torch.tensor(list(fresh), dtype=torch.int32, device=parameters[0].device)
+        dist.all_reduce(votes, group=group)
+        alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for parameter, vote in zip(parameters, votes.tolist(), strict=True):
+            if vote:
+                alike.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        return [self._reduce(members, group, keep) for members in alike.values()]
+
+    def _reduce(self, parameters: Sequence[Tensor], group: Group, keep: bool) -> Tensor:
+        dtype = torch.float32 if self.always_fp32 and parameters[0].dtype in LOW_DTYPES else parameters[0].dtype
+        buffer = flatten([(torch.zeros_like(p) if p.grad is None else p.grad).to(dtype) for p in parameters])
+        if self.predivide != 1.0:
+            buffer.mul_(1.0 / self.predivide)
+        dist.all_reduce(buffer, group=group)
+        world = dist.get_world_size(group)
+        if self.average and self.predivide != world:
+            buffer.mul_(self.predivide / world)
+        if keep:
+            pieces = unflatten(buffer, parameters)
+            for parameter, piece in zip(parameters, pieces, strict=True):
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter, requires_grad=False)
+                if self.retain and piece.dtype == parameter.dtype and parameter.is_contiguous():
+                    parameter.grad.data = piece  # the same gradient object, as whoever holds it expects
+            torch._foreach_copy_([p.grad for p in parameters if p.grad is not None], pieces)
+        return buffer
 
 
 Collective = Callable[..., Any]

@@ -1,21 +1,24 @@
-"""Data parallel training over process groups: gradients averaged during backward, or when `Reducer` is told to."""
+"""Data parallel training over process groups: gradients averaged at the end of backward, or when `Reducer` is told."""
 
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Iterable, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from ....errors import PreampWarning
 from ....tree import tensors
-from ._buckets import ReductionOptions, reduce_now
+from .._notice import warn
 from ._collectives import (
     Group,
+    Reduction,
     apply_flat_dist_call,
     broadcast_parameters,
     check_same_model,
@@ -30,7 +33,6 @@ from ._collectives import (
     split_half_float_double,
     unflatten,
 )
-from ._passes import Synchronizer
 
 __all__ = [
     "DistributedDataParallel",
@@ -72,28 +74,30 @@ class Reducer:
         """
         if self.module is None:
             flat_dist_call(self.grads, dist.all_reduce)
-        else:
-            reduce_now([(n, p) for n, p in self.module.named_parameters() if p.requires_grad], ReductionOptions(), None)
+            return
+        trained = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+        for name, parameter in trained:
+            _refuse_sparse(name, parameter)
+        Reduction()([p for _, p in trained], [p.grad is not None for _, p in trained], None)
 
 
 class DistributedDataParallel(nn.Module):
-    """A module whose gradients are averaged over all ranks by the end of every backward, in place in `param.grad`.
+    """A module whose gradients are averaged over all ranks at the end of every backward, in place in `param.grad`.
 
     At construction the parameters, not the buffers, are set to rank 0's. Wrap a model after `amp.initialize`.
-    Gradients are sent in buckets while backward goes on. Any number of forwards and backwards may come before a step;
-    parameters may be frozen and thawed between passes, on all ranks alike; and they may stay unused, on all ranks
-    or on some: such a rank counts as zero, and where no rank used a parameter its `.grad` stays as it is. What cannot
-    work is a rank that runs no backward while the others do: they wait until the process group's timeout.
+    Gradients are sent when backward is over, in one message per dtype: nothing overlaps with backward, for which there
+    is torch's wrapper. Any number of forwards and backwards may come before a step; parameters may be frozen and
+    thawed; and they may stay unused, on all ranks or on some: such a rank counts as zero, and where no rank used a
+    parameter its `.grad` stays as it is. What cannot work is a rank that runs no backward while the others do: they
+    wait until the process group's timeout.
 
-    `message_size`: elements after which a bucket is sent. `delay_allreduce`: send everything when backward is over,
-    one message per dtype. `allreduce_trigger_params`: parameters whose gradients complete a bucket, instead of its
-    size. `retain_allreduce_buffers`: keep the reduced flat buffers in `allreduce_buffers`, with `.grad` as views of
+    `retain_allreduce_buffers`: keep the reduced flat buffers in `allreduce_buffers`, with `.grad` as views of
     them. `allreduce_always_fp32`: sum float16 and bfloat16 gradients in float32. `gradient_predivide_factor` f:
     gradients are divided by f before the sum and multiplied by f / world size after it; `gradient_average=False`
     leaves out the latter, and gradients should then be zeroed before every backward, since a sum of sums is not what
-    was meant. `num_allreduce_streams`: accepted; torch runs each process group on a stream of its own.
-    `allreduce_communicators`: a pair (process groups, streams) of as many each; buckets use the groups in turn.
-    `prof` is accepted: torch.profiler sees the collectives by itself. `gradient_average_split_factor` does nothing.
+    was meant. `allreduce_communicators`: a pair (process groups, streams), whose first group is used. Accepted without
+    effect, as there is one message: `message_size`, `delay_allreduce`, `allreduce_trigger_params`,
+    `num_allreduce_streams`, `prof` and `gradient_average_split_factor`.
 
     ValueError: `shared_param` (obsolete), more than one stream or trigger parameters together with `delay_allreduce`,
     a message size or factor that is not positive, models that differ between ranks. RuntimeError: no process group.
@@ -119,18 +123,13 @@ class DistributedDataParallel(nn.Module):
         require_group("DistributedDataParallel")
         if shared_param is not None:
             raise ValueError(
-                f"shared_param={shared_param!r} is obsolete: parameters that layers share were handled by sending "
-                "everything at the end of backward. Leave it out, or write delay_allreduce=True for that."
+                f"shared_param={shared_param!r} is obsolete: everything is sent at the end of backward, after which "
+                "the gradients of parameters that layers share are complete. Leave it out."
             )
-        if delay_allreduce and num_allreduce_streams > 1:
+        if delay_allreduce and (num_allreduce_streams > 1 or allreduce_trigger_params is not None):
             raise ValueError(
-                f"num_allreduce_streams={num_allreduce_streams} has nothing to overlap with delay_allreduce=True, "
-                "which sends once, after backward. Leave one of them out."
-            )
-        if delay_allreduce and allreduce_trigger_params is not None:
-            raise ValueError(
-                "allreduce_trigger_params say when to send during backward, and delay_allreduce=True sends nothing "
-                "until it is over. Leave one of them out."
+                "num_allreduce_streams and allreduce_trigger_params are about sending during backward, and "
+                "delay_allreduce=True sends after it. Leave one of them out."
             )
         if not message_size > 0 or not gradient_predivide_factor > 0 or num_allreduce_streams < 1:
             raise ValueError(
@@ -139,10 +138,8 @@ class DistributedDataParallel(nn.Module):
                 "divisor and a count."
             )
         if gradient_average_split_factor is not None:
-            warnings.warn(
-                "gradient_average_split_factor does nothing; write gradient_predivide_factor to divide before the sum.",
-                PreampWarning,
-                stacklevel=2,
+            warn(
+                "gradient_average_split_factor does nothing; write gradient_predivide_factor to divide before the sum."
             )
         self.module = module
         self.message_size, self.delay_allreduce = message_size, delay_allreduce
@@ -150,101 +147,201 @@ class DistributedDataParallel(nn.Module):
         self.num_allreduce_streams, self.prof = num_allreduce_streams, prof
         self.gradient_average, self.gradient_predivide_factor = gradient_average, gradient_predivide_factor
         self.world_size = float(dist.get_world_size())
-        self._enabled = True
         named = list(module.named_parameters())
-        self._triggers = _numbers(allreduce_trigger_params or (), [p for _, p in named])
-        self._groups: list[Group] | None = _groups_of(allreduce_communicators, num_allreduce_streams)
+        _check_triggers(allreduce_trigger_params or (), [p for _, p in named])
         for name, parameter in named:
             _check_parameter(name, parameter)
-        check_same_model(named, self._groups[0])
-        broadcast_parameters([p for _, p in named], self._groups[0])
-        self._sync: Synchronizer | None = self._synchronizer()
+        self._enabled = True
+        self._begin_anew(_group_of(allreduce_communicators, num_allreduce_streams))
+        check_same_model(named, self._group)
+        broadcast_parameters([p for _, p in named], self._group)
+        self._hook_parameters()
 
-    def _synchronizer(self) -> Synchronizer:
-        """A fresh one for the module's present parameters; everything it needs to know is in plain attributes."""
-        if self._groups is None:
-            self._groups = [own_group()]
-        options = ReductionOptions(
-            average=self.gradient_average,
-            predivide=float(self.gradient_predivide_factor),
-            always_fp32=self.allreduce_always_fp32,
-            retain=self.retain_allreduce_buffers,
-        )
-        size = float("inf") if self.delay_allreduce else float(self.message_size)
-        made = Synchronizer(list(self.module.named_parameters()), options, self._groups, size, self._triggers)
-        made.enabled = self._enabled
-        return made
+    def _begin_anew(self, group: Group) -> None:
+        """What is of this process alone, and in no copy."""
+        self._group = group
+        self.allreduce_buffers: list[Tensor] = []
+        """The reduced flat buffers of the last backward, one for each dtype; empty unless they are retained."""
+        self._hooked: Any = WeakTensorKeyDictionary()
+        self._fresh: dict[int, Tensor] = {}
+        """By id, parameters with gradients that the other ranks have not seen."""
+        self._is_expected = False
+        """Whether a backward that fills gradients has reached the model, so that the other ranks count on this one."""
+        self._callback: Callable[[], Any] = lambda: None
+        """A weak reference to what that backward calls at its end. The engine forgets it if the backward raises."""
+        self._lock = threading.Lock()  # CPU and CUDA parameters get their gradients in different threads
+
+    # -- in forward
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own outputs. With gradients enabled, the ranks get ready for a backward."""
         if not torch.is_grad_enabled() or not has_group():
             return self.module(*inputs, **kwargs)
-        sync = self._current_synchronizer()
+        self._complete_interrupted()
+        self._hook_parameters()
         outputs = self.module(*inputs, **kwargs)
-        sync.watch(tensors((inputs, kwargs)), tensors(outputs))
+        self._watch(tensors((inputs, kwargs)), tensors(outputs))
         return outputs
 
-    def _current_synchronizer(self) -> Synchronizer:
-        sync = self._sync
-        present = list(self.module.parameters())
-        if sync is not None and list(map(id, present)) == list(map(id, sync.parameters)):
-            sync.refresh()
-            return sync
-        if sync is not None:  # layers were added or replaced after wrapping
-            sync.close()
-        self._sync = self._synchronizer()
-        return self._sync
+    def _hook_parameters(self) -> None:
+        """Note gradients of all parameters that want some, of layers added since, or thawed, too."""
+        if self._group is None:
+            self._group = own_group()
+        me = weakref.ref(self)  # the hook must not keep a wrapper alive, nor reduce for one that was replaced
+
+        def arrived(parameter: Tensor) -> None:
+            wrapper = me()
+            if wrapper is not None and has_group():  # else what is left of a closed group is a plain module
+                wrapper._arrived(parameter)
+
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and parameter not in self._hooked:
+                self._hooked[parameter] = name
+                parameter.register_post_accumulate_grad_hook(arrived)
+
+    def _watch(self, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
+        """Have a backward that reaches one of the model's `outputs` end with a reduction.
+
+        That is the outermost one even if gradients arrive in nested ones, which reentrant checkpointing runs; and a
+        rank takes part even if none of its parameters was used, as long as its `inputs` need gradients (otherwise
+        there is no backward to take part in).
+        """
+        sources = [torch.autograd.graph.get_gradient_edge(tensor).node for tensor in inputs if tensor.requires_grad]
+
+        def reached(_: Tensor) -> None:  # holds the wrapper: a graph outlives one that was made for a single call
+            trained = next((p for p in self.module.parameters() if p.requires_grad), None)
+            if self._enabled and trained is not None and has_group():
+                self._begin()
+                leaf = torch.autograd.graph.get_gradient_edge(trained).node
+                self._is_expected = self._is_expected or _will_run(leaf) or _fills_grad(sources)
+
+        for output in outputs:
+            if output.grad_fn is not None:
+                output.register_hook(reached)
+
+    # -- in backward
+
+    def _arrived(self, parameter: Tensor) -> None:
+        _refuse_sparse(self._hooked[parameter], parameter)
+        self._fresh[id(parameter)] = parameter
+        if self._enabled:
+            self._begin()
+            self._is_expected = True
+
+    def _begin(self) -> None:
+        """Have the running backward end with a reduction."""
+        with self._lock:
+            if self._callback() is not None:
+                return
+            self._complete_interrupted()
+            callback = partial(self._complete, True)
+            self._callback = weakref.ref(callback)
+            torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    def _complete_interrupted(self) -> None:
+        """Reduce for a backward that raised: the other ranks, if they got through, are waiting for this one.
+
+        What they send is discarded. The gradients of the interrupted backward stay as they are, for zero_grad.
+        """
+        if self._callback() is None:
+            self._complete(keep=False)
+
+    def _complete(self, keep: bool) -> None:
+        """Reduce the gradients of all ranks, if they expect it."""
+        expected, self._is_expected, self._callback = self._is_expected, False, lambda: None
+        if not expected:
+            return
+        parameters = list(self.module.parameters())
+        fresh = [id(p) in self._fresh and p.grad is not None for p in parameters]
+        reduction = Reduction(
+            self.gradient_average, float(self.gradient_predivide_factor), self.allreduce_always_fp32,
+            self.retain_allreduce_buffers,
+        )  # fmt: skip
+        buffers = reduction(parameters, fresh, self._group, keep)
+        if keep:
+            self._fresh.clear()
+            self.allreduce_buffers = buffers if self.retain_allreduce_buffers else []
+
+    # -- for scripts
 
     def enable_allreduce(self) -> None:
         """Reduce from the next backward on, together with what accumulated locally while disabled."""
         self._enabled = True
-        if self._sync is not None:
-            self._sync.enabled = True
 
     def disable_allreduce(self) -> None:
         """Let gradients accumulate on each rank alone until `enable_allreduce()`. All ranks have to call both alike."""
         self._enabled = False
-        if self._sync is not None:
-            self._sync.enabled = False
-
-    @property
-    def allreduce_buffers(self) -> list[Tensor]:
-        """The reduced flat buffers of the last backward, in the order sent; empty unless they are retained."""
-        return [] if self._sync is None else self._sync.buffers
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_sync": None, "_groups": None}  # groups and hooks live in this process only
+        of_process = {"_group", "allreduce_buffers", "_hooked", "_fresh", "_is_expected", "_callback", "_lock"}
+        return {name: value for name, value in self.__dict__.items() if name not in of_process}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._begin_anew(None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
         twin = self.__class__.__new__(self.__class__)
         memo[id(self)] = twin
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        twin._groups = self._groups  # same process, same ranks: no need to agree on new groups
+        twin._group = self._group  # same process, same ranks: no need to agree on a new group
         return twin
 
 
-def _numbers(chosen: Sequence[Tensor], parameters: Sequence[Tensor]) -> frozenset[int]:
-    """The places of the `chosen` parameters in the model."""
-    places = {id(p): number for number, p in enumerate(parameters)}
-    strangers = sum(id(p) not in places for p in chosen)
-    if strangers:
+def _fills_grad(nodes: Iterable[Any]) -> bool:
+    """Whether the running backward, which passes through `nodes`, fills `.grad`: torch.autograd.grad does not.
+
+    The first leaf upstream tells: torch.autograd.grad does not execute the nodes that accumulate.
+    """
+    stack, seen = list(nodes), set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            return _will_run(node)
+        stack.extend(before for before, _ in node.next_functions)
+    return False
+
+
+def _will_run(leaf: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # torch refuses to answer for a leaf that torch.autograd.grad was asked for
+        return False
+
+
+def _refuse_sparse(name: str, parameter: Tensor) -> None:
+    """ValueError for a gradient that cannot be laid into a flat buffer."""
+    if parameter.grad is not None and parameter.grad.layout != torch.strided:
         raise ValueError(
-            f"{strangers} of the {len(chosen)} allreduce_trigger_params are no parameters of the wrapped module, so no "
+            f"the gradient of {name} is {parameter.grad.layout}: flat buffers hold dense gradients only, and ranks "
+            "have different rows. Build the embedding with sparse=False, or wrap the model in "
+            "torch.nn.parallel.DistributedDataParallel."
+        )
+
+
+def _check_triggers(chosen: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+    own = set(map(id, parameters))
+    others = sum(id(p) not in own for p in chosen)
+    if others:
+        raise ValueError(
+            f"{others} of the {len(chosen)} allreduce_trigger_params are no parameters of the wrapped module, so no "
             "gradient of theirs will ever arrive. Pass parameters out of module.parameters()."
         )
-    return frozenset(places[id(p)] for p in chosen)
 
 
-def _groups_of(communicators: tuple[Sequence[Group], Sequence[Any]] | None, streams: int) -> list[Group]:
+def _group_of(communicators: tuple[Sequence[Group], Sequence[Any]] | None, streams: int) -> Group:
     if not communicators:
-        return [own_group()]
+        return own_group()
     if len(communicators) != 2 or not len(communicators[0]) == len(communicators[1]) == streams:
         raise ValueError(
             f"allreduce_communicators has parts of lengths {[len(part) for part in communicators]}, but with "
             f"num_allreduce_streams={streams} it must be a pair of a list of {streams} process groups and a list of as "
             "many streams."
         )
-    return list(communicators[0])
+    return communicators[0][0]
 
 
 def _check_parameter(name: str, parameter: Tensor) -> None:
