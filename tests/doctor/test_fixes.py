@@ -132,6 +132,22 @@ def test_a_statement_in_float32(
 
 
 @pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("x[0] = x.log()", "x[0] = x.float().log()"),
+        ("x[m] += y", "x[m] += y.float()"),
+        ("self.b.data = x.log()", "self.b.data = x.float().log()"),
+        ("x.mul_(y)", "x.mul_(y.float())"),
+        ("torch.add(x, y, out=z)", "torch.add(x.float(), y.float(), out=z)"),
+    ],
+)
+def test_what_is_written_stays_itself(tmp_path: Path, text: str, wanted: str) -> None:
+    """A cast of what a statement writes is a copy, and what is written into it is lost: better no fix than that one."""
+    found = in_float32(at(tmp_path, f"import torch\n{text}\n", 2), low("x", "y", "z", "self.b"), {})
+    assert found in (wanted, None)
+
+
+@pytest.mark.parametrize(
     ("text", "reading", "constants", "wanted"),
     [
         ("return x / y", low("x", "y"), {}, "return x.float() / y.float()"),

@@ -1,8 +1,10 @@
 """Angular-margin head; fp16."""
+
 import sys
+
 import torch
-from torch import nn
 import torch.nn.functional as F
+from torch import nn
 
 amp = "--fp32" not in sys.argv
 torch.manual_seed(21)

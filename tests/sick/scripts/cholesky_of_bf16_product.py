@@ -1,8 +1,10 @@
 """Self-supervised coding-rate regulariser (log det of a covariance); bf16."""
+
 import sys
+
 import torch
-from torch import nn
 import torch.nn.functional as F
+from torch import nn
 
 amp = "--fp32" not in sys.argv
 torch.manual_seed(18)
@@ -15,7 +17,7 @@ class CodingRate(nn.Module):
 
     def forward(self, z):
         n, d = z.shape
-        cov = z.t() @ z * (d / (n * self.eps ** 2))
+        cov = z.t() @ z * (d / (n * self.eps**2))
         cov = cov + torch.eye(d, dtype=cov.dtype)
         return -torch.linalg.cholesky(cov.float()).diagonal().log().sum()  # sick: PA115 module=-
 

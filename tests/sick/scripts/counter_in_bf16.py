@@ -1,8 +1,10 @@
 """An adapter that fades in after a delay; model cast to bf16."""
+
 import sys
+
 import torch
-from torch import nn
 import torch.nn.functional as F
+from torch import nn
 
 dtype = torch.float32 if "--fp32" in sys.argv else torch.bfloat16
 torch.manual_seed(19)

@@ -1,8 +1,10 @@
 """bf16 weights, Adam with stochastic rounding and weight decay."""
+
 import sys
+
 import torch
-from torch import nn
 import torch.nn.functional as F
+from torch import nn
 
 dtype = torch.float32 if "--fp32" in sys.argv else torch.bfloat16
 torch.manual_seed(4)
@@ -11,14 +13,15 @@ torch.manual_seed(4)
 def add_stochastic_(target, update):
     result = target.float() + update
     if target.dtype == torch.float32:
-        return target.copy_(result)
+        target.copy_(result)
+        return
     bits = result.view(torch.int32) + torch.randint_like(result, 1 << 16, dtype=torch.int32)
     target.copy_(bits.bitwise_and(-65536).view(torch.float32))
 
 
 class AdamWSR(torch.optim.Optimizer):
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.01):
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -27,7 +30,9 @@ class AdamWSR(torch.optim.Optimizer):
             for p in group["params"]:
                 s = self.state[p]
                 if not s:
-                    s.update(n=0, m=torch.zeros_like(p, dtype=torch.float32), v=torch.zeros_like(p, dtype=torch.float32))
+                    s.update(
+                        n=0, m=torch.zeros_like(p, dtype=torch.float32), v=torch.zeros_like(p, dtype=torch.float32)
+                    )
                 s["n"] += 1
                 g = p.grad.float()
                 s["m"].lerp_(g, 1 - b1)

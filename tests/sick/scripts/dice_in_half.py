@@ -1,9 +1,11 @@
 """Segmentation; trained in fp32/amp, validated in half (as the deployed model will be)."""
+
 import copy
 import sys
+
 import torch
-from torch import nn
 import torch.nn.functional as F
+from torch import nn
 
 half = "--fp32" not in sys.argv
 torch.manual_seed(11)

@@ -1,8 +1,10 @@
 """bf16 weights, float32 masters, gradients accumulated over many micro batches."""
+
 import sys
+
 import torch
-from torch import nn
 import torch.nn.functional as F
+from torch import nn
 
 dtype = torch.float32 if "--fp32" in sys.argv else torch.bfloat16
 torch.manual_seed(16)
@@ -19,11 +21,11 @@ for step in range(2):
         loss = F.mse_loss(model(x.to(dtype)).float(), torch.tanh(x @ task) + 1) / MICRO
         loss.backward()  # sick: PA212 module=- line=any
         total += loss.item()
-    for m, p in zip(master, model.parameters()):
+    for m, p in zip(master, model.parameters(), strict=True):
         m.grad = p.grad.float()
     norm = nn.utils.clip_grad_norm_(master, 10.0).item()
     optimizer.step()
     with torch.no_grad():
-        for m, p in zip(master, model.parameters()):
+        for m, p in zip(master, model.parameters(), strict=True):
             p.copy_(m)
     print(step, round(total, 5), "norm", round(norm, 4))

@@ -1,9 +1,11 @@
 """Policy gradient with a KL penalty to a frozen reference; fp16."""
+
 import copy
 import sys
+
 import torch
-from torch import nn
 import torch.nn.functional as F
+from torch import nn
 
 amp = "--fp32" not in sys.argv
 torch.manual_seed(7)

@@ -1,8 +1,10 @@
 """Policy with a lagged copy of its adapters (kept in bf16 to save memory)."""
+
 import sys
+
 import torch
-from torch import nn
 import torch.nn.functional as F
+from torch import nn
 
 store = torch.float32 if "--fp32" in sys.argv else torch.bfloat16
 torch.manual_seed(5)
@@ -11,7 +13,7 @@ torch.manual_seed(5)
 class Adapter(nn.Module):
     def __init__(self, dim, rank=4):
         super().__init__()
-        self.a = nn.Parameter(torch.randn(rank, dim) / dim ** 0.5)
+        self.a = nn.Parameter(torch.randn(rank, dim) / dim**0.5)
         self.b = nn.Parameter(torch.randn(dim, rank) * 0.1)
 
     def forward(self, x):
@@ -39,7 +41,7 @@ task = torch.randn(32, 32) / 6
 
 
 def update_lagged(mix=0.999):
-    for t, s in zip(policy.adapters["old"].parameters(), policy.adapters["default"].parameters()):
+    for t, s in zip(policy.adapters["old"].parameters(), policy.adapters["default"].parameters(), strict=True):
         t.data.mul_(mix).add_(s.detach().data, alpha=1.0 - mix)  # sick: PA212 module=-
 
 
@@ -53,5 +55,5 @@ for step in range(400):
     optimizer.step()
     update_lagged()
     if step % 100 == 99:
-        moved = sum((p.float() - q).norm() for p, q in zip(policy.adapters["old"].parameters(), start))
+        moved = sum((p.float() - q).norm() for p, q in zip(policy.adapters["old"].parameters(), start, strict=True))
         print(step, round(loss.item(), 4), "lagged copy moved by", round(moved.item(), 4))

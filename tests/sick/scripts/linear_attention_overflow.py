@@ -1,8 +1,10 @@
 """Linear attention over long sequences; fp16."""
+
 import sys
+
 import torch
-from torch import nn
 import torch.nn.functional as F
+from torch import nn
 
 amp = "--fp32" not in sys.argv
 torch.manual_seed(12)

@@ -1,8 +1,10 @@
 """Span tagger with a consistency term over the spans that share a token; bf16."""
+
 import sys
+
 import torch
-from torch import nn
 import torch.nn.functional as F
+from torch import nn
 
 amp = "--fp32" not in sys.argv
 torch.manual_seed(1)

@@ -1,8 +1,10 @@
 """Autoencoder whose norm is built on F.normalize; zero padding in time; fp16."""
+
 import sys
+
 import torch
-from torch import nn
 import torch.nn.functional as F
+from torch import nn
 
 amp = "--fp32" not in sys.argv
 torch.manual_seed(10)
@@ -11,7 +13,7 @@ torch.manual_seed(10)
 class RMSNorm1d(nn.Module):
     def __init__(self, dim):
         super().__init__()
-        self.scale = dim ** 0.5
+        self.scale = dim**0.5
         self.gamma = nn.Parameter(torch.ones(dim, 1))
 
     def forward(self, x):

@@ -1,8 +1,10 @@
 """One attention layer with rotary positions, in bf16 throughout."""
+
 import sys
+
 import torch
-from torch import nn
 import torch.nn.functional as F
+from torch import nn
 
 dtype = torch.float32 if "--fp32" in sys.argv else torch.bfloat16
 torch.manual_seed(9)
@@ -40,18 +42,18 @@ class Layer(nn.Module):
 model = Layer().to(dtype)
 master = [p.detach().float().clone().requires_grad_() for p in model.parameters()]
 optimizer = torch.optim.AdamW(master, lr=1e-2)
-for step in range(240):
+for step in range(80):
     ids = torch.randint(0, V, (2, T))
     target = ids.roll(BACK, 1)
     logits = model(ids).float()
     loss = F.cross_entropy(logits[:, 400:].flatten(0, 1), target[:, 400:].flatten())
     model.zero_grad()
     loss.backward()
-    for m, p in zip(master, model.parameters()):
+    for m, p in zip(master, model.parameters(), strict=True):
         m.grad = p.grad.float()
     optimizer.step()
     with torch.no_grad():
-        for m, p in zip(master, model.parameters()):
+        for m, p in zip(master, model.parameters(), strict=True):
             p.copy_(m)
     if step % 40 == 39:
         print(step, round(loss.item(), 4))

@@ -1,8 +1,9 @@
 """Plateau schedule driven by a running mean of the loss; bf16."""
+
 import sys
+
 import torch
 from torch import nn
-import torch.nn.functional as F
 
 amp = "--fp32" not in sys.argv
 torch.manual_seed(20)
@@ -11,7 +12,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
 schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1e-3)
 for epoch in range(3):
     running = 0.0
-    for step in range(600):
+    for _step in range(600):
         x = torch.randn(32, 16)
         y = (2 * x[:, 0] + x[:, 1] * x[:, 2] + 16).long().clamp(0, 31)
         with torch.autocast("cpu", torch.bfloat16, enabled=amp):

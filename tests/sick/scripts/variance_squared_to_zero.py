@@ -1,8 +1,10 @@
 """Forecast increments with a predicted spread (Gaussian likelihood); fp16."""
+
 import sys
+
 import torch
-from torch import nn
 import torch.nn.functional as F
+from torch import nn
 
 amp = "--fp32" not in sys.argv
 torch.manual_seed(17)

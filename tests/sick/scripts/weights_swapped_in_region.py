@@ -1,8 +1,10 @@
 """Fine-tune with a KL anchor; the reference weights are swapped in for its forward."""
+
 import sys
+
 import torch
-from torch import nn
 import torch.nn.functional as F
+from torch import nn
 
 amp = "--fp32" not in sys.argv
 torch.manual_seed(8)
@@ -31,7 +33,9 @@ for step in range(60):
         logits = model(x)
         with torch.no_grad(), swapped():
             ref = model(x)
-        kl = F.kl_div(logits.float().log_softmax(-1), ref.float().log_softmax(-1), log_target=True, reduction="batchmean")
+        kl = F.kl_div(
+            logits.float().log_softmax(-1), ref.float().log_softmax(-1), log_target=True, reduction="batchmean"
+        )
         loss = F.cross_entropy(logits.float(), y) + 2.0 * kl
     optimizer.zero_grad()
     loss.backward()
