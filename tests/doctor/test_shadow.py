@@ -21,7 +21,7 @@ from preamp.doctor.findings.events import Absorbed
 from preamp.doctor.hooks import Clock
 from preamp.doctor.names import named_parts
 from preamp.doctor.operators import Observation, Observer
-from preamp.doctor.places import Places
+from preamp.doctor.places import Places, key_of
 from preamp.doctor.shadow.absorbed import Changes
 from preamp.doctor.shadow.execution import Shadowed
 from preamp.doctor.shadow.facts import Fact, relative_error, share_differing, share_lost, spelled
@@ -466,6 +466,25 @@ def test_an_optimizer_of_torchs(fused: bool) -> None:
     events = [event for event in changes_of(step) if event.stayed >= 256]
     assert events and all(event.optimizer is optimizer for event in events)
     assert all(event.stayed >= 0.5 * event.moved for event in events)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_moments_and_weights_are_counted_apart(foreach: bool) -> None:
+    """Both are multiplied in the one line of the script's that steps: by 0.999, and by a factor that rounds to 1."""
+    weight = nn.Parameter(torch.ones(64, dtype=BF16))
+    optimizer = torch.optim.AdamW([weight], lr=1e-5, weight_decay=1e-2, foreach=foreach)
+    weight.grad = torch.full((64,), 0.5, dtype=BF16)
+    optimizer.step()
+
+    def step(changes: Changes) -> None:
+        changes.steps(optimizer)
+        optimizer.step()
+        changes.steps(None)
+
+    storages = {key_of(weight): 1 - 1e-7, key_of(optimizer.state[weight]["exp_avg_sq"]): 0.999}
+    events = [event for event in changes_of(step) if event.op == "mul"]
+    assert {next(iter(event.storages)): event.by for event in events} == pytest.approx(storages, abs=1e-9)
+    assert all(event.moved <= 64 for event in events)
 
 
 def test_a_count() -> None:

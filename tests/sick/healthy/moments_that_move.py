@@ -1,8 +1,9 @@
 """Second moments of a bfloat16 model that move: by a smaller beta2, in an optimizer of preamp's, and in float32."""
 
-import preamp
 import torch
 from torch import nn
+
+import preamp
 
 
 def train(made, low):

@@ -1,8 +1,9 @@
 """preamp at O2 with its own Adam, clipping and a dynamic scale."""
 
-import preamp
 import torch
 from torch import nn
+
+import preamp
 
 torch.manual_seed(17)
 

@@ -36,7 +36,7 @@ def fit(model, series, target, epochs=3):
         p.register_hook(lambda g: g.clamp(-CLIP, CLIP))  # sick: PA106 module=-
     for epoch in range(epochs):
         total = 0.0
-        for x, y in zip(series.split(16), target.split(16), strict=True):
+        for x, y in zip(series.split(16), target.split(16), strict=False):
             optimizer.zero_grad()
             with torch.autocast("cpu", dtype=torch.float16):
                 pred = model(x)

@@ -1,8 +1,9 @@
 """preamp at O3, which keeps no masters, with Adam's default epsilon: it is added to fp16 state and vanishes."""
 
-import preamp
 import torch
 from torch import nn
+
+import preamp
 
 torch.manual_seed(69)
 

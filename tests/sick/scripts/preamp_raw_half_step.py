@@ -1,8 +1,9 @@
 """O2 with an optimizer of preamp's, which may step by itself: but nothing has scaled the float16 backward pass."""
 
-import preamp
 import torch
 from torch import nn
+
+import preamp
 
 torch.manual_seed(63)
 x = torch.randn(64, 16)

@@ -1,8 +1,9 @@
 """A framework's own loop around a model prepared at O5: it goes back and steps past the session, which refuses."""
 
-import preamp
 import torch
 from torch import nn
+
+import preamp
 
 torch.manual_seed(62)
 x = torch.randn(64, 16)

@@ -1,8 +1,9 @@
 """preamp at O2 with its loss scale pinned to 1: behind a tiny head, the encoder's gradients flush to zero."""
 
-import preamp
 import torch
 from torch import nn
+
+import preamp
 
 
 class Net(nn.Module):

@@ -1,8 +1,9 @@
 """preamp's own autocast and GradScaler in the classic loop, with clipping by value before unscale_."""
 
-import preamp
 import torch
 from torch import nn
+
+import preamp
 
 torch.manual_seed(71)
 

@@ -1,8 +1,9 @@
 """preamp at O1 with a duration module that squares its fp16 output; beyond 256 the square is infinite."""
 
-import preamp
 import torch
 from torch import nn
+
+import preamp
 
 torch.manual_seed(70)
 
