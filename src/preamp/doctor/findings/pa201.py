@@ -131,9 +131,11 @@ class Diagnosis:
         if fact is not None and fact.kind != "not finite":
             place, lost = fact.place, "zero" if fact.kind == "lost" else f"off by {fact.error:.0%}"
             message = (
-                f"{found.message}: {fact.name} at this line is {lost} in {fact.dtype}, and "
-                f"{spelled(self.origin.op)} at line {self.origin.line} reads it"
+                f"{fact.name} ({fact.place.direction}) is {lost} in {fact.dtype}, and {spelled(self.origin.op)} at "
+                f"line {self.origin.line} makes {self.origin.kind} of it"
             )
+            if fact.code in ("PA114", "PA115"):
+                found = replace(found, code=fact.code, op=fact.name)
             found = replace(found, message=message, file=place.file, line=place.line, module=place.module)
         if source is not None:
             when = f"the step before, {step - 1}," if step else "whoever made or loaded it"

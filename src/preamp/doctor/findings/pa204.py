@@ -39,7 +39,7 @@ class PA204(Check):
     @on(Absorbed)
     def absorbed(self, event: Absorbed) -> Iterator[Finding]:
         """One line of an optimizer's step, or the whole step of one of torch's."""
-        if event.optimizer is None or not event.parameters or event.stayed < UNCHANGED * event.moved:
+        if event.optimizer is None or not event.is_weight or event.stayed < UNCHANGED * event.moved:
             return
         share, total, dtype = event.stayed / event.moved, event.moved, event.dtype
         decay = event.op in ("mul", "div")

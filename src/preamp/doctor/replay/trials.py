@@ -123,7 +123,7 @@ class Trials:
                 break
         if best is None:
             return None, f"{tried} changes of this line and of those before it were tried, and none helps"
-        return f"{best[1]}\n# {best[2]}", best[2]
+        return f"{best[1]}\n# tried: {best[2]}", best[2]
 
     def _helps(self, outcome: Outcome, fact: Fact) -> bool:
         plain, line = self.plain, (fact.place.file, fact.place.line)
@@ -131,7 +131,8 @@ class Trials:
             return False
         if line in outcome.places:
             return fact.kind != "not finite" and outcome.at(fact) <= MUCH_BETTER * plain.at(fact)
-        return plain.at(fact) == math.inf > outcome.at(fact) or outcome.at(fact) <= BETTER * plain.at(fact)
+        better = plain.at(fact) == math.inf > outcome.at(fact) or outcome.at(fact) <= BETTER * plain.at(fact)
+        return better and (outcome.at(fact) < OFF or outcome.at(fact) <= MUCH_BETTER * plain.at(fact))
 
     def _told(self, outcome: Outcome, fact: Fact) -> str:
         before = math.inf if self.plain is None else self.plain.at(fact)

@@ -55,13 +55,17 @@ class Changes(Observer):
         """Their relative errors, once the sums are whole."""
         self._optimizer: Optimizer | None = None
         """What steps now."""
+        self._weights: set[int] = set()
+        """Storages of what it steps, and of new tensors made of them."""
         self._owned: frozenset[int] = frozenset()
         """Storages that it keeps: copies of masters lose nothing that the masters have not."""
 
     def steps(self, optimizer: Optimizer | None) -> None:
         """An optimizer begins to step; None: it has stepped."""
         self._optimizer = optimizer
-        kept = [] if optimizer is None else list(tensors((optimizer.param_groups, list(optimizer.state.values()))))
+        groups = [] if optimizer is None else optimizer.param_groups
+        self._weights = {key_of(p) for group in groups for p in group["params"]}
+        kept = [] if optimizer is None else list(tensors((groups, list(optimizer.state.values()))))
         self._owned = frozenset(map(key_of, kept))
         for key, (gradient, exact) in self._sums.items() if optimizer is not None else ():
             self._errors[key] = relative_error(gradient, exact)
@@ -117,7 +121,10 @@ class Changes(Observer):
             if gradient:
                 added = exact - old.to(torch.float32)
                 self._sums[storage] = tensor, self._sums[storage][1] + added if storage in self._sums else exact
-            key = (call.place.file, call.place.line, call.base, gradient, stepping)
+            weight = key_of(given) in self._weights
+            if weight:
+                self._weights.add(storage)
+            key = (call.place.file, call.place.line, call.base, gradient, weight, stepping)
             count = self._lines.setdefault(key, _Count(call.place, call.base, name_of(tensor.dtype), self._optimizer))
             moved, stayed = int(moves.sum()), int((moves & (tensor == old)).sum())
             count.moved, count.stayed, count.times = count.moved + moved, count.stayed + stayed, count.times + 1
@@ -129,10 +136,10 @@ class Changes(Observer):
 
     def events(self) -> Iterator[Absorbed]:
         """One for each line that changed anything."""
-        for (*_, gradient, _), one in self._lines.items():
+        for (*_, gradient, weight, _), one in self._lines.items():
             if one.moved:
                 yield Absorbed(
                     one.op.removeprefix("_foreach_").rstrip("_"), one.dtype, one.moved, one.stayed, one.times,
-                    one.keys, gradient, one.optimizer, one.by, one.place,
+                    one.keys, gradient, weight, one.optimizer, one.by, one.place,
                     max((self._errors.get(key, 0.0) for key in one.keys), default=0.0),
                 )  # fmt: skip

@@ -87,6 +87,8 @@ class Absorbed(NamedTuple):
     """Those of the tensors that it changed, as `places.key_of` gives them, each with its two counts."""
     is_gradient: bool
     """Whether autograd added to a gradient here."""
+    is_weight: bool
+    """Whether an optimizer moved what it steps here."""
     optimizer: Optimizer | None
     """What stepped then."""
     by: float | None

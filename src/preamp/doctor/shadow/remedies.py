@@ -61,6 +61,8 @@ class Remedy:
             if statement is None:
                 return None
             reading = seen[line] if line in seen else reading_of(statement)
+            if reading.calls_module:
+                return None
             text = in_float32(statement, reading, dict(self.constants) if line == self.lines[0] else {})
             if text is None:
                 return None

@@ -6,14 +6,14 @@ import ast
 import inspect
 import linecache
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...formats import LOW_DTYPES
 from ..records import Line
@@ -38,8 +38,11 @@ class Statement:
         """The names that it reads ("x", "self.scale"), with where they stand. Of `x.t()` it reads x."""
         found: dict[str, list[ast.expr]] = {}
         called = {id(node.func) for node in ast.walk(self.node) if isinstance(node, ast.Call)}
+        written = set(map(id, self._written()))
 
         def visit(node: ast.AST) -> None:
+            if id(node) in written:
+                return
             if isinstance(node, ast.Attribute) and id(node) in called:
                 visit(node.value)
             elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
@@ -54,6 +57,22 @@ class Statement:
 
         visit(self.node)
         return found
+
+    def _written(self) -> Iterator[ast.expr]:
+        """What it writes to and must stay itself: x of `x[0] = y`, of `x.data = y`, of `x.mul_(y)` and of `out=x`."""
+        for node in ast.walk(self.node):
+            if isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+                yield node.value
+            elif isinstance(node, ast.Call):
+                yield from (each.value for each in node.keywords if each.arg == "out")
+                name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+                if isinstance(node.func, ast.Attribute) and name.endswith("_") and not name.endswith("__"):
+                    yield node.func.value
+
+    def calls(self) -> list[str]:
+        """The names of what it calls."""
+        called = [_dotted(node.func) for node in ast.walk(self.node) if isinstance(node, ast.Call)]
+        return [name for name in called if name is not None]
 
     def numbers(self) -> list[ast.Constant]:
         """The floating numbers that stand in it."""
@@ -116,6 +135,8 @@ class Reading(NamedTuple):
     """16-bit tensors."""
     numbers: Mapping[str, float]
     """Python's floating numbers: an epsilon that a module keeps."""
+    calls_module: bool
+    """Whether a module is called, all of which would run in float32."""
 
 
 def read_in(frame: FrameType, statement: Statement) -> Reading:
@@ -128,21 +149,26 @@ def reading_of(statement: Statement) -> Reading:
     main = sys.modules.get("__main__")
     if isinstance(statement.function, ast.Module) and getattr(main, "__file__", None) == statement.file:
         return _read_from(vars(main), statement)
-    return Reading(_supposed_low(statement), {})
+    return Reading(_supposed_low(statement), {}, any(name.startswith("self.") for name in statement.calls()))
 
 
 def _read_from(values: Mapping[str, Any], statement: Statement) -> Reading:
-    low, numbers = set(), {}
-    for spelled in statement.reads():
+    def value_of(spelled: str) -> Any:
         first, *rest = spelled.split(".")
         value: Any = values.get(first)
         for attribute in rest:
             value = getattr(value, attribute, None)
+        return value
+
+    low, numbers = set(), {}
+    for spelled in statement.reads():
+        value = value_of(spelled)
         if isinstance(value, Tensor) and value.dtype in LOW_DTYPES:
             low.add(spelled)
         elif type(value) is float:
             numbers[spelled] = value
-    return Reading(frozenset(low), numbers)
+    calls = any(isinstance(value_of(name), nn.Module) for name in statement.calls())
+    return Reading(frozenset(low), numbers, calls)
 
 
 def frame_of(line: Line, frame: FrameType | None) -> FrameType | None:

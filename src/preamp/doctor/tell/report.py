@@ -77,7 +77,7 @@ def _as_one(same: list[tuple[Finding, int]]) -> Finding:
 
 def verdict(findings: tuple[Finding, ...], steps: int, ended: str, precision: str, looked: str = "") -> str:
     """The one line to remember."""
-    if not steps:
+    if not steps and all(finding.severity == "info" for finding in findings):
         own = " Mend the script's own error first." if ended.startswith("ended ") else ""
         hint = f" {NO_STEP}" if ended.startswith("ran to its end") else own
         return f"No optimizer step was seen: {ended}. There is nothing to judge the precision by.{hint}"
