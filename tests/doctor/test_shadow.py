@@ -17,15 +17,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import preamp
-from preamp.doctor.findings.events import Absorbed
 from preamp.doctor.hooks import Clock
 from preamp.doctor.names import named_parts
 from preamp.doctor.operators import Observation, Observer
 from preamp.doctor.places import Places, key_of
 from preamp.doctor.shadow.absorbed import Changes
 from preamp.doctor.shadow.execution import Shadowed
-from preamp.doctor.shadow.facts import Fact, relative_error, share_differing, share_lost, spelled
-from preamp.doctor.shadow.values import Shadows, has_shadow
+from preamp.doctor.shadow.facts import Absorbed, Fact, spelled
+from preamp.doctor.shadow.values import Shadows, has_shadow, relative_error, share_differing, share_lost
 
 HALF, BF16 = torch.float16, torch.bfloat16
 
@@ -269,9 +268,10 @@ def test_not_finite_is_no_fact_while_it_shows() -> None:
 
 
 def test_hidden() -> None:
-    (fact,) = facts_of(lambda: torch.full((8,), 20.0, dtype=HALF).exp().reciprocal())
-    assert (fact.kind, fact.op, fact.hidden_by) == ("not finite", "exp", "reciprocal")
+    (fact,) = facts_of(lambda: torch.full((8,), 300.0, dtype=HALF).square().reciprocal())
+    assert (fact.kind, fact.op, fact.hidden_by) == ("not finite", "pow", "reciprocal")
     assert fact.code == "PA201"
+    assert facts_of(lambda: 1 / (1 + torch.full((8,), 12.0, dtype=HALF).exp())) == [], "a sigmoid written by hand"
 
 
 def test_read_by_the_script() -> None:

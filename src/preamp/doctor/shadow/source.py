@@ -135,7 +135,7 @@ class Reading(NamedTuple):
     """16-bit tensors."""
     numbers: Mapping[str, float]
     """Python's floating numbers: an epsilon that a module keeps."""
-    calls_module: bool
+    calls_module: bool = False
     """Whether a module is called, all of which would run in float32."""
 
 
