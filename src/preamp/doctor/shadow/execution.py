@@ -176,11 +176,8 @@ class Shadowed(Observer):
             if finite and cause is not None and cause.kind == "not finite" and cause.op not in _MEANT:
                 self._report(replace(cause, hidden_by=call.base), call)
             return
-        if (
-            max(off, before) > AGREES
-            or not self._is_off(call, out, exact, read)
-            or not self._float32_decides(call, exact)
-        ):
+        blamed = max(off, before) <= AGREES and (not finite or self._is_off(call, out, exact, read))
+        if not blamed or not self._float32_decides(call, exact):
             if not finite and cause is not None:
                 self.broke.append((call.place, cause))
             return
