@@ -138,7 +138,7 @@ class Trials:
         before = math.inf if self.plain is None else self.plain.at(fact)
         size = f"gradient {outcome.gradient:.3g}" if outcome.gradient else "finite"
         return (
-            f"tried: {size}, error {'not finite' if before == math.inf else f'{before:.2g}'} -> {outcome.at(fact):.2g}"
+            f"{size}, error {'not finite' if before == math.inf else f'{before:.2g}'} -> {outcome.at(fact):.2g}"
         )
 
 
