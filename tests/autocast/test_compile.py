@@ -43,6 +43,11 @@ def body(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return y, y.softmax(-1)
 
 
+def body_in_a_region(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    with region():
+        return body(x, w)
+
+
 def dtypes(results: tuple[Tensor, ...]) -> tuple[torch.dtype, ...]:
     return tuple(t.dtype for t in results)
 
@@ -99,11 +104,7 @@ def test_a_change_of_rules_is_noticed(backend: str, inside: bool) -> None:
     x, w = xw()
     rules: list[OpRules | None] = [None]
 
-    def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-        with region():
-            return body(x, w)
-
-    run = compiled(function if inside else body, backend)
+    run = compiled(body_in_a_region if inside else body, backend)
     for rules[0], expected in ((OpRules(), FP32), (LOW_SOFTMAX, BF16), (OpRules(), FP32), (LOW_SOFTMAX, BF16)):
         with region(rules=rules[0]):
             assert dtypes(run(x, w)) == (BF16, expected)
@@ -116,12 +117,7 @@ def test_a_change_of_rules_is_noticed(backend: str, inside: bool) -> None:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_change_of_rules_between_calls_reaches_a_region_inside(backend: str) -> None:
     x, w = xw()
-
-    def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-        with region():
-            return body(x, w)
-
-    run = compiled(function, backend)
+    run = compiled(body_in_a_region, backend)
     for rules, expected in ((OpRules(), FP32), (LOW_SOFTMAX, BF16), (OpRules(), FP32), (None, FP32)):
         if rules is None:
             preamp.autocast.uninstall()
@@ -152,14 +148,6 @@ def test_taking_rules_out_is_noticed(backend: str) -> None:
         preamp.autocast.uninstall()
         with torch.autocast("cpu", dtype=BF16):
             assert dtypes(run(x, w)) == (BF16, BF16)
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_decorated_function_compiles_whole(backend: str) -> None:
-    x, w = xw()
-    decorated = region()(body)
-    assert dtypes(compiled(decorated, backend)(x, w)) == (BF16, FP32)
-    assert dtypes(region()(compiled(body, backend))(x, w)) == (BF16, FP32)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

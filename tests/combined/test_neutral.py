@@ -55,16 +55,9 @@ checks = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, Heal
 
 
 @pytest.mark.slow
-@settings(max_examples=25, **checks)
-@given(setups(), st.lists(steps, min_size=3, max_size=8))
-def test_neutral_events(how: tuple[str, str, str], program: Program) -> None:
-    changes_nothing(how, program)
-
-
-@pytest.mark.slow
 @settings(max_examples=500, **checks)
 @given(setups(), st.lists(steps, min_size=3, max_size=10))
-def test_many_neutral_events(how: tuple[str, str, str], program: Program) -> None:
+def test_neutral_events(how: tuple[str, str, str], program: Program) -> None:
     changes_nothing(how, program)
 
 

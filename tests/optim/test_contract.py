@@ -639,26 +639,6 @@ def test_a_gradient_that_is_sparse_in_a_later_step(n: int) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("n", [50, 40000])
-def test_a_state_in_other_memory_is_followed(n: int) -> None:
-    """The old memory is kept, so that nothing but the address tells."""
-    ends = []
-    for ours in (False, True):
-        params = [Parameter(torch.ones(n)) for _ in range(3)]
-        optimizer = (optim if ours else torch.optim).SGD(params, 0.1, momentum=0.9)
-        for step in range(8):
-            give(params, step)
-            optimizer.step()
-            if step == 5:
-                state = optimizer.state[params[1]]["momentum_buffer"]
-                backup = state.data
-                state.data = torch.full_like(state, 0.25)
-        assert len(backup) == n
-        ends.append([*(p.detach() for p in params), optimizer.state[params[1]]["momentum_buffer"]])
-    for one, other in zip(*ends, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6)
-
-
 @pytest.mark.parametrize("which", ["parameter", "state", "master"])
 def test_other_memory_dtype_or_order_between_two_steps(which: str) -> None:
     """A step trusts nothing that it saw the step before: it writes the memory that there is now."""

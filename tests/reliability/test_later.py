@@ -16,7 +16,7 @@ from torch import nn
 
 import preamp
 from preamp.checkpoint import _save
-from preamp.errors import CheckpointError, PreampWarning
+from preamp.errors import PreampWarning
 
 from .runs import LEVELS, OPTIMIZERS, Run, alike
 
@@ -114,12 +114,6 @@ def test_a_failure_is_told_when_it_happens_and_raised_when_asked_for(tmp_path: P
         with pytest.raises(FileNotFoundError, match="nowhere"):
             pending.result()
     assert load(tmp_path / "c.pt")["number"] == 2
-
-
-def test_what_cannot_be_loaded_is_refused_before_it_is_begun(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="extra is a"):
-        save_async(tmp_path / "c.pt", model=nn.Linear(2, 2), extra=object())
-    assert not _save._under_way
 
 
 EXIT = """

@@ -121,25 +121,15 @@ def wait_for(path: Path, step: int, job: Job) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds the ranks in /proc")
-def test_a_killed_rank_and_an_elastic_restart(tmp_path: Path) -> None:
-    elastic("O2", (1,), tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc").exists(), reason="finds the ranks in /proc")
-@pytest.mark.parametrize("level", LEVELS)
-def test_two_killed_ranks_and_two_elastic_restarts(level: str, tmp_path: Path) -> None:
-    elastic(level, (1, 0), tmp_path)
-
-
-def elastic(level: str, victims: tuple[int, ...], folder: Path) -> None:
+@pytest.mark.parametrize(("level", "victims"), [("O2", (1,)), *((level, (1, 0)) for level in LEVELS)], ids=str)
+def test_a_killed_rank_and_an_elastic_restart(level: str, victims: tuple[int, ...], tmp_path: Path) -> None:
     """SIGKILL of one rank after another, somewhere in a step; the end is that of a run nobody disturbed."""
     chance, steps = seeded(f"elastic {level}"), 400
-    whole, broken = folder / "whole.pt", folder / "broken.pt"
+    whole, broken = tmp_path / "whole.pt", tmp_path / "broken.pt"
     line = [EXAMPLE, "--level", level, "--steps", steps, "--save-every", 5, "--checkpoint"]
-    ran = subprocess.run(launcher(*line, whole), capture_output=True, text=True, cwd=folder, timeout=120)
+    ran = subprocess.run(launcher(*line, whole), capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    with Job(*launcher(*line, broken, restarts=2), folder=folder) as job:
+    with Job(*launcher(*line, broken, restarts=2), folder=tmp_path) as job:
         at = 0
         for victim in victims:
             at = wait_for(broken, at + 20, job)

@@ -113,22 +113,14 @@ def kill_often(folder: Path, kills: int, level: str, kind: str, when: str, seed:
     assert last > 0, "no kill came late enough for a save to end"
 
 
-DEFAULT = [("O2", "preamp", "at-once", 10), ("O1", "torch", "later", 10), ("O1", "preamp", "sharded", 10)]
-SLOW = [
-    (level, kind, when, 13) for level in ("O1", "O2") for kind in ("torch", "preamp") for when in ("at-once", "later")
-] + [("O4", "torch", "sharded", 20)]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="SIGKILL is POSIX's")
-@pytest.mark.parametrize(("level", "kind", "when", "kills"), DEFAULT)
-def test_killed_while_saving(level: str, kind: str, when: str, kills: int, tmp_path: Path) -> None:
-    kill_often(tmp_path, kills, level, kind, when, f"{level} {kind} {when}")
+CASES = [("O2", "preamp", "at-once", 10), ("O1", "torch", "later", 10), ("O1", "preamp", "sharded", 10)]
+CASES += [(o, kind, when, 13) for o in ("O1", "O2") for kind in ("torch", "preamp") for when in ("at-once", "later")]
+CASES += [("O4", "torch", "sharded", 20)]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(os.name != "posix", reason="SIGKILL is POSIX's")
-@pytest.mark.parametrize(("level", "kind", "when", "kills"), SLOW)
-def test_killed_while_saving_a_hundred_times(level: str, kind: str, when: str, kills: int, tmp_path: Path) -> None:
-    kill_often(tmp_path, kills, level, kind, when, f"slow {level} {kind} {when}")
+@pytest.mark.parametrize(("level", "kind", "when", "kills"), CASES)
+def test_killed_while_saving(level: str, kind: str, when: str, kills: int, tmp_path: Path) -> None:
+    kill_often(tmp_path, kills, level, kind, when, f"{kills} {level} {kind} {when}")

@@ -119,20 +119,6 @@ def test_float64_where_it_is_meant_is_not() -> None:
     preamp.prepare(model, adamw(model), level="O4").close()
 
 
-def test_a_step_without_a_new_backward() -> None:
-    model = mlp()
-    x, y = batch(0)
-    with preamp.prepare(model, adamw(model), level="O2") as session:
-        with pytest.raises(SessionError, match=r"without session.backward\(\): .* Write session.backward\(loss\)"):
-            session.step()
-        with session.autocast():
-            loss = nn.functional.cross_entropy(model(x), y)
-        session.backward(loss)
-        session.step()
-        with pytest.raises(SessionError, match=r"without session.backward\(\) since the last step: "):
-            session.step()
-
-
 @pytest.mark.parametrize("level", ["O1", "O5"])
 def test_a_session_that_is_unpacked_is_closed_and_told(level: str) -> None:
     model = mlp()

@@ -10,7 +10,7 @@ from torch import nn
 
 import preamp
 
-from .toys import LEVELS, batch, loss_of, mlp, same, weights
+from .toys import LEVELS, backward, batch, loss_of, mlp, same, step, weights
 
 
 def prepared(level: str) -> tuple[nn.Sequential, preamp.Session]:
@@ -56,9 +56,7 @@ def test_gradients_made_inside_do_not_reach_the_step(level: str) -> None:
         model, session = prepared(level)
         with session:
             for i in range(2):
-                with session.autocast():
-                    loss = loss_of(model, i)
-                session.backward(loss, sync=i == 1)
+                backward(session, model, i, sync=i == 1)
                 if asks:
                     with session.full_precision():
                         loss_of(model, 7).backward()
@@ -91,8 +89,7 @@ def test_an_interrupt_leaves_a_session_that_casts(level: str, where: str, monkey
             pass  # whatever was left undone is undone by the next
         assert [t.dtype for t in (*model.parameters(), *model.buffers())] == dtypes
         assert [getattr(m, "_preamp_casting", None) for m in model.modules()] == castings
-        session.backward(loss_of(model, 0) if level != "O1" and level != "O4" else region_loss(session, model))
-        assert not session.step().skipped
+        assert not step(session, model, 0).skipped
 
 
 def once(first: Callable[..., None], then: Callable[..., None]) -> Callable[..., None]:
@@ -103,11 +100,6 @@ def once(first: Callable[..., None], then: Callable[..., None]) -> Callable[...,
         (first if len(calls) == 1 else then)(*args)
 
     return call
-
-
-def region_loss(session: preamp.Session, model: nn.Module) -> torch.Tensor:
-    with session.autocast():
-        return loss_of(model, 0)
 
 
 @pytest.mark.parametrize("level", [level for level in LEVELS if level != "O3"])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import preamp
 from preamp.errors import PreampWarning
 
-from .toys import LEVELS, loss_of, mlp, same, weights
+from .toys import LEVELS, mlp, same, train, weights
 
 
 def prepared(level: str, kind: str = "torch") -> tuple[nn.Sequential, torch.optim.Optimizer, preamp.Session]:
@@ -22,19 +22,10 @@ def prepared(level: str, kind: str = "torch") -> tuple[nn.Sequential, torch.opti
     return model, optimizer, preamp.prepare(model, optimizer, level=level, scale=2.0)
 
 
-def train(session: preamp.Session, model: nn.Module, steps: int = 1) -> None:
-    for step in range(steps):
-        with session.autocast():
-            loss = loss_of(model, step)
-        session.backward(loss)
-        session.step()
-        session.zero_grad()
-
-
 @pytest.mark.parametrize(("level", "kind"), [*((level, "torch") for level in LEVELS if level != "O3"), ("O5", "split")])
 def test_a_float32_state_reaches_the_masters_whole(level: str, kind: str) -> None:
     model, _, session = prepared(level, kind)
-    train(session, model)
+    train(session, model, [0])
     dtypes, pretrained = [p.dtype for p in model.parameters()], mlp(3)
     model.load_state_dict(pretrained.state_dict())
     assert [p.dtype for p in model.parameters()] == dtypes
@@ -52,7 +43,7 @@ def test_a_load_that_fails_leaves_16_bit_parameters(level: str) -> None:
         with pytest.raises(RuntimeError):
             model.load_state_dict(state)
         assert [p.dtype for p in model.parameters()] == dtypes
-    train(session, model)
+    train(session, model, [0])
     session.close()
 
 
@@ -60,13 +51,13 @@ def test_a_load_that_fails_leaves_16_bit_parameters(level: str) -> None:
 def test_going_back_by_16_bit_values_is_told(level: str) -> None:
     """As fastai's lr_find does: it saves the model, tries learning rates, and loads it."""
     model, _, session = prepared(level)
-    train(session, model)
+    train(session, model, [0])
     saved = copy.deepcopy(model.state_dict())
-    train(session, model)
+    train(session, model, [0])
     model.load_state_dict(saved)
     with pytest.warns(PreampWarning, match=r"loaded from a state that has them in 16 bits.*session\.state_dict\(\)"):
-        train(session, model)
-    train(session, model)  # once
+        train(session, model, [0])
+    train(session, model, [0])  # once
     session.close()
 
 
@@ -75,7 +66,7 @@ def test_going_back_by_16_bit_values_is_told(level: str) -> None:
 def test_the_ways_to_go_back_that_lose_nothing_are_silent(level: str, order: str) -> None:
     def run(away: bool) -> list[Tensor]:
         model, optimizer, session = prepared(level)
-        train(session, model, 2)
+        train(session, model, range(2))
         if away and order == "in full precision":
             with session.full_precision(values_only=True):
                 kept = copy.deepcopy(model.state_dict())
@@ -84,7 +75,7 @@ def test_the_ways_to_go_back_that_lose_nothing_are_silent(level: str, order: str
         states = {"model": kept, "optimizer": optimizer.state_dict(), "session": session.state_dict()}
         states = copy.deepcopy(states)
         if away:
-            train(session, model, 3)
+            train(session, model, range(3))
             if order == "in full precision":
                 with session.full_precision(values_only=True):
                     model.load_state_dict(kept)
@@ -92,7 +83,7 @@ def test_the_ways_to_go_back_that_lose_nothing_are_silent(level: str, order: str
                 parts = {"model": model, "optimizer": optimizer, "session": session}
                 for name in order.split(", "):
                     parts[name].load_state_dict(states[name])  # type: ignore[attr-defined]
-        train(session, model)
+        train(session, model, [0])
         session.close()
         return weights(model)
 

@@ -130,17 +130,6 @@ def test_a_step_inside_the_step_of_another_is_still_the_callers() -> None:
         assert not same(other_before, weights(other))
 
 
-def test_schedulers_and_hooks_see_the_sessions_step() -> None:
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    with preamp.prepare(model, optimizer, level="O2", scale=8.0) as session:
-        session.backward(loss_of(model, 0))
-        session.step()
-        schedule.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
-
-
 def test_a_copy_of_the_optimizer_is_nobodys() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

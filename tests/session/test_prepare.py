@@ -12,18 +12,11 @@ from torch import nn
 import preamp
 from preamp.errors import SessionError
 
-from .toys import LEVELS, loss_of, mlp, same, weights
+from .toys import LEVELS, backward, loss_of, mlp, same, step, weights
 
 
 def sgd(model: torch.nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), 0.1)
-
-
-def test_without_an_optimizer_it_says_what_to_write() -> None:
-    with pytest.raises(SessionError, match=r"prepare\(model, None\) for inference"):
-        preamp.prepare(mlp())
-    with pytest.raises(SessionError, match=r"is an AdamW"):
-        preamp.prepare(torch.optim.AdamW(mlp().parameters()), None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -45,7 +38,7 @@ def test_an_optimizer_of_another_model_is_refused(level: str) -> None:
 @pytest.mark.parametrize("level", ["O0", "O4"])
 @pytest.mark.parametrize("kind", [torch.optim, preamp.optim])
 def test_optimizers_may_have_parameters_in_common_where_gradients_are_true(level: str, kind: Any) -> None:
-    """An encoder that two optimizers step, as torch does it: clipped by each, and stepped in turn or at once."""
+    """An encoder that two optimizers index, as torch does it: clipped by each, and stepped in turn or at once."""
 
     def optimizers(model: torch.nn.Module) -> list[Any]:
         parameters = [*model.parameters()]
@@ -55,21 +48,21 @@ def test_optimizers_may_have_parameters_in_common_where_gradients_are_true(level
     one, two = optimizers(model)
     session = preamp.prepare(model, [one, two], level=level)
     first, second = optimizers(twin)
-    for step in range(6):
-        session.backward(loss_in_region(session, model))
+    for index in range(6):
+        backward(session, model, 0)
         loss_of(twin, 0).backward()
         for mine, theirs in ((one, first), (two, second)):
             session.clip_grad_norm_(0.05, optimizer=mine)
             torch.nn.utils.clip_grad_norm_([p for group in theirs.param_groups for p in group["params"]], 0.05)
-            if step % 2:
+            if index % 2:
                 session.step(mine)
                 theirs.step()
-        if not step % 2:
+        if not index % 2:
             session.step()
             first.step(), second.step()
         session.zero_grad()
         twin.zero_grad()
-    session.backward(loss_in_region(session, model))
+    backward(session, model, 0)
     with pytest.raises(SessionError, match="have parameters in common"):
         session.clip_grad_norm_(0.05)
     session.close()
@@ -83,13 +76,7 @@ def test_a_parameter_of_two_optimizers_is_refused_where_each_would_unscale_it(le
     with pytest.raises(SessionError, match=r"'0\.weight' is in the SGD '0' and in the Adam '1'"):
         preamp.prepare(model, [sgd(model), torch.optim.Adam(model.parameters(), eps=1e-4)], level=level)
     with preamp.prepare(model, sgd(model), level=level, scale=2.0) as session:
-        session.backward(loss_of(model, 0) if level not in ("O1", "O4") else loss_in_region(session, model))
-        assert not session.step().skipped
-
-
-def loss_in_region(session: preamp.Session, model: torch.nn.Module) -> torch.Tensor:
-    with session.autocast():
-        return loss_of(model, 0)
+        assert not step(session, model, 0).skipped
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])

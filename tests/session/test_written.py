@@ -14,7 +14,7 @@ from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 import preamp
 from preamp.errors import PreampWarning, SessionError
 
-from .toys import MASTER_LEVELS, loss_of, mlp
+from .toys import MASTER_LEVELS, backward, loss_of, mlp
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "torch": lambda p: torch.optim.SGD(p, 0.1),
@@ -37,9 +37,7 @@ def scale_of(level: str) -> dict[str, Any]:
 
 def train(model: nn.Module, session: preamp.Session, step: int) -> None:
     session.zero_grad()
-    with session.autocast():
-        loss = loss_of(model, step)
-    session.backward(loss)
+    backward(session, model, step)
     assert not session.step().skipped
 
 
