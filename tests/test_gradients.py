@@ -146,15 +146,6 @@ def test_found_exactly_when_an_entry_is_not_finite(
     assert found == float(expected)
 
 
-@pytest.mark.parametrize("size", [1, 7, 8, 31, 64, 1025])
-def test_an_inf_at_each_end_is_found(size: int) -> None:
-    for dtype in DTYPES:
-        for where in (0, size // 2, size - 1):
-            gradient = torch.zeros(size, dtype=dtype)
-            gradient[where] = math.inf
-            assert check_and_unscale_([torch.zeros(3), gradient], None) == 1
-
-
 def test_large_finite_numbers_are_not_taken_for_inf() -> None:
     gradients = [torch.full((33,), torch.finfo(d).max, dtype=d) for d in DTYPES]
     assert check_and_unscale_(gradients, None) == 0
@@ -196,13 +187,6 @@ def test_the_norm_over_several_dtypes(order: float) -> None:
     assert float(norm) == pytest.approx(reference_norm(gradients, order), rel=1e-5)
 
 
-@pytest.mark.parametrize(("order", "expected"), [(1.0, 4096 * 60000.0), (2.0, 64 * 60000.0), (math.inf, 60000.0)])
-def test_a_norm_beyond_float16_of_float16_gradients(order: float, expected: float) -> None:
-    exact = float(torch.tensor(60000.0).half())
-    gradient = torch.full((4096,), 60000.0).half()
-    assert float(global_norm([gradient], order)) == pytest.approx(expected * exact / 60000.0, rel=1e-5)
-
-
 def test_a_norm_whose_squares_vanish_in_float16() -> None:
     gradient = torch.full((100,), 2.0**-20).half()
     assert float(global_norm([gradient])) == pytest.approx(10 * 2.0**-20, rel=1e-6)
@@ -212,10 +196,6 @@ def test_a_norm_whose_squares_vanish_in_float16() -> None:
 def test_the_norm_of_what_is_not_finite(order: float) -> None:
     assert global_norm([torch.ones(3), torch.tensor([1.0, math.inf]).half()], order) == math.inf
     assert global_norm([torch.ones(3), torch.tensor([1.0, math.nan])], order).isnan()
-
-
-def test_order_2_is_the_default() -> None:
-    assert global_norm([torch.tensor([3.0]), torch.tensor([4.0]).half()]) == 5
 
 
 # -- multiply_ and clip_values_

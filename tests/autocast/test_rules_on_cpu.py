@@ -42,7 +42,6 @@ MODULES = {
 
 torch.manual_seed(0)
 CUDA_LISTS = lists.AutocastTestLists(torch.device("cpu"))
-CPU_LISTS = lists.AutocastCPUTestLists(torch.device("cpu"))
 
 
 def entries(source: Any, *names: str) -> list[Any]:
@@ -166,30 +165,6 @@ def test_what_cuda_bans(name: str, args: tuple[Tensor, ...], low: torch.dtype) -
                 function(*(a.to(d) for a, d in zip(args, which, strict=True)))
         assert function(*args).dtype is FP32  # float32 probabilities are in no danger
     assert function(*args).dtype is FP32
-
-
-# What torch's CPU lists say where the CUDA lists say the same. The rest differs: test_the_two_tables_of_torch_differ.
-@pytest.mark.parametrize("low", LOW.values(), ids=LOW)
-@pytest.mark.parametrize("entry", entries(CPU_LISTS, "torch_16", "nn_16"))
-def test_what_cpus_run_low(entry: Entry, low: torch.dtype) -> None:
-    check(entry, entry.args, low, low, None)
-
-
-@pytest.mark.parametrize("low", LOW.values(), ids=LOW)
-@pytest.mark.parametrize(
-    "entry",
-    [e for e in entries(CPU_LISTS, "torch_fp32", "nn_fp32")
-     if e.values[0].name not in ("avg_pool3d", "reflection_pad1d", "binary_cross_entropy")],
-)  # fmt: skip
-def test_what_cpus_run_full(entry: Entry, low: torch.dtype) -> None:
-    check(entry, cast(entry.args, low), low, FP32, None)
-
-
-@pytest.mark.parametrize("low", LOW.values(), ids=LOW)
-@pytest.mark.parametrize("entry", entries(CPU_LISTS, "torch_need_autocast_promote"))
-def test_what_cpus_promote(entry: Entry, low: torch.dtype) -> None:
-    args = tuple([t.to(low) if t.dtype is BF16 else t for t in group] for group in entry.args)
-    check(entry, args, low, FP32, None)
 
 
 @pytest.mark.parametrize("low", LOW.values(), ids=LOW)

@@ -7,15 +7,8 @@ from typing import Any
 import pytest
 
 from .framed import LEVELS, MAKERS, ORDERS
-from .together import told_once
 
 pytestmark = pytest.mark.slow  # several processes train for half a minute
-
-
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank saw."""
-    return told_once("framed", 2, tmp_path_factory.mktemp("framed"))
 
 
 @pytest.mark.parametrize("order", ORDERS)

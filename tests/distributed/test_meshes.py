@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from .meshes import CASES, KINDS, build
-from .together import told_once
 
 BOUNDS = {"O0": 1e-5, "O1": 5e-3, "O2": 5e-3, "O4": 3e-2, "O5": 3e-2}
 """How far the end may be from that of one process, over the way trained."""
@@ -18,13 +17,8 @@ BOUNDS = {"O0": 1e-5, "O1": 5e-3, "O2": 5e-3, "O4": 3e-2, "O5": 3e-2}
 ROUGH = {"AdamW in 8 bits": 3e-2, "Muon": 3e-2, "Lion": 3e-2}
 """What rounds by chances of each rank's own, in bfloat16, or to a sign."""
 
+RANKS = 4
 pytestmark = pytest.mark.slow  # several processes train for half a minute
-
-
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank saw."""
-    return told_once("meshes", 4, tmp_path_factory.mktemp("meshes"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

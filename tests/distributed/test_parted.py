@@ -9,18 +9,11 @@ import pytest
 import preamp
 
 from .parted import CASES, SEQUENCE_CASES
-from .together import told_once
 
 KEYS = [(level, f"{level} {maker}") for level, maker in CASES]
 KEYS += [(level, f"words {level} {maker}") for level, maker in SEQUENCE_CASES]
 BOUNDS = {"O0": 1e-5, "O1": 5e-3, "O2": 5e-3, "O3": 3e-2, "O4": 3e-2, "O5": 3e-2}
 """How far the end may be from that of one process, over the way trained."""
-
-
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What rank 0 and rank 1 saw."""
-    return told_once("parted", 2, tmp_path_factory.mktemp("parted"))
 
 
 @pytest.mark.parametrize(("level", "key"), KEYS)

@@ -9,15 +9,8 @@ from typing import Any
 import pytest
 
 from .piped import LEVELS, SCHEDULES, SICK, STEPS
-from .together import told_once
 
 pytestmark = pytest.mark.slow  # processes of their own; `test_parted` and `test_sharded` are always run
-
-
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each stage saw."""
-    return told_once("piped", 2, tmp_path_factory.mktemp("piped"))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

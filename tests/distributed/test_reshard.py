@@ -65,19 +65,6 @@ def _backward(made: dict[str, Any]) -> None:
     made["session"].backward(loss)
 
 
-def test_one_process_saves_and_loads_too(tmp_path: Path) -> None:
-    made = _made()
-    preamp.checkpoint.save_sharded(tmp_path / "run", **made)
-    want = {name: value.clone() for name, value in made["model"].state_dict().items()}
-    _backward(made)
-    made["session"].step()
-    assert not torch.equal(made["model"].weight, want["weight"])
-    preamp.checkpoint.load_sharded(tmp_path / "run", **made)
-    assert all(torch.equal(value, want[name]) for name, value in made["model"].state_dict().items())
-    assert made["session"].steps == 1
-    made["session"].close()
-
-
 def test_what_does_not_fit_is_told_and_nothing_is_loaded(tmp_path: Path) -> None:
     made = _made()
     with pytest.raises(CheckpointError, match="no 'latest'"):
@@ -123,16 +110,3 @@ def test_masters_are_what_parameters_are_written_as(tmp_path: Path, level: str, 
         assert one["model"].weight.dtype is preamp.policy(level).params
         assert one["session"].steps == 1
         one["session"].close()
-
-
-def test_a_save_that_was_killed_leaves_the_one_before(tmp_path: Path) -> None:
-    made = _made()
-    preamp.checkpoint.save_sharded(tmp_path / "run", **made)
-    (tmp_path / "run" / "00000002").mkdir()  # the next one, of which a rank wrote half
-    (tmp_path / "run" / "00000002" / ".preamp-generation").write_text("00000002")
-    (tmp_path / "run" / "00000002" / "__0_0.distcp").write_bytes(b"half")
-    preamp.checkpoint.load_sharded(tmp_path / "run", **made)
-    preamp.checkpoint.save_sharded(tmp_path / "run", **made)
-    preamp.checkpoint.load_sharded(tmp_path / "run", **made)
-    assert [path.name for path in (tmp_path / "run").iterdir() if path.is_dir()] == ["00000002"]
-    made["session"].close()

@@ -12,14 +12,6 @@ from torch import nn
 import preamp
 from preamp.errors import CheckpointError
 
-from .together import told_by
-
-
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What rank 0 and rank 1 saw."""
-    return told_by("saving", 2, tmp_path_factory.mktemp("saving"))
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])

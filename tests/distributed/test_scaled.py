@@ -9,13 +9,6 @@ import torch
 
 from .parted import Words
 from .scaled import CASES
-from .together import told_once
-
-
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What rank 0 and rank 1 saw."""
-    return told_once("scaled", 2, tmp_path_factory.mktemp("scaled"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

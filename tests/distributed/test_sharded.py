@@ -8,14 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from .together import told_once
-
-
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What rank 0 and rank 1 saw."""
-    return told_once("sharded", 2, tmp_path_factory.mktemp("sharded"))
-
 
 @pytest.mark.parametrize("scale", ["dynamic", "hysteresis"])
 def test_an_infinity_in_one_shard_skips_the_step_on_all_ranks(told: list[dict[str, Any]], scale: str) -> None:

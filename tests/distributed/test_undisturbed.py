@@ -19,11 +19,6 @@ def told(ranks: int, first: int, of_each_kind: int, folder: Path) -> dict[str, l
 
 
 @pytest.mark.slow
-def test_neutral_events(tmp_path: Path) -> None:
-    assert told(2, 0, 6, tmp_path) == {}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", KINDS)
-def test_many_neutral_events(ranks: int, tmp_path: Path) -> None:
-    assert told(ranks, 100, 40 if ranks == 2 else 15, tmp_path) == {}
+@pytest.mark.parametrize(("ranks", "first", "of_each_kind"), [(2, 0, 6), (2, 100, 40), (4, 100, 15)])
+def test_neutral_events(ranks: int, first: int, of_each_kind: int, tmp_path: Path) -> None:
+    assert told(ranks, first, of_each_kind, tmp_path) == {}

@@ -13,7 +13,7 @@ def test_ranks_stay_equal_at_every_level() -> None:
     ran = launch("ddp_levels", 2, *levels, timeout=240)
     assert ran.returncode == 0, ran.stderr[-3000:]
     told = {tuple(line.split()[:2]): line.split(maxsplit=2)[2] for line in ran.stdout.splitlines()}
-    kinds = (
+    kinds = [
         "torch",
         "preamp",
         "zero-torch",
@@ -22,7 +22,7 @@ def test_ranks_stay_equal_at_every_level() -> None:
         "preamp-first",
         "hook-first",
         "builtin-first",
-    )
+    ]
     wanted = {(level, kind) for level in levels for kind in kinds}
     wanted |= {("O5", kind) for kind in ("split", "refused", "frozen")}
     assert told == dict.fromkeys(wanted, "same")

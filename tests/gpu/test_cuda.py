@@ -57,29 +57,6 @@ def test_levels_learn_as_float32_does(level: str) -> None:
     assert got == pytest.approx(reference, abs=0.15 if level == "O3" else 0.05)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
-def test_a_step_with_a_fused_optimizer_never_waits_for_the_device(level: str) -> None:
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), 3e-3, fused=True)
-    x, y = batch(0)
-    with preamp.prepare(model, optimizer, level=level) as session:
-        for step in range(12):
-            if step == 6:  # parameters are compared with their masters in the first steps
-                torch.cuda.set_sync_debug_mode("error")
-            try:
-                with session.autocast():
-                    loss = F.cross_entropy(model(x), y)
-                session.backward(loss)
-                session.clip_grad_norm_(1.0)
-                session.step()
-                session.zero_grad()
-            except BaseException:
-                torch.cuda.set_sync_debug_mode("default")
-                raise
-        torch.cuda.set_sync_debug_mode("default")
-        assert session.last_step is not None and not session.last_step.skipped
-
-
 @pytest.mark.parametrize("logged", [False, True])
 def test_logging_skips_costs_no_wait(logged: bool, caplog: pytest.LogCaptureFixture) -> None:
     """The row of skips is read once in `patience` steps, and what else is told comes with it."""
@@ -136,45 +113,6 @@ def test_rules_on_cuda_are_those_on_the_cpu(dtype: torch.dtype) -> None:
     with preamp.autocast("cuda", dtype=dtype), pytest.raises(RuntimeError, match="binary_cross_entropy"):
         F.binary_cross_entropy(torch.rand(4, device="cuda").to(dtype), torch.rand(4, device="cuda"))
     preamp.autocast.uninstall()
-
-
-def test_grad_scaler_follows_torchs() -> None:
-    def run(kind: type[torch.amp.GradScaler]) -> tuple[list[float], Tensor]:
-        torch.manual_seed(0)
-        parameter = nn.Parameter(torch.randn(100, device="cuda"))
-        optimizer = torch.optim.Adam([parameter], fused=True)
-        scaler = kind("cuda", growth_interval=3)
-        scales = []
-        for step in range(200):
-            optimizer.zero_grad()
-            scaler.scale((parameter * parameter).sum()).backward()
-            if step % 7 == 3:
-                parameter.grad[5] = float("inf")
-            scaler.step(optimizer)
-            scaler.update()
-            scales.append(scaler.get_scale())
-        return scales, parameter.detach()
-
-    (a, p), (b, q) = run(torch.amp.GradScaler), run(preamp.GradScaler)
-    assert a == b and torch.equal(p, q)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
-def test_compiled_training(level: str) -> None:
-    model = network()
-    compiled = torch.compile(model, fullgraph=True)
-    optimizer = torch.optim.AdamW(model.parameters(), 3e-3, fused=True)
-    with preamp.prepare(model, optimizer, level=level) as session:
-        losses = []
-        for step in range(60):
-            x, y = batch(step)
-            with session.autocast():
-                loss = F.cross_entropy(compiled(x), y)
-            session.backward(loss)
-            session.step()
-            session.zero_grad()
-            losses.append(loss.detach())
-    assert losses[-1] < losses[0] * 0.8
 
 
 @pytest.mark.parametrize("name", sorted(TASKS))

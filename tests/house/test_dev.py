@@ -120,14 +120,6 @@ def test_a_verb_installs_what_it_needs_and_test_the_rest(dev: ModuleType) -> Non
     assert dev.run.pips() == []
 
 
-@pytest.mark.parametrize(
-    ("verb", "asked"), [("docs", "-e .[cli,docs]"), ("fix", "ruff"), ("bench", "-e .[cli]")], ids=lambda each: each[:5]
-)
-def test_other_verbs_install_less(dev: ModuleType, verb: str, asked: str) -> None:
-    dev.VERBS[verb]()
-    assert dev.run.pips() == [f"{CONSTRAINED} {asked}"]
-
-
 @pytest.mark.parametrize("end", [Killed(), SystemExit(3), KeyboardInterrupt()], ids=["killed", "failed", "Ctrl-C"])
 def test_a_set_up_that_was_ended_goes_on(
     dev: ModuleType, end: BaseException, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -180,13 +172,6 @@ def test_an_environment_without_its_python_is_made_anew(dev: ModuleType) -> None
     dev.fix()
     assert dev.run.ran[0] == "python3 -m venv --clear .venv"
     assert stamps(dev) == {"ruff"}
-
-
-def test_an_environment_without_pip_gets_it_and_keeps_what_it_has(dev: ModuleType) -> None:
-    dev.run._venv(dev.VENV, False, None)
-    (dev.VENV / "bin" / "pip").unlink()
-    dev.fix()
-    assert dev.run.ran[0] == "python3 -m venv .venv"
 
 
 def test_a_python_of_ones_own_gets_nothing(dev: ModuleType) -> None:

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks import counting, measures
+from benchmarks import measures
 from benchmarks.__main__ import SUITES, main
-from benchmarks.counting import count, launches
+from benchmarks.counting import count
 from benchmarks.harness import BEGUN, LOST, Results, Row, Setting, complete, run
-from benchmarks.lists import RIVALS, Problem
 from benchmarks.measures import largest, losses, trains
 from benchmarks.race import Entry, orders, race, spread
 from benchmarks.report import report
-from benchmarks.trainers import BY_HAND, COMPILED, EAGER, FP32, LOSSES, O2, O5_SPLIT, REFERENCE, Contender, fitting
+from benchmarks.trainers import COMPILED, EAGER, FP32, O2, REFERENCE
 from benchmarks.works import Work, works
 from torch import Tensor, nn
 
@@ -213,13 +208,6 @@ def test_the_interval_of_a_median_is_that_of_the_sign_test(count: int, low: int,
     assert (found["median"], found["min"], found["max"]) == ((count + 1) / 2, 1, count)
 
 
-def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
-    random = np.random.default_rng(0).lognormal(size=(2000, 9))  # skewed, with a median of 1
-    found = [spread(list(ratios)) for ratios in random]
-    share = sum(each["low"] <= 1 <= each["high"] for each in found) / len(found)
-    assert share == pytest.approx(found[0]["confidence"], abs=0.015)
-
-
 # -- counts
 
 
@@ -227,27 +215,6 @@ def test_what_a_step_moves_and_converts_is_counted() -> None:
     x = torch.ones(10)
     found = count(lambda: (x.half(), x.add_(1), x.view(2, 5), x.sum().item()))
     assert found == {"bytes": (40 + 20) + 80 + (40 + 4), "casts": 1, "calls": 3, "waits": 1}
-
-
-@pytest.mark.parametrize(("seen", "told"), [(702, 700), (2, 0), (0, None)])
-def test_a_silent_profiler_is_no_count_of_zero(seen: int, told: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert launches(lambda: None) is None  # without a GPU
-    kind = torch.profiler.DeviceType
-    events = [SimpleNamespace(device_type=kind.CUDA)] * seen + [SimpleNamespace(device_type=kind.CPU)]
-
-    class Profile:
-        def __init__(self, **_: Any) -> None: ...
-
-        def __enter__(self) -> Any:
-            return SimpleNamespace(events=lambda: events)
-
-        def __exit__(self, *_: object) -> None: ...
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.setattr(torch.profiler, "profile", Profile)
-    monkeypatch.setattr(counting, "torch", SimpleNamespace(**{**vars(torch), "zeros": lambda *a, **k: Tensor([0])}))
-    assert launches(lambda: None) == told
 
 
 # -- contenders do the same work
@@ -307,17 +274,6 @@ def test_torchs_contenders_run_without_our_rules_and_a_failure_leaves_no_session
     REGISTRY.uninstall()  # refuses when a session is open
 
 
-def test_contenders_are_those_that_say_something_about_a_work() -> None:
-    full = works()
-    names = {name: {each.name for each in fitting(EAGER, work)} for name, work in full.items()}
-    assert all({REFERENCE.name, O2.name, "fp32", "preamp O1", "preamp O5"} <= found for found in names.values())
-    assert {name for name, found in names.items() if "torch.amp fp16, NCHW" in found} == {
-        "UNet", "ResNet-50", "SE-ResNeXt-50"
-    }  # fmt: skip
-    assert O5_SPLIT.name in names["UNet"] and O5_SPLIT.name not in names["ResNet-50"]
-    assert BY_HAND.name not in names["BERT-large b16"] and len(LOSSES) == 10
-
-
 def test_networks_have_their_real_sizes() -> None:
     sizes = {
         name: sum(p.numel() for p in work.model(torch.device("meta")).parameters()) for name, work in works().items()
@@ -353,59 +309,6 @@ def test_the_largest_batch_takes_three_probes(fits: int) -> None:
 
     assert largest(range(8, 64, 8), probe) == max((s for s in range(8, 64, 8) if s <= fits), default=0)
     assert len(probed) == 3
-
-
-class FakeAdam(torch.optim.Adam):
-    """Takes what another library's optimizer takes."""
-
-    made: list[dict[str, Any]]
-
-    def __init__(self, params: Any, lr: float, **more: Any) -> None:
-        FakeAdam.made.append(more)
-        self._step_supports_amp_scaling = "master_weights" in more  # 16-bit gradients are left to it, scaled
-        super().__init__(params, lr=lr)
-
-    def step(self, closure: Any = None, grad_scaler: Any = None) -> None:  # type: ignore[override]
-        if self._step_supports_amp_scaling:
-            assert grad_scaler is not None
-            grad_scaler._check_inf_per_device(self)  # of the 16-bit gradients, as Apex's does
-
-
-@pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself:FutureWarning")
-@pytest.mark.parametrize("name", RIVALS)
-def test_every_scale_is_dynamic_and_a_rival_that_is_installed_is_a_contender(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package, module, kind, arguments = RIVALS[name]
-    real, FakeAdam.made = importlib.metadata.version, []
-    monkeypatch.setattr(importlib.metadata, "version", lambda asked: "1" if asked == package else real(asked))
-    for each in (package, module):
-        monkeypatch.setitem(sys.modules, each, ModuleType(each))
-    monkeypatch.setattr(sys.modules[module], kind, FakeAdam, raising=False)
-    made: list[torch.amp.GradScaler] = []
-    scaler = torch.amp.GradScaler
-    monkeypatch.setattr(torch.amp, "GradScaler", lambda *a, **k: made.append(scaler(*a, **k)) or made[-1])
-    found = race([Entry(who, make) for who, make in Problem([(6, 10)] * 3, CPU).makers().items()], setting())
-    assert not [each for each in found if each.get("error")] and name in {each["name"] for each in found}
-    assert FakeAdam.made == [arguments]
-    for each in (each for each in made if each.is_enabled()):  # towards the next growth: none was skipped
-        assert each.get_scale() == 1 and each._get_growth_tracker() == 5
-    clipped = Problem([(6, 10)], CPU, clip=1.0).makers()
-    assert (name in clipped) != ("master_weights" in arguments)
-
-
-def test_modes_go_to_inductor_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, str | None]] = []
-
-    def compiling(model: Any, *, backend: str, dynamic: bool, mode: str | None) -> Any:
-        asked.append((backend, mode))
-        return model
-
-    monkeypatch.setattr(torch, "compile", compiling)
-    reduced = Contender(name="x", compiled=True, mode="reduce-overhead")
-    for backend in ("inductor", "eager"):
-        measures.Trainer(reduced, toy(), CPU, backend=backend).close()
-    assert asked == [("inductor", "reduce-overhead"), ("eager", None)]
 
 
 # -- the command and its report

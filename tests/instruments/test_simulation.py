@@ -9,7 +9,7 @@ import pytest
 from benchmarks.simulation import processor
 from benchmarks.simulation.block import Event, run_block
 from benchmarks.simulation.memory import Memory
-from benchmarks.simulation.processor import LAUNCH, Device, resident, simulate
+from benchmarks.simulation.processor import LAUNCH, Device, simulate
 from benchmarks.simulation.sass import Instruction, NotUnderstood, read_sass
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -117,18 +117,6 @@ def test_lanes_exchange_and_warps_meet_at_barriers() -> None:
     assert (stored(*meeting, warps=2)[0] == np.arange(32)).all()  # the second warp reads what the first one wrote
 
 
-def test_loops_run_as_often_as_they_do() -> None:
-    loop = ["MOV R0, RZ", "IADD3 R0, R0, 0x1, RZ", "ISETP.LT.AND P0, PT, R0, 0x7, PT", "@P0 BRA 0x10"]
-    (trace,) = run_block(written(*loop), Memory(), b"", 1)
-    assert len(trace) == 1 + 3 * 7 + 1
-
-
-def test_lanes_part_and_meet_again() -> None:
-    code = ["S2R R0, SR_LANEID", "ISETP.LT.AND P0, PT, R0, 0x7, PT", "@P0 BRA 0x50", "MOV R10, 0x1", "BRA 0x60",
-            "MOV R10, 0x2", "SHFL.BFLY PT, R10, R10, 0x1f, 0x1f"]  # fmt: skip
-    assert stored(*code)[0].tolist() == [1] * 25 + [2] * 7
-
-
 @pytest.mark.parametrize(
     ("lines", "told"),
     [
@@ -192,25 +180,6 @@ def test_a_chain_of_loads_takes_its_latencies(latency: int) -> None:
 def test_instructions_take_the_time_of_their_units(name: str, cycles: int) -> None:
     result = simulate([[step(name)] * 300] * 4, 4, FAST, 700, rounds=4)
     assert result.cycles == pytest.approx(300 * 4 * cycles / 4, rel=0.1)
-
-
-def test_stalls_of_a_lonely_warp_add_up() -> None:
-    result = simulate([[step("FADD", stall=5)] * 100], 1, FAST, 700, rounds=10)
-    assert result.cycles == pytest.approx(100 * 5 + LAUNCH, abs=10)
-
-
-def test_a_barrier_waits_for_all_warps() -> None:
-    slow = [step("LDG.E", write=0, moved=128), step("BAR.SYNC", waits=(0,)), *[step("FADD", stall=5)] * 20]
-    quick = [step("FADD"), step("BAR.SYNC"), *[step("FADD", stall=5)] * 20]
-    together = simulate([slow, quick, quick, quick], 1, FAST, 700, rounds=10).cycles
-    assert together == pytest.approx(700 + processor.BARRIER + 100 + LAUNCH, abs=10)
-
-
-def test_registers_shared_memory_and_places_limit_the_blocks() -> None:
-    assert resident(46, 0, 8) == 5  # 48 registers of 256 threads: 12288 of 65536
-    assert resident(64, 0, 8) == 4
-    assert resident(16, 0, 1) == 32
-    assert resident(32, 100_000, 4) == 2
 
 
 @pytest.mark.slow

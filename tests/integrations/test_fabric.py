@@ -229,25 +229,6 @@ def test_losses_with_scales_of_their_own_and_autocast() -> None:
     assert precision.session.steps == 1
 
 
-@pytest.mark.parametrize("level", ["O2", "O4"])
-def test_a_gradient_penalty(level: str) -> None:
-    precision = PreampPrecision(level, scale=128.0)
-    fabric = fabric_with(precision)
-    net = network()
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
-    x = data()[0][0].requires_grad_()
-    with fabric.autocast():
-        (slope,) = precision.session.grad(net(x).float().sum(), x)
-    fabric.backward(model(x).square().mean() + slope.square().mean())
-    optimizer.step()
-    exact = network()
-    (wanted,) = torch.autograd.grad(exact(x).sum(), x, create_graph=True)
-    (exact(x).square().mean() + wanted.square().mean()).backward()
-    torch.optim.SGD(exact.parameters(), 0.1).step()
-    precision.close()
-    torch.testing.assert_close(net.state_dict(), exact.state_dict(), rtol=0, atol=5e-3)
-
-
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match=r"(?i)received both .precision"):
         Fabric(plugins=[PreampPrecision("O5")], precision="bf16-mixed")

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from preamp.kernels.lists import TensorList, chained, count_writes, listed, same_walk, split_by_walk, walkable
-from preamp.kernels.triton import tables
 from preamp.kernels.triton.tables import chunks_of, parts_of
 
 CPU = torch.device("cpu")
@@ -49,14 +48,6 @@ def test_parts_hold_addresses_and_positions() -> None:
     assert parts_of([tensors, moved], 1024)[0] is not aligned
     assert parts_of([tensors, states], 1024, [9, 8, 7, 6])[0].table[2].tolist() == [8, 6]
     assert parts_of([[torch.zeros(0)]], 1024) == ()
-
-
-def test_tables_do_not_pile_up() -> None:
-    kept = [torch.zeros(3) for _ in range(100)]
-    for tensor in kept:
-        parts_of([[tensor]], 16)
-    assert len(tables._tables) <= tables._KEPT
-    assert len(tables._chunks) <= tables._KEPT
 
 
 def test_walks() -> None:
