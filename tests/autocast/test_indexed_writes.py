@@ -117,8 +117,7 @@ class Writes(nn.Module):
         x, y = self.words(tokens).clone(), self.norm(self.seen(image))
         x[MASK] = y
         x = self.norm(x).index_add(0, ROWS, self.seen(image)).masked_scatter(MASK[:, None], self.seen(image))
-        out: Tensor = self.last(x)
-        return out
+        return self.last(x)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])

@@ -61,8 +61,7 @@ def build() -> Net:
 
 def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     maker: Any = torch.optim.SGD if kind == "torch" else preamp.optim.SGD
-    optimizer: torch.optim.Optimizer = maker(model.parameters(), lr=0.05, momentum=0.9)
-    return optimizer
+    return maker(model.parameters(), lr=0.05, momentum=0.9)
 
 
 def alone(level: str, kind: str, world: int) -> tuple[list[Tensor], list[float], int]:

@@ -43,8 +43,7 @@ class Stages(nn.Module):
         self.first, self.second = network(first)[:2], network(second)[2:]
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.second(self.first(x).to(self.second_device))
-        return result
+        return self.second(self.first(x).to(self.second_device))
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])

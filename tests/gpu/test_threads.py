@@ -25,8 +25,7 @@ def test_parallel_apply_with_regions_of_their_own(level: str) -> None:
             self.net, self.region = model, region
 
         def forward(self, x: Tensor) -> tuple[Any, ...]:
-            result: tuple[Any, ...] = self.region(seen)(self.net, x)
-            return result
+            return self.region(seen)(self.net, x)
 
     with prepared(model, level) as session:
         module = Seen(session.autocast())

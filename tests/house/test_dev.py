@@ -163,23 +163,6 @@ def test_only_what_has_changed_is_installed_again(dev: ModuleType) -> None:
     assert len(dev.run.pips()) == 3
 
 
-def test_an_environment_without_its_python_is_made_anew(dev: ModuleType) -> None:
-    dev.setup()
-    python = dev.VENV / "bin" / "python"
-    python.unlink()
-    python.symlink_to("removed")
-    dev.run.ran.clear()
-    dev.fix()
-    assert dev.run.ran[0] == "python3 -m venv --clear .venv"
-    assert stamps(dev) == {"ruff"}
-
-
-def test_a_python_of_ones_own_gets_nothing(dev: ModuleType) -> None:
-    dev.OWN_PYTHON = "python-of-the-machine"
-    dev.demo()
-    assert dev.run.ran == ["python-of-the-machine -m preamp demo"]
-
-
 def test_an_old_python_is_told_what_to_do(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 9))
     with pytest.raises(SystemExit, match=r"preamp needs Python 3\.10 or newer .* try python3\.11 \./dev"):

@@ -141,8 +141,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("ranks")
     ran = subprocess.run([*line, plan_ranks.__file__], capture_output=True, text=True, cwd=folder, timeout=240)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    told: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
-    return told
+    return json.loads(ran.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow

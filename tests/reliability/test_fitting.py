@@ -26,8 +26,7 @@ class Old(nn.Module):
         self.b = nn.Linear(width, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.b(self.a(x))
-        return out
+        return self.b(self.a(x))
 
 
 class New(Old):

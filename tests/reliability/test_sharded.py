@@ -50,8 +50,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, late: bool) -> Tensor:
         x = self.frozen(self.second(self.first(x)))
-        out: Tensor = self.late(x) if late else x
-        return out
+        return self.late(x) if late else x
 
 
 class Run:

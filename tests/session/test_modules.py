@@ -295,8 +295,7 @@ def test_a_module_in_full_precision_that_gets_no_floating_input(level: str, ids:
             self.table, self.linear = nn.Embedding(5, 8), nn.Linear(8, 8)
 
         def forward(self, tokens: torch.Tensor | None = None) -> torch.Tensor:
-            encoded: torch.Tensor = self.linear(self.table(torch.arange(5) if tokens is None else tokens))
-            return encoded
+            return self.linear(self.table(torch.arange(5) if tokens is None else tokens))
 
     tokens = {"as an argument": ((torch.arange(5),), {}), "by name": ((), {"tokens": torch.arange(5)})}
     args, kwargs = tokens.get(ids, ((), {}))
