@@ -17,16 +17,15 @@ from benchmarks import measures
 from benchmarks.__main__ import SUITES, main
 from benchmarks.counting import count
 from benchmarks.harness import BEGUN, LOST, Results, Row, Setting, complete, run
-from benchmarks.measures import largest, losses, trains
+from benchmarks.measures import losses, trains
 from benchmarks.race import Entry, orders, race, spread
 from benchmarks.report import report
 from benchmarks.trainers import COMPILED, EAGER, FP32, O2, REFERENCE
-from benchmarks.works import Work, works
+from benchmarks.works import Work
 from torch import Tensor, nn
 
 from preamp.autocast import REGISTRY
 from preamp.errors import PreampError
-from preamp.machine import environment
 from tests import forks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,21 +46,6 @@ def rows_of(path: Path, suite: str = "step") -> dict[str, dict[str, Any]]:
 
 
 # -- rows
-
-
-def test_each_row_is_in_the_file_as_soon_as_it_is_there(tmp_path: Path) -> None:
-    results, seen = Results(tmp_path / "results.json", HERE, 3), []
-
-    def look() -> dict[str, Any]:
-        seen.append({name: found.get("error") for name, found in rows_of(results.path).items()})
-        return {}
-
-    assert run([row("one", look), row("two", look)], results, setting()) == []
-    look()
-    assert seen == [{"one": BEGUN}, {"one": None, "two": BEGUN}, {"one": None, "two": None}]
-    assert rows_of(results.path)["two"]["measured on"] == {
-        "device": "a small machine", "torch": "2.13.0", "commit": "abc"
-    }  # fmt: skip
 
 
 @pytest.mark.slow
@@ -142,11 +126,6 @@ def test_a_device_that_is_lost_ends_the_process_after_the_row(tmp_path: Path, mo
         run([row("whole"), broken, row("next")], results, setting())
     assert ended.value.code == LOST and set(results.suites["step"]) == {"whole", "broken"}
     assert "since then the device fails" in rows_of(results.path)["broken"]["error"]
-
-
-def test_a_tree_without_history_can_be_told_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PREAMP_COMMIT", "0123456789")
-    assert environment(CPU)["commit"] == "0123456789"
 
 
 # -- races
@@ -272,43 +251,6 @@ def test_torchs_contenders_run_without_our_rules_and_a_failure_leaves_no_session
     with pytest.raises(RuntimeError, match="launch failure"):
         trains(O2, toy(lambda *_: exec('raise RuntimeError("launch failure")')), 4, CPU)
     REGISTRY.uninstall()  # refuses when a session is open
-
-
-def test_networks_have_their_real_sizes() -> None:
-    sizes = {
-        name: sum(p.numel() for p in work.model(torch.device("meta")).parameters()) for name, work in works().items()
-    }
-    assert sizes == {
-        "feed-forward": 1_313_793, "BERT-base b4": 109_514_298, "BERT-base b32": 109_514_298,
-        "BERT-large b16": 335_174_458, "GPT-2048 b4": 310_811_776, "UNet": 7_763_041, "ResNet-50": 25_557_032,
-        "SE-ResNeXt-50": 27_559_896,
-    }  # fmt: skip
-
-
-def test_data_is_that_of_its_index_and_a_decoder_sees_nothing_of_what_comes() -> None:
-    for work in works(tiny=True).values():
-        (x, y), (again, _), (other, _) = work.data(CPU, 3), work.data(CPU, 3), work.data(CPU, 4)
-        assert len(x) == len(y) == work.count and torch.equal(x, again) and not torch.equal(x, other)
-    work = works(tiny=True)["GPT-2048 b4"]
-    model, (ids, following) = work.model(CPU), work.data(CPU, 0)
-    assert torch.equal(ids[:, 1:], following[:, :-1])
-    changed = torch.cat([ids[:, :9], (ids[:, 9:] + 1) % 64], dim=1)
-    with torch.no_grad():
-        logits, others = model(ids), model(changed)
-    torch.testing.assert_close(logits[:, :9], others[:, :9])
-    assert not torch.equal(logits[:, 9:], others[:, 9:])
-
-
-@pytest.mark.parametrize("fits", [0, 8, 16, 24, 40, 56, 1000])
-def test_the_largest_batch_takes_three_probes(fits: int) -> None:
-    probed: list[int] = []
-
-    def probe(size: int) -> bool:
-        probed.append(size)
-        return size <= fits
-
-    assert largest(range(8, 64, 8), probe) == max((s for s in range(8, 64, 8) if s <= fits), default=0)
-    assert len(probed) == 3
 
 
 # -- the command and its report

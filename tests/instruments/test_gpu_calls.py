@@ -117,22 +117,6 @@ def device(request, monkeypatch):
     assert last(tmp_path / "a" / "tests.jsonl") == {"test_first": "passed", "test_wrong": "failed"}
 
 
-def write_outcomes(path: Path, device: str, **outcomes: str) -> None:
-    lines: list[dict[str, str]] = [{"device": device, "torch": torch.__version__}]
-    lines += [{"test": f"test_some.py::{test}", "outcome": outcome} for test, outcome in outcomes.items()]
-    path.mkdir()
-    (path / "tests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-@pytest.mark.slow
-def test_outcomes_of_another_device_do_not_count(
-    gpu_tests: Callable[..., CompletedProcess[str]], tmp_path: Path
-) -> None:
-    write_outcomes(tmp_path / "a", "NVIDIA H100", test_first="passed", test_last="passed")
-    again = gpu_tests("b", "-p", "no:xdist", "-k", "first or last", "--missing", str(tmp_path / "a"))
-    assert "2 passed" in again.stdout
-
-
 # -- parts
 
 
@@ -203,18 +187,6 @@ def test_a_bench_that_crashed_is_begun_anew(call: Any, statuses: list[int], proc
     for asked in call.asked:
         assert asked[:3] == ["-m", "benchmarks", "steps"] and asked[asked.index("--out") + 1] == str(call.out)
         assert 500 < float(asked[asked.index("--seconds") + 1]) < call.left
-
-
-@pytest.mark.slow
-def test_tests_that_ended_are_not_begun_anew(call: Any, dev: ModuleType) -> None:
-    call.after = lambda: (call.out / "tests.jsonl").write_text('{"finished": 1}\n')
-    call.statuses = [1]
-    assert call.tests() == 1 and len(call.asked) == 1
-    call.statuses = [5]  # pytest's word for no tests
-    assert call.tests() == 0
-    call.after = lambda: (call.out / "tests.jsonl").write_text('{"test": "a", "outcome": "begun"}\n')
-    call.statuses, call.asked = [75, -11, *[75] * 9], []
-    assert call.tests() == 75 and len(call.asked) == dev.GPU_TRIES
 
 
 # -- all of it

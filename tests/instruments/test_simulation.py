@@ -108,15 +108,6 @@ def test_products_bits_and_bytes(a: int, b: int) -> None:
     assert of_two(a, b, "VIMNMX R10, R2, R4, !PT", count=1) == max(signed) % 2**32
 
 
-def test_lanes_exchange_and_warps_meet_at_barriers() -> None:
-    adding = [line for step in (16, 8, 4, 2, 1)
-              for line in (f"SHFL.BFLY PT, R1, R10, {step:#x}, 0x1f", "IADD3 R10, R10, R1, RZ")]  # fmt: skip
-    assert (stored("S2R R10, SR_LANEID", *adding) == 31 * 16).all()
-    meeting = ["S2R R0, SR_TID.X", "SHF.L.U32 R1, R0, 0x2, RZ", "STS [R1], R0", "BAR.SYNC 0x0",
-               "LOP3.LUT R1, R1, 0x80, RZ, 0x3c, !PT", "LDS R10, [R1]"]  # fmt: skip
-    assert (stored(*meeting, warps=2)[0] == np.arange(32)).all()  # the second warp reads what the first one wrote
-
-
 @pytest.mark.parametrize(
     ("lines", "told"),
     [
@@ -131,18 +122,6 @@ def test_lanes_exchange_and_warps_meet_at_barriers() -> None:
 def test_what_is_not_followed_is_refused(lines: list[str], told: str) -> None:
     with pytest.raises(NotUnderstood, match=told):
         run_block(written(*lines), Memory(), b"", 1)
-
-
-def test_bytes_count_once_and_loads_take_a_pass_for_each_line() -> None:
-    memory = Memory()
-    place = memory.add("row 0", np.zeros(4096, np.uint8))
-    code = ["S2R R0, SR_TID.X", f"MOV R2, {place & 0xFFFFFFFF:#x}", f"MOV R3, {place >> 32:#x}",
-            "IMAD.WIDE.U32 R2, R0, 0x20, R2", "LDG.E.128 R4, desc[UR8][R2.64]", "LDG.E.128 R4, desc[UR8][R2.64+0x10]",
-            "@!PT LDG.E R4, desc[UR8][R2.64]"]  # fmt: skip
-    (trace,) = run_block(written(*code), memory, b"", 1)
-    assert [(event.moved, event.passes, event.carried_out) for event in trace[4:7]] == [
-        (1024, 8, True), (0, 8, True), (0, 1, False),
-    ]  # fmt: skip
 
 
 FAST = Device("one", 1e3, processors=1, clock=1.0)
@@ -174,12 +153,6 @@ def test_a_chain_of_loads_takes_its_latencies(latency: int) -> None:
     chain = [step("LDG.E", write=0, waits=(0,), moved=128)] * 5
     result = simulate([chain + END], 1, FAST, latency, rounds=10)
     assert result.cycles == pytest.approx(5 * latency + LAUNCH, abs=10)
-
-
-@pytest.mark.parametrize(("name", "cycles"), [("FADD", 1), ("IADD3", 2), ("IMAD.WIDE", 2), ("MUFU.RSQ", 8)])
-def test_instructions_take_the_time_of_their_units(name: str, cycles: int) -> None:
-    result = simulate([[step(name)] * 300] * 4, 4, FAST, 700, rounds=4)
-    assert result.cycles == pytest.approx(300 * 4 * cycles / 4, rel=0.1)
 
 
 @pytest.mark.slow

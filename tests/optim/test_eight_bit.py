@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn import Parameter
 
-import preamp
 from preamp.errors import OptimizerError
 from preamp.kernels import dequantize
 from preamp.optim import Adam, AdamW, Lion, Muon
@@ -122,42 +121,6 @@ def test_states_of_one_kind_load_into_the_other(kind: dict[str, Any]) -> None:
             assert ("exp_avg" in twin.state[q]) != ("exp_avg_8bit" in twin.state[q])
         run(twin, twins, range(5, 7))
         assert all(bool(q.isfinite().all()) for q in twins)
-
-
-@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
-@pytest.mark.parametrize("master", ["float32", "split"])
-def test_a_session_resumes_bit_for_bit(level: str, master: str) -> None:
-    def prepared() -> tuple[nn.Module, AdamW, preamp.Session]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 80), nn.LayerNorm(80), nn.GELU(), nn.Linear(80, 10))
-        optimizer = AdamW(model.parameters(), 1e-2, master=master, states="8bit")
-        return model, optimizer, preamp.prepare(model, optimizer, level=level)
-
-    def trained(model: nn.Module, session: preamp.Session, steps: range) -> float:
-        for step in steps:
-            generator = torch.Generator().manual_seed(step)
-            x = torch.randn(32, 64, generator=generator)
-            with session.autocast():
-                loss = F.cross_entropy(model(x).float(), x[:, :10].argmax(1))
-            session.backward(loss)
-            session.step()
-            session.zero_grad()
-        return float(loss.detach())
-
-    model, optimizer, session = prepared()
-    first = trained(model, session, range(1))
-    trained(model, session, range(1, 10))
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), session.state_dict()))
-    loss = trained(model, session, range(10, 20))
-    assert optimizer.state[model[0].weight]["exp_avg_8bit"].dtype is torch.int8
-    session.close()
-    assert loss < 0.8 * first
-    twin, other, again = prepared()
-    twin.load_state_dict(saved[0])
-    other.load_state_dict(saved[1])
-    again.load_state_dict(saved[2])
-    assert trained(twin, again, range(10, 20)) == loss
-    again.close()
 
 
 def final_loss(states: str, seed: int, **arguments: Any) -> float:

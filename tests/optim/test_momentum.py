@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Parameter
 
 import preamp
@@ -140,26 +140,19 @@ def test_a_session_of_both(level: str, master: str) -> None:
             losses.append(loss.item())
         return losses
 
-    model = blocks()
-    used = optimizers(model, master)
-    session = preamp.prepare(model, used, level=level)
-    losses = train(session, model, range(20))
-    assert losses[-1] < 0.4 * losses[0]
-    kept, weights = copy.deepcopy(session.state_dict()), copy.deepcopy(model.state_dict())
-    states = [copy.deepcopy(each.state_dict()) for each in used]
-    ahead = train(session, model, range(20, 24))
-
-    def end(of: Any) -> list[Tensor]:
-        of.close()
-        return [p.detach() for p in model.parameters()]
-
-    wanted = [p.clone() for p in end(session)]
-    model = blocks()
-    used = optimizers(model, master)
-    session = preamp.prepare(model, used, level=level)
-    model.load_state_dict(weights)
-    for each, state in zip(used, states, strict=True):
-        each.load_state_dict(state)
-    session.load_state_dict(kept)
-    assert train(session, model, range(20, 24)) == ahead
-    assert same(end(session), wanted)
+    saved: list[Any] = []
+    ends = []
+    for _ in range(2):
+        model = blocks()
+        used = optimizers(model, master)
+        with preamp.prepare(model, used, level=level) as session:
+            parts = model, *used, session
+            for part, state in zip(parts, saved, strict=False):
+                part.load_state_dict(state)
+            if not saved:
+                losses = train(session, model, range(20))
+                assert losses[-1] < 0.4 * losses[0]
+                saved = [copy.deepcopy(part.state_dict()) for part in parts]
+            ahead = train(session, model, range(20, 24))
+        ends.append((ahead, [p.detach() for p in model.parameters()]))
+    assert ends[0][0] == ends[1][0] and same(ends[0][1], ends[1][1])

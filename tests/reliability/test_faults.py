@@ -12,9 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-import preamp
-from preamp.errors import PreampError
-
 from ..session.toys import loss_of
 from .runs import LEVELS, OPTIMIZERS, Run, alike
 
@@ -286,19 +283,3 @@ def test_two_sessions_in_threads(pair: tuple[str, str]) -> None:
     assert not failures, failures
     for run, twin in zip(runs, twins, strict=True):
         assert alike(run.state(), twin.state())
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_session_goes_on_after_its_scale_collapsed(level: str, kind: str) -> None:
-    run = Run(level, kind, scale=preamp.DynamicScale(patience=3))
-    run.steps(0, 1)
-    weights = run.state()["model"]
-    with pytest.raises(preamp.errors.ScaleCollapse):
-        for index in range(9):
-            run.step(index, factor=INF)
-    assert index == 2 and run.session.skipped == 3
-    run.session.zero_grad()
-    assert alike(run.state()["model"], weights)
-    assert not run.step(4).skipped
-    assert issubclass(preamp.errors.ScaleCollapse, PreampError)

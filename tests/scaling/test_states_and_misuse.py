@@ -133,7 +133,7 @@ def test_updating_to_a_given_scale() -> None:
     ours.scale(torch.ones(1))
     ours.update(64)  # a whole number, on which torch fails
     assert ours.get_scale() == 64.0
-    for wrong in (0.0, -1.0, math.nan, math.inf, 1e-42):
+    for wrong in (0.0, -1.0, math.nan, math.inf, 1e-42, True):
         with pytest.raises(ScaleError, match="new_scale"):
             ours.update(wrong)
         assert ours.get_scale() == 64.0

@@ -116,9 +116,8 @@ def test_rnns(level: str, kind: type[nn.RNNBase], packed: bool) -> None:
     class Tagger(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embed = nn.Embedding(7, 6)
+            self.embed, self.head = nn.Embedding(7, 6), nn.Linear(10, 3)
             self.rnn = kind(6, 5, num_layers=2, bidirectional=True, batch_first=True)
-            self.head = nn.Linear(10, 3)
 
         def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
             out = self.embed(x)
@@ -135,17 +134,16 @@ def test_rnns(level: str, kind: type[nn.RNNBase], packed: bool) -> None:
     model = Tagger()
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     x, lengths = torch.randint(0, 7, (6, 9)), torch.tensor([9, 3, 4, 9, 1, 7])
+    losses = []
     with preamp.prepare(model, optimizer, level=level, scale=16.0) as session:
-        losses = []
         for _ in range(8):
             with session.autocast():
-                out = model(x, lengths)
-                loss = F.cross_entropy(out.flatten(0, 1), (x % 3).flatten())
+                loss = F.cross_entropy(model(x, lengths).flatten(0, 1), (x % 3).flatten())
             session.backward(loss)
             session.step()
             session.zero_grad()
             losses.append(loss.item())
-        assert losses[-1] < losses[0] - 0.05
+    assert losses[-1] < losses[0] - 0.05
 
 
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
@@ -189,14 +187,6 @@ def test_one_layer_in_bfloat16_inside_a_float16_model() -> None:
         assert seen.outputs["3"] is torch.float16
         if level == "O1":
             assert seen.outputs["0"] is torch.bfloat16
-
-
-def test_an_exact_path_wins_over_a_pattern() -> None:
-    policy = preamp.policy("O2").override(r"\d", "full").override("3", "low")
-    model = mlp()
-    with preamp.prepare(model, None, policy=policy):
-        assert model[0].weight.dtype is torch.float32
-        assert model[3].weight.dtype is torch.float16
 
 
 def test_a_shared_parameter_wanted_in_two_precisions_is_refused() -> None:

@@ -152,20 +152,6 @@ def test_a_loss_backward_of_ones_own_is_right_without_a_scale(level: str, librar
     run.check(1)
 
 
-@pytest.mark.parametrize("zero", [True, False])
-@pytest.mark.parametrize("level", PLAIN)
-def test_loops_with_a_backward_of_their_own(level: str, zero: bool) -> None:
-    run, losses = Run(level, "torch"), []
-    for _ in range(5):
-        run.session.zero_grad(set_to_none=zero)
-        loss = run.loss()
-        loss.backward()
-        run.session.step()
-        losses.append(loss.item())
-    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
-    run.session.close()
-
-
 @pytest.mark.parametrize("level", SCALED)
 def test_a_loss_backward_of_ones_own_is_refused_under_a_scale(level: str) -> None:
     run = Run(level)

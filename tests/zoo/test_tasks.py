@@ -51,16 +51,6 @@ def losses(task, *, seed, steps, batch_size):
     return seen
 
 
-def test_names_and_texts():
-    assert list(TASKS) == ["flights", "unet", "bert", "seresnext"]
-    for name, task in TASKS.items():
-        assert task.name == name
-        assert task.sizes == ("ci", "full")
-        assert task.title
-        assert task.data
-        assert task.metric
-
-
 def test_the_quick_recipe_differs_in_steps_alone(task):
     for size in task.sizes:
         usual, quick = task.recipe(size), task.recipe(size, quick=True)
@@ -94,14 +84,6 @@ def test_weights_depend_on_the_seed_alone(task):
 def test_batches_depend_on_the_seed_alone(task):
     assert same(flat(first_batch(task, seed=3)), flat(first_batch(task, seed=3)))
     assert not same(flat(first_batch(task, seed=3)), flat(first_batch(task, seed=4)))
-
-
-def test_two_streams_do_not_disturb_each_other(task):
-    def stream():
-        return task.batches("ci", seed=1, steps=3, batch_size=4)
-
-    for one, other in zip(stream(), stream(), strict=True):
-        assert same(flat(one), flat(other))
 
 
 def test_batches_have_the_length_asked_for(task):
