@@ -91,16 +91,6 @@ def test_what_is_written_is_the_tensor_itself() -> None:
     assert x.view(-1)[:3].tolist() == [2, 2, 1] and x[2, 1] == 2
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("name", ["x[mask] = y", "index_add", "masked_scatter", "scatter_add_", "slice_scatter"])
-def test_compiled(name: str, backend: str) -> None:
-    write = torch.compile({**OUT_OF_PLACE, **IN_PLACE}[name], backend=backend, fullgraph=True)
-    x, y = torch.zeros(3, 4, requires_grad=True), torch.ones(2, 4, dtype=BF16, requires_grad=True)
-    with preamp.autocast("cpu", dtype=BF16):
-        write(x, y).sum().backward()
-    assert y.grad is not None and bool((y.grad == 1).all())
-
-
 class Writes(nn.Module):
     """Writes features into embeddings, in each way around."""
 

@@ -129,19 +129,3 @@ def test_a_region_opened_inside_of_the_checkpointed_function(level: str, reentra
             return weights(model)
 
     assert same(run(True), run(False))
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_blocks_cast_as_often_as_they_run(reentrant: bool) -> None:
-    model = mlp(norm=False)
-    with preamp.prepare(model, torch.optim.SGD(model.parameters(), 1e-3), level="O4") as session:
-        for step in range(3):
-            for i in range(2):
-                x, y = batch(step + i)
-                with Casts(model) as counted, session.autocast():
-                    hidden = checkpoint(model[:2], x.requires_grad_(), use_reentrant=reentrant)
-                    loss = nn.functional.cross_entropy(model[2:](hidden).float(), y)
-                assert min(counted.of[p.data_ptr()] for p in model.parameters()) == 1, (step, i)
-                session.backward(loss, sync=i == 1)
-            session.step()
-            session.zero_grad()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
 
 import preamp
 
-from .toys import LEVELS, backward, batch, loss_of, mlp, same, step, weights
+from .toys import LEVELS, backward, batch, loss_of, mlp, same, weights
 
 
 def prepared(level: str) -> tuple[nn.Sequential, preamp.Session]:
@@ -64,42 +62,6 @@ def test_gradients_made_inside_do_not_reach_the_step(level: str) -> None:
             return weights(model)
 
     assert same(run(True), run(False))
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("where", ["full", "bypass", "to_float", "body", "low", "to_low", "resume"])
-def test_an_interrupt_leaves_a_session_that_casts(level: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, session = prepared(level)
-    with session:
-        dtypes = [t.dtype for t in (*model.parameters(), *model.buffers())]
-        castings = [getattr(m, "_preamp_casting", None) for m in model.modules()]
-
-        def interrupted(*_: object) -> None:
-            raise KeyboardInterrupt
-
-        owner = session._masters if where in ("full", "low") else session._conversions[0]
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            if where != "body" and where not in ("low", "to_low", "resume"):
-                patch.setattr(owner, where, interrupted)
-            with session.full_precision():
-                if where in ("low", "to_low", "resume"):
-                    patch.setattr(owner, where, once(interrupted, getattr(owner, where)))
-                raise KeyboardInterrupt
-        with session.full_precision():
-            pass  # whatever was left undone is undone by the next
-        assert [t.dtype for t in (*model.parameters(), *model.buffers())] == dtypes
-        assert [getattr(m, "_preamp_casting", None) for m in model.modules()] == castings
-        assert not step(session, model, 0).skipped
-
-
-def once(first: Callable[..., None], then: Callable[..., None]) -> Callable[..., None]:
-    calls: list[int] = []
-
-    def call(*args: object) -> None:
-        calls.append(1)
-        (first if len(calls) == 1 else then)(*args)
-
-    return call
 
 
 @pytest.mark.parametrize("level", [level for level in LEVELS if level != "O3"])

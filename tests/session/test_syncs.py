@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import Parameter
 
 import preamp
 from preamp.errors import SessionError
@@ -60,32 +59,6 @@ def test_a_step_of_ours_never_waits(meta: nn.Module, policy: str, scale: str, cl
             assert session.last_step.skipped  # which waits, and here cannot
 
 
-class Capturable(torch.optim.Optimizer):
-    """What torch's capturable optimizers are: all they keep is on the device. (torch's own refuse the meta device.)"""
-
-    def __init__(self, params: Iterable[Any]) -> None:
-        super().__init__(params, {"lr": 0.1, "capturable": True})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                state["sum"] = state.get("sum", torch.zeros_like(p)).add_(p.grad)
-                p.sub_(group["lr"] * state["sum"])
-
-
-def test_a_capturable_optimizer_waits_at_its_first_step_only(meta: nn.Module) -> None:
-    optimizer = Capturable(meta.parameters())
-    with preamp.prepare(meta, optimizer, policy=SCALED.format("dynamic")) as session:
-        with pytest.raises(RuntimeError, match="meta"):  # a state made by a skipped step could not be unmade
-            train(session, meta, 1, "norm")
-        for p in meta.parameters():
-            optimizer.state[p]["sum"] = torch.zeros_like(p)
-        session.zero_grad()
-        train(session, meta, 5, "norm")
-
-
 def test_any_other_optimizer_waits_once(meta: nn.Module) -> None:
     """Counted through: the wait that meta refuses is the one that decides about the step."""
     optimizer = torch.optim.SGD(meta.parameters(), 0.1)
@@ -106,17 +79,6 @@ def test_any_other_optimizer_waits_once(meta: nn.Module) -> None:
         finally:
             torch.Tensor.__bool__ = original  # type: ignore[method-assign]
         assert waits == 5
-
-
-def test_our_optimizers_never_wait_under_our_scaler() -> None:
-    with torch.device("meta"):
-        params = [Parameter(torch.ones(3)), Parameter(torch.ones(2, 2))]
-    optimizer = preamp.optim.AdamW(params)
-    scaler = preamp.GradScaler("meta")
-    for _ in range(4):
-        scaler.scale(sum(p.sum() for p in params)).backward()
-        scaler.step(optimizer)
-        scaler.update()
 
 
 STEPPED = {
