@@ -99,22 +99,6 @@ def test_the_region_around_a_call_decides(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("inside", [True, False])
-def test_a_change_of_rules_is_noticed(backend: str, inside: bool) -> None:
-    x, w = xw()
-    rules: list[OpRules | None] = [None]
-
-    run = compiled(body_in_a_region if inside else body, backend)
-    for rules[0], expected in ((OpRules(), FP32), (LOW_SOFTMAX, BF16), (OpRules(), FP32), (LOW_SOFTMAX, BF16)):
-        with region(rules=rules[0]):
-            assert dtypes(run(x, w)) == (BF16, expected)
-        if inside:
-            continue
-        with torch.autocast("cpu", dtype=BF16):
-            assert dtypes(run(x, w)) == (BF16, BF16)
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_change_of_rules_between_calls_reaches_a_region_inside(backend: str) -> None:
     x, w = xw()
     run = compiled(body_in_a_region, backend)
@@ -136,18 +120,6 @@ def test_code_is_reused_when_rules_come_back() -> None:
             with region(rules=rules):
                 assert dtypes(run(x, w)) == (BF16, expected)
     assert count.frame_count == 2
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_taking_rules_out_is_noticed(backend: str) -> None:
-    x, w = xw()
-    run = compiled(body, backend)
-    for _ in range(2):
-        with region():
-            assert dtypes(run(x, w)) == (BF16, FP32)
-        preamp.autocast.uninstall()
-        with torch.autocast("cpu", dtype=BF16):
-            assert dtypes(run(x, w)) == (BF16, BF16)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

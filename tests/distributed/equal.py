@@ -1,9 +1,9 @@
 """Trains on several ranks and, in each process, alone on the joined batch; says how far apart they end.
 
-    torchrun --nproc-per-node N equal.py WRAPPER OUT.json LEVEL...
+    torchrun --nproc-per-node N equal.py OPTIONS OUT.json LEVEL...
 
-WRAPPER: "ddp" or "fsdp2", and behind commas: options of DistributedDataParallel; "hook", gradients exchanged in
-16 bits; "same", all ranks get the same batch, so that the mean over them is what each has. Every step has two
+OPTIONS, with commas: "ddp"; options of DistributedDataParallel; "hook", gradients exchanged in 16 bits; "same", all
+ranks get the same batch, so that the mean over them is what each has. Every step has two
 micro-batches ("same": one) and is clipped; in some steps one rank alone meets an infinity, in one of its micro-batches.
 """
 
@@ -24,8 +24,8 @@ import preamp
 
 from .together import begin
 
-WRAPPER = sys.argv[1].split(",")
-SAME = "same" in WRAPPER
+OPTIONS = sys.argv[1].split(",")
+SAME = "same" in OPTIONS
 STEPS, MICRO, ROWS = 50, 1 if SAME else 2, 4
 BAD = {7: (0, 0), 20: (1, 0), 21: (1, MICRO - 1)}
 """Step: rank and micro-batch in which the loss is infinite."""
@@ -89,23 +89,14 @@ def alone(level: str, kind: str, world: int) -> tuple[list[Tensor], list[float],
 def together(level: str, kind: str) -> tuple[list[Tensor], list[float], int, list[float]]:
     """This rank's part."""
     rank = dist.get_rank()
-    model, policy = build(), preamp.policy(level)
-    if WRAPPER[0] == "fsdp2":
-        from torch.distributed.fsdp import fully_shard
-
-        for part in (model.first, model.again, model.last):
-            fully_shard(part, mp_policy=policy.fsdp())
-        fully_shard(model.norm, mp_policy=policy.fsdp(full=True))
-        fully_shard(model, mp_policy=policy.fsdp())
+    model = build()
     optimizer = optimizer_of(kind, model)
     scales, norms = [], []
     with preamp.prepare(model, optimizer, level=level) as session:
-        outer: Any = model
-        if WRAPPER[0] == "ddp":
-            options = {name: True for name in WRAPPER[1:] if name not in ("hook", "same")}
-            outer = nn.parallel.DistributedDataParallel(model, **options)  # type: ignore[arg-type]
-            if "hook" in WRAPPER:
-                outer.register_comm_hook(None, preamp.parallel.compress_hook(policy.compute))
+        options = {name: True for name in OPTIONS if name not in ("ddp", "hook", "same")}
+        outer = nn.parallel.DistributedDataParallel(model, **options)  # type: ignore[arg-type]
+        if "hook" in OPTIONS:
+            outer.register_comm_hook(None, preamp.parallel.compress_hook(preamp.policy(level).compute))
         for step in range(STEPS):
             for micro in range(MICRO):
                 last = micro == MICRO - 1
@@ -121,8 +112,7 @@ def together(level: str, kind: str) -> tuple[list[Tensor], list[float], int, lis
             scales.append(session.loss_scale())
         skipped = session.skipped
         del outer
-    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
-    return whole, scales, skipped, norms
+    return [p.detach() for p in model.parameters()], scales, skipped, norms
 
 
 def apart(mine: list[Tensor], theirs: list[Tensor]) -> float:

@@ -45,14 +45,8 @@ def test_two_ranks_end_where_one_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_that_share_one_model_end_where_one_does(tmp_path: Path) -> None:
-    check(run(tmp_path, 2, "fsdp2", "O0", "O5"))  # all levels with four ranks
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-def test_four_ranks_end_where_one_does(tmp_path: Path, wrapper: str) -> None:
-    check(run(tmp_path, 4, wrapper, *LEVELS))
+def test_four_ranks_end_where_one_does(tmp_path: Path) -> None:
+    check(run(tmp_path, 4, "ddp", *LEVELS))
 
 
 @pytest.mark.slow

@@ -47,20 +47,6 @@ def test_a_step_does_not_wait(level: str, name: str, clip: float | None) -> None
         assert session.last_step is not None and not session.last_step.skipped
 
 
-@pytest.mark.parametrize("schedule", ["backoff", "hysteresis"])
-def test_no_schedule_waits(schedule: str) -> None:
-    model = network()
-    batches = [spoiled(step, bad=(9,)) for step in range(12)]
-    with preamp.prepare(model, preamp.optim.Adam(model.parameters()), level="O2", scale=schedule) as session:
-        step = train_step(model, session)
-        for x, y in batches[:8]:
-            step(x, y)
-        with no_waiting():
-            for x, y in batches[8:]:
-                step(x, y)
-        assert session.skipped >= 1
-
-
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("schedule", ["backoff", "hysteresis"])
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from benchmarks import measures
 from benchmarks.__main__ import SUITES, main
 from benchmarks.counting import count
-from benchmarks.harness import BEGUN, LOST, Results, Row, Setting, complete, run
+from benchmarks.harness import LOST, Results, Row, Setting, run
 from benchmarks.measures import losses, trains
 from benchmarks.race import Entry, orders, race, spread
 from benchmarks.report import report
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from preamp.autocast import REGISTRY
 from preamp.errors import PreampError
-from tests import forks
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -46,30 +45,6 @@ def rows_of(path: Path, suite: str = "step") -> dict[str, dict[str, Any]]:
 
 
 # -- rows
-
-
-@pytest.mark.slow
-def test_a_run_that_was_killed_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    asked = ["lists", "--tiny", "--rounds", "3", "--device", "cpu", "--out", str(tmp_path)]
-    (tmp_path / "killer.py").write_text(f"""
-import os, signal, sys
-sys.path.insert(0, {str(ROOT)!r})
-from benchmarks import __main__, lists
-real = lists.race
-def race(*given):
-    lists.race = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    return real(*given)
-lists.race = race
-__main__.main({asked!r})
-""")
-    assert forks.run([str(tmp_path / "killer.py")]).returncode != 0
-    left = rows_of(tmp_path / "results.json", "lists")
-    assert complete(left["Adam, 8 x 60"]) and left["Adam, 8 x 60, clipping"]["error"] == BEGUN
-    again = forks.run(["-m", "benchmarks", *asked])
-    assert again.returncode == 0, again.stderr
-    found = rows_of(tmp_path / "results.json", "lists")
-    assert all(map(complete, found.values())) and set(found) == set(left)
-    assert found["Adam, 8 x 60"] == left["Adam, 8 x 60"] and (tmp_path / "report.html").exists()
 
 
 def test_what_failed_comes_after_what_is_missing_and_again_measures_all(tmp_path: Path) -> None:

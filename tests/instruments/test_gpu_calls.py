@@ -11,13 +11,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 from benchmarks.__main__ import SUITES
-from benchmarks.harness import Setting, complete
+from benchmarks.harness import complete
 
 from tests.forks import run
 from tests.pretend.device import missing
@@ -125,41 +124,6 @@ def test_parts_are_the_suites(dev: ModuleType, capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         dev.gpu("lists", "nothing")
     assert "no part 'nothing'; the parts are tests, step, lists" in capsys.readouterr().err
-
-
-def test_calls_go_on_until_everything_is_done(dev: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that take what is estimated, on a clock of their own; no call takes longer than it may."""
-    clock, done = [0.0], set()
-    monkeypatch.setattr(dev, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setenv("OUT", str(tmp_path))
-    rows = [row for make in SUITES.values() for row in make(Setting(device=torch.device("cuda")))]
-
-    def process(self: Any, *command: Any, limit: float) -> int:
-        words = [str(word) for word in command]
-        started = clock[0]
-        clock[0] += dev.GPU_START
-        if "pytest" in words:
-            clock[0] += 0 if "tests" in done else 300
-            done.add("tests")
-            (tmp_path / "tests.jsonl").write_text('{"finished": 0}')
-        elif "benchmarks" in words:
-            assert words[words.index("--out") + 1] == str(tmp_path)
-            until = clock[0] + float(words[words.index("--seconds") + 1])
-            for row in (row for row in rows if row not in done and row.suite in words):
-                if row.seconds <= until - clock[0]:
-                    clock[0] += row.seconds
-                    done.add(row)
-        assert clock[0] - started <= limit, f"killed: {words}"
-        return 0
-
-    monkeypatch.setattr(dev.Gpu, "run", process)
-    monkeypatch.setattr(dev.Gpu, "_has", lambda *_: False)
-    for call in range(15):
-        begun = clock[0]
-        with pytest.raises(SystemExit):
-            dev.gpu()
-        assert clock[0] - begun <= dev.GPU_SECONDS, f"call {call + 1}"
-    assert done == {"tests", *rows}
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import struct
-
 import numpy as np
 import pytest
 from benchmarks.simulation import processor
@@ -11,8 +9,6 @@ from benchmarks.simulation.block import Event, run_block
 from benchmarks.simulation.memory import Memory
 from benchmarks.simulation.processor import LAUNCH, Device, simulate
 from benchmarks.simulation.sass import Instruction, NotUnderstood, read_sass
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 SNIPPET = """
 \t\tFunction : adam
@@ -25,8 +21,6 @@ SNIPPET = """
         /*2ae0*/                   BRA 0x2ae0;                                           /* 0xfffffffc00fc7947 */
                                                                                          /* 0x000fc0000383ffff */
 """
-WORDS = st.integers(0, 2**32 - 1)
-LONGS = st.integers(0, 2**64 - 1)
 
 
 def test_instructions_are_read_with_their_control_bits() -> None:
@@ -60,52 +54,6 @@ def written(*lines: str) -> dict[int, Instruction]:
         parts = tuple(part.strip() for part in operands.split(",")) if operands else ()
         found[16 * number] = Instruction(16 * number, guard, name, parts, 1, None, None, ())
     return found
-
-
-def stored(*lines: str, arguments: bytes = b"", count: int = 1, warps: int = 1) -> np.ndarray:
-    """What code leaves in registers R10, R11, ... of the lanes of the last warp."""
-    memory = Memory()
-    place = memory.add("out", np.zeros((count, 32), np.uint32))
-    address = [f"MOV R90, {place & 0xFFFFFFFF:#x}", f"MOV R91, {place >> 32:#x}", "S2R R92, SR_LANEID",
-               "IMAD.WIDE.U32 R90, R92, 0x4, R90"]  # fmt: skip
-    stores = [f"STG.E desc[UR8][R90.64+{128 * i:#x}], R{10 + i}" for i in range(count)]
-    run_block(written(*lines, *address, *stores), memory, arguments, warps)
-    return memory.values("out", np.uint32).reshape(count, 32)
-
-
-ARGUMENTS = ["LDC.64 R2, c[0x0][0x210]", "LDC.64 R4, c[0x0][0x218]"]
-
-
-def of_two(a: int, b: int, *lines: str, count: int = 2) -> int:
-    """What code makes of two 64-bit arguments, in R2 and R4."""
-    return int.from_bytes(
-        stored(*ARGUMENTS, *lines, arguments=struct.pack("QQ", a, b), count=count)[:, 0].tobytes(), "little"
-    )
-
-
-@settings(deadline=None, max_examples=30)
-@given(LONGS, LONGS)
-def test_sums_and_comparisons_of_64_bits_go_by_carries(a: int, b: int) -> None:
-    whole = 2**64 - 1
-    assert of_two(a, b, "IADD3 R10, P0, R2, R4, RZ", "IADD3.X R11, R3, R5, RZ, P0, !PT") == a + b & whole
-    assert of_two(a, b, "IADD3 R10, P0, R2, -R4, RZ", "IADD3.X R11, R3, ~R5, RZ, P0, !PT") == a - b & whole
-    signed = [struct.unpack("q", struct.pack("Q", one))[0] for one in (a, b)]
-    below = ["ISETP.LT.U32.AND P0, PT, R2, R4, PT", "ISETP.LT.AND.EX P0, PT, R3, R5, PT, P0", "SEL R10, RZ, 0x1, !P0"]
-    assert of_two(a, b, *below, count=1) == (signed[0] < signed[1])
-    assert of_two(a, b, "LEA R10, P0, R2, R4, 0x3", "LEA.HI.X R11, R2, R5, R3, 0x3, P0") == (a << 3) + b & whole
-    assert of_two(a, b, "SHF.L.U32 R10, R2, 0x5, RZ", "SHF.L.U64.HI R11, R2, 0x5, R3") == a << 5 & whole
-
-
-@settings(deadline=None, max_examples=30)
-@given(WORDS, WORDS)
-def test_products_bits_and_bytes(a: int, b: int) -> None:
-    signed = [one - 2**32 * (one >> 31) for one in (a, b)]
-    assert of_two(a, b, "IMAD.WIDE R10, R2, R4, RZ") == signed[0] * signed[1] % 2**64
-    assert of_two(a, b, "IMAD.WIDE.U32 R10, R2, R4, RZ") == a * b
-    assert of_two(a, b, "LOP3.LUT R10, R2, R4, 0xff00ff, 0xb8, !PT", count=1) == (a & ~b | b & 0xFF00FF)
-    assert of_two(a, b, "PRMT R10, R2, 0x5410, R4", count=1) == a & 0xFFFF | (b & 0xFFFF) << 16
-    assert of_two(a, b, "SHF.R.S32.HI R10, RZ, 0x7, R2", count=1) == signed[0] >> 7 & 0xFFFFFFFF
-    assert of_two(a, b, "VIMNMX R10, R2, R4, !PT", count=1) == max(signed) % 2**32
 
 
 @pytest.mark.parametrize(

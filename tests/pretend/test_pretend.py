@@ -177,33 +177,3 @@ print(json.dumps(raised))
     assert done.returncode == 0, done.stderr[-2000:]
     for (line, why), raised in zip(LINES.items(), json.loads(done.stdout), strict=True):
         assert raised is None if why is None else why in (raised or ""), (line, raised)
-
-
-@pytest.mark.slow
-def test_a_graph_does_nothing_until_it_is_replayed() -> None:
-    done = run(
-        "-c",
-        """
-import torch
-from tests.pretend.device import pretend
-
-pretend()
-total, x = torch.zeros(3, device="cuda"), torch.ones(3, device="cuda")
-graph = torch.cuda.CUDAGraph()
-with torch.cuda.graph(graph):
-    twice = x * 2
-    total.add_(twice)
-assert total.tolist() == [0, 0, 0]
-for value in (1, 5):
-    x.fill_(value)
-    graph.replay()
-assert total.tolist() == [12, 12, 12] and twice.tolist() == [10, 10, 10]
-with torch.cuda.graph(torch.cuda.CUDAGraph()):
-    try:
-        x.sum().item()
-    except RuntimeError as error:
-        print(error)
-""",
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "not permitted when stream is capturing" in done.stdout

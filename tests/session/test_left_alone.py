@@ -218,23 +218,6 @@ def test_a_model_beside_that_nothing_steps(level: str) -> None:
     assert all(map(torch.equal, teacher.parameters(), weights))
 
 
-def test_bytes_of_a_frozen_weight() -> None:
-    """2 for a bfloat16 base, 4 for a float32 one, at every level."""
-    for base, size in ((torch.bfloat16, 2), (torch.float32, 4)):
-        for level in LEVELS:
-            model = model_of(base)
-            with preamp.prepare(model, preamp.optim.AdamW(trainable(model)), policy=level) as session:
-                train(session, model, 1)
-                count = sum(p.numel() for p in frozen(model).values())
-                alone = model_of(base)
-                for module in (alone[1], alone[3]):
-                    module.base = nn.Identity()
-                with preamp.prepare(alone, preamp.optim.AdamW(alone.parameters()), policy=level) as without:
-                    held = session.memory().bytes_of("parameters") - without.memory().bytes_of("parameters")
-                    assert held == count * size
-                    assert session.memory().bytes_of("masters") == without.memory().bytes_of("masters")
-
-
 @pytest.mark.parametrize("frozen_first", [False, True])
 def test_a_weight_of_two_models_keeps_its_first_master(frozen_first: bool) -> None:
     """The second model finds it in 16 bits, and must not take what was rounded for the float32 value."""
