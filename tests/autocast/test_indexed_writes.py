@@ -96,12 +96,8 @@ class Writes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.seen, self.norm, self.last = (
-            nn.Embedding(8, 4),
-            nn.Linear(4, 4),
-            nn.LayerNorm(4),
-            nn.Linear(4, 2),
-        )
+        self.words, self.seen = nn.Embedding(8, 4), nn.Linear(4, 4)
+        self.norm, self.last = nn.LayerNorm(4), nn.Linear(4, 2)
 
     def forward(self, tokens: Tensor, image: Tensor) -> Tensor:
         x, y = self.words(tokens).clone(), self.norm(self.seen(image))

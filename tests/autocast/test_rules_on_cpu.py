@@ -181,15 +181,6 @@ def test_the_two_tables_of_torch_differ(low: torch.dtype) -> None:
         assert image.softmax(-1).dtype is FP32
 
 
-def test_no_skip_is_stale() -> None:
-    for name, operator in SKIPPED:
-        rows = [row for row in getattr(CUDA_LISTS, name) if row[0] == operator]
-        assert rows, f"{operator} is no longer in torch's list {name}"
-        for row in rows:
-            with pytest.raises((RuntimeError, NotImplementedError)):
-                getattr(torch, operator)(*row[1])
-
-
 def test_every_list_of_torch_is_used() -> None:
     used = {
         "torch_fp16", "nn_fp16", "linalg_fp16", "methods_fp16", "torch_fp32", "nn_fp32", "methods_fp32", "banned",

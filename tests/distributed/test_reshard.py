@@ -116,14 +116,9 @@ def run(folder: Path, ranks: int, level: str, kind: str) -> dict[str, Any]:
     return json.loads(out.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("level", "kind"),
-    [
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("O2", "8bit"), ("O0", "torch"), ("O2", "preamp"), ("O4", "preamp"), ("O5", "torch"))
-        ),
-    ],
+    ("level", "kind"), [("O2", "8bit"), ("O0", "torch"), ("O2", "preamp"), ("O4", "preamp"), ("O5", "torch")]
 )
 def test_four_ranks_then_two_then_three(tmp_path: Path, level: str, kind: str) -> None:
     folder = tmp_path / "run"

@@ -76,12 +76,6 @@ def test_plain_maths(options: dict[str, Any]) -> None:
         assert (p.double() - w).norm() <= 0.05 * moved  # five products of bfloat16 numbers a step
 
 
-@pytest.mark.parametrize("options", SETTINGS, ids=range(len(SETTINGS)))
-def test_split_masters_are_float32_masters(options: dict[str, Any]) -> None:
-    (split_, moments), (whole, others) = stepped(options, "split"), stepped(options, "copies")
-    assert all(torch.equal(a, b) for a, b in zip([*split_, *moments], [*whole, *others], strict=True))
-
-
 def test_matrices_are_taken_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large model's matrices are not copied at once, and no two draw the same random numbers."""
     for kind in ("copies", "stochastic"):

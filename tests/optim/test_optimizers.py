@@ -195,31 +195,6 @@ def test_a_master_follows_a_parameter_written_from_outside() -> None:
     assert float(master[1]) == pytest.approx(1 - 2e-4), "what was not written keeps its own bits"
 
 
-@EACH
-def test_the_scaler_of_torch_and_ours(name: str) -> None:
-    """A step under a scale: skipped when not finite, else the same as without."""
-    ours, torchs = PAIRS[name]
-    for kind in (torch.amp.GradScaler, preamp.GradScaler):
-        runs = []
-        for make, scaler_kind in ((ours, kind), (torchs, torch.amp.GradScaler)):
-            params = parameters()
-            optimizer, scaler = make(params), scaler_kind("cpu", init_scale=1024.0, growth_interval=3)
-            for step in range(12):
-                give(params, step)
-                scaler.scale(torch.zeros(()))
-                with torch.no_grad():
-                    for p in params:
-                        p.grad *= scaler.get_scale()
-                if step in (4, 9):
-                    params[2].grad[1] = float("inf")
-                if step == 6:
-                    scaler.unscale_(optimizer)
-                scaler.step(optimizer)
-                scaler.update()
-            runs.append(([p.detach() for p in params], scaler.state_dict()))
-        assert equal(runs[0][0], runs[1][0]) and runs[0][1] == runs[1][1]
-
-
 def test_float16_parameters_under_our_scaler() -> None:
     """torch's scaler refuses float16 gradients, or steps them without masters; ours unscales them into float32."""
     params = parameters(torch.float16)

@@ -13,29 +13,16 @@ from .running import run, run_tests
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no fake CUDA device: {missing()}")
 
 NAMES = ["captured", "cuda", "doctor rules schedules_cuda several threads", "one_rank", "step_engine"]
-ONE_OPTIMIZER = "adam or not a_captured_step"
-"""Captured steps with the other optimizers take more than a minute."""
-
-QUICK = ("one_rank", "step_engine")
 WHOLE = "not full_size and not large_parameter and not four_launches"
 """Without full-size networks, which take minutes on a CPU, and without counts of launches that only Triton reaches."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("name", "which"),
-    [
-        *(
-            pytest.param(name, f"{WHOLE} and ({ONE_OPTIMIZER})", marks=[] if name in QUICK else [pytest.mark.slow])
-            for name in NAMES
-        ),
-        *(pytest.param(name, WHOLE, marks=pytest.mark.slow) for name in ("captured", "cuda")),
-    ],
-)
-def test_what_wants_a_gpu(name: str, which: str) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_what_wants_a_gpu(name: str) -> None:
     files = [f"tests/gpu/test_{each}.py" for each in name.split()]
-    run_tests("-m", "gpu", "-k", which, *files, plugin="tests.pretend.plugin")
+    run_tests("-m", "gpu", "-k", WHOLE, *files, plugin="tests.pretend.plugin")
 
 
 SEVERAL = [pytest.param(name, marks=pytest.mark.slow) for name in (
@@ -43,14 +30,14 @@ SEVERAL = [pytest.param(name, marks=pytest.mark.slow) for name in (
     "sharded", "undisturbed", "wrapped",
 )]  # fmt: skip
 
-WHOLE = ("framed", "meshes", "rivals")
+ALL_SLOW = ("framed", "meshes", "piped", "rivals")
 """Files whose every test is slow on a CPU."""
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", SEVERAL)
 def test_ranks_with_a_gpu_each(name: str) -> None:
-    chosen = [] if name in WHOLE else ["-m", "not slow"]
+    chosen = [] if name in ALL_SLOW else ["-m", "not slow"]
     if name == "undisturbed":
         chosen = ["-k", "test_neutral_events and 2-0-6"]  # all of that are slow
     run_tests(*chosen, f"tests/distributed/test_{name}.py", PREAMP_TESTS_DEVICE="cuda")

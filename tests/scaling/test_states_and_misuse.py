@@ -175,30 +175,6 @@ def test_a_collapse_names_the_parameter(named: bool) -> None:
     run_some(s, 2, (0, 1))  # the count begins anew
 
 
-def test_good_steps_reset_the_count_of_skips() -> None:
-    s = scaler(preamp.GradScaler, patience=3)
-    run_some(s, 30, tuple(i for i in range(30) if i % 3))
-    assert s.get_scale() < 1
-
-
-def test_a_disabled_scaler_passes_everything_through() -> None:
-    s = preamp.GradScaler("cpu", enabled=False)
-    m = model()
-    optimizer = torch.optim.SGD(m.parameters(), 0.1)
-    loss = m(torch.ones(2, 3)).sum()
-    assert s.scale(loss) is loss
-    s.scale(loss).backward()
-    s.unscale_(optimizer)
-    before = [p.detach().clone() for p in m.parameters()]
-    s.step(optimizer)
-    s.update()
-    s.update(0.0)
-    assert not any(torch.equal(a, b) for a, b in zip(before, m.parameters(), strict=True))
-    assert s.state_dict() == {} and s.get_scale() == 1.0 and not s.is_enabled()
-    assert s.skipped is False and list(s.history) == []
-    s.load_state_dict({"scale": 0.0})
-
-
 def test_a_scheduler_is_not_confused() -> None:
     """torch's scheduler warns when optimizer.step did not come first: a first step that is skipped looks like that."""
     m, s = model(), scaler(preamp.GradScaler)
@@ -243,14 +219,6 @@ def test_a_state_with_a_wrong_value_changes_nothing(key: str, wrong: Any) -> Non
     with pytest.raises((ScaleError, StateError)):
         scale.load_state_dict({**state, key: wrong})
     assert scale.state_dict() == state
-
-
-@pytest.mark.parametrize("scale", [NoScale(), StaticScale(8.0)], ids=lambda s: s.kind)
-def test_fixed_scales_learn_nothing(scale: LossScale) -> None:
-    before = scale.state_dict()
-    for flag in (1.0, 0.0):
-        scale.after_step(torch.tensor(flag))
-    assert scale.state_dict() == before
 
 
 @pytest.mark.parametrize("patience", ["soon", 0, -1, 2.5, True, pytest.param(torch.eye(2).to_sparse(), id="sparse")])

@@ -190,25 +190,6 @@ def test_a_write_from_outside_reaches_the_masters(level: str) -> None:
         assert torch.equal(after[1:], before[1:]), "entries nobody wrote keep their 32 bits"
 
 
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-@pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("ours", [True, False])
-def test_a_write_through_data_is_noticed_before_an_evaluation(level: str, steps: int, ours: bool) -> None:
-    """A late `nn.init` of `.data`: full_precision() would put the former weights back."""
-    model = mlp()
-    kind = preamp.optim.SGD if ours else torch.optim.SGD
-    with preamp.prepare(model, kind(model.parameters(), 0.1), level=level) as session:
-        train(session, model, range(steps))
-        for layer in (model[0], model[3]):
-            torch.nn.init.constant_(layer.weight.data, 0.25)
-        with pytest.warns(preamp.PreampWarning, match=r"0\.weight.*\.data"), session.full_precision():
-            assert bool((model[0].weight == 0.25).all()) and bool((model[3].weight == 0.25).all())
-        assert bool((model[0].weight == 0.25).all())
-        model[0].weight.data.fill_(0.5)
-        with session.full_precision():
-            assert bool((model[0].weight == 0.5).all())
-
-
 def test_evaluations_do_not_use_up_the_comparisons_of_steps() -> None:
     model = mlp()
     with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.0), level="O5") as session:

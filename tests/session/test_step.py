@@ -161,48 +161,6 @@ def test_collapse_names_the_first_bad_parameter_and_leaves_the_weights_alone() -
         assert not step(session, model, 0).skipped
 
 
-def test_custom_autograd_function() -> None:
-    class Double(torch.autograd.Function):
-        @staticmethod
-        @torch.amp.custom_fwd(device_type="cpu")
-        def forward(ctx, x, w):
-            ctx.save_for_backward(x, w)
-            return x @ w
-
-        @staticmethod
-        @torch.amp.custom_bwd(device_type="cpu")
-        def backward(ctx, g):
-            x, w = ctx.saved_tensors
-            return g @ w.t(), x.t() @ g
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.randn(6, 3) * 0.1)
-
-        def forward(self, x):
-            return Double.apply(x, self.w)
-
-    for level in LEVELS:
-        model = Net()
-        with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level=level, scale=8.0) as session:
-            assert not step(session, model, 0).skipped
-
-
-def test_learning_rate_schedulers_of_every_age() -> None:
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    early = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    with preamp.prepare(model, optimizer, level="O2") as session:
-        step(session, model, 0, factor=float("inf"))
-        late = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
-        for index in range(4):
-            if not step(session, model, index).skipped:
-                early.step()
-                late.step()
-        assert optimizer.param_groups[0]["lr"] != 0.1
-
-
 def test_out_of_order_calls_are_errors_that_say_what_to_write() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
