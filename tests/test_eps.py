@@ -86,13 +86,7 @@ def test_the_coarsest_dtype_of_a_group_decides() -> None:
 
 
 def test_several_groups_each_have_a_row() -> None:
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": parameters(), "eps": 1e-8},
-            {"params": parameters(), "eps": 1e-3},
-            {"params": parameters(), "eps": 1e-6},
-        ]
-    )
+    optimizer = torch.optim.AdamW([{"params": parameters(), "eps": eps} for eps in (1e-8, 1e-3, 1e-6)])
     rows = safe_eps(optimizer, LOW_FP16)
     assert [(row.group, row.verdict) for row in rows] == [(0, "zero"), (1, "fine"), (2, "subnormal")]
     assert [group["eps"] for group in optimizer.param_groups] == [1e-8, 1e-3, 1e-6]  # looking writes nothing

@@ -157,25 +157,6 @@ def test_dynamic_shapes() -> None:
             assert torch.equal(run(x, w)[1], body(x, w)[1])
 
 
-def test_plain_autocast_compiles_as_before_while_rules_are_in() -> None:
-    """Operators that preamp rules and torch does not, in plain autocast: traced through our kernels, unchanged."""
-
-    def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-        low = x @ w
-        return low, low.softmax(-1), F.layer_norm(low, (4,)), torch.einsum("ij,jk->ik", x, w), low.exp(), low.sum()
-
-    x, w = xw()
-    with torch.autocast("cpu", dtype=BF16):
-        before = function(x, w)
-    with region():
-        pass
-    run = compiled(function, "aot_eager")
-    with torch.autocast("cpu", dtype=BF16):
-        after = run(x, w)
-    assert dtypes(before) == dtypes(after)
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
 def test_the_tag_of_the_compile_cache_is_set_and_put_back() -> None:
     config = torch.compiler.config
     before = config.cache_key_tag

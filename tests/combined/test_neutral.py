@@ -41,7 +41,9 @@ def ran(how: tuple[str, str, str], program: Program, *, with_events: bool) -> di
     torch.manual_seed(0)
     run = Training(*how)
     try:
-        return play(run, program, NEUTRAL if with_events else None)
+        end = play(run, program, NEUTRAL if with_events else None)
+        assert run.model.head.weight is run.model.words.weight
+        return end
     finally:
         run.session.close()
 

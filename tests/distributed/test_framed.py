@@ -1,7 +1,4 @@
-"""Lightning Fabric and Accelerate hand out objects of their own: a session finds what is behind them.
-
-Sessions over what Lightning Fabric and Accelerate make of model and optimizer, on two ranks with the same data.
-"""
+"""Lightning Fabric and Accelerate hand out objects of their own: a session on two ranks finds what is behind them."""
 
 from __future__ import annotations
 

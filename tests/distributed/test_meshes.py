@@ -1,7 +1,4 @@
-"""FSDP2 on four ranks, on meshes of two dimensions too: four ranks know, and do, what one process does.
-
-Meshes of two dimensions, and optimizers that need whole layers: what four ranks know and do, told on each.
-"""
+"""FSDP2 on four ranks, on meshes of two dimensions too: four ranks know, and do, what one process does."""
 
 from __future__ import annotations
 

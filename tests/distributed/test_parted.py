@@ -1,7 +1,4 @@
-"""Tensor parallelism by itself: two ranks train, save, validate and close as one process does, at every level.
-
-Tensor parallelism without FSDP2, where 16-bit DTensors have DTensors for masters.
-"""
+"""Tensor parallelism by itself: two ranks train, save, validate and close as one process does, at every level."""
 
 from __future__ import annotations
 

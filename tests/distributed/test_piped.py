@@ -1,7 +1,4 @@
-"""torch's pipeline schedules: stages without a loss step, skip and scale as the one that has it, and as one process.
-
-Two stages of a pipeline, run by torch's own schedules, beside one process.
-"""
+"""torch's pipeline schedules: stages without a loss step, skip and scale as the one that has it, and as one process."""
 
 from __future__ import annotations
 

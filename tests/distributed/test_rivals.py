@@ -1,7 +1,4 @@
-"""Sessions with two models, two optimizers and two losses under DistributedDataParallel and FSDP2.
-
-Two models with two losses (the loops of GANs, in any order) on two ranks with the same data, and on one process.
-"""
+"""Two models, optimizers and losses (a GAN's loop, in any order) under DistributedDataParallel and FSDP2, and alone."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Checkpoints and exports of what no rank holds whole, on two ranks; a rank that fails is told of on both, at once.
-
-Two ranks write what neither holds whole: in the background, to safetensors, and where one of them fails.
-"""
+"""Checkpoints and exports of what no rank holds whole, on two ranks; a rank that fails is told of on both, at once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`preamp.GradScaler` where ranks hold parts: an infinity on one of them skips the step on all, and all scales fall.
-
-Loops with `preamp.GradScaler` and no session, on two ranks that hold parts of the model, beside one process.
-"""
+"""`preamp.GradScaler` where ranks hold parts: an infinity on one of them skips the step on all, and all scales fall."""
 
 from __future__ import annotations
 

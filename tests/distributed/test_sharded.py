@@ -1,7 +1,4 @@
-"""FSDP2, FSDP1, stages: what every rank has to know alike, it does; wrong orders are told.
-
-Models of which every rank holds a part, trained on two ranks.
-"""
+"""FSDP2, FSDP1, stages: what every rank has to know alike, it does; wrong orders are told."""
 
 from __future__ import annotations
 
@@ -208,16 +205,8 @@ def batch_norms(level: str, *, compiled: bool = False) -> dict[str, Any]:
     for sharded in (False, True):
         torch.manual_seed(0)
         norms = nn.BatchNorm2d(8), nn.BatchNorm2d(8, momentum=None), nn.BatchNorm1d(4, affine=False)
-        model = nn.Sequential(
-            nn.Conv2d(3, 8, 3),
-            norms[0],
-            nn.ReLU(),
-            nn.Conv2d(8, 8, 3),
-            norms[1],
-            nn.Flatten(),
-            nn.Linear(128, 4),
-            norms[2],
-        )
+        front = nn.Conv2d(3, 8, 3), norms[0], nn.ReLU(), nn.Conv2d(8, 8, 3), norms[1], nn.Flatten()
+        model = nn.Sequential(*front, nn.Linear(128, 4), norms[2])
         if sharded:
             fully_shard(model, mp_policy=preamp.policy(level).fsdp())
         optimizer = preamp.optim.SGD(model.parameters(), lr=0.05)

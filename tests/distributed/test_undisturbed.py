@@ -1,9 +1,4 @@
-"""On several ranks, too, what happens beside a training run changes no bit of it.
-
-Training runs of two ranks in which things happen that must change nothing: evaluations, saving, loading, errors.
-
-Each run is made twice, with and without them, on the same ranks.
-"""
+"""On several ranks, too, what happens beside a training run changes no bit of it: each is made with and without it."""
 
 from __future__ import annotations
 

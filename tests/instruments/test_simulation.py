@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from benchmarks.simulation import processor
-from benchmarks.simulation.block import Event, run_block
-from benchmarks.simulation.memory import Memory
+from benchmarks.simulation.block import Event
 from benchmarks.simulation.processor import LAUNCH, Device, simulate
-from benchmarks.simulation.sass import Instruction, NotUnderstood, read_sass
+from benchmarks.simulation.sass import Instruction, read_sass
 
 SNIPPET = """
 \t\tFunction : adam
@@ -30,46 +29,6 @@ def test_instructions_are_read_with_their_control_bits() -> None:
         Instruction(0x50, "!P0", "EXIT", (), 5, write=None, read=None, waits=(0,)),
         Instruction(0x2AE0, "", "BRA", ("0x2ae0",), 0, write=None, read=None, waits=()),
     ]
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("", "no instruction"),
-        (SNIPPET * 2, "more than one kernel"),
-        (SNIPPET.replace(";  ", "  "), "should be an instr"),
-    ],
-)
-def test_what_is_not_sass_is_refused(text: str, told: str) -> None:
-    with pytest.raises(NotUnderstood, match=told):
-        read_sass(text)
-
-
-def written(*lines: str) -> dict[int, Instruction]:
-    """Code whose control bits do not matter, 16 bytes an instruction."""
-    found = {}
-    for number, line in enumerate([*lines, "EXIT"]):
-        guard, _, rest = line.rpartition("@")[2].partition(" ") if line.startswith("@") else ("", "", line)
-        name, _, operands = rest.partition(" ")
-        parts = tuple(part.strip() for part in operands.split(",")) if operands else ()
-        found[16 * number] = Instruction(16 * number, guard, name, parts, 1, None, None, ())
-    return found
-
-
-@pytest.mark.parametrize(
-    ("lines", "told"),
-    [
-        (["S2R R0, SR_TID.X", "ISETP.LT.AND P0, PT, R0, 0x7, PT", "@P0 BAR.SYNC 0x0"], "some lanes of a warp"),
-        (["HMMA.16816.F32 R0, R4, R8, RZ"], "no meaning"),
-        (["@P0 MOV R0, RZ"], "before it is written"),
-        (["BRA 0x0"], "did not end"),
-        (["LDG.E R0, desc[UR8][R0.64]"], "nothing lies at"),
-        (["FADD.RP R0, R1, R2"], "modifier RP"),
-    ],
-)
-def test_what_is_not_followed_is_refused(lines: list[str], told: str) -> None:
-    with pytest.raises(NotUnderstood, match=told):
-        run_block(written(*lines), Memory(), b"", 1)
 
 
 FAST = Device("one", 1e3, processors=1, clock=1.0)

@@ -160,16 +160,18 @@ def test_a_second_optimizer_that_comes_later_is_refused_before_it_steps() -> Non
         accelerator.prepare(two, torch.optim.SGD(two.parameters(), 0.1))
 
 
-def test_freed_memory_is_another_session() -> None:
+def test_freed_memory_is_another_session_with_a_loss_scale_of_its_own() -> None:
     accelerator = accelerate.Accelerator(cpu=True)
-    attached = attach(accelerator, "O5")
+    attached = attach(accelerator, "O2", scale=preamp.DynamicScale(init_scale=2.0**40))
     for _ in range(2):  # as `find_executable_batch_size` goes about it
         accelerator.free_memory()
         given = network()
         model, optimizer = accelerator.prepare(given, torch.optim.SGD(given.parameters(), 0.1))
+        assert attached.session.loss_scale() == 2.0**40
         accelerator.backward(model(torch.randn(2, 6)).sum())
         optimizer.step()
-        assert attached.session.steps == 1 and given[0].weight.dtype is torch.bfloat16
+        assert optimizer.step_was_skipped and attached.session.loss_scale() < 2.0**40
+        assert attached.session.steps == 1 and given[0].weight.dtype is torch.float16
     accelerator.free_memory()
     assert not attached.is_open and given[0].weight.dtype is torch.float32 and "forward" not in vars(given)
     assert type(optimizer) is accelerate.optimizer.AcceleratedOptimizer and not optimizer.step_was_skipped
@@ -233,6 +235,11 @@ def test_what_it_refuses() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(SessionError, match="takes an Accelerator; this is"):
         attach(model, "O5")
+    once = accelerate.Accelerator(cpu=True)
+    attach(once, "O5")
+    with pytest.raises(SessionError, match="attach once"):
+        attach(once, "O2")
+    forget_accelerate()
     low = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     with pytest.raises(SessionError, match="leave mixed_precision out"):
         attach(low, "O5")
@@ -265,13 +272,6 @@ def test_copies_of_a_model_run_after_close_too(level: str) -> None:
     torch.testing.assert_close(early(x), model(x), rtol=0, atol=0.05)
 
 
-def test_an_accelerator_is_attached_once() -> None:
-    accelerator = accelerate.Accelerator(cpu=True)
-    attach(accelerator, "O5")
-    with pytest.raises(SessionError, match="attach once"):
-        attach(accelerator, "O2")
-
-
 def test_float32_weights_are_saved_between_steps(tmp_path: Path) -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     attached, given = attach(accelerator, "O5"), network()
@@ -287,16 +287,3 @@ def test_float32_weights_are_saved_between_steps(tmp_path: Path) -> None:
     attached.close()
     assert_same(saved, dict(given.state_dict()))
     assert (tmp_path / "model.safetensors").stat().st_size > 4 * sum(p.numel() for p in given.parameters())
-
-
-def test_another_session_has_a_loss_scale_of_its_own() -> None:
-    accelerator, x = accelerate.Accelerator(cpu=True), data()[0][0]
-    attached = attach(accelerator, "O2", scale=preamp.DynamicScale(init_scale=2.0**40))
-    for _ in range(2):
-        net = network()
-        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
-        assert attached.session.loss_scale() == 2.0**40
-        accelerator.backward(model(x).sum())
-        optimizer.step()
-        assert optimizer.step_was_skipped and attached.session.loss_scale() < 2.0**40
-        accelerator.free_memory()

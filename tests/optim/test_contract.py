@@ -418,24 +418,6 @@ def test_what_no_step_can_be_made_with_is_refused_and_nothing_stepped(what: str,
 
 
 @SIZES
-@pytest.mark.parametrize("kind", [*KINDS, *LAYERS])
-@pytest.mark.parametrize("size", [0.5, 1.5, 5])
-def test_parameters_resized_between_steps(kind: str, n: int, size: float) -> None:
-    optimizer, params = stepped(kind, n)
-    room = torch.zeros(5 * n)
-    for where in (torch.zeros(int(size * n)), room[: int(size * n)], params[1].data[: int(size * n)]):
-        if where.shape == params[1].shape:
-            continue
-        params[1].data = where
-        give(params, 1)
-        with pytest.raises(OptimizerError):
-            optimizer.step()
-        optimizer.state.pop(params[1])
-        optimizer.step()
-        assert optimizer.state[params[1]][first_name(optimizer)].shape == where.shape
-
-
-@SIZES
 def test_parameters_resized_in_place_with_room_behind(n: int) -> None:
     """The address stays, the memory is longer: only shapes tell."""
     room = torch.zeros(4 * n)

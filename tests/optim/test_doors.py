@@ -46,14 +46,7 @@ def made(name: str, dtype: torch.dtype = BF16) -> list[Parameter]:
         values = [torch.randn(shape) for shape in ((8, 16), (16, 8), (8, 16), (5, 5), (3, 1))]
     else:
         image = torch.randn(16, 12, 5, 5).to(memory_format=torch.channels_last)
-        values = [
-            torch.randn(70, 90),
-            torch.randn(7, 1),
-            image,
-            torch.randn(4095),
-            torch.randn(4096),
-            torch.randn(0, 2),
-        ]
+        values = [torch.randn(70, 90), torch.randn(7, 1), image, *(torch.randn(n) for n in (4095, 4096, 0))]
     return [Parameter(each.to(dtype)) for each in values]
 
 

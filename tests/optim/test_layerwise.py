@@ -47,28 +47,6 @@ def test_by_the_formula(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_low_parameters_and_a_state_that_goes_on(name: str, dtype: torch.dtype) -> None:
-    ours = CASES[name]
-    params, wide = made(dtype), made()
-    with torch.no_grad():
-        for p, q in zip(params, wide, strict=True):
-            q.copy_(p)
-    optimizer, reference = ours(params), ours(wide)
-    for step in range(10):
-        for q, gradient in zip(wide, give(params, step), strict=True):
-            q.grad = gradient.float()
-        optimizer.step()
-        reference.step()
-        if step == 4:
-            state = optimizer.state_dict()
-            optimizer = ours(params)
-            optimizer.load_state_dict(state)
-    for p, q in zip(params, wide, strict=True):
-        assert torch.equal(optimizer.state[p]["master"], q.detach()) and torch.equal(p, q.to(dtype))
-
-
-@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_states_without_masters_are_saved_to_the_bit(name: str, dtype: torch.dtype) -> None:
     """Moments have the dtype of the parameters then; NovoGrad's norms stay float32, also when they are loaded."""

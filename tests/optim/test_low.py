@@ -10,11 +10,9 @@ from torch.nn import Parameter
 
 import preamp
 from preamp.errors import OptimizerError, PolicyError
-from preamp.kernels import join
 from preamp.optim import SGD, Adam, AdamW
 
 from ..session.toys import loss_of, mlp, same, weights
-from .gradients import give
 
 BF16 = torch.bfloat16
 
@@ -62,18 +60,6 @@ def test_a_session_with_split_masters() -> None:
             session.load_state_dict(session_state)
             assert same(list(session.state_dict()["masters"].values()), list(session_state["masters"].values()))
             train(session, model, range(20, 22))
-
-
-def test_a_weight_written_from_outside_moves_its_master() -> None:
-    param = Parameter(torch.randn(8).to(BF16))
-    optimizer = Adam([param], 1e-5, master="split")
-    give([param], 0)
-    optimizer.step()
-    with torch.no_grad():
-        param.fill_(3)
-    assert (join(param.detach(), optimizer.state[param]["master_bits"]) - 3).abs().max() <= 3 * 2.0**-8
-    optimizer.step()
-    assert (param.detach().float() - 3).abs().max() <= 3 * 2.0**-7
 
 
 def test_misuse() -> None:

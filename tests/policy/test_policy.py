@@ -1,7 +1,4 @@
-"""Levels, policies as strings, overrides, and what is said about a mistake.
-
-Descriptions that once raised something else than a PolicyError, or did not read back.
-"""
+"""Levels, policies as strings, overrides, and what is said about a mistake."""
 
 from __future__ import annotations
 

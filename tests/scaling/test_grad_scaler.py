@@ -1,15 +1,174 @@
-"""preamp.GradScaler beside torch's: the same trajectory bit for bit, and what it adds."""
+"""preamp.GradScaler beside torch's, with other schedules, and with optimizers that are told scale and flag."""
 
 from __future__ import annotations
 
+import io
 import math
+import pickle
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 import preamp
 from preamp.errors import ScaleError
+
+SCALERS = [torch.amp.GradScaler, preamp.GradScaler]
+EACH = pytest.mark.parametrize("kind", SCALERS)
+
+
+def fused(params: list[Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, 0.5, fused=True)
+
+
+def backward(scaler: torch.amp.GradScaler, param: Parameter, by: float = 1.0) -> None:
+    param.grad = None
+    scaler.scale((param * by).sum()).backward()
+
+
+@EACH
+def test_a_scale_of_the_scripts_own_multiplies(kind: type[torch.amp.GradScaler]) -> None:
+    """Gradients that the script has scaled too, by something it tells the optimizer."""
+    param = Parameter(torch.ones(3))
+    optimizer, scaler = fused([param]), kind("cpu", init_scale=4.0)
+    backward(scaler, param, by=8.0)
+    optimizer.grad_scale = torch.tensor(8.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert param.tolist() == [0.5] * 3
+    backward(scaler, param, by=8.0)
+    scaler.unscale_(optimizer)
+    optimizer.grad_scale = torch.tensor(8.0)
+    scaler.step(optimizer)
+    assert param.tolist() == [0.0] * 3
+    assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
+
+
+@EACH
+def test_the_older_protocol(kind: type[torch.amp.GradScaler]) -> None:
+    class Older(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+        given: Any = None
+
+        def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Tensor | None:  # type: ignore[override]
+            self.given = grad_scaler
+            grad_scaler.unscale_(self)
+            return super().step(closure)
+
+    param = Parameter(torch.ones(3))
+    optimizer, scaler = Older([param], 0.5), kind("cpu", init_scale=4.0)
+    backward(scaler, param)
+    with pytest.warns(FutureWarning, match="going to stop passing itself"):
+        scaler.step(optimizer)
+    assert optimizer.given is scaler and param.tolist() == [0.5] * 3
+
+
+@EACH
+def test_schedulers_that_wrap_the_step(kind: type[torch.amp.GradScaler]) -> None:
+    param = Parameter(torch.ones(3))
+    optimizer, scaler = fused([param]), kind("cpu", init_scale=4.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for expected in (0.5, 0.25):
+        backward(scaler, param)
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        assert param.tolist() == [expected] * 3
+
+
+def test_an_exception_leaves_nothing_behind() -> None:
+    """torch's scaler leaves both attributes, and the next step is divided by the old scale as well."""
+    param = Parameter(torch.ones(3))
+    optimizer, scaler = fused([param]), preamp.GradScaler("cpu", init_scale=4.0)
+    handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    backward(scaler, param)
+    with pytest.raises(ZeroDivisionError):
+        scaler.step(optimizer)
+    assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
+    handle.remove()
+    scaler.step(optimizer)
+    assert param.tolist() == [0.5] * 3
+
+
+def test_gradients_that_came_after_the_check() -> None:
+    """They are scaled, and nobody has looked at them: an error, where torch's fails at an attribute."""
+    param = Parameter(torch.ones(3))
+    optimizer, scaler = fused([param]), preamp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    backward(scaler, param)
+    with pytest.raises(AssertionError, match="it had no gradients when it was checked"):
+        scaler.step(optimizer)
+    assert param.tolist() == [1.0] * 3
+
+
+MADE = {
+    "torch's fused": lambda p: torch.optim.Adam(p, 1e-3, fused=True),
+    "any": lambda p: torch.optim.SGD(p, 1e-3),
+    "ours": lambda p: preamp.optim.Adam(p, 1e-3),
+}
+
+
+def train(scaler: preamp.GradScaler, optimizer: torch.optim.Optimizer, losses: list[float]) -> list[tuple[float, bool]]:
+    params = optimizer.param_groups[0]["params"]
+    seen = []
+    for value in losses:
+        optimizer.zero_grad()
+        total = torch.stack([(param.float() * value).sum() for param in params]).sum()
+        scaler.scale(total).backward()
+        scaler.step(optimizer)
+        skipped = scaler.skipped
+        scaler.update()
+        seen.append((scaler.get_scale(), skipped))
+    return seen
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_hysteresis_backs_off_after_k_bad_steps(made: str) -> None:
+    scaler = preamp.GradScaler("cpu", init_scale=1024.0, schedule=preamp.HysteresisScale(1024.0, hysteresis=2))
+    seen = train(scaler, MADE[made]([Parameter(torch.ones(3))]), [1.0, float("inf"), float("nan"), 1.0])
+    assert [scale for scale, _ in seen] == [1024.0, 1024.0, 512.0, 512.0]
+    assert [skipped for _, skipped in seen] == [False, True, True, False]
+
+
+@pytest.mark.parametrize("schedule", ["backoff", "hysteresis"])
+def test_state_goes_on_where_it_was(schedule: str) -> None:
+    losses = [1.0, 1e3, float("inf"), 1e-3, 1.0, float("nan"), float("inf"), 1.0, 10.0] * 3
+    whole = preamp.GradScaler("cpu", growth_interval=3, schedule=schedule)
+    expected = train(whole, MADE["any"]([Parameter(torch.ones(3))]), losses)
+    first = preamp.GradScaler("cpu", growth_interval=3, schedule=schedule)
+    param = Parameter(torch.ones(3))
+    train(first, MADE["any"]([param]), losses[:11])
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second = preamp.GradScaler("cpu", growth_interval=3, schedule=schedule)
+    second.load_state_dict(torch.load(file, weights_only=True))
+    assert train(second, MADE["any"]([param]), losses[11:]) == expected[11:]
+    assert pickle.loads(pickle.dumps(second)).get_scale() == second.get_scale()
+    assert ("schedule" in second.state_dict()) == (schedule != "backoff")
+
+
+def test_a_state_of_torchs_scaler_is_where_it_goes_on_from() -> None:
+    reference = torch.amp.GradScaler("cpu", init_scale=4096.0)
+    scaler = preamp.GradScaler("cpu", schedule="hysteresis")
+    scaler.load_state_dict(reference.state_dict())
+    assert scaler.get_scale() == 4096.0
+    assert train(scaler, MADE["any"]([Parameter(torch.ones(3))]), [1.0])[0][0] == 4096.0
+
+
+def test_misuse() -> None:
+    with pytest.raises(ScaleError, match="schedule='growth'"):
+        preamp.GradScaler("cpu", schedule="growth")
+    scaler = preamp.GradScaler("cpu", schedule="hysteresis")
+    scaler.scale(torch.ones(()))
+    with pytest.raises(ScaleError, match="chooses the scale"):
+        scaler.update(8.0)
+    with pytest.raises(AssertionError, match="No inf checks"):
+        scaler.update()
+    preamp.GradScaler("cpu", schedule="hysteresis", enabled=False).update()
 
 
 def one(scaler: torch.amp.GradScaler, value: float, fused: bool = False) -> Parameter:

@@ -1,7 +1,4 @@
-"""Loss scales against a plain model of the schedule; their states.
-
-Backoff beside torch's own update, and hysteresis beside a plain model of it.
-"""
+"""Loss scales beside torch's own update and a plain model of hysteresis; their states."""
 
 from __future__ import annotations
 

@@ -209,27 +209,6 @@ def test_states_that_do_not_fit(scale: LossScale) -> None:
     assert scale.state_dict() == state
 
 
-@pytest.mark.parametrize("key, wrong", [("scale", 0.0), ("scale", math.nan), ("growth_factor", 1.0),
-                                        ("min_scale", 99.0), ("growth_interval", 0), ("patience", 0),
-                                        ("backoff_factor", 1.5),
-                                        ("good_steps", -1), ("good_steps", 2.5), ("good_steps", None)])  # fmt: skip
-def test_a_state_with_a_wrong_value_changes_nothing(key: str, wrong: Any) -> None:
-    scale = DynamicScale(8.0)
-    state = scale.state_dict()
-    with pytest.raises((ScaleError, StateError)):
-        scale.load_state_dict({**state, key: wrong})
-    assert scale.state_dict() == state
-
-
-@pytest.mark.parametrize("patience", ["soon", 0, -1, 2.5, True, pytest.param(torch.eye(2).to_sparse(), id="sparse")])
-def test_a_fixed_scale_takes_no_patience_that_is_no_count(patience: object) -> None:
-    """Found by hypothesis: the value was taken as it came, and compared with a count a hundred steps later."""
-    scale = StaticScale(8.0, patience=5)
-    with pytest.raises(ScaleError, match="patience"):
-        scale.load_state_dict({"kind": "static", "scale": 4.0, "patience": patience})
-    assert scale.state_dict() == {"kind": "static", "scale": 8.0, "patience": 5}
-
-
 @pytest.mark.parametrize(
     "given",
     [

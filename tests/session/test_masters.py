@@ -119,39 +119,6 @@ def test_a_low_parameter_from_elsewhere_is_adopted() -> None:
         assert extra.dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_shared_and_frozen_parameters(level: str) -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(10, 8)
-            self.middle = nn.Linear(8, 8)
-            self.head = nn.Linear(8, 10, bias=False)
-            self.head.weight = self.embed.weight
-            self.middle.requires_grad_(False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.middle(self.embed(x)))
-
-    torch.manual_seed(0)
-    model = Tied()
-    frozen = model.middle.weight.detach().clone()
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-2)
-    with preamp.prepare(model, optimizer, level=level) as session:
-        assert model.head.weight is model.embed.weight
-        for _ in range(3):
-            x = torch.randint(0, 10, (4, 5))
-            with session.autocast():
-                loss = F.cross_entropy(model(x).transpose(1, 2), x)
-            session.backward(loss)
-            session.step()
-            session.zero_grad()
-        assert model.head.weight is model.embed.weight
-        assert len(optimizer.state) == 1
-    assert torch.equal(model.middle.weight, frozen), "a frozen parameter comes back with all its bits"
-    assert model.head.weight is model.embed.weight
-
-
 @pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, 0.1), lambda p: torch.optim.SparseAdam(p, 0.1)])
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])

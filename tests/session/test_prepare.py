@@ -1,7 +1,4 @@
-"""What prepare() refuses: objects that do not belong together.
-
-Rough treatment: exceptions in the middle, two sessions at once, odd models, threads.
-"""
+"""What prepare() refuses, objects that do not belong together; and odd models that it takes."""
 
 from __future__ import annotations
 
