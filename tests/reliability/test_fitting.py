@@ -51,20 +51,8 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int = 3) -> None:
         optimizer.step()
 
 
-TORCHS = [
-    "Adadelta",
-    "Adafactor",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "ASGD",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
-]
+TORCHS = ["Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax"]
+TORCHS += ["ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 OURS = ("Adagrad", "Adam", "AdamW", "LAMB", "Lion", "NovoGrad", "SGD")
 KINDS = [*(f"torch.{name}" for name in TORCHS), *(f"preamp.{name}" for name in OURS)]
 
