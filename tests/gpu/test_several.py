@@ -182,10 +182,3 @@ def test_gradients_are_read_in_their_order(order: str) -> None:
             assert reading.nonfinite.tolist() == [i == bad for i in range(len(order))]
             assert reading.nonfinite.device == norm.device == (home or gradients[0].device)
             assert float(reading.found) == 1
-
-
-def test_no_gradients_are_read_where_the_answer_is_wanted() -> None:
-    device = torch.device("cuda:1")
-    with no_waiting():
-        reading, norm = read([], device=device), global_norm([], device=device)
-    assert {each.device for each in (reading.found, reading.nonfinite, norm)} == {device}

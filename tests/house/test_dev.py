@@ -148,21 +148,6 @@ def test_a_set_up_that_was_ended_goes_on(
         assert ("ruff" in done) != any(line.startswith(CONSTRAINED) for line in again)
 
 
-def test_only_what_has_changed_is_installed_again(dev: ModuleType) -> None:
-    dev.setup()
-    dev.run.ran.clear()
-    changed = {**dev.beside(), "triton-3.6": ("triton==3.6.1",)}
-    dev.beside = lambda: changed
-    dev.setup()
-    assert dev.run.pips() == [".venv/triton-3.6: triton==3.6.1"]
-    with (dev.ROOT / "constraints.txt").open("a") as pins:
-        pins.write("another==1.0\n")
-    dev.demo()
-    assert dev.run.pips() == [f"{CONSTRAINED} -e .[cli,demo]"]
-    dev.setup()
-    assert len(dev.run.pips()) == 3
-
-
 def test_an_old_python_is_told_what_to_do(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 9))
     with pytest.raises(SystemExit, match=r"preamp needs Python 3\.10 or newer .* try python3\.11 \./dev"):

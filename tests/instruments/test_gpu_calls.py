@@ -99,23 +99,6 @@ def test_outcomes_outlive_a_crash_and_the_rest_is_run_next(
     assert second.stdout.count("def test_wrong()") == 1  # shown when it failed, and not again at the end
 
 
-def test_a_test_that_takes_the_device_along_ends_the_process(
-    gpu_tests: Callable[..., CompletedProcess[str]], tmp_path: Path
-) -> None:
-    (tmp_path / "conftest.py").write_text("""
-import pytest, torch
-@pytest.fixture(autouse=True)
-def device(request, monkeypatch):
-    if request.node.name == "test_wrong":
-        def lost(): raise RuntimeError("an illegal memory access was encountered")
-        torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, lost
-""")
-    done = gpu_tests("a", "-p", "no:xdist")
-    assert done.returncode == 75
-    assert "answers no more after test_some.py::test_wrong: an illegal memory access" in done.stdout
-    assert last(tmp_path / "a" / "tests.jsonl") == {"test_first": "passed", "test_wrong": "failed"}
-
-
 # -- parts
 
 

@@ -99,6 +99,25 @@ def test_without_triton() -> None:
     assert done.stdout.split()[:2] == ["False", "False"]
 
 
+def test_lists_one_behind_the_other_know_what_these_know() -> None:
+    lists = [TensorList([torch.zeros(2), torch.zeros(3)]), TensorList([torch.zeros(5, dtype=torch.bfloat16)])]
+    both = chained(lists)
+    assert chained(lists[:1]) is lists[0]
+    plain = TensorList(both)
+    for what in ("addresses", "sizes", "dtypes", "strided", "contiguous", "together"):
+        assert getattr(both, what) == getattr(plain, what), what
+
+
+def test_of_many_tables_those_of_long_ago_go() -> None:
+    tensors = [[torch.zeros(8)] for _ in range(40)]
+    first = parts_of([tensors[0]], 4)
+    for other in tensors[1:]:
+        assert parts_of([tensors[0]], 4) is first, "it is in use"
+        kept = parts_of([other], 4)
+        assert parts_of([other], 4) is kept
+    assert parts_of([tensors[1]], 4) is not kept
+
+
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_lists_with_sparse_tensors_are_not_dense(layout: torch.layout) -> None:

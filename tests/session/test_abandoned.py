@@ -136,6 +136,34 @@ def test_a_hook_that_clears_gradients_after_the_step(level: str) -> None:
     session.close()
 
 
+@pytest.mark.parametrize("losses", [("loss",), ("a", "b")])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_clipping_at_every_micro_batch(level: str, kind: str, losses: tuple[str, ...]) -> None:
+    """Gradients so far are shrunk and accumulation goes on, as in plain torch."""
+    inputs = [OUTLIER, BATCH * 3, BATCH + OUTLIER]
+
+    def plain() -> Tensor:
+        model = nn.Linear(4, 1, bias=False)
+        for x in inputs:
+            model(x).sum().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert model.weight.grad is not None
+        return model.weight.grad
+
+    for read in ("clip norm", "clip norm, unscale_"):
+        scales = dict.fromkeys(losses, 8.0 if level in ("O1", "O2") else 1.0)
+        model, _, session = prepared(level, kind, losses=losses, scale=scales)
+        for i, x in enumerate(inputs):
+            backward(session, model, x, name=losses[i % len(losses)])
+            READS[read](session)
+        before = model.weight.detach().float().clone()
+        assert not session.step().skipped
+        moved = before - model.weight.detach().float()
+        assert torch.allclose(moved, plain(), atol=1e-2), (read, moved, plain())
+        session.close()
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_clipping_a_micro_batch_that_overflowed_skips_the_step(level: str) -> None:
     model, _, session = prepared(level, "torch")

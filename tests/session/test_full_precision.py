@@ -90,3 +90,22 @@ def test_between_forward_and_backward(level: str, master: str) -> None:
             return weights(model)
 
     assert same(run(True), run(False))
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("where", ["full", "low"])
+def test_an_interrupt_leaves_a_session_that_casts(level: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the way in, or on the way out: what was left undone the next call undoes."""
+    model, session = prepared(level)
+    dtypes = [p.dtype for p in model.parameters()]
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with session:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(session._masters, where, interrupted)
+            with session.full_precision():
+                pass
+        session.backward(loss_of(model, 0))
+        assert not session.step().skipped and [p.dtype for p in model.parameters()] == dtypes

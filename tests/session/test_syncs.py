@@ -91,6 +91,17 @@ STEPPED = {
 }
 
 
+def test_our_optimizers_never_wait_under_our_scaler() -> None:
+    with torch.device("meta"):
+        params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
+    optimizer = preamp.optim.AdamW(params)
+    scaler = preamp.GradScaler("meta")
+    for _ in range(4):
+        scaler.scale(sum(p.sum() for p in params)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("name", STEPPED)
 def test_a_skip_on_the_device_is_a_skip(level: str, name: str) -> None:
