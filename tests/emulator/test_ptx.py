@@ -61,11 +61,6 @@ def test_a_kernel_that_cannot_be_read_is_refused(line: str, why: str) -> None:
         kernel(line)
 
 
-def test_what_no_thread_does_is_not_checked() -> None:
-    memory = torch.zeros(64, dtype=torch.int64)
-    run(kernel("setp.gt.u32 %p1, %r1, 64;", "@%p1 ld.global.b64 %rd3, [%rd1+1];"), memory, memory)
-
-
 def test_what_is_read_unwritten_is_not_zero() -> None:
     out = torch.zeros(2, dtype=torch.int32)
     lines = ["mov.b32 %r2, global_smem;", "ld.shared.b32 %r3, [%r2];", "st.global.v2.b32 [%rd2], {%r3, %r9};"]

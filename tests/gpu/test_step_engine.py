@@ -10,18 +10,7 @@ from torch import Tensor, nn
 
 import preamp
 
-from .training import (
-    CASES,
-    DEVICE,
-    MAKERS,
-    OPTIMIZERS,
-    batch,
-    network,
-    no_waiting,
-    scaled,
-    spoiled,
-    train_step,
-)
+from .training import CASES, DEVICE, MAKERS, OPTIMIZERS, batch, network, no_waiting, scaled, spoiled, train_step
 
 pytestmark = pytest.mark.gpu
 

@@ -88,14 +88,6 @@ def late_in_backward(run: Run) -> None:
     run.session.backward(loss)
 
 
-def in_a_backward_after_unscale(run: Run) -> None:
-    with run.session.autocast():
-        loss = loss_of(run.model, 9)
-    run.session.backward(loss)
-    run.session.unscale_()
-    late_in_backward(run)
-
-
 @contextmanager
 def failing(register: Callable[[Callable[..., Any]], Any]) -> Iterator[None]:
     """A hook that raises, for the length of a block."""
@@ -149,7 +141,7 @@ def loading_an_optimizer_state_that_does_not_fit(run: Run) -> None:
 
 
 FAULTS: list[Callable[[Run], None]] = [
-    in_the_forward_pass, in_a_region_in_a_region, in_backward, late_in_backward, in_a_backward_after_unscale,
+    in_the_forward_pass, in_a_region_in_a_region, in_backward, late_in_backward,
     in_a_gradient_hook, before_the_step, before_the_step_of_true_gradients, between_unscale_and_step,
     in_full_precision, loading_an_optimizer_state_that_does_not_fit,
 ]  # fmt: skip

@@ -95,6 +95,10 @@ def test_two_models_two_optimizers_two_losses(level: str, place: tuple[str, int]
         assert torch.allclose(a, b, atol=tolerance, rtol=0), float((a - b).abs().max())
 
 
+def fail(_: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
 def test_losses_with_scales_of_their_own_add_up_to_the_true_sum() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
@@ -104,6 +108,8 @@ def test_losses_with_scales_of_their_own_add_up_to_the_true_sum() -> None:
         with preamp.prepare(model, optimizer, level=level, scale={"a": 4096.0, "b": 8.0}) as session:
             for name, index in (("a", 0), ("b", 1)):
                 backward(session, model, index, name=name)
+            with pytest.raises(ZeroDivisionError), model[0].weight.register_hook(fail):
+                backward(session, model, 2, name="b")  # fails late, and takes nothing away
             session.unscale_()
             for p, q in zip(model.parameters(), reference.parameters(), strict=True):
                 assert p.grad.dtype is torch.float32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from preamp.zoo.seresnext import SEResNeXt
 from preamp.zoo.task import shuffled
 from preamp.zoo.unet import UNet
 
-CPU = torch.device("cpu")
+CPU, FULL = torch.device("cpu"), SERESNEXT_SHAPES["full"]
 
 
 @pytest.fixture(params=sorted(TASKS))
@@ -161,11 +162,12 @@ def test_the_loss_takes_a_low_precision_output(task):
     "make, millions, tolerance",
     [
         (lambda: UNet(channels=3, base=32, levels=5), 7.70, 0.1),
-        (lambda: SEResNeXt(SERESNEXT_SHAPES["full"]), 27.56, 0.01),  # the published network
+        (lambda: SEResNeXt(FULL), 27.56, 0.01),  # the published network
+        (lambda: SEResNeXt(replace(FULL, width=64, first=64, expansion=4, groups=1, gated=False)), 25.557, 0.001),
         (lambda: Bert(BERT_SHAPES["full"]), 109.5, 0.5),
         (lambda: SEResNeXt(SERESNEXT_SHAPES["ci"]), 0.147, 0.04),
     ],
-    ids=["unet", "seresnext", "bert", "seresnext-ci"],
+    ids=["unet", "seresnext", "resnet", "bert", "seresnext-ci"],
 )
 def test_parameter_counts(make, millions, tolerance):
     with torch.device("meta"):
