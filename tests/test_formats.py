@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from preamp.formats import FORMATS, FP16, FP64, LOW_DTYPES, Format, dtype_of, format_of, name_of
+from preamp.formats import FORMATS, FP64, LOW_DTYPES, Format, dtype_of, format_of, name_of
 
 EACH = pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
 NARROW = pytest.mark.parametrize("fmt", [f for f in FORMATS if f.bits <= 16], ids=lambda f: f.name)
@@ -61,14 +61,6 @@ def test_the_flush_threshold_of_float32_from_float64() -> None:
     assert cast(fmt.flush_threshold, fmt) == 0
     assert cast(math.nextafter(fmt.flush_threshold, 1), fmt) == fmt.smallest_subnormal
     assert FP64.flush_threshold == 0  # nothing of a Python float is smaller
-
-
-def test_numpy_agrees_about_float16() -> None:
-    assert np.float16(FP16.flush_threshold) == 0
-    assert float(np.float16(after(FP16.flush_threshold))) == FP16.smallest_subnormal
-    assert float(np.nextafter(np.float16(0), np.float16(1))) == FP16.smallest_subnormal
-    info = np.finfo(np.float16)
-    assert (float(info.max), float(info.tiny), float(info.eps)) == (FP16.max, FP16.smallest_normal, FP16.epsilon)
 
 
 @NARROW

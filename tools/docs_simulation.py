@@ -56,7 +56,7 @@ def simulated_steps(results: dict[str, Any]) -> tuple[Table, str]:
     return Table("", columns, rows), text
 
 
-@committed("host-time", "python -m tests.emulator.host_time")
+@committed("host-time", "python -m benchmarks.host_time")
 def host_time(results: dict[str, Any]) -> tuple[Table, str]:
     """The host time of a step."""
     rows = [

@@ -134,7 +134,7 @@ class Squared(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, start: Tensor) -> tuple[Tensor, Tensor]:
         x, w = ctx.saved_tensors
-        inner = start * 2 * (x @ w)
+        inner = start.to(x.dtype) * 2 * (x @ w)
         return inner @ w.T, x.T @ inner
 
 
@@ -150,15 +150,8 @@ class WithFunction(nn.Sequential):
 
 def net(dtype: torch.dtype = torch.float32, kind: type[nn.Sequential] = nn.Sequential) -> nn.Sequential:
     torch.manual_seed(0)
-    layers = (
-        nn.Linear(24, 40),
-        nn.GELU(),
-        nn.Linear(40, 16),
-        nn.Unflatten(1, (1, 4, 4)),
-        nn.Conv2d(1, 4, 3),
-        nn.Flatten(),
-    )
-    return nn.Sequential(*layers, nn.Linear(16, 1)).to(dtype)
+    layers = nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 16), nn.Unflatten(1, (1, 4, 4)), nn.Conv2d(1, 4, 3)
+    return kind(*layers, nn.Flatten(), nn.Linear(16, 1)).to(dtype)
 
 
 def batch(dtype: torch.dtype = torch.float32) -> Tensor:

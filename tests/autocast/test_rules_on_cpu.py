@@ -42,7 +42,6 @@ MODULES = {
 
 torch.manual_seed(0)
 CUDA_LISTS = lists.AutocastTestLists(torch.device("cpu"))
-CPU_LISTS = lists.AutocastCPUTestLists(torch.device("cpu"))
 
 
 def entries(source: Any, *names: str) -> list[Any]:
@@ -168,30 +167,6 @@ def test_what_cuda_bans(name: str, args: tuple[Tensor, ...], low: torch.dtype) -
     assert function(*args).dtype is FP32
 
 
-# What torch's CPU lists say where the CUDA lists say the same. The rest differs: test_the_two_tables_of_torch_differ.
-@pytest.mark.parametrize("low", LOW.values(), ids=LOW)
-@pytest.mark.parametrize("entry", entries(CPU_LISTS, "torch_16", "nn_16"))
-def test_what_cpus_run_low(entry: Entry, low: torch.dtype) -> None:
-    check(entry, entry.args, low, low, None)
-
-
-@pytest.mark.parametrize("low", LOW.values(), ids=LOW)
-@pytest.mark.parametrize(
-    "entry",
-    [e for e in entries(CPU_LISTS, "torch_fp32", "nn_fp32")
-     if e.values[0].name not in ("avg_pool3d", "reflection_pad1d", "binary_cross_entropy")],
-)  # fmt: skip
-def test_what_cpus_run_full(entry: Entry, low: torch.dtype) -> None:
-    check(entry, cast(entry.args, low), low, FP32, None)
-
-
-@pytest.mark.parametrize("low", LOW.values(), ids=LOW)
-@pytest.mark.parametrize("entry", entries(CPU_LISTS, "torch_need_autocast_promote"))
-def test_what_cpus_promote(entry: Entry, low: torch.dtype) -> None:
-    args = tuple([t.to(low) if t.dtype is BF16 else t for t in group] for group in entry.args)
-    check(entry, args, low, FP32, None)
-
-
 @pytest.mark.parametrize("low", LOW.values(), ids=LOW)
 def test_the_two_tables_of_torch_differ(low: torch.dtype) -> None:
     """Where the CPU's lists and CUDA's disagree, preamp's regions follow CUDA's."""
@@ -204,15 +179,6 @@ def test_the_two_tables_of_torch_differ(low: torch.dtype) -> None:
         assert torch.nn.functional.avg_pool3d(image, 2).dtype is low
         assert torch.nn.functional.pad(image[0, 0], (1, 1), "reflect").dtype is low
         assert image.softmax(-1).dtype is FP32
-
-
-def test_no_skip_is_stale() -> None:
-    for name, operator in SKIPPED:
-        rows = [row for row in getattr(CUDA_LISTS, name) if row[0] == operator]
-        assert rows, f"{operator} is no longer in torch's list {name}"
-        for row in rows:
-            with pytest.raises((RuntimeError, NotImplementedError)):
-                getattr(torch, operator)(*row[1])
 
 
 def test_every_list_of_torch_is_used() -> None:

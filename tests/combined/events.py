@@ -78,8 +78,7 @@ def _generator() -> Any:
 
 def random_state() -> torch.Tensor:
     """`torch.get_rng_state` of the default device."""
-    state: torch.Tensor = _generator().get_rng_state()
-    return state
+    return _generator().get_rng_state()
 
 
 def set_random_state(state: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts as selec
 
 import preamp
 
-from .runs import LEVELS, Net, batch, check_same, prepared, reference, train
+from .runs import LEVELS, Net, batch, check_same, loss_under, prepared, reference, train
 
 Through = Callable[[nn.Module, Tensor], Tensor]
 ATEN = torch.ops.aten
@@ -28,13 +28,11 @@ PRODUCTS = [ATEN.mm.default, ATEN.bmm.default, ATEN.addmm.default]
 
 
 def reentrant(block: nn.Module, x: Tensor) -> Tensor:
-    result: Tensor = checkpoint(block, x, use_reentrant=True)
-    return result
+    return checkpoint(block, x, use_reentrant=True)
 
 
 def plain(block: nn.Module, x: Tensor) -> Tensor:
-    result: Tensor = checkpoint(block, x, use_reentrant=False)
-    return result
+    return checkpoint(block, x, use_reentrant=False)
 
 
 def nested(block: nn.Module, x: Tensor) -> Tensor:
@@ -56,8 +54,7 @@ def casts(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 def keeping(what: Any) -> Through:
     def through(block: nn.Module, x: Tensor) -> Tensor:
-        result: Tensor = checkpoint(block, x, use_reentrant=False, context_fn=functools.partial(selective, what))
-        return result
+        return checkpoint(block, x, use_reentrant=False, context_fn=functools.partial(selective, what))
 
     return through
 
@@ -104,16 +101,13 @@ def test_recomputation_is_as_often_as_it_should_be(level: str) -> None:
     def counted(block: nn.Module, x: Tensor) -> Tensor:
         def run(x: Tensor) -> Tensor:
             calls.append(torch.is_autocast_enabled("cpu"))
-            result: Tensor = block(x)
-            return result
+            return block(x)
 
         return plain(run, x)  # type: ignore[arg-type]
 
     model = Net(counted)
     with prepared(model, level) as session:
-        x, y = batch(0)
-        with session.autocast():
-            loss = nn.functional.cross_entropy(model(x), y)
+        loss = loss_under(session, model)(*batch(0))
         assert len(calls) == 3
         session.backward(loss)
         assert calls == [level != "O0"] * 6
@@ -140,8 +134,7 @@ def test_checkpoint_sequential(level: str, kind: bool) -> None:
     class Sequence(Net):
         def forward(self, x: Tensor) -> Tensor:
             hidden = checkpoint_sequential(nn.Sequential(*self.blocks), 2, self.first(x), use_reentrant=kind)
-            result: Tensor = self.head(hidden.mean(1))
-            return result
+            return self.head(hidden.mean(1))
 
     check_same(train(level, Sequence()), reference(level))
 
@@ -154,9 +147,7 @@ def test_backward_may_run_inside_or_outside_of_regions(level: str, backward: str
     def grads(through: Through | None, around: bool) -> list[Tensor]:
         model = Net(through)
         with prepared(model, level) as session:
-            x, y = batch(0)
-            with session.autocast():
-                loss = nn.functional.cross_entropy(model(x), y)
+            loss = loss_under(session, model)(*batch(0))
             if backward == "session's region" and around:
                 with session.autocast():
                     session.backward(loss)

@@ -13,7 +13,7 @@ from torch.func import functional_call, grad, jacrev, jvp, vmap
 
 import preamp
 
-from .runs import LEVELS, LOW, OUTPUT, Net, batch, prepared
+from .runs import LEVELS, LOW, OUTPUT, Net, batch, loss_under, prepared
 
 FP32 = torch.float32
 
@@ -54,8 +54,7 @@ def test_vmap_is_the_loop(level: str, inside: bool) -> None:
         parameters = {name: p.detach() for name, p in model.named_parameters()}
 
         def plain(row: Tensor) -> Tensor:
-            result: Tensor = functional_call(model, parameters, (row,))
-            return result
+            return functional_call(model, parameters, (row,))
 
         region = session.autocast()
         one = region(plain) if inside else plain
@@ -181,8 +180,7 @@ def test_gradient_penalty(level: str, how: str, checkpointed: bool) -> None:
     from torch.utils.checkpoint import checkpoint
 
     def through(block: nn.Module, x: Tensor) -> Tensor:
-        result: Tensor = checkpoint(block, x, use_reentrant=False)
-        return result
+        return checkpoint(block, x, use_reentrant=False)
 
     def penalised(session: preamp.Session | None) -> list[Tensor]:
         model = Net(through if checkpointed else None) if session is None else session.models[""]
@@ -287,9 +285,7 @@ def test_hooks_that_change_what_passes(level: str) -> None:
                 model.head.weight.register_hook(lambda g: g / 2)
                 model.head.bias.register_post_accumulate_grad_hook(halve)
                 model.blocks[2].register_forward_hook(lambda m, a, out: out * 1)
-            with session.autocast():
-                loss = F.cross_entropy(model(x), y)
-            session.backward(loss)
+            session.backward(loss_under(session, model)(x, y))
             session.unscale_()
             return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -316,16 +312,12 @@ def test_gradients_taken_in_the_backward_pass_are_scaled(level: str) -> None:
 
         for name, parameter in model.named_parameters():
             parameter.register_post_accumulate_grad_hook(take(name))
-        with session.autocast():
-            loss = F.cross_entropy(model(x), y)
-        session.backward(loss)
+        session.backward(loss_under(session, model)(x, y))
         assert all(p.grad is None for p in model.parameters())
         session.zero_grad()
     twin = Net()
     with prepared(twin, level, **scaled(level)) as session:
-        with session.autocast():
-            loss = F.cross_entropy(twin(x), y)
-        session.backward(loss)
+        session.backward(loss_under(session, twin)(x, y))
         session.unscale_()
         for name, parameter in twin.named_parameters():
             assert parameter.grad is not None and torch.equal(taken[name], parameter.grad), name

@@ -51,35 +51,6 @@ def replica(model: nn.Module) -> nn.Module:
     return copies[model]
 
 
-def seen(model: nn.Module, x: Tensor) -> tuple[Any, ...]:
-    """dtypes of a product, of a softmax, and of the model's output, in this thread."""
-    return (x @ x.mT).dtype, (x @ x.mT).softmax(-1).dtype, model(x).dtype
-
-
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_a_region_belongs_to_its_thread(level: str) -> None:
-    model, (x, _) = Net(), batch(0)
-    low, full = LOW[level], torch.float32
-    with prepared(model, level) as session:
-        decorated = session.autocast()(lambda: seen(model, x))
-        with session.autocast():
-            assert seen(model, x) == (low, full, low)
-            outside, inside = in_threads([lambda: seen(model, x), decorated])
-            assert outside == (full, full, full) and inside == (low, full, low)
-            assert seen(model, x) == (low, full, low)
-
-        def plain() -> tuple[Any, ...]:
-            with torch.autocast("cpu", dtype=low):  # what parallel_apply gives its threads: torch's rules
-                return seen(model, x)
-
-        def disabled() -> tuple[Any, ...]:
-            with session.autocast(enabled=False):
-                return seen(model, x)
-
-        plains, ours, off = in_threads([plain, decorated, disabled])
-        assert plains == (low, low, low) and ours == (low, full, low) and off == (full, full, full)
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_replicas_in_threads_train_as_the_whole_batch(level: str) -> None:
     """Forward passes of two replicas at once, each in a region of its own, and one backward pass through both."""

@@ -98,8 +98,7 @@ class Training:
 
     def forward(self, x: Tensor) -> Tensor:
         """The loss; whoever wraps the model calls the wrapper."""
-        loss: Tensor = self.model(x)
-        return loss
+        return self.model(x)
 
     def prepare(self) -> None:
         level, maker, scale = self.how
@@ -131,8 +130,7 @@ class Training:
         file = io.BytesIO()
         torch.save({n: getattr(self, n).state_dict() for n in ("model", "optimizer", "schedule", "session")}, file)
         file.seek(0)
-        states: dict[str, Any] = torch.load(file, weights_only=True)
-        return states
+        return torch.load(file, weights_only=True)
 
     def load(self, states: Mapping[str, Any]) -> None:
         """In an order that depends on where the run is."""

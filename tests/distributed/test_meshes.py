@@ -3,14 +3,106 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from .meshes import CASES, KINDS, build
-from .together import told_once
+import preamp
+
+from .together import DEVICE, tell
+
+MAKERS: dict[str, Callable[..., Any]] = {
+    "SGD": preamp.optim.SGD,
+    "torch SGD": torch.optim.SGD,
+    "LAMB": lambda params, lr: preamp.optim.LAMB(params, lr / 10, weight_decay=0.05),
+    "NovoGrad": lambda params, lr: preamp.optim.NovoGrad(params, lr / 10, weight_decay=0.05),
+    "AdamW in 8 bits": lambda params, lr: preamp.optim.AdamW(params, lr / 100, eps=1e-6, states="8bit"),
+    "Lion": lambda params, lr: preamp.optim.Lion(params, lr / 10),
+    "Muon": lambda params, lr: _muon(list(params), lr),
+    "NovoGrad, largest": lambda params, lr: preamp.optim.NovoGrad(params, lr / 10, norm_type=0),
+}
+CASES = [
+    *[("O0", maker) for maker in MAKERS],
+    *[("O2", maker) for maker in ("SGD", "torch SGD", "LAMB", "NovoGrad", "AdamW in 8 bits")],
+    *[("O4", maker) for maker in ("torch SGD", "LAMB")],
+    *[("O1", "SGD"), ("O5", "NovoGrad"), ("O2", "Muon"), ("O5", "Muon")],
+]
+KINDS = ("flat", "hybrid", "tensor")
+"""Shards over all ranks; copies of shards; shards of tensor-parallel parts."""
+
+
+def _muon(params: list[nn.Parameter], lr: float) -> list[torch.optim.Optimizer]:
+    matrices, others = ([p for p in params if (p.dim() == 2) is two] for two in (True, False))
+    return [preamp.optim.Muon(matrices, lr / 10), preamp.optim.SGD(others, lr)]
+
+
+def build() -> nn.Sequential:
+    """Some ranks hold nothing of the last layer, which has one row. The one before it has rows of whole blocks."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 9), nn.LayerNorm(9), nn.Linear(9, 1))
+
+
+def train(model: nn.Module, level: str, maker: str) -> dict[str, Any]:
+    """Five steps on the same data in every rank; one rank meets an infinity in the fourth."""
+    optimizer = MAKERS[maker](model.parameters(), lr=0.1)
+    norms, skips, names = [], [], []
+    with preamp.prepare(model, optimizer, level=level, scale=1024.0 if level in ("O1", "O2") else None) as session:
+        for step in range(5):
+            torch.manual_seed(step)
+            with session.autocast():
+                loss = model(torch.randn(4, 8)).float().square().mean()
+            session.backward(loss)
+            if step == 3:
+                spoil(model)
+            norms.append(float(session.clip_grad_norm_(0.5)))
+            report = session.step()
+            skips.append(report.skipped)
+            names.append(list(report.nonfinite))
+            session.zero_grad()
+        scale = session.loss_scale()
+    whole: list[Any] = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    weights = [p.flatten().tolist() for p in whole]
+    return {"norms": norms, "skips": skips, "names": names, "scale": scale, "weights": weights}
+
+
+def spoil(model: nn.Module) -> None:
+    """An infinity in the last rank's part of a gradient; or in the gradient, where there are no parts."""
+    gradient: Any = next(model.parameters()).grad
+    if not hasattr(gradient, "to_local"):
+        gradient[0, 0] = torch.inf
+    elif dist.get_rank() == dist.get_world_size() - 1:
+        gradient.to_local()[0, 0] = torch.inf
+
+
+def shard(model: nn.Sequential, mesh: Any, level: str) -> None:
+    options: dict[str, Any] = {} if level == "O0" else {"mp_policy": preamp.policy(level).fsdp()}
+    for part in (model[0], model[2], model):
+        fully_shard(part, mesh=mesh, **options)
+
+
+def act(folder: Path) -> dict[str, Any]:
+    flat = init_device_mesh(DEVICE, (4,))
+    crossed = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("data", "tensor"))
+    told: dict[str, Any] = {}
+    for level, maker in CASES:
+        told[f"alone {level} {maker}"] = train(build(), level, maker)
+        for kind in KINDS:
+            model = build()
+            if kind == "tensor":
+                parallelize_module(model, crossed["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            shard(model, {"flat": flat, "hybrid": crossed, "tensor": crossed["data"]}[kind], level)
+            told[f"{kind} {level} {maker}"] = train(model, level, maker)
+    return told
+
 
 BOUNDS = {"O0": 1e-5, "O1": 5e-3, "O2": 5e-3, "O4": 3e-2, "O5": 3e-2}
 """How far the end may be from that of one process, over the way trained."""
@@ -18,13 +110,8 @@ BOUNDS = {"O0": 1e-5, "O1": 5e-3, "O2": 5e-3, "O4": 3e-2, "O5": 3e-2}
 ROUGH = {"AdamW in 8 bits": 3e-2, "Muon": 3e-2, "Lion": 3e-2}
 """What rounds by chances of each rank's own, in bfloat16, or to a sign."""
 
+RANKS = 4
 pytestmark = pytest.mark.slow  # several processes train for half a minute
-
-
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank saw."""
-    return told_once("meshes", 4, tmp_path_factory.mktemp("meshes"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -46,3 +133,7 @@ def test_ranks_agree_and_step_as_one_process(told: list[dict[str, Any]], kind: s
     if maker == "Muon" and level != "O0":  # gradients of rank 4: of their rounding Muon makes directions like any other
         bound = 0.3
     assert float((mine - theirs).norm() / (theirs - start).norm()) <= bound
+
+
+if __name__ == "__main__":
+    tell(act)

@@ -1,37 +1,122 @@
-"""A sharded run goes on with another number of ranks: the same bits are loaded, and trained on."""
+"""A sharded run goes on with another number of ranks: the same bits are loaded, and trained on.
+
+torchrun --nproc-per-node N -m tests.distributed.test_reshard FOLDER LEVEL KIND OUT.json
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
 
 import preamp
 from preamp.errors import CheckpointError, StateError
 
-from .together import launch
+from .together import begin, launch
+
+WHOLE = StateDictOptions(full_state_dict=True)
+
+
+class Made:
+    """A sharded model, its optimizer, its session."""
+
+    def __init__(self, level: str, kind: str) -> None:
+        policy = preamp.policy(level)
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 512), nn.Tanh(), nn.Linear(512, 9))
+        fully_shard(self.model[0], mp_policy=policy.fsdp())
+        fully_shard(self.model, mp_policy=policy.fsdp())
+        make: Any = torch.optim.AdamW if kind == "torch" else preamp.optim.AdamW
+        options: dict[str, Any] = {"states": "8bit"} if kind == "8bit" else {}
+        self.optimizer = make(self.model.parameters(), lr=1e-2, **options)
+        self.session = preamp.prepare(self.model, self.optimizer, level=level)
+
+    def train(self, begin: int, end: int) -> None:
+        for step in range(begin, end):
+            torch.manual_seed(step)
+            with self.session.autocast():
+                loss = self.model(torch.randn(6, 8)).float().square().mean()
+                loss = loss * torch.inf if step == 3 else loss
+            self.session.backward(loss)
+            self.session.clip_grad_norm_(0.5)
+            self.session.step()
+            self.session.zero_grad()
+
+    def whole(self) -> dict[str, Any]:
+        """Everything, on rank 0: parameters, states, scale, counters."""
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=WHOLE)
+        return {"model": model, "optimizer": optimizer, "amp": self.session.state_dict()}
+
+    def digest(self) -> str:
+        digest = hashlib.sha256()
+
+        def add(value: Any) -> None:
+            if isinstance(value, torch.Tensor):
+                digest.update(f"{value.dtype}{tuple(value.shape)}{value.tolist()}".encode())
+            elif isinstance(value, dict):
+                for key in sorted(value, key=str):
+                    digest.update(str(key).encode())
+                    add(value[key])
+            elif isinstance(value, (list, tuple)):
+                for item in value:
+                    add(item)
+            else:
+                digest.update(repr(value).encode())
+
+        add(self.whole())
+        return digest.hexdigest()
+
+
+def main() -> None:
+    folder, level, kind, out = Path(sys.argv[1]), *sys.argv[2:4], Path(sys.argv[4])
+    begin()
+    made = Made(level, kind)
+    told: dict[str, Any] = {"loaded": None, "as from the whole": None}
+    first = 0
+    if (folder / "latest").exists():
+        preamp.checkpoint.load_sharded(folder, model=made.model, optimizer=made.optimizer, session=made.session)
+        told["loaded"] = made.digest()
+        first = made.session.steps
+    made.train(first, first + 5)
+    if first:  # the same steps of a run that got the whole state, by torch's own means
+        other, kept = Made(level, kind), torch.load(folder / "whole.pt", weights_only=False)
+        set_state_dict(
+            other.model, other.optimizer, model_state_dict=kept["model"], optim_state_dict=kept["optimizer"],
+            options=WHOLE,
+        )  # fmt: skip
+        other.session.load_state_dict(kept["amp"])
+        other.train(first, first + 5)
+        told["as from the whole"] = other.digest() == made.digest()
+    preamp.checkpoint.save_sharded(folder, model=made.model, optimizer=made.optimizer, session=made.session)
+    told["saved"] = made.digest()
+    told["skipped"], told["scale"] = made.session.skipped, made.session.loss_scale()
+    whole = made.whole()
+    if dist.get_rank() == 0:
+        torch.save(whole, folder / "whole.pt")
+        out.write_text(json.dumps(told))
+    dist.destroy_process_group()
 
 
 def run(folder: Path, ranks: int, level: str, kind: str) -> dict[str, Any]:
     out = folder.parent / "told.json"
-    ran = launch("reshard", ranks, str(folder), level, kind, str(out), timeout=200)
+    ran = launch("test_reshard", ranks, str(folder), level, kind, str(out), timeout=200)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    told: dict[str, Any] = json.loads(out.read_text())
-    return told
+    return json.loads(out.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("level", "kind"),
-    [
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("O2", "8bit"), ("O0", "torch"), ("O2", "preamp"), ("O4", "preamp"), ("O5", "torch"))
-        ),
-    ],
+    ("level", "kind"), [("O2", "8bit"), ("O0", "torch"), ("O2", "preamp"), ("O4", "preamp"), ("O5", "torch")]
 )
 def test_four_ranks_then_two_then_three(tmp_path: Path, level: str, kind: str) -> None:
     folder = tmp_path / "run"
@@ -65,19 +150,6 @@ def _backward(made: dict[str, Any]) -> None:
     made["session"].backward(loss)
 
 
-def test_one_process_saves_and_loads_too(tmp_path: Path) -> None:
-    made = _made()
-    preamp.checkpoint.save_sharded(tmp_path / "run", **made)
-    want = {name: value.clone() for name, value in made["model"].state_dict().items()}
-    _backward(made)
-    made["session"].step()
-    assert not torch.equal(made["model"].weight, want["weight"])
-    preamp.checkpoint.load_sharded(tmp_path / "run", **made)
-    assert all(torch.equal(value, want[name]) for name, value in made["model"].state_dict().items())
-    assert made["session"].steps == 1
-    made["session"].close()
-
-
 def test_what_does_not_fit_is_told_and_nothing_is_loaded(tmp_path: Path) -> None:
     made = _made()
     with pytest.raises(CheckpointError, match="no 'latest'"):
@@ -98,41 +170,6 @@ def test_what_does_not_fit_is_told_and_nothing_is_loaded(tmp_path: Path) -> None
     other["session"].close()
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, preamp.optim.AdamW, preamp.optim.LAMB])
-@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-def test_masters_are_what_parameters_are_written_as(tmp_path: Path, level: str, make: Any) -> None:
-    """And read back bit for bit, moments in float32 included; another level goes on from the same float32 values."""
-    made = _made(level, make=make)
-    with made["session"].full_precision():
-        want = [p.detach().clone() for p in made["model"].parameters()]
-    moments = [state["exp_avg"].clone() for state in made["optimizer"].state.values()]
-    preamp.checkpoint.save_sharded(tmp_path / "run", **made)
-    for _ in range(2):
-        _backward(made)
-        made["session"].step()
-    assert not torch.equal(made["model"].weight.float(), want[0].to(made["model"].weight.dtype).float())
-    preamp.checkpoint.load_sharded(tmp_path / "run", **made)
-    fresh = _made(level, steps=0, make=make)
-    for one in (made, fresh):
-        preamp.checkpoint.load_sharded(tmp_path / "run", **one)
-        with one["session"].full_precision():
-            assert all(map(torch.equal, one["model"].parameters(), want))
-        held = [state["exp_avg"] for state in one["optimizer"].state.values()]
-        assert all(map(torch.equal, held, moments))
-        assert all(a.dtype is b.dtype for a, b in zip(held, moments, strict=True))
-        assert one["model"].weight.dtype is preamp.policy(level).params
-        assert one["session"].steps == 1
-        one["session"].close()
-
-
-def test_a_save_that_was_killed_leaves_the_one_before(tmp_path: Path) -> None:
-    made = _made()
-    preamp.checkpoint.save_sharded(tmp_path / "run", **made)
-    (tmp_path / "run" / "00000002").mkdir()  # the next one, of which a rank wrote half
-    (tmp_path / "run" / "00000002" / ".preamp-generation").write_text("00000002")
-    (tmp_path / "run" / "00000002" / "__0_0.distcp").write_bytes(b"half")
-    preamp.checkpoint.load_sharded(tmp_path / "run", **made)
-    preamp.checkpoint.save_sharded(tmp_path / "run", **made)
-    preamp.checkpoint.load_sharded(tmp_path / "run", **made)
-    assert [path.name for path in (tmp_path / "run").iterdir() if path.is_dir()] == ["00000002"]
-    made["session"].close()
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # gloo's threads outlive their group where a mesh holds it, and now and then abort an exit

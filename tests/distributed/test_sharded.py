@@ -3,18 +3,298 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from .together import told_once
+import preamp
+from preamp.errors import PreampError
+from preamp.kernels import dequantize
+from preamp.sharding import full_tensor
+
+from .together import tell
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What rank 0 and rank 1 saw."""
-    return told_once("sharded", 2, tmp_path_factory.mktemp("sharded"))
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4), nn.LayerNorm(4))
+
+
+def train(
+    model: nn.Module, level: str, kind: str = "torch", *, spoil: Callable[[int], None] | None = None, **options: Any
+) -> dict[str, Any]:
+    """Four steps on the same data in every rank; `spoil` changes gradients before clipping."""
+    make: Any = torch.optim.SGD if kind == "torch" else preamp.optim.SGD
+    optimizer = make(model.parameters(), lr=0.1)
+    norms, skips, names = [], [], []
+    with preamp.prepare(model, optimizer, level=level, **options) as session:
+        for step in range(4):
+            torch.manual_seed(step)
+            with session.autocast():
+                loss = model(torch.randn(4, 8)).float().square().mean()
+            session.backward(loss)
+            if spoil is not None:
+                spoil(step)
+            norms.append(float(session.clip_grad_norm_(0.5)))
+            report = session.step()
+            skips.append(report.skipped)
+            names.append(list(report.nonfinite))
+            session.zero_grad()
+        scale = session.state_dict()["losses"]["loss"]
+    scale = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in scale.items()}
+    return {"norms": norms, "skips": skips, "names": names, "scale": scale}
+
+
+def one_shard_spoilt(scale: str) -> dict[str, Any]:
+    policy = preamp.policy("O2")
+    model = build()
+    fully_shard(model, mp_policy=policy.fsdp())
+
+    def spoil(step: int) -> None:
+        if step == 1 and dist.get_rank() == 1:
+            model[0].weight.grad.to_local()[0] = torch.inf
+
+    return train(model, "O2", "preamp", spoil=spoil, scale=scale)
+
+
+def flat_parameters(level: str) -> dict[str, Any]:
+    """FSDP1: plain tensors that differ from rank to rank."""
+    model = FullyShardedDataParallel(build(), device_id=torch.zeros(()).device)
+
+    def spoil(step: int) -> None:
+        if step == 2 and dist.get_rank() == 1:
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.view(-1)[0] = torch.inf
+
+    return train(model, level, spoil=spoil)
+
+
+def stages() -> dict[str, Any]:
+    """A pipeline of two: the second stage meets an infinity once, the first has no gradients once."""
+    rank = dist.get_rank()
+    whole = build()
+    part = nn.Sequential(whole[0], whole[1]) if rank == 0 else nn.Sequential(whole[2], whole[3])
+    optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
+    told: dict[str, Any] = {"norms": [], "skips": [], "inf": []}
+    with preamp.prepare(part, optimizer, level="O1", group=dist.group.WORLD) as session:
+        for step in range(4):
+            torch.manual_seed(step)
+            x = torch.randn(4, 8) if rank == 0 else torch.randn(4, 16)
+            with session.autocast():
+                loss = part(x).float().square().mean() * (torch.inf if (step, rank) == (1, 1) else 1)
+            session.backward(loss)
+            if step == 2 and rank == 0:
+                optimizer.zero_grad()  # a rank without gradients takes part all the same
+            told["norms"].append(float(session.clip_grad_norm_(0.5)))
+            told["inf"].append(float(session.clip_grad_norm_(1e9, float("inf"))))
+            told["skips"].append(session.step().skipped)
+            session.zero_grad()
+        told["scale"] = session.loss_scale()
+    return told
+
+
+def on_the_wire(name: str) -> dict[str, Any]:
+    """Gradients of known values, which a hook exchanges: what arrives, and what is in each rank."""
+    size, rank = 1001, dist.get_rank()
+    each = [torch.randn(size, generator=torch.Generator().manual_seed(r)) * 3 for r in range(2)]
+    model = nn.Linear(size, 1, bias=False)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    wrapped.register_comm_hook(None, preamp.parallel.compress_hook(getattr(torch, name)))
+    wrapped(each[rank].unsqueeze(0)).sum().backward()
+    assert model.weight.grad is not None
+    return {"got": model.weight.grad.flatten().tolist(), "each": [one.tolist() for one in each]}
+
+
+def joined(level: str) -> dict[str, Any]:
+    """Rank 1 has more batches; then the other takes over what its session knows."""
+    rank = dist.get_rank()
+    model = build()
+    optimizer = preamp.optim.SGD(model.parameters(), lr=0.1)
+    with preamp.prepare(model, optimizer, level=level) as session:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        with wrapped.join():
+            for step in range(3 + 2 * rank):
+                torch.manual_seed(step)
+                with session.autocast():
+                    loss = wrapped(torch.randn(4, 8)).float().square().mean()
+                session.backward(loss)
+                session.step()
+                session.zero_grad()
+        own = session.steps
+        last: list[Any] = [session.state_dict() if rank == 1 else None]
+        dist.broadcast_object_list(last, src=1)
+        session.load_state_dict(last[0])
+        state = session.state_dict()
+        masters = {name: value.tolist() for name, value in state["masters"].items()}
+        weights = [p.detach().float().flatten().tolist() for p in model.parameters()]
+    return {"own": own, "steps": state["steps"], "masters": masters, "weights": weights}
+
+
+def states_of_both_kinds() -> dict[str, bool]:
+    """Moments in 8 bits of shards, loaded as float32 and back, and by an optimizer that has the whole parameters."""
+
+    def made(states: str, *, whole: bool = False) -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(512, 9)
+        if not whole:
+            fully_shard(model)
+        return model, preamp.optim.AdamW(model.parameters(), lr=0.1, states=states)
+
+    def held(optimizer: Any) -> dict[str, torch.Tensor]:
+        state: dict[str, Any] = optimizer.state_dict()["state"][0]
+        return {name: full_tensor(value) for name, value in state.items() if name != "step"}
+
+    def meant(optimizer: Any) -> list[torch.Tensor]:
+        state = held(optimizer)
+        names = ("exp_avg", "exp_avg_sq")
+        return [dequantize(state[f"{name}_8bit"], state[f"{name}_scale"].flatten()) for name in names]
+
+    model, coded = made("8bit")
+    for step in range(2):
+        torch.manual_seed(step)
+        model(torch.randn(4, 512)).square().mean().backward()
+        coded.step()
+        coded.zero_grad()
+    (_, wide), (_, back), (_, alone) = made("float32"), made("8bit"), made("8bit", whole=True)
+    wide.load_state_dict(coded.state_dict())
+    back.load_state_dict(wide.state_dict())
+    gathered = coded.state_dict()
+    for state in gathered["state"].values():
+        state.update({name: full_tensor(value) for name, value in state.items()})
+    alone.load_state_dict(gathered)
+    same = [(held(coded), held(each)) for each in (back, alone)]
+    return {
+        "coded": held(coded)["exp_avg_8bit"].dtype is torch.int8 and held(coded)["exp_avg_scale"].shape == (9, 2),
+        "as float32": all(map(torch.equal, meant(coded), (held(wide)["exp_avg"], held(wide)["exp_avg_sq"]))),
+        "and back": all(torch.equal(a, same[0][1][name]) for name, a in same[0][0].items()),
+        "whole": all(torch.equal(a.flatten(), same[1][1][name].flatten()) for name, a in same[1][0].items()),
+        "told": max(float(each.abs().max()) for each in meant(coded)) > 0,
+    }
+
+
+def masters_of_16_bit_shards(master: str) -> dict[str, Any]:
+    """Without a session: a 16-bit model that is sharded, whose optimizer keeps the masters; beside the same, whole."""
+    ends, kept = [], []
+    for sharded in (False, True):
+        model = build().bfloat16()
+        if sharded:
+            fully_shard(model)
+        optimizer = preamp.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, master=master)
+        for step in range(4):
+            torch.manual_seed(step)
+            model(torch.randn(4, 8).bfloat16()).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        name = "master_bits" if master == "split" else "master"
+        ends.append([full_tensor(p.detach()) for p in model.parameters()])
+        kept.append([full_tensor(optimizer.state[p][name].double()) for p in model.parameters()])  # gloo has no int16
+    dtype = next(iter(optimizer.state.values()))[name].dtype
+    return {"same": all(map(torch.equal, *ends)) and all(map(torch.equal, *kept)), "dtype": str(dtype)}
+
+
+def batch_norms(level: str, *, compiled: bool = False) -> dict[str, Any]:
+    """Batch norms that FSDP2 gives 16-bit weights: trained and evaluated, beside one process."""
+    ends = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        norms = nn.BatchNorm2d(8), nn.BatchNorm2d(8, momentum=None), nn.BatchNorm1d(4, affine=False)
+        front = nn.Conv2d(3, 8, 3), norms[0], nn.ReLU(), nn.Conv2d(8, 8, 3), norms[1], nn.Flatten()
+        model = nn.Sequential(*front, nn.Linear(128, 4), norms[2])
+        if sharded:
+            fully_shard(model, mp_policy=preamp.policy(level).fsdp())
+        optimizer = preamp.optim.SGD(model.parameters(), lr=0.05)
+        called: Any = torch.compile(model, backend="eager") if compiled else model
+        with preamp.prepare(model, optimizer, level=level, scale=64.0 if level in ("O1", "O2") else None) as session:
+            for step in range(4):
+                torch.manual_seed(step)
+                with session.autocast():
+                    loss = called(torch.randn(8, 3, 8, 8)).float().square().mean()
+                session.backward(loss)
+                session.step()
+                session.zero_grad()
+            model.eval()
+            with session.autocast(), torch.no_grad():
+                end = [called(torch.ones(2, 3, 8, 8)).float()]
+        end += [full_tensor(p.detach()) for p in model.parameters()] + [b.float() for b in model.buffers()]
+        ends.append(torch.cat([each.flatten() for each in end]))
+    return {"apart": float((ends[0] - ends[1]).abs().max()), "batches": int(norms[1].num_batches_tracked)}
+
+
+def message(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except PreampError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was said"
+
+
+def orders() -> dict[str, str]:
+    """What is wrong, and what is said of it."""
+
+    def unsaid() -> object:
+        model = build()
+        fully_shard(model)
+        return preamp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O5")
+
+    def late() -> object:
+        model = build()
+        session = preamp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O2")
+        fully_shard(model)
+        return session.autocast()
+
+    def low() -> object:
+        model = build().bfloat16()
+        fully_shard(model)
+        return preamp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O5")
+
+    def exception() -> object:
+        policy, model = preamp.policy("O4", modules={"2": "full"}), build()
+        fully_shard(model, mp_policy=policy.fsdp())
+        return preamp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=policy)
+
+    def validated() -> object:
+        policy, model = preamp.policy("O5"), build()
+        fully_shard(model, mp_policy=policy.fsdp())
+        with preamp.prepare(model, None, policy=policy) as session, session.full_precision():
+            return None
+
+    def wrapped() -> object:
+        model = FullyShardedDataParallel(build(), device_id=torch.zeros(()).device)
+        return preamp.prepare(model, None, level="O2")
+
+    def unsynced() -> object:
+        model = build()
+        fully_shard(model, mp_policy=preamp.policy("O4").fsdp())
+        with preamp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O4") as session:
+            return session.backward(model(torch.randn(4, 8)).float().mean(), sync=False)
+
+    def torn() -> object:
+        policy, model = preamp.policy("O5"), nn.Sequential(nn.Conv2d(3, 4, 3), nn.SyncBatchNorm(4))
+        fully_shard(model, mp_policy=policy.fsdp())
+        return preamp.prepare(model, None, policy=policy)
+
+    every = (torn, unsaid, late, low, exception, validated, wrapped, unsynced)
+    return {act.__name__: message(act) for act in every}
+
+
+def act(folder: Path) -> dict[str, Any]:
+    return {
+        **{f"one shard {scale}": one_shard_spoilt(scale) for scale in ("dynamic", "hysteresis")},
+        **{f"flat {level}": flat_parameters(level) for level in ("O1", "O4")},
+        **{f"wire {name}": on_the_wire(name) for name in ("bfloat16", "float16")},
+        **{f"joined {level}": joined(level) for level in ("O1", "O2", "O5")},
+        "stages": stages(), "orders": orders(), "states": states_of_both_kinds(),
+        **{f"batch norms {level}": batch_norms(level) for level in ("O1", "O2", "O3", "O4", "O5")},
+        "batch norms, compiled": batch_norms("O5", compiled=True),
+        **{f"16-bit shards, {master}": masters_of_16_bit_shards(master) for master in ("float32", "split")},
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("scale", ["dynamic", "hysteresis"])
@@ -96,3 +376,7 @@ def test_moments_in_8_bits_of_shards_are_loaded_by_every_kind(told: list[dict[st
 def test_what_cannot_be_says_what_can(told: list[dict[str, Any]], order: str, says: str) -> None:
     for each in told:
         assert says in each["orders"][order]
+
+
+if __name__ == "__main__":
+    tell(act)

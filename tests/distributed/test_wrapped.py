@@ -2,27 +2,138 @@
 
 from __future__ import annotations
 
-import pytest
+import gc
+import sys
+from contextlib import nullcontext
+from typing import Any
 
-from .together import launch
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
+from torch import nn
+
+import preamp
+from preamp.errors import SessionError
+
+from .together import begin, launch
+
+
+def zero(kind: type[torch.optim.Optimizer]) -> Any:
+    """The same optimizer, of whose states every rank keeps a part."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns of torch.jit as it is imported
+
+    return lambda parameters, **options: ZeroRedundancyOptimizer(parameters, kind, **options)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def alike(model: nn.Module) -> bool:
+    mine = torch.cat([p.detach().float().flatten() for p in model.parameters()])
+    every = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    return all(torch.equal(every[0], each) for each in every)
+
+
+def train(
+    level: str, make: Any, *, first: bool = False, hook: str = "", frozen: bool = False, **options: object
+) -> str:
+    """Wrapped before `prepare` (`first`) or after it; on after `close()` with what DistributedDataParallel it has."""
+    model = net()
+    optimizer = make(model.parameters(), lr=1e-2, eps=1e-4, **options)  # an eps that float16 has, for O3
+    data = torch.Generator().manual_seed(dist.get_rank())
+
+    def batch() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(16, 8, generator=data), torch.randint(4, (16,), generator=data)
+
+    wrapped = nn.parallel.DistributedDataParallel(model) if first else None
+    if wrapped is not None and hook == "torch's":
+        wrapped._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    elif wrapped is not None and hook:
+        wrapped.register_comm_hook(None, preamp.parallel.compress_hook())
+    if frozen:
+        gc.freeze()  # hides the wrapper from whoever looks for it
+    with preamp.prepare(model if wrapped is None else wrapped, optimizer, level=level) as session:
+        if wrapped is None:
+            wrapped = nn.parallel.DistributedDataParallel(model)
+        for _ in range(4):
+            for half in range(2):
+                x, y = batch()
+                with session.no_sync(wrapped) if half == 0 else nullcontext():
+                    with session.autocast():
+                        loss = nn.functional.cross_entropy(wrapped(x).float(), y)
+                    session.backward(loss, sync=half == 1)
+            session.step()
+            optimizer.zero_grad()
+    if not alike(model):
+        return "parted"
+    if hook and not wrapped._get_ddp_logging_data().get("comm_hook"):
+        return "lost its hook"
+    for _ in range(3):
+        x, y = batch()
+        nn.functional.cross_entropy(wrapped(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return "same" if alike(model) else "parted after close()"
+
+
+def refused() -> str:
+    """A wrapper that casts parameters by itself has no place here; model and wrapper are as before."""
+    model = net()
+    dtypes = torch.distributed.fsdp.MixedPrecision  # whatever it is, it is not None
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    wrapped.mixed_precision = dtypes(param_dtype=torch.bfloat16)
+    try:
+        preamp.prepare(wrapped, torch.optim.SGD(model.parameters(), 0.1), level="O5")
+    except SessionError as error:
+        wrapped.mixed_precision = None
+        wrapped(torch.randn(2, 8) + dist.get_rank()).sum().backward()
+        gradients = [torch.zeros_like(model[0].weight) for _ in range(dist.get_world_size())]
+        dist.all_gather(gradients, model[0].weight.grad)
+        exchanged = all(torch.equal(gradients[0], each) for each in gradients)
+        good = (
+            "mixed_precision" in str(error) and exchanged and all(p.dtype is torch.float32 for p in model.parameters())
+        )
+        return "same" if good else str(error)
+    return "taken"
+
+
+def main() -> None:
+    begin()
+    for level in sys.argv[1:]:
+        told = {"torch": train(level, torch.optim.AdamW), "preamp": train(level, preamp.optim.AdamW)}
+        told["zero-torch"] = train(level, zero(torch.optim.AdamW))
+        told["zero-preamp"] = train(level, zero(preamp.optim.AdamW))
+        told["torch-first"] = train(level, torch.optim.AdamW, first=True)
+        told["preamp-first"] = train(level, preamp.optim.AdamW, first=True)
+        told["hook-first"] = train(level, preamp.optim.AdamW, first=True, hook="preamp's")
+        told["builtin-first"] = train(level, preamp.optim.AdamW, first=True, hook="torch's")
+        if level == "O5":
+            told["refused"] = refused()
+            told["frozen"] = train(level, torch.optim.AdamW, first=True, frozen=True)
+            gc.unfreeze()
+            told["split"] = train(level, preamp.optim.AdamW, master="split")
+        if dist.get_rank() == 0:
+            for name, outcome in told.items():
+                print(f"{level} {name} {outcome}", flush=True)
+    dist.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_ranks_stay_equal_at_every_level() -> None:
     levels = ("O0", "O1", "O2", "O3", "O4", "O5")
-    ran = launch("ddp_levels", 2, *levels, timeout=240)
+    ran = launch("test_wrapped", 2, *levels, timeout=240)
     assert ran.returncode == 0, ran.stderr[-3000:]
     told = {tuple(line.split()[:2]): line.split(maxsplit=2)[2] for line in ran.stdout.splitlines()}
-    kinds = (
-        "torch",
-        "preamp",
-        "zero-torch",
-        "zero-preamp",
-        "torch-first",
-        "preamp-first",
-        "hook-first",
-        "builtin-first",
-    )
+    kinds = ["torch", "preamp", "zero-torch", "zero-preamp"]
+    kinds += [f"{each}-first" for each in ("torch", "preamp", "hook", "builtin")]
     wanted = {(level, kind) for level in levels for kind in kinds}
     wanted |= {("O5", kind) for kind in ("split", "refused", "frozen")}
     assert told == dict.fromkeys(wanted, "same")
+
+
+if __name__ == "__main__":
+    main()

@@ -27,8 +27,7 @@ def told_by(script: str, ranks: int, folder: Path, *arguments: str) -> list[dict
     out = folder / "told.json"
     ran = launch(script, ranks, str(out), *arguments)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    every: list[dict[str, Any]] = json.loads(out.read_text())
-    return every
+    return json.loads(out.read_text())
 
 
 def told_once(script: str, ranks: int, folder: Path) -> list[dict[str, Any]]:

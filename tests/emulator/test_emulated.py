@@ -18,10 +18,6 @@ pytestmark = [
 
 PLUGIN = "tests.emulator.plugin"
 KERNELS = [f"tests/kernels/test_{name}.py" for name in ("kernels", "read_kernel", "eight_bit_kernels")]
-STEPS = "a_captured_step_is_the_step or reading_in_a_graph or captures_find_pinned_memory"
-TRAININGS = (
-    "a_captured_step_trains_as_the_written_one and preamp and (O2 or split) or a_capture_launches or four_launches"
-)
 WHOLE = "not full_size and not large_parameter"
 """Without full-size networks, which take minutes on a CPU, and without sizes that CUDA's allocator rounds."""
 
@@ -34,13 +30,6 @@ def on_the_emulator(*arguments: str, python: str = sys.executable) -> None:
 def test_kernels() -> None:
     """The tests that Triton's interpreter runs in `tests/kernels`, as GPU code."""
     on_the_emulator("--deselect", f"{KERNELS[0]}::test_in_the_interpreter", *KERNELS)
-
-
-@pytest.mark.slow
-def test_captures() -> None:
-    """No kernel is loaded while a graph is captured, and replays compute what was captured."""
-    files = ["tests/gpu/test_fused.py", "tests/gpu/test_captured.py"]
-    on_the_emulator("-m", "gpu", "-k", f"{STEPS} or {TRAININGS}", *files)
 
 
 @pytest.mark.slow

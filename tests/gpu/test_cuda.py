@@ -8,9 +8,6 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks.counting import launches
-from benchmarks.trainers import REFERENCE, REFERENCE_CAPTURED, Trainer
-from benchmarks.works import works
 from torch import Tensor, nn
 
 import preamp
@@ -57,29 +54,6 @@ def test_levels_learn_as_float32_does(level: str) -> None:
     assert got == pytest.approx(reference, abs=0.15 if level == "O3" else 0.05)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
-def test_a_step_with_a_fused_optimizer_never_waits_for_the_device(level: str) -> None:
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), 3e-3, fused=True)
-    x, y = batch(0)
-    with preamp.prepare(model, optimizer, level=level) as session:
-        for step in range(12):
-            if step == 6:  # parameters are compared with their masters in the first steps
-                torch.cuda.set_sync_debug_mode("error")
-            try:
-                with session.autocast():
-                    loss = F.cross_entropy(model(x), y)
-                session.backward(loss)
-                session.clip_grad_norm_(1.0)
-                session.step()
-                session.zero_grad()
-            except BaseException:
-                torch.cuda.set_sync_debug_mode("default")
-                raise
-        torch.cuda.set_sync_debug_mode("default")
-        assert session.last_step is not None and not session.last_step.skipped
-
-
 @pytest.mark.parametrize("logged", [False, True])
 def test_logging_skips_costs_no_wait(logged: bool, caplog: pytest.LogCaptureFixture) -> None:
     """The row of skips is read once in `patience` steps, and what else is told comes with it."""
@@ -105,78 +79,6 @@ def test_logging_skips_costs_no_wait(logged: bool, caplog: pytest.LogCaptureFixt
     assert [record.getMessage() for record in caplog.records] == (wanted if logged else [])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_rules_on_cuda_are_those_on_the_cpu(dtype: torch.dtype) -> None:
-    calls = {
-        "mm": lambda x: x.mm(x),
-        "linear": lambda x: F.linear(x, x),
-        "softmax": lambda x: x.mm(x).softmax(-1),
-        "log_softmax": lambda x: F.log_softmax(x.mm(x), -1),
-        "layer_norm": lambda x: F.layer_norm(x.mm(x), x.shape[-1:]),
-        "exp": lambda x: x.mm(x).exp(),
-        "sum": lambda x: x.mm(x).sum(),
-        "cumsum": lambda x: x.mm(x).cumsum(0),
-        "cat": lambda x: torch.cat([x.mm(x), x]),
-        "cat-low": lambda x: torch.cat([x.mm(x), x.mm(x)]),
-        "add": lambda x: x.mm(x) + x.mm(x),
-        "gelu": lambda x: F.gelu(x.mm(x)),
-        "cross_entropy": lambda x: F.cross_entropy(x.mm(x), torch.zeros(len(x), dtype=torch.long, device=x.device)),
-        "fft": lambda x: torch.fft.rfft(x.mm(x)).real,
-        "norm": lambda x: torch.linalg.vector_norm(x.mm(x)),
-        "mv": lambda x: x.mv(x[0]),
-        "atan2": lambda x: torch.atan2(x.mm(x), x),
-    }
-    x = torch.randn(8, 8)
-    for name, call in calls.items():
-        found = []
-        for device in ("cpu", "cuda"):
-            with preamp.autocast(device, dtype=dtype):
-                found.append(call(x.to(device)).dtype)
-        assert found[0] is found[1], f"{name}: {found[0]} on the CPU, {found[1]} on CUDA"
-    with preamp.autocast("cuda", dtype=dtype), pytest.raises(RuntimeError, match="binary_cross_entropy"):
-        F.binary_cross_entropy(torch.rand(4, device="cuda").to(dtype), torch.rand(4, device="cuda"))
-    preamp.autocast.uninstall()
-
-
-def test_grad_scaler_follows_torchs() -> None:
-    def run(kind: type[torch.amp.GradScaler]) -> tuple[list[float], Tensor]:
-        torch.manual_seed(0)
-        parameter = nn.Parameter(torch.randn(100, device="cuda"))
-        optimizer = torch.optim.Adam([parameter], fused=True)
-        scaler = kind("cuda", growth_interval=3)
-        scales = []
-        for step in range(200):
-            optimizer.zero_grad()
-            scaler.scale((parameter * parameter).sum()).backward()
-            if step % 7 == 3:
-                parameter.grad[5] = float("inf")
-            scaler.step(optimizer)
-            scaler.update()
-            scales.append(scaler.get_scale())
-        return scales, parameter.detach()
-
-    (a, p), (b, q) = run(torch.amp.GradScaler), run(preamp.GradScaler)
-    assert a == b and torch.equal(p, q)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
-def test_compiled_training(level: str) -> None:
-    model = network()
-    compiled = torch.compile(model, fullgraph=True)
-    optimizer = torch.optim.AdamW(model.parameters(), 3e-3, fused=True)
-    with preamp.prepare(model, optimizer, level=level) as session:
-        losses = []
-        for step in range(60):
-            x, y = batch(step)
-            with session.autocast():
-                loss = F.cross_entropy(compiled(x), y)
-            session.backward(loss)
-            session.step()
-            session.zero_grad()
-            losses.append(loss.detach())
-    assert losses[-1] < losses[0] * 0.8
-
-
 @pytest.mark.parametrize("name", sorted(TASKS))
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 def test_full_size_networks_take_steps_at_every_level(name: str, level: str) -> None:
@@ -192,22 +94,3 @@ def test_full_size_networks_take_steps_at_every_level(name: str, level: str) -> 
     trial = run_trial(task, level, size="full", seed=0, device=torch.device("cuda"), recipe=short)
     assert trial.complete and trial.peak_bytes > 0
     assert all(torch.isfinite(torch.tensor(trial.losses)))
-
-
-def test_kernels_are_counted() -> None:
-    x = torch.zeros(8, device="cuda")
-    assert launches(lambda: None) == 0
-    assert launches(lambda: [x.add_(1) for _ in range(5)]) == 5
-
-
-def test_torch_captured_by_the_bench_trains_as_it_does_eagerly() -> None:
-    """The contender that preamp's captured step is compared with does a whole step, its scaler's part included."""
-    work = works(tiny=True)["BERT-base b4"]
-    losses, scales = [], []
-    for contender in (REFERENCE, REFERENCE_CAPTURED):
-        trainer = Trainer(contender, work, torch.device("cuda", 0))
-        losses.append([float(trainer.step()) for _ in range(12)])
-        scales.append((trainer.scaler.get_scale(), trainer.scaler._get_growth_tracker()))
-        trainer.close()
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3) and losses[0][-1] != losses[0][0]
-    assert scales[0] == scales[1]

@@ -64,8 +64,7 @@ class Network(nn.Module):
         self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.last(LargeGradient.apply(self.first(x)))
-        return result
+        return self.last(LargeGradient.apply(self.first(x)))
 
 
 def test_an_infinity_of_a_backward_in_python_has_its_line() -> None:

@@ -9,7 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.combined.runs import LOW, Net, batch, prepared
-from tests.combined.test_threads import seen
+
+
+def seen(model: nn.Module, x: Tensor) -> tuple[Any, ...]:
+    """dtypes of a product, of a softmax, and of the model's output, in this thread."""
+    return (x @ x.mT).dtype, (x @ x.mT).softmax(-1).dtype, model(x).dtype
 
 
 @pytest.mark.gpu
@@ -25,8 +29,7 @@ def test_parallel_apply_with_regions_of_their_own(level: str) -> None:
             self.net, self.region = model, region
 
         def forward(self, x: Tensor) -> tuple[Any, ...]:
-            result: tuple[Any, ...] = self.region(seen)(self.net, x)
-            return result
+            return self.region(seen)(self.net, x)
 
     with prepared(model, level) as session:
         module = Seen(session.autocast())

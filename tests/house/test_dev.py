@@ -120,14 +120,6 @@ def test_a_verb_installs_what_it_needs_and_test_the_rest(dev: ModuleType) -> Non
     assert dev.run.pips() == []
 
 
-@pytest.mark.parametrize(
-    ("verb", "asked"), [("docs", "-e .[cli,docs]"), ("fix", "ruff"), ("bench", "-e .[cli]")], ids=lambda each: each[:5]
-)
-def test_other_verbs_install_less(dev: ModuleType, verb: str, asked: str) -> None:
-    dev.VERBS[verb]()
-    assert dev.run.pips() == [f"{CONSTRAINED} {asked}"]
-
-
 @pytest.mark.parametrize("end", [Killed(), SystemExit(3), KeyboardInterrupt()], ids=["killed", "failed", "Ctrl-C"])
 def test_a_set_up_that_was_ended_goes_on(
     dev: ModuleType, end: BaseException, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -154,45 +146,6 @@ def test_a_set_up_that_was_ended_goes_on(
         again = dev.run.pips()
         assert not [line for part in done for line in again if f"/{part}:" in line], "what is there stays as it is"
         assert ("ruff" in done) != any(line.startswith(CONSTRAINED) for line in again)
-
-
-def test_only_what_has_changed_is_installed_again(dev: ModuleType) -> None:
-    dev.setup()
-    dev.run.ran.clear()
-    changed = {**dev.beside(), "triton-3.6": ("triton==3.6.1",)}
-    dev.beside = lambda: changed
-    dev.setup()
-    assert dev.run.pips() == [".venv/triton-3.6: triton==3.6.1"]
-    with (dev.ROOT / "constraints.txt").open("a") as pins:
-        pins.write("another==1.0\n")
-    dev.demo()
-    assert dev.run.pips() == [f"{CONSTRAINED} -e .[cli,demo]"]
-    dev.setup()
-    assert len(dev.run.pips()) == 3
-
-
-def test_an_environment_without_its_python_is_made_anew(dev: ModuleType) -> None:
-    dev.setup()
-    python = dev.VENV / "bin" / "python"
-    python.unlink()
-    python.symlink_to("removed")
-    dev.run.ran.clear()
-    dev.fix()
-    assert dev.run.ran[0] == "python3 -m venv --clear .venv"
-    assert stamps(dev) == {"ruff"}
-
-
-def test_an_environment_without_pip_gets_it_and_keeps_what_it_has(dev: ModuleType) -> None:
-    dev.run._venv(dev.VENV, False, None)
-    (dev.VENV / "bin" / "pip").unlink()
-    dev.fix()
-    assert dev.run.ran[0] == "python3 -m venv .venv"
-
-
-def test_a_python_of_ones_own_gets_nothing(dev: ModuleType) -> None:
-    dev.OWN_PYTHON = "python-of-the-machine"
-    dev.demo()
-    assert dev.run.ran == ["python-of-the-machine -m preamp demo"]
 
 
 def test_an_old_python_is_told_what_to_do(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

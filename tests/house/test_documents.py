@@ -44,7 +44,7 @@ def test_the_readme_example_runs_as_written(level: str, tmp_path: Path, monkeypa
 
 
 def test_other_examples_compile() -> None:
-    for name in ("README.md", "docs/rules.md"):
+    for name in ("README.md", "docs/rules.md", "docs/reliability.md"):
         for block in code_blocks(name):
             compile(block, name, "exec")
 

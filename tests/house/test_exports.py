@@ -41,12 +41,8 @@ def test_public_objects_are_documented() -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    try:
+    with pytest.raises(AttributeError, match="nothing"):
         preamp.nothing
-    except AttributeError as error:
-        assert "nothing" in str(error)
-    else:
-        raise AssertionError("preamp.nothing exists")
 
 
 LEAN = """

@@ -11,13 +11,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 from benchmarks.__main__ import SUITES
-from benchmarks.harness import Setting, complete
+from benchmarks.harness import complete
 
 from tests.forks import run
 from tests.pretend.device import missing
@@ -100,47 +99,6 @@ def test_outcomes_outlive_a_crash_and_the_rest_is_run_next(
     assert second.stdout.count("def test_wrong()") == 1  # shown when it failed, and not again at the end
 
 
-def test_a_test_that_takes_the_device_along_ends_the_process(
-    gpu_tests: Callable[..., CompletedProcess[str]], tmp_path: Path
-) -> None:
-    (tmp_path / "conftest.py").write_text("""
-import pytest, torch
-@pytest.fixture(autouse=True)
-def device(request, monkeypatch):
-    if request.node.name == "test_wrong":
-        def lost(): raise RuntimeError("an illegal memory access was encountered")
-        torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, lost
-""")
-    done = gpu_tests("a", "-p", "no:xdist")
-    assert done.returncode == 75
-    assert "answers no more after test_some.py::test_wrong: an illegal memory access" in done.stdout
-    assert last(tmp_path / "a" / "tests.jsonl") == {"test_first": "passed", "test_wrong": "failed"}
-
-
-def write_outcomes(path: Path, device: str, **outcomes: str) -> None:
-    lines: list[dict[str, str]] = [{"device": device, "torch": torch.__version__}]
-    lines += [{"test": f"test_some.py::{test}", "outcome": outcome} for test, outcome in outcomes.items()]
-    path.mkdir()
-    (path / "tests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-@pytest.mark.slow
-def test_workers_leave_out_the_same(gpu_tests: Callable[..., CompletedProcess[str]], tmp_path: Path) -> None:
-    write_outcomes(tmp_path / "a", "cpu", test_first="passed", test_wrong="failed")
-    workers = gpu_tests("a", "-n", "1", "--missing", str(tmp_path / "a"))
-    assert "1 failed, 2 passed, 2 skipped, 1 xfailed" in workers.stdout, workers.stdout
-    assert list(last(tmp_path / "a" / "tests.jsonl").values()).count("passed") == 3
-
-
-@pytest.mark.slow
-def test_outcomes_of_another_device_do_not_count(
-    gpu_tests: Callable[..., CompletedProcess[str]], tmp_path: Path
-) -> None:
-    write_outcomes(tmp_path / "a", "NVIDIA H100", test_first="passed", test_last="passed")
-    again = gpu_tests("b", "-p", "no:xdist", "-k", "first or last", "--missing", str(tmp_path / "a"))
-    assert "2 passed" in again.stdout
-
-
 # -- parts
 
 
@@ -149,47 +107,6 @@ def test_parts_are_the_suites(dev: ModuleType, capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         dev.gpu("lists", "nothing")
     assert "no part 'nothing'; the parts are tests, step, lists" in capsys.readouterr().err
-
-
-def test_calls_go_on_until_everything_is_done(dev: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that take what is estimated, on a clock of their own; no call takes longer than it may."""
-    clock, done = [0.0], set()
-    monkeypatch.setattr(dev, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setenv("OUT", str(tmp_path))
-    rows = [row for make in SUITES.values() for row in make(Setting(device=torch.device("cuda")))]
-
-    def process(self: Any, *command: Any, limit: float) -> int:
-        words = [str(word) for word in command]
-        started = clock[0]
-        clock[0] += dev.GPU_START
-        if "pytest" in words:
-            clock[0] += 0 if "tests" in done else 300
-            done.add("tests")
-            (tmp_path / "tests.jsonl").write_text('{"finished": 0}')
-        elif "benchmarks" in words:
-            assert words[words.index("--out") + 1] == str(tmp_path)
-            until = clock[0] + float(words[words.index("--seconds") + 1])
-            for row in (row for row in rows if row not in done and row.suite in words):
-                if row.seconds <= until - clock[0]:
-                    clock[0] += row.seconds
-                    done.add(row)
-        assert clock[0] - started <= limit, f"killed: {words}"
-        return 0
-
-    monkeypatch.setattr(dev.Gpu, "run", process)
-    monkeypatch.setattr(dev.Gpu, "_has", lambda *_: False)
-    for call in range(15):
-        begun = clock[0]
-        with pytest.raises(SystemExit):
-            dev.gpu()
-        assert clock[0] - begun <= dev.GPU_SECONDS, f"call {call + 1}"
-    assert done == {"tests", *rows}
-
-
-def test_a_limit_kills_and_what_was_printed_is_in_the_log(dev: ModuleType, tmp_path: Path) -> None:
-    script = "import time; print('measured'); time.sleep(60); print('never')"
-    status = dev.run(sys.executable, "-c", script, check=False, limit=1, log=tmp_path / "log")
-    assert status == 124 and (tmp_path / "log").read_text() == "measured\n"
 
 
 @pytest.fixture
@@ -217,18 +134,6 @@ def test_a_bench_that_crashed_is_begun_anew(call: Any, statuses: list[int], proc
     for asked in call.asked:
         assert asked[:3] == ["-m", "benchmarks", "steps"] and asked[asked.index("--out") + 1] == str(call.out)
         assert 500 < float(asked[asked.index("--seconds") + 1]) < call.left
-
-
-@pytest.mark.slow
-def test_tests_that_ended_are_not_begun_anew(call: Any, dev: ModuleType) -> None:
-    call.after = lambda: (call.out / "tests.jsonl").write_text('{"finished": 1}\n')
-    call.statuses = [1]
-    assert call.tests() == 1 and len(call.asked) == 1
-    call.statuses = [5]  # pytest's word for no tests
-    assert call.tests() == 0
-    call.after = lambda: (call.out / "tests.jsonl").write_text('{"test": "a", "outcome": "begun"}\n')
-    call.statuses, call.asked = [75, -11, *[75] * 9], []
-    assert call.tests() == 75 and len(call.asked) == dev.GPU_TRIES
 
 
 # -- all of it

@@ -62,27 +62,6 @@ def test_everything_is_restored(level: str, trained: bool) -> None:
         assert all(p.grad is None for p in model.parameters())
 
 
-def test_parameters_are_stepped_together_afterwards() -> None:
-    """The counts of those of one age lie in one tensor; else each would be stepped by itself."""
-    ends = []
-    for swept in (False, True):
-        model = mlp()
-        optimizer = preamp.optim.AdamW(model.parameters(), 1e-3, eps=1e-4)
-        with preamp.prepare(model, optimizer, level="O4") as session:
-            for index in range(4):
-                with session.autocast():
-                    loss = loss_fn(model)(batch(index))
-                session.backward(loss)
-                session.step()
-                session.zero_grad()
-                if index == 1 and swept:
-                    sweep(session, loader(), loss_fn(model), steps=5)
-        steps = [state["step"] for state in optimizer.state.values()]
-        assert len({step.untyped_storage().data_ptr() for step in steps}) == 1
-        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    assert torch.equal(*ends)
-
-
 def test_everything_is_restored_after_an_exception() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)

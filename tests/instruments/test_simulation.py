@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import struct
-
 import numpy as np
 import pytest
 from benchmarks.simulation import processor
-from benchmarks.simulation.block import Event, run_block
-from benchmarks.simulation.memory import Memory
-from benchmarks.simulation.processor import LAUNCH, Device, resident, simulate
-from benchmarks.simulation.sass import Instruction, NotUnderstood, read_sass
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from benchmarks.simulation.block import Event
+from benchmarks.simulation.processor import LAUNCH, Device, simulate
+from benchmarks.simulation.sass import Instruction, read_sass
 
 SNIPPET = """
 \t\tFunction : adam
@@ -25,8 +20,6 @@ SNIPPET = """
         /*2ae0*/                   BRA 0x2ae0;                                           /* 0xfffffffc00fc7947 */
                                                                                          /* 0x000fc0000383ffff */
 """
-WORDS = st.integers(0, 2**32 - 1)
-LONGS = st.integers(0, 2**64 - 1)
 
 
 def test_instructions_are_read_with_their_control_bits() -> None:
@@ -36,125 +29,6 @@ def test_instructions_are_read_with_their_control_bits() -> None:
         Instruction(0x50, "!P0", "EXIT", (), 5, write=None, read=None, waits=(0,)),
         Instruction(0x2AE0, "", "BRA", ("0x2ae0",), 0, write=None, read=None, waits=()),
     ]
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("", "no instruction"),
-        (SNIPPET * 2, "more than one kernel"),
-        (SNIPPET.replace(";  ", "  "), "should be an instr"),
-    ],
-)
-def test_what_is_not_sass_is_refused(text: str, told: str) -> None:
-    with pytest.raises(NotUnderstood, match=told):
-        read_sass(text)
-
-
-def written(*lines: str) -> dict[int, Instruction]:
-    """Code whose control bits do not matter, 16 bytes an instruction."""
-    found = {}
-    for number, line in enumerate([*lines, "EXIT"]):
-        guard, _, rest = line.rpartition("@")[2].partition(" ") if line.startswith("@") else ("", "", line)
-        name, _, operands = rest.partition(" ")
-        parts = tuple(part.strip() for part in operands.split(",")) if operands else ()
-        found[16 * number] = Instruction(16 * number, guard, name, parts, 1, None, None, ())
-    return found
-
-
-def stored(*lines: str, arguments: bytes = b"", count: int = 1, warps: int = 1) -> np.ndarray:
-    """What code leaves in registers R10, R11, ... of the lanes of the last warp."""
-    memory = Memory()
-    place = memory.add("out", np.zeros((count, 32), np.uint32))
-    address = [f"MOV R90, {place & 0xFFFFFFFF:#x}", f"MOV R91, {place >> 32:#x}", "S2R R92, SR_LANEID",
-               "IMAD.WIDE.U32 R90, R92, 0x4, R90"]  # fmt: skip
-    stores = [f"STG.E desc[UR8][R90.64+{128 * i:#x}], R{10 + i}" for i in range(count)]
-    run_block(written(*lines, *address, *stores), memory, arguments, warps)
-    return memory.values("out", np.uint32).reshape(count, 32)
-
-
-ARGUMENTS = ["LDC.64 R2, c[0x0][0x210]", "LDC.64 R4, c[0x0][0x218]"]
-
-
-def of_two(a: int, b: int, *lines: str, count: int = 2) -> int:
-    """What code makes of two 64-bit arguments, in R2 and R4."""
-    return int.from_bytes(
-        stored(*ARGUMENTS, *lines, arguments=struct.pack("QQ", a, b), count=count)[:, 0].tobytes(), "little"
-    )
-
-
-@settings(deadline=None, max_examples=30)
-@given(LONGS, LONGS)
-def test_sums_and_comparisons_of_64_bits_go_by_carries(a: int, b: int) -> None:
-    whole = 2**64 - 1
-    assert of_two(a, b, "IADD3 R10, P0, R2, R4, RZ", "IADD3.X R11, R3, R5, RZ, P0, !PT") == a + b & whole
-    assert of_two(a, b, "IADD3 R10, P0, R2, -R4, RZ", "IADD3.X R11, R3, ~R5, RZ, P0, !PT") == a - b & whole
-    signed = [struct.unpack("q", struct.pack("Q", one))[0] for one in (a, b)]
-    below = ["ISETP.LT.U32.AND P0, PT, R2, R4, PT", "ISETP.LT.AND.EX P0, PT, R3, R5, PT, P0", "SEL R10, RZ, 0x1, !P0"]
-    assert of_two(a, b, *below, count=1) == (signed[0] < signed[1])
-    assert of_two(a, b, "LEA R10, P0, R2, R4, 0x3", "LEA.HI.X R11, R2, R5, R3, 0x3, P0") == (a << 3) + b & whole
-    assert of_two(a, b, "SHF.L.U32 R10, R2, 0x5, RZ", "SHF.L.U64.HI R11, R2, 0x5, R3") == a << 5 & whole
-
-
-@settings(deadline=None, max_examples=30)
-@given(WORDS, WORDS)
-def test_products_bits_and_bytes(a: int, b: int) -> None:
-    signed = [one - 2**32 * (one >> 31) for one in (a, b)]
-    assert of_two(a, b, "IMAD.WIDE R10, R2, R4, RZ") == signed[0] * signed[1] % 2**64
-    assert of_two(a, b, "IMAD.WIDE.U32 R10, R2, R4, RZ") == a * b
-    assert of_two(a, b, "LOP3.LUT R10, R2, R4, 0xff00ff, 0xb8, !PT", count=1) == (a & ~b | b & 0xFF00FF)
-    assert of_two(a, b, "PRMT R10, R2, 0x5410, R4", count=1) == a & 0xFFFF | (b & 0xFFFF) << 16
-    assert of_two(a, b, "SHF.R.S32.HI R10, RZ, 0x7, R2", count=1) == signed[0] >> 7 & 0xFFFFFFFF
-    assert of_two(a, b, "VIMNMX R10, R2, R4, !PT", count=1) == max(signed) % 2**32
-
-
-def test_lanes_exchange_and_warps_meet_at_barriers() -> None:
-    adding = [line for step in (16, 8, 4, 2, 1)
-              for line in (f"SHFL.BFLY PT, R1, R10, {step:#x}, 0x1f", "IADD3 R10, R10, R1, RZ")]  # fmt: skip
-    assert (stored("S2R R10, SR_LANEID", *adding) == 31 * 16).all()
-    meeting = ["S2R R0, SR_TID.X", "SHF.L.U32 R1, R0, 0x2, RZ", "STS [R1], R0", "BAR.SYNC 0x0",
-               "LOP3.LUT R1, R1, 0x80, RZ, 0x3c, !PT", "LDS R10, [R1]"]  # fmt: skip
-    assert (stored(*meeting, warps=2)[0] == np.arange(32)).all()  # the second warp reads what the first one wrote
-
-
-def test_loops_run_as_often_as_they_do() -> None:
-    loop = ["MOV R0, RZ", "IADD3 R0, R0, 0x1, RZ", "ISETP.LT.AND P0, PT, R0, 0x7, PT", "@P0 BRA 0x10"]
-    (trace,) = run_block(written(*loop), Memory(), b"", 1)
-    assert len(trace) == 1 + 3 * 7 + 1
-
-
-def test_lanes_part_and_meet_again() -> None:
-    code = ["S2R R0, SR_LANEID", "ISETP.LT.AND P0, PT, R0, 0x7, PT", "@P0 BRA 0x50", "MOV R10, 0x1", "BRA 0x60",
-            "MOV R10, 0x2", "SHFL.BFLY PT, R10, R10, 0x1f, 0x1f"]  # fmt: skip
-    assert stored(*code)[0].tolist() == [1] * 25 + [2] * 7
-
-
-@pytest.mark.parametrize(
-    ("lines", "told"),
-    [
-        (["S2R R0, SR_TID.X", "ISETP.LT.AND P0, PT, R0, 0x7, PT", "@P0 BAR.SYNC 0x0"], "some lanes of a warp"),
-        (["HMMA.16816.F32 R0, R4, R8, RZ"], "no meaning"),
-        (["@P0 MOV R0, RZ"], "before it is written"),
-        (["BRA 0x0"], "did not end"),
-        (["LDG.E R0, desc[UR8][R0.64]"], "nothing lies at"),
-        (["FADD.RP R0, R1, R2"], "modifier RP"),
-    ],
-)
-def test_what_is_not_followed_is_refused(lines: list[str], told: str) -> None:
-    with pytest.raises(NotUnderstood, match=told):
-        run_block(written(*lines), Memory(), b"", 1)
-
-
-def test_bytes_count_once_and_loads_take_a_pass_for_each_line() -> None:
-    memory = Memory()
-    place = memory.add("row 0", np.zeros(4096, np.uint8))
-    code = ["S2R R0, SR_TID.X", f"MOV R2, {place & 0xFFFFFFFF:#x}", f"MOV R3, {place >> 32:#x}",
-            "IMAD.WIDE.U32 R2, R0, 0x20, R2", "LDG.E.128 R4, desc[UR8][R2.64]", "LDG.E.128 R4, desc[UR8][R2.64+0x10]",
-            "@!PT LDG.E R4, desc[UR8][R2.64]"]  # fmt: skip
-    (trace,) = run_block(written(*code), memory, b"", 1)
-    assert [(event.moved, event.passes, event.carried_out) for event in trace[4:7]] == [
-        (1024, 8, True), (0, 8, True), (0, 1, False),
-    ]  # fmt: skip
 
 
 FAST = Device("one", 1e3, processors=1, clock=1.0)
@@ -186,31 +60,6 @@ def test_a_chain_of_loads_takes_its_latencies(latency: int) -> None:
     chain = [step("LDG.E", write=0, waits=(0,), moved=128)] * 5
     result = simulate([chain + END], 1, FAST, latency, rounds=10)
     assert result.cycles == pytest.approx(5 * latency + LAUNCH, abs=10)
-
-
-@pytest.mark.parametrize(("name", "cycles"), [("FADD", 1), ("IADD3", 2), ("IMAD.WIDE", 2), ("MUFU.RSQ", 8)])
-def test_instructions_take_the_time_of_their_units(name: str, cycles: int) -> None:
-    result = simulate([[step(name)] * 300] * 4, 4, FAST, 700, rounds=4)
-    assert result.cycles == pytest.approx(300 * 4 * cycles / 4, rel=0.1)
-
-
-def test_stalls_of_a_lonely_warp_add_up() -> None:
-    result = simulate([[step("FADD", stall=5)] * 100], 1, FAST, 700, rounds=10)
-    assert result.cycles == pytest.approx(100 * 5 + LAUNCH, abs=10)
-
-
-def test_a_barrier_waits_for_all_warps() -> None:
-    slow = [step("LDG.E", write=0, moved=128), step("BAR.SYNC", waits=(0,)), *[step("FADD", stall=5)] * 20]
-    quick = [step("FADD"), step("BAR.SYNC"), *[step("FADD", stall=5)] * 20]
-    together = simulate([slow, quick, quick, quick], 1, FAST, 700, rounds=10).cycles
-    assert together == pytest.approx(700 + processor.BARRIER + 100 + LAUNCH, abs=10)
-
-
-def test_registers_shared_memory_and_places_limit_the_blocks() -> None:
-    assert resident(46, 0, 8) == 5  # 48 registers of 256 threads: 12288 of 65536
-    assert resident(64, 0, 8) == 4
-    assert resident(16, 0, 1) == 32
-    assert resident(32, 100_000, 4) == 2
 
 
 @pytest.mark.slow

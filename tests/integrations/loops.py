@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,3 +43,49 @@ def data() -> list[tuple[Tensor, Tensor]]:
 def schedule_of(optimizer: Any) -> torch.optim.lr_scheduler.LRScheduler:
     """A rate that falls at each step that is not skipped."""
     return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)
+
+
+class Trained(NamedTuple):
+    """What a loop that knows sessions comes to."""
+
+    state: dict[str, Any]
+    parameters: list[Tensor]
+    rates: list[float]
+    losses: list[float]
+
+
+def by_torch(clip: Callable[..., Any], limit: float) -> Callable[[preamp.Session, nn.Module], Any]:
+    return lambda session, model: (session.unscale_(), clip(model.parameters(), limit))
+
+
+CLIPS: dict[str, Callable[[preamp.Session, nn.Module], Any]] = {
+    "session": lambda session, model: session.clip_grad_norm_(CLIP),
+    "session, true": lambda session, model: (session.unscale_(), session.clip_grad_norm_(CLIP)),
+    "norm": by_torch(nn.utils.clip_grad_norm_, CLIP), "value": by_torch(nn.utils.clip_grad_value_, CLIP / 10),
+    "": lambda session, model: None,
+}  # fmt: skip
+
+
+def plain(
+    level: str, kind: str, clip: str = "norm", *, steps: int = STEPS, scheduled: bool = True, low: bool = False
+) -> Trained:
+    """`low`: at O3 the wanted outputs are in 16 bits, too."""
+    model = network()
+    optimizer = MAKERS[kind](model.parameters())
+    schedule = schedule_of(optimizer) if scheduled else None
+    rates, losses = [], []
+    with preamp.prepare(model, optimizer, level=level) as session:
+        for i in range(steps):
+            for x, y in data()[i * MICRO : (i + 1) * MICRO]:
+                with session.autocast():
+                    predicted = model(x).float()
+                loss = nn.functional.mse_loss(predicted, y.half() if low and level == "O3" else y)
+                session.backward(loss / MICRO)
+                losses.append(loss.item())
+            CLIPS[clip](session, model)
+            if not session.step().skipped and schedule is not None:
+                schedule.step()
+            session.zero_grad()
+            rates.append(optimizer.param_groups[0]["lr"])
+        state = copy.deepcopy(session.state_dict())
+        return Trained(state, [p.detach().clone() for p in model.parameters()], rates, losses)

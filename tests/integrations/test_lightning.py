@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-import preamp
 from preamp.errors import SessionError
 
 L: Any = pytest.importorskip("lightning")
@@ -21,9 +20,10 @@ from lightning.pytorch.callbacks import Callback  # noqa: E402
 
 from preamp.integrations.lightning import PreampPrecision  # noqa: E402
 
-from .loops import BAD, CASES, CLIP, MAKERS, MICRO, STEPS, data, network, schedule_of  # noqa: E402
+from .loops import BAD, CASES, CLIP, MAKERS, MICRO, STEPS, data, network, plain, schedule_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+SILENT = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 
 
 class Module(L.LightningModule):
@@ -80,35 +80,12 @@ def fitted(
     kept, module = Keep(), Module(kind, manual)
     automatic = {} if manual else {"gradient_clip_val": CLIP, "accumulate_grad_batches": MICRO}
     trainer = L.Trainer(
-        plugins=[PreampPrecision(level)], accelerator="cpu", max_steps=steps, max_epochs=1, logger=False,
-        callbacks=[kept, *callbacks], enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=5,
-        default_root_dir=folder, **automatic,
+        plugins=[PreampPrecision(level)], max_steps=steps, max_epochs=1, callbacks=[kept, *callbacks],
+        log_every_n_steps=5, default_root_dir=folder, **SILENT, **automatic,
     )  # fmt: skip
     rows = DataLoader(data(), batch_size=None)  # type: ignore[arg-type]
     trainer.fit(module, rows, rows if not manual else None, ckpt_path=None if load is None else str(load))
     return kept, module, trainer
-
-
-def plain(level: str, kind: str, clips: str = "session") -> tuple[dict[str, Any], list[Tensor], list[float]]:
-    """A loop that knows sessions."""
-    model = network()
-    optimizer = MAKERS[kind](model.parameters())
-    schedule = schedule_of(optimizer)
-    rates, rows = [], data()
-    with preamp.prepare(model, optimizer, level=level) as session:
-        for i in range(STEPS):
-            for x, y in rows[i * MICRO : (i + 1) * MICRO]:
-                with session.autocast():
-                    loss = nn.functional.mse_loss(model(x).float(), y.half() if level == "O3" else y)
-                session.backward(loss / MICRO)
-            if clips == "true":
-                session.unscale_()
-            session.clip_grad_norm_(CLIP)
-            if not session.step().skipped:
-                schedule.step()
-            session.zero_grad()
-            rates.append(optimizer.param_groups[0]["lr"])
-        return copy.deepcopy(session.state_dict()), [p.detach().clone() for p in model.parameters()], rates
 
 
 def assert_same(kept: Keep, wanted: dict[str, Any], parameters: list[Tensor]) -> None:
@@ -122,7 +99,7 @@ def assert_same(kept: Keep, wanted: dict[str, Any], parameters: list[Tensor]) ->
 @pytest.mark.parametrize(("level", "kind"), CASES)
 def test_a_fit_is_a_session_loop(level: str, kind: str, manual: bool, tmp_path: Path) -> None:
     kept, module, trainer = fitted(level, kind, tmp_path, manual=manual)
-    wanted, parameters, rates = plain(level, kind)
+    wanted, parameters, rates, _ = plain(level, kind, "session", low=True)
     assert_same(kept, wanted, parameters)
     assert trainer.global_step == STEPS and module.rates[1::MICRO] == rates
     assert kept.logged["skipped_steps"] == 1.0 and kept.logged["loss_scale"] > 0
@@ -136,12 +113,11 @@ def test_checkpoints_have_float32_weights_and_resume_bit_for_bit(level: str, tmp
     saved = torch.load(tmp_path / "at20.ckpt", weights_only=False)
     assert {value.dtype for value in saved["state_dict"].values()} == {torch.float32}
     resumed, _, _ = fitted(level, "preamp", tmp_path, load=tmp_path / "at20.ckpt")
-    wanted, parameters, _ = plain(level, "preamp")
+    wanted, parameters, *_ = plain(level, "preamp", "session")
     assert_same(resumed, wanted, parameters)
     rows = DataLoader(data()[-4:], batch_size=None)  # type: ignore[arg-type]
-    silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     for plugins in ([PreampPrecision(level)], []):  # where no session is made
-        other = L.Trainer(plugins=plugins, default_root_dir=tmp_path, **silent)
+        other = L.Trainer(plugins=plugins, default_root_dir=tmp_path, **SILENT)
         assert other.validate(Module("preamp"), rows, ckpt_path=str(tmp_path / "at20.ckpt"), verbose=False) == [{}]
     fresh = Module("preamp")
     fresh.load_state_dict(saved["state_dict"])  # without preamp
@@ -175,7 +151,7 @@ class Reads(Callback):
 def test_hooks_read_true_gradients(level: str, tmp_path: Path) -> None:
     reads = Reads()
     kept, _, _ = fitted(level, "preamp", tmp_path, callbacks=(reads,))
-    wanted, parameters, _ = plain(level, "preamp", clips="true")
+    wanted, parameters, *_ = plain(level, "preamp", "session, true")
     assert_same(kept, wanted, parameters)
     good = [norm for norm in reads.norms if norm == norm and norm != float("inf")]
     assert len(reads.norms) == STEPS and len(good) >= STEPS - 1 and max(good) < 100
@@ -188,9 +164,8 @@ def test_a_step_without_a_loss(tmp_path: Path) -> None:
 
     module = Sometimes("preamp")
     trainer = L.Trainer(
-        plugins=[PreampPrecision("O2", log=False)], accelerator="cpu", max_epochs=1, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path, callbacks=[kept := Keep()],
-        enable_checkpointing=False,
+        plugins=[PreampPrecision("O2", log=False)], max_epochs=1, default_root_dir=tmp_path, callbacks=[kept := Keep()],
+        enable_checkpointing=False, **SILENT,
     )  # fmt: skip
     trainer.fit(module, DataLoader(data()[:10], batch_size=None))  # type: ignore[arg-type]
     assert kept.state["steps"] == 6 and not kept.logged
@@ -229,10 +204,8 @@ class Predicts(L.LightningModule):
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 def test_after_a_fit_a_trainer_evaluates_in_float32_and_saves_the_sessions_state(level: str, tmp_path: Path) -> None:
     module, rows = Predicts(), DataLoader(data()[:10], batch_size=None)  # type: ignore[arg-type]
-    trainer = L.Trainer(
-        plugins=[PreampPrecision(level)], accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False, default_root_dir=tmp_path,
-    )  # fmt: skip
+    made = {**SILENT, "enable_checkpointing": False, "default_root_dir": tmp_path}
+    trainer = L.Trainer(plugins=[PreampPrecision(level)], max_epochs=1, **made)
     trainer.fit(module, rows)
     state = trainer.precision_plugin.state_dict()
     for evaluate in (trainer.validate, trainer.test):
@@ -246,10 +219,7 @@ def test_after_a_fit_a_trainer_evaluates_in_float32_and_saves_the_sessions_state
     trainer.fit(module, rows)  # another fit, with optimizers of its own
     trainer.predict(module, rows)
     assert trainer.precision_plugin.state_dict()["steps"] == 10 and module.seen == {torch.float32}
-    resumed = L.Trainer(
-        plugins=[PreampPrecision(level)], accelerator="cpu", max_epochs=2, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False, default_root_dir=tmp_path,
-    )  # fmt: skip
+    resumed = L.Trainer(plugins=[PreampPrecision(level)], max_epochs=2, **made)
     resumed.fit(Predicts(), rows, ckpt_path=str(tmp_path / "later.ckpt"), weights_only=False)
     assert resumed.precision_plugin.state_dict()["steps"] == 20
 

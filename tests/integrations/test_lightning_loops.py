@@ -246,21 +246,6 @@ def test_tied_weights_are_saved_in_float32_under_both_names(tmp_path: Path) -> N
     assert "_with_masters" not in str(module._state_dict_hooks)
 
 
-class ClipsItself(Plain):
-    """A module that clips without the Trainer, and so reads gradients."""
-
-    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
-        self.norm = float(nn.utils.clip_grad_norm_(self.parameters(), 0.1))
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_module_that_clips_by_itself_sees_true_gradients(level: str, tmp_path: Path) -> None:
-    wanted, _, _ = fitted(ClipsItself, tmp_path, [])
-    module, _, _ = fitted(ClipsItself, tmp_path, [PreampPrecision(level)])
-    assert module.norm == pytest.approx(wanted.norm, rel=0.05)
-    torch.testing.assert_close(module.state_dict(), wanted.state_dict(), rtol=0, atol=0.02)
-
-
 class Copies(Callback):
     """Copies and pickles the module while it trains."""
 
@@ -297,12 +282,3 @@ def test_a_checkpoint_saved_after_the_fit_resumes_bit_for_bit(level: str, tmp_pa
     assert states[0] == states[1] and states[0]["skipped"] > 0
     fitted(Plain, tmp_path, [other.precision_plugin])  # another fit has a state of its own
     assert other.precision_plugin.state_dict()["steps"] == len(ROWS) * 2
-
-
-def test_another_fit_has_a_loss_scale_of_its_own(tmp_path: Path) -> None:
-    plugin = PreampPrecision("O2", scale=preamp.DynamicScale(init_scale=2.0**30))
-    first, _, _ = fitted(Plain, tmp_path, [plugin])
-    state = plugin.state_dict()
-    second, _, _ = fitted(Plain, tmp_path, [plugin])
-    assert plugin.state_dict() == state and state["skipped"] > 0
-    torch.testing.assert_close(second.state_dict(), first.state_dict(), rtol=0, atol=0)

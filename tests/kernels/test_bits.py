@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from . import calls as fused
-from .steps import ADAM, by_operators, gradients
 
 EDGES = [
     0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x00007FFF, 0x00008000, 0x00008001, 0x0000FFFF, 0x007FFFFF,
@@ -69,29 +68,6 @@ def test_every_low_half_of_some_weights() -> None:
         assert len(weight.view(torch.int16).unique()) == 2
 
 
-@pytest.mark.parametrize("options", [ADAM, {**ADAM, "decoupled": True, "weight_decay": 0.1, "amsgrad": True}])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_split_steps_are_those_of_masters(options: dict[str, Any], dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    masters = [torch.randn(n) for n in (0, 1, 50, 333)]
-    halves = [fused.split(p) for p in masters]
-    lows, bits = [w for w, _ in halves], [b for _, b in halves]
-    make = lambda: [[torch.zeros_like(p) for p in masters] for _ in range(3)]  # noqa: E731
-    ours, theirs = make(), make()
-    if not options["amsgrad"]:
-        ours[2], theirs[2] = [], []
-    step, step_ = torch.zeros(()), torch.zeros(())
-    for i in range(200):
-        grads = gradients(masters, dtype, i)
-        common = {**options, "factor": torch.tensor(0.3), "found": torch.tensor(float(i % 50 == 7))}
-        fused.adam_(masters, [g.clone() for g in grads], *theirs, None, step_, **common)
-        fused.adam_split_(lows, bits, grads, *ours, step, **common)
-    assert float(step) == float(step_) == 196
-    for master, low, rest in zip(masters, lows, bits, strict=True):
-        assert torch.equal(fused.join(low, rest), master)
-        assert torch.equal(low, fused.split(master)[0])
-
-
 def test_chances_are_even_and_apart() -> None:
     like = torch.zeros(1 << 16)
     drawn = [fused.chances_like(like, seed, torch.tensor(float(step)), spot)
@@ -121,36 +97,3 @@ def test_stochastic_rounding_has_the_right_mean() -> None:
     assert rounded[:, 6].eq(torch.inf).all() and rounded[:, 7].eq(2.0).all() and rounded[:, 5].eq(0).all()
     nan = fused.round_stochastically(torch.tensor([torch.nan]), torch.tensor([2**32 - 1]))
     assert nan.isnan().all()
-
-
-def test_small_updates_are_not_lost() -> None:
-    """A hundred steps of a hundredth of bfloat16's spacing: rounding to nearest would never leave 1."""
-    with by_operators():
-        low = [torch.ones(4000, dtype=torch.bfloat16)]
-        states = [[torch.zeros(4000)] for _ in range(2)]
-        step = torch.zeros(())
-        for _ in range(100):
-            fused.adam_stochastic_(low, [torch.ones(4000)], *states, [], step, seed=3, **{**ADAM, "lr": 2.0**-8 / 100})
-    assert float(low[0].double().mean()) == pytest.approx(1 - 2.0**-8, rel=2e-4)
-    again = [torch.ones(4000, dtype=torch.bfloat16)]
-    states = [[torch.zeros(4000)] for _ in range(2)]
-    step = torch.zeros(())
-    with by_operators():
-        for _ in range(100):
-            fused.adam_stochastic_(
-                again, [torch.ones(4000)], *states, [], step, seed=3, **{**ADAM, "lr": 2.0**-8 / 100}
-            )
-    assert torch.equal(low[0], again[0])
-
-
-def test_found_writes_nothing() -> None:
-    low, rest = (list(half) for half in zip(*[fused.split(torch.randn(9))], strict=True))
-    states = [[torch.ones(9)], [torch.ones(9)], []]
-    step = torch.tensor(4.0)
-    everything = [*low, *rest, *states[0], *states[1], step]
-    before = [t.clone() for t in everything]
-    bad = [torch.full((9,), torch.inf)]
-    flag = torch.tensor(1.0)
-    fused.adam_split_(low, rest, bad, *states, step, **ADAM, found=flag)
-    fused.adam_stochastic_(low, bad, *states, step, seed=0, **ADAM, found=flag)
-    assert all(torch.equal(a, b) for a, b in zip(before, everything, strict=True))

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preamp.kernels.lists import TensorList, chained, count_writes, listed, same_walk, split_by_walk, walkable
-from preamp.kernels.triton import tables
+from preamp.kernels.lists import TensorList, chained, count_writes, same_walk, split_by_walk, walkable
 from preamp.kernels.triton.tables import chunks_of, parts_of
 
 CPU = torch.device("cpu")
@@ -49,14 +48,6 @@ def test_parts_hold_addresses_and_positions() -> None:
     assert parts_of([tensors, moved], 1024)[0] is not aligned
     assert parts_of([tensors, states], 1024, [9, 8, 7, 6])[0].table[2].tolist() == [8, 6]
     assert parts_of([[torch.zeros(0)]], 1024) == ()
-
-
-def test_tables_do_not_pile_up() -> None:
-    kept = [torch.zeros(3) for _ in range(100)]
-    for tensor in kept:
-        parts_of([[tensor]], 16)
-    assert len(tables._tables) <= tables._KEPT
-    assert len(tables._chunks) <= tables._KEPT
 
 
 def test_walks() -> None:
@@ -108,17 +99,6 @@ def test_without_triton() -> None:
     assert done.stdout.split()[:2] == ["False", "False"]
 
 
-def test_a_list_is_asked_once() -> None:
-    tensors = [torch.zeros(2, 3), torch.zeros(4, dtype=torch.float16)]
-    found = listed(tensors)
-    assert listed(found) is found and found == TensorList(tensors)
-    assert found.addresses == tuple(t.data_ptr() for t in tensors) and found.sizes == (6, 4)
-    assert list(found.dtypes) == [torch.float32, torch.float16]
-    assert found.strided and found.contiguous and found.together
-    found[:] = [torch.zeros(3, 2).t()]
-    assert found.sizes == (6, 4)
-
-
 def test_lists_one_behind_the_other_know_what_these_know() -> None:
     lists = [TensorList([torch.zeros(2), torch.zeros(3)]), TensorList([torch.zeros(5, dtype=torch.bfloat16)])]
     both = chained(lists)
@@ -126,6 +106,16 @@ def test_lists_one_behind_the_other_know_what_these_know() -> None:
     plain = TensorList(both)
     for what in ("addresses", "sizes", "dtypes", "strided", "contiguous", "together"):
         assert getattr(both, what) == getattr(plain, what), what
+
+
+def test_of_many_tables_those_of_long_ago_go() -> None:
+    tensors = [[torch.zeros(8)] for _ in range(40)]
+    first = parts_of([tensors[0]], 4)
+    for other in tensors[1:]:
+        assert parts_of([tensors[0]], 4) is first, "it is in use"
+        kept = parts_of([other], 4)
+        assert parts_of([other], 4) is kept
+    assert parts_of([tensors[1]], 4) is not kept
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
@@ -147,13 +137,3 @@ def test_writes_are_counted_in_the_name_of_the_owners() -> None:
     kept.owners = [owner]
     count_writes(kept)
     assert (held._version, owner._version) == (1, 1)
-
-
-def test_of_many_tables_those_of_long_ago_go() -> None:
-    tensors = [[torch.zeros(8)] for _ in range(40)]
-    first = parts_of([tensors[0]], 4)
-    for other in tensors[1:]:
-        assert parts_of([tensors[0]], 4) is first, "it is in use"
-        kept = parts_of([other], 4)
-        assert parts_of([other], 4) is kept
-    assert parts_of([tensors[1]], 4) is not kept

@@ -76,26 +76,6 @@ def test_plain_maths(options: dict[str, Any]) -> None:
         assert (p.double() - w).norm() <= 0.05 * moved  # five products of bfloat16 numbers a step
 
 
-@pytest.mark.parametrize("options", SETTINGS, ids=range(len(SETTINGS)))
-def test_split_masters_are_float32_masters(options: dict[str, Any]) -> None:
-    (split_, moments), (whole, others) = stepped(options, "split"), stepped(options, "copies")
-    assert all(torch.equal(a, b) for a, b in zip([*split_, *moments], [*whole, *others], strict=True))
-
-
-def test_stochastic_rounding_loses_nothing_in_the_mean() -> None:
-    """Updates of a hundredth of a weight's spacing."""
-    weight, moment, count = torch.ones(64, 64, dtype=torch.bfloat16), torch.zeros(64, 64), torch.zeros(())
-    torch.manual_seed(0)
-    gradient = torch.randn(64, 64)
-    exact = weight.float()
-    options = {**MUON, "lr": 2e-3, "stochastic_rounding": True}
-    for _ in range(100):
-        fused.muon_([exact], [gradient], [moment.clone()], None, None, **options)
-        fused.muon_([weight], [gradient], [moment], None, count, **options)
-    moved, wanted = weight.float() - 1, exact - 1
-    assert float((moved * wanted).sum() / (wanted * wanted).sum()) == pytest.approx(1, abs=0.1)
-
-
 def test_matrices_are_taken_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large model's matrices are not copied at once, and no two draw the same random numbers."""
     for kind in ("copies", "stochastic"):

@@ -91,28 +91,3 @@ def test_through_the_public_door() -> None:
     values = torch.cat([g.double().reshape(-1) for g in gradients])
     assert float(reading.norm) == pytest.approx(float(values.norm()), rel=1e-6)
     assert not reading.nonfinite.any() and reading.found.item() == 0
-
-
-@pytest.mark.parametrize("master", ["float32", "split"])
-def test_a_session_steps_by_kernels(master: str) -> None:
-    import preamp
-
-    def train(optimizer_of: type[torch.optim.Optimizer], **arguments: object) -> tuple[list[Tensor], list[float]]:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
-        optimizer = optimizer_of(model.parameters(), lr=1e-2, **arguments)
-        norms = []
-        with preamp.prepare(model, optimizer, level="O5") as session:
-            for step in range(3):
-                with session.autocast():
-                    loss = model(torch.full((3, 4), step + 1.0)).float().pow(2).sum()
-                session.backward(loss)
-                session.clip_grad_norm_(1.0)
-                norms.append(session.step().grad_norm)
-                session.zero_grad()
-            return [m.clone() for m in session.state_dict()["masters"].values()], norms
-
-    ours, theirs = train(preamp.optim.AdamW, master=master), train(torch.optim.AdamW)
-    assert ours[1] == pytest.approx(theirs[1], rel=1e-2)
-    for mine, other in zip(ours[0], theirs[0], strict=True):
-        assert torch.allclose(mine, other, atol=1e-4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -112,30 +111,12 @@ def test_found_writes_nothing(name: str, options: dict[str, Any]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, run.everything(), strict=True))
 
 
-@pytest.mark.parametrize("flag", [0.0, 1.0, 2.0])
-@pytest.mark.parametrize(("name", "options"), SETTINGS, ids=NAMES)
-def test_gate_without_reading_the_flag(
-    name: str, options: dict[str, Any], flag: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What accelerators do, where a flag stays on the device, done on the CPU."""
-    params = awkward()
-    run = Run(name, options, params, [p.to(torch.bfloat16) for p in params])
-    run.take(gradients(params, torch.bfloat16, 0))
-    twin = run.twin()
-    if name != "sgd":  # torch's own SGD reads the flag by itself, the others are made to take the plain way
-        monkeypatch.setattr(dispatch, "_has_kernel", lambda *_: False)
-    grads = gradients(params, torch.bfloat16, 1)
-    if not flag:
-        twin.take(grads, torch.tensor(0.5))
-    gate = foreach.Gate((torch.tensor(flag) > 0).float())
-    for module in ("adam", "first_order", "layerwise", "momentum", "foreach"):
-        monkeypatch.setattr(sys.modules[f"preamp.kernels.{module}"], "gate_of", lambda *_: gate)
-    run.take(grads, torch.tensor(0.5))
-    if flag:
-        assert all(torch.equal(a, b) for a, b in zip(run.everything(), twin.everything(), strict=True))
-    else:  # copies may be walked in another order, and rounded otherwise by torch's vector code
-        assert far(run.params, twin.params) <= 2
-        assert float(run.step) == float(twin.step)
+def test_found_writes_nothing_to_split_masters() -> None:
+    lows, bits = ([half] for half in fused.split(torch.randn(9)))
+    step, states = torch.zeros(()), [[torch.zeros(9)] for _ in range(2)]
+    before = [lows[0].clone(), bits[0].clone()]
+    fused.adam_split_(lows, bits, [torch.ones(9).bfloat16()], *states, [], step, found=torch.tensor(1.0), **ADAM)
+    assert all(map(torch.equal, [lows[0], bits[0]], before)) and not float(step) and not states[0][0].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -158,17 +139,6 @@ def test_gradients_are_not_changed_without_need() -> None:
         run.take(grads)
         run.take(grads, torch.tensor(1.0))
         assert torch.equal(grads[0], kept)
-
-
-def test_promised_contiguous_parameters_with_gradients_that_are_not() -> None:
-    params = [torch.randn(6, 5), torch.randn(3)]
-    for name, options in WITH_KERNELS:
-        run = Run(name, {**options, "contiguous": True}, [p.clone() for p in params])
-        twin = Run(name, options, [p.clone() for p in params])
-        grads = [torch.randn(5, 6).t(), torch.randn(3)]
-        run.take(grads)
-        twin.take([g.contiguous() for g in grads])
-        assert all(torch.equal(a, b) for a, b in zip(run.params, twin.params, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

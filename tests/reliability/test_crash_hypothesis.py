@@ -209,12 +209,14 @@ PROPERTIES: dict[str, tuple[Any, Callable[[Any], None]]] = {
 }
 
 
-def check(name: str, cases: int) -> None:
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("cases", [100, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_only_errors_of_preamps_own(name: str, cases: int) -> None:
     strategy, holds = PROPERTIES[name]
+    every = list(HealthCheck)
 
-    @settings(
-        max_examples=cases, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-    )
+    @settings(max_examples=cases, deadline=None, derandomize=True, database=None, suppress_health_check=every)
     @given(strategy)
     def always(case: Any) -> None:
         holds(case)
@@ -222,15 +224,3 @@ def check(name: str, cases: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", preamp.PreampWarning)
         always()
-
-
-@pytest.mark.parametrize("name", PROPERTIES)
-def test_only_errors_of_preamps_own(name: str) -> None:
-    check(name, 100)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", PROPERTIES)
-def test_only_errors_of_preamps_own_in_ten_thousand_cases(name: str) -> None:
-    check(name, 2000)

@@ -23,10 +23,3 @@ def test_each_row_names_a_test_that_exists() -> None:
             folder = HERE.parent if "/" in file else HERE
             tree = ast.parse((folder / file).read_text(encoding="utf-8"))
             assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, f"{file}::{name}"
-
-
-def test_code_in_the_document_compiles() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    assert len(blocks) >= 4
-    for block in blocks:
-        compile(block, "docs/reliability.md", "exec")

@@ -26,8 +26,7 @@ class Old(nn.Module):
         self.b = nn.Linear(width, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.b(self.a(x))
-        return out
+        return self.b(self.a(x))
 
 
 class New(Old):
@@ -52,20 +51,8 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int = 3) -> None:
         optimizer.step()
 
 
-TORCHS = (
-    "Adadelta",
-    "Adafactor",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "ASGD",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
-)
+TORCHS = ["Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax"]
+TORCHS += ["ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 OURS = ("Adagrad", "Adam", "AdamW", "LAMB", "Lion", "NovoGrad", "SGD")
 KINDS = [*(f"torch.{name}" for name in TORCHS), *(f"preamp.{name}" for name in OURS)]
 
@@ -89,41 +76,6 @@ def test_layers_in_another_order(tmp_path: Path, kind: str, width: int) -> None:
     train(same, again)
     train(model, optimizer)
     assert all(map(torch.equal, same.parameters(), model.parameters()))
-
-
-@pytest.mark.parametrize("kind", ["torch.AdamW", "preamp.AdamW"])
-def test_layers_of_another_width(tmp_path: Path, kind: str) -> None:
-    model, other = Old(32), Old(24)
-    optimizer, fresh = (of(kind)(each.parameters()) for each in (model, other))
-    train(model, optimizer)
-    checkpoint.save(tmp_path / "a.pt", model=model, optimizer=optimizer)
-    train(other, fresh, steps=1)
-    before = copy.deepcopy([other.state_dict(), fresh.state_dict()])
-    with pytest.raises(CheckpointError, match="nothing was loaded"):
-        checkpoint.load(tmp_path / "a.pt", model=other, optimizer=fresh)
-    assert str(before) == str([other.state_dict(), fresh.state_dict()])
-    train(other, fresh)
-
-
-@pytest.mark.parametrize("level", ["O2", "O4", "O5"])
-def test_in_a_session(tmp_path: Path, level: str) -> None:
-    runs = []
-    for kind in (Old, New):
-        model = kind(32)
-        optimizer = preamp.optim.AdamW(model.parameters(), 1e-3)
-        session = preamp.prepare(model, optimizer, level=level)
-        runs.append({"model": model, "optimizer": optimizer, "session": session})
-        with session.autocast():
-            loss = model(torch.ones(2, 8)).float().pow(2).mean()
-        session.backward(loss)
-        session.step()
-    checkpoint.save(tmp_path / "a.pt", **runs[0])
-    before = copy.deepcopy([thing.state_dict() for thing in runs[1].values()])
-    with pytest.raises(CheckpointError, match="nothing was loaded"):
-        checkpoint.load(tmp_path / "a.pt", **runs[1])
-    assert str(before) == str([thing.state_dict() for thing in runs[1].values()])
-    for run in runs:
-        run["session"].close()
 
 
 class Odd(Optimizer):
@@ -159,15 +111,6 @@ def test_odd_states_of_other_optimizers_load(tmp_path: Path, make: Callable[[Ten
         fresh = Odd(other.parameters(), make)
         checkpoint.load(tmp_path / "a.pt", model=other, optimizer=fresh)
         assert len(fresh.state) == 4
-
-
-def test_other_optimizers_states_in_another_order(tmp_path: Path) -> None:
-    model, other = Old(32), New(32)
-    optimizer = Odd(model.parameters(), torch.zeros_like)
-    optimizer.step()
-    checkpoint.save(tmp_path / "a.pt", model=model, optimizer=optimizer)
-    with pytest.raises(CheckpointError, match="order"):
-        checkpoint.load(tmp_path / "a.pt", model=other, optimizer=Odd(other.parameters(), torch.zeros_like))
 
 
 @pytest.mark.parametrize("states", ["float32", "8bit"])

@@ -16,7 +16,7 @@ from torch import nn
 
 import preamp
 from preamp.checkpoint import _save
-from preamp.errors import CheckpointError, PreampWarning
+from preamp.errors import PreampWarning
 
 from .runs import LEVELS, OPTIMIZERS, Run, alike
 
@@ -116,12 +116,6 @@ def test_a_failure_is_told_when_it_happens_and_raised_when_asked_for(tmp_path: P
     assert load(tmp_path / "c.pt")["number"] == 2
 
 
-def test_what_cannot_be_loaded_is_refused_before_it_is_begun(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="extra is a"):
-        save_async(tmp_path / "c.pt", model=nn.Linear(2, 2), extra=object())
-    assert not _save._under_way
-
-
 EXIT = """
     import sys, time
     from torch import nn
@@ -175,37 +169,3 @@ def test_a_forked_child_saves_on_its_own(tmp_path: Path, monkeypatch: pytest.Mon
     ran = subprocess.run([sys.executable, "-c", textwrap.dedent(script), *names], capture_output=True, timeout=60)
     assert ran.returncode == 7, ran.stderr
     assert all(load(name) for name in names)
-
-
-SHARDED = """
-    import sys
-    import torch, torch.distributed as dist
-    from safetensors.torch import load_file
-    from torch import nn
-    from torch.distributed.fsdp import fully_shard
-    import preamp
-    folder = sys.argv[1]
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
-    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
-    wanted = [parameter.detach().clone() for parameter in model.parameters()]
-    for layer in model:
-        fully_shard(layer)
-    assert all(parameter.data_ptr() == 0 for parameter in model.parameters())
-    preamp.checkpoint.save_async(f"{folder}/c.pt", model=model).result()
-    content = preamp.checkpoint.load(f"{folder}/c.pt", model=model)
-    assert all(torch.equal(a.to_local(), b) for a, b in zip(content["model"].values(), wanted, strict=True))
-    preamp.checkpoint.export(f"{folder}/m", model)
-    written = load_file(f"{folder}/m")
-    assert all(torch.equal(a, b) for a, b in zip(written.values(), wanted, strict=True))
-    dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_sharded_weights_are_not_taken_for_one_another(tmp_path: Path) -> None:
-    """All of them say that they lie at address 0, so the address does not tell which are tied."""
-    pytest.importorskip("safetensors")
-    ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SHARDED), str(tmp_path)], capture_output=True, text=True, timeout=120
-    )
-    assert ran.returncode == 0, ran.stderr

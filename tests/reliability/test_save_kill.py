@@ -1,4 +1,15 @@
-"""SIGKILL at random moments of a process that trains and saves: the last good checkpoint is there, and is right."""
+"""SIGKILL at random moments of a process that trains and saves: the last good checkpoint is there, and is right.
+
+Trains and saves after every step until somebody kills it.
+
+    -m tests.reliability.test_save_kill FILE LEVEL KIND at-once|later|sharded
+
+With `sharded` FILE is the folder of a sharded checkpoint, of this one process.
+
+For every line on its standard input it forks a process that does so, which spares the time that importing torch takes.
+That one says "ready" with its number, then the number of each step whose file is known to be on the disk; when it is
+dead, this one says "dead".
+"""
 
 from __future__ import annotations
 
@@ -7,14 +18,49 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import preamp
 
 from .runs import Run, alike, seeded
+
+save, save_async, load = preamp.checkpoint.save, preamp.checkpoint.save_async, preamp.checkpoint.load
+
+
+def tell(step: int) -> None:
+    """In one write: whoever is killed between a number and the end of its line has the next word put behind it."""
+    os.write(sys.stdout.fileno(), f"{step}\n".encode())
+
+
+def main(path: Path, level: str, kind: str, when: str) -> None:
+    torch.set_num_threads(1)
+    run, first, pending = Run(level, kind), 0, None
+    ballast = torch.zeros(60_000)  # so that a save takes a while
+    if when == "sharded" and (path / "latest").exists():
+        preamp.checkpoint.load_sharded(path, **run.objects)
+        first = run.session.steps
+    elif path.is_file():
+        first = load(path, **run.objects)["step"]
+    print(f"ready {os.getpid()}", flush=True)
+    for step in range(first, 1_000_000):
+        run.step(step, factor=float("inf") if step % 7 == 3 else 1.0)
+        if when == "at-once":
+            save(path, **run.objects, step=step + 1, ballast=ballast)
+        elif when == "sharded":
+            preamp.checkpoint.save_sharded(path, **run.objects)
+        else:
+            if pending is not None:
+                pending.result()
+                tell(step)
+            pending = save_async(path, **run.objects, step=step + 1, ballast=ballast)
+            continue
+        tell(step + 1)
+
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,7 +69,7 @@ class Loops:
     """Processes that train and save, one after another, and the violent end of each."""
 
     def __init__(self, *arguments: object) -> None:
-        line = [sys.executable, "-m", "tests.reliability.save_loop", *map(str, arguments)]
+        line = [sys.executable, "-m", "tests.reliability.test_save_kill", *map(str, arguments)]
         self.process = subprocess.Popen(line, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def _started(self) -> int:
@@ -113,22 +159,34 @@ def kill_often(folder: Path, kills: int, level: str, kind: str, when: str, seed:
     assert last > 0, "no kill came late enough for a save to end"
 
 
-DEFAULT = [("O2", "preamp", "at-once", 10), ("O1", "torch", "later", 10), ("O1", "preamp", "sharded", 10)]
-SLOW = [
-    (level, kind, when, 13) for level in ("O1", "O2") for kind in ("torch", "preamp") for when in ("at-once", "later")
-] + [("O4", "torch", "sharded", 20)]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="SIGKILL is POSIX's")
-@pytest.mark.parametrize(("level", "kind", "when", "kills"), DEFAULT)
-def test_killed_while_saving(level: str, kind: str, when: str, kills: int, tmp_path: Path) -> None:
-    kill_often(tmp_path, kills, level, kind, when, f"{level} {kind} {when}")
+CASES = [("O2", "preamp", "at-once", 10), ("O1", "torch", "later", 10), ("O1", "preamp", "sharded", 10)]
+CASES += [(o, kind, when, 13) for o in ("O1", "O2") for kind in ("torch", "preamp") for when in ("at-once", "later")]
+CASES += [("O4", "torch", "sharded", 20)]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(os.name != "posix", reason="SIGKILL is POSIX's")
-@pytest.mark.parametrize(("level", "kind", "when", "kills"), SLOW)
-def test_killed_while_saving_a_hundred_times(level: str, kind: str, when: str, kills: int, tmp_path: Path) -> None:
-    kill_often(tmp_path, kills, level, kind, when, f"slow {level} {kind} {when}")
+@pytest.mark.parametrize(("level", "kind", "when", "kills"), CASES)
+def test_killed_while_saving(level: str, kind: str, when: str, kills: int, tmp_path: Path) -> None:
+    kill_often(tmp_path, kills, level, kind, when, f"{kills} {level} {kind} {when}")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    warm = Run(*sys.argv[2:4])  # imports the rest of torch
+    warm.steps(0, 1)
+    if sys.argv[4] == "sharded":
+        with tempfile.TemporaryDirectory() as folder:
+            preamp.checkpoint.save_sharded(folder, **warm.objects)
+            preamp.checkpoint.load_sharded(folder, **warm.objects)
+    warm.close()
+    for _ in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            try:
+                main(Path(sys.argv[1]), *sys.argv[2:])
+            finally:
+                os._exit(1)
+        os.waitpid(child, 0)
+        print("dead", flush=True)

@@ -93,17 +93,10 @@ def test_the_criterion_sees_a_leak_and_forgives_noise() -> None:
     assert grows([10**8 + 100 * 67 * 5 * index for index in range(300)], 2 << 20)
 
 
-RUNS = [(level, kind) for level in ("O1", "O2") for kind in OPTIMIZERS]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("level", "kind"), RUNS)
-def test_soak(level: str, kind: str) -> None:
-    soak(level, kind, 1_500)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("level", "kind"), RUNS)
-def test_soak_of_20000_steps(level: str, kind: str) -> None:
-    soak(level, kind, 20_000)
+@pytest.mark.parametrize("steps", [1_500, 20_000])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_soak(level: str, kind: str, steps: int) -> None:
+    soak(level, kind, steps)

@@ -25,8 +25,7 @@ class Net(nn.Module):
         self.last.weight = self.first.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.norm(self.first(x)))
-        return out
+        return self.last(self.norm(self.first(x)))
 
 
 def trained(level: str, make: Any, *models: Any) -> tuple[Any, Any]:

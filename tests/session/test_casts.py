@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import preamp
 
-from .toys import batch, loss_of, mlp, same, weights
+from .toys import backward, batch, mlp, same, train, weights
 
 
 class Casts(TorchDispatchMode):
@@ -35,13 +35,6 @@ class Casts(TorchDispatchMode):
         return max(self.of.values())
 
 
-def micro(session: preamp.Session, model: nn.Module, step: int, **how: bool) -> Tensor:
-    with session.autocast():
-        loss = loss_of(model, step)
-    session.backward(loss, **how)
-    return loss
-
-
 @pytest.mark.parametrize(("level", "casts"), [("O1", 1), ("O4", 1), ("O2", 0), ("O5", 0), ("O3", 0), ("O0", 0)])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_casts_per_weight_and_region(level: str, casts: int, micro_batches: int) -> None:
@@ -50,31 +43,10 @@ def test_casts_per_weight_and_region(level: str, casts: int, micro_batches: int)
         for step in range(3):
             with Casts(model) as counted:
                 for i in range(micro_batches):
-                    micro(session, model, step, sync=i == micro_batches - 1)
+                    backward(session, model, step, sync=i == micro_batches - 1)
                 session.step()
             session.zero_grad()
             assert counted.most == casts * micro_batches, (step, counted.of)
-
-
-def test_accumulation_comes_to_the_same() -> None:
-    model = mlp()
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    with preamp.prepare(model, optimizer, level="O4") as session:
-        for step in range(4):
-            for i in range(3):
-                micro(session, model, 3 * step + i, sync=i == 2)
-            session.step()
-            session.zero_grad()
-    twin = mlp()
-    other = torch.optim.Adam(twin.parameters(), 1e-2)
-    for step in range(4):
-        for i in range(3):
-            with preamp.autocast("cpu", dtype=torch.bfloat16):
-                loss = loss_of(twin, 3 * step + i)
-            loss.backward()
-        other.step()
-        other.zero_grad()
-    assert same(weights(model), weights(twin))
 
 
 def output(region: Any, model: nn.Module) -> Tensor:
@@ -108,13 +80,10 @@ def test_no_region_serves_a_cast_of_what_was(level: str, change: str, whose: str
     model, stranger = mlp(norm=False), mlp(1, norm=False)
     dtype = torch.float16 if level == "O1" else torch.bfloat16
     with preamp.prepare(model, torch.optim.SGD(model.parameters(), 1e-3), level=level, scale=2.0) as session:
-        for step in range(2):
-            micro(session, model, step)
-            session.step()
-            session.zero_grad()
+        train(session, model, range(2))
         for _ in range(2):
             looked_at = model if whose == "the session's" else stranger
-            micro(session, model, 0, sync=False)
+            backward(session, model, 0, sync=False)
             output(session.autocast(), looked_at)
             with torch.no_grad():
                 CHANGES[change](looked_at)
@@ -130,12 +99,7 @@ def test_a_region_left_open_over_several_steps(level: str) -> None:
         model = mlp(norm=False)
         with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.5), level=level, scale=2.0) as session:
             with session.autocast(enabled=left_open):
-                for step in range(4):
-                    with session.autocast():
-                        loss = loss_of(model, step)
-                    session.backward(loss)
-                    session.step()
-                    session.zero_grad()
+                train(session, model, range(4))
             return weights(model)
 
     assert same(run(True), run(False))
@@ -165,19 +129,3 @@ def test_a_region_opened_inside_of_the_checkpointed_function(level: str, reentra
             return weights(model)
 
     assert same(run(True), run(False))
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_blocks_cast_as_often_as_they_run(reentrant: bool) -> None:
-    model = mlp(norm=False)
-    with preamp.prepare(model, torch.optim.SGD(model.parameters(), 1e-3), level="O4") as session:
-        for step in range(3):
-            for i in range(2):
-                x, y = batch(step + i)
-                with Casts(model) as counted, session.autocast():
-                    hidden = checkpoint(model[:2], x.requires_grad_(), use_reentrant=reentrant)
-                    loss = nn.functional.cross_entropy(model[2:](hidden).float(), y)
-                assert min(counted.of[p.data_ptr()] for p in model.parameters()) == 1, (step, i)
-                session.backward(loss, sync=i == 1)
-            session.step()
-            session.zero_grad()

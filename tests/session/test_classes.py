@@ -29,8 +29,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, labels: Any = None) -> Tensor:
         """What it does."""
-        result: Tensor = self.norm(self.layer(x))
-        return result
+        return self.norm(self.layer(x))
 
 
 class GenericFirst(Generic[T], Net):
@@ -262,8 +261,7 @@ def test_a_table_of_positions_that_stays_float32_meets_16_bit_weights(level: str
             self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = self.last(torch.tanh(self.first(x + self.table) + self.table))
-            return result
+            return self.last(torch.tanh(self.first(x + self.table) + self.table))
 
     torch.manual_seed(0)
     model, x = Positions(), torch.randn(3, 5, 8)

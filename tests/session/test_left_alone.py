@@ -103,17 +103,6 @@ def test_norms_of_a_frozen_base(level: str, norm: Callable[[int], nn.Module], ba
         assert train(session, model, 2) < 10
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_training_is_as_near_to_float32_as_with_16_bit_weights(level: str) -> None:
-    """The forward pass computes with the frozen weights rounded to 16 bits, as with any others."""
-    losses = []
-    for policy in ("O0", level):
-        model = model_of()
-        with preamp.prepare(model, torch.optim.SGD(trainable(model), 0.05), policy=policy) as session:
-            losses.append(train(session, model, 40))
-    assert losses[1] == pytest.approx(losses[0], rel=0.02)
-
-
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("base", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("level", LEVELS)
@@ -227,23 +216,6 @@ def test_a_model_beside_that_nothing_steps(level: str) -> None:
         assert teacher(x).isfinite().all()
         assert all(p.dtype is torch.float32 for p in teacher.parameters())
     assert all(map(torch.equal, teacher.parameters(), weights))
-
-
-def test_bytes_of_a_frozen_weight() -> None:
-    """2 for a bfloat16 base, 4 for a float32 one, at every level."""
-    for base, size in ((torch.bfloat16, 2), (torch.float32, 4)):
-        for level in LEVELS:
-            model = model_of(base)
-            with preamp.prepare(model, preamp.optim.AdamW(trainable(model)), policy=level) as session:
-                train(session, model, 1)
-                count = sum(p.numel() for p in frozen(model).values())
-                alone = model_of(base)
-                for module in (alone[1], alone[3]):
-                    module.base = nn.Identity()
-                with preamp.prepare(alone, preamp.optim.AdamW(alone.parameters()), policy=level) as without:
-                    held = session.memory().bytes_of("parameters") - without.memory().bytes_of("parameters")
-                    assert held == count * size
-                    assert session.memory().bytes_of("masters") == without.memory().bytes_of("masters")
 
 
 @pytest.mark.parametrize("frozen_first", [False, True])

@@ -61,6 +61,14 @@ def test_a_long_row_is_a_warning_and_so_is_the_collapse(caplog: pytest.LogCaptur
     assert at_20.startswith("20 steps in a row") and collapse == str(raised.value)
 
 
+@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
+def test_a_row_at_a_level_without_a_scale_says_nothing_of_one(level: str, caplog: pytest.LogCaptureFixture) -> None:
+    with prepared(level) as session, pytest.raises(ScaleCollapse, match=r"skipped steps in a row.*0\.weight"):
+        train(session, [True] * 110)
+    first = told(caplog, logging.WARNING)[0]
+    assert first.startswith("10 steps in a row were skipped") and "scale" not in first.replace("ScaleCollapse", "")
+
+
 def test_a_step_that_is_taken_ends_the_row(caplog: pytest.LogCaptureFixture) -> None:
     with prepared(scale=preamp.DynamicScale(2.0**20, patience=None)) as session:
         train(session, ([True] * 9 + [False]) * 2 + ([True] * 10 + [False]) * 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import preamp
-from preamp.errors import ScaleCollapse, SessionError
+from preamp.errors import SessionError
 
 SCALED, PLAIN = ("O1", "O2"), ("O0", "O4", "O5")
 LIBRARIES = {"torch": torch.optim, "preamp": preamp.optim}
@@ -152,20 +151,6 @@ def test_a_loss_backward_of_ones_own_is_right_without_a_scale(level: str, librar
     run.check(1)
 
 
-@pytest.mark.parametrize("zero", [True, False])
-@pytest.mark.parametrize("level", PLAIN)
-def test_loops_with_a_backward_of_their_own(level: str, zero: bool) -> None:
-    run, losses = Run(level, "torch"), []
-    for _ in range(5):
-        run.session.zero_grad(set_to_none=zero)
-        loss = run.loss()
-        loss.backward()
-        run.session.step()
-        losses.append(loss.item())
-    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
-    run.session.close()
-
-
 @pytest.mark.parametrize("level", SCALED)
 def test_a_loss_backward_of_ones_own_is_refused_under_a_scale(level: str) -> None:
     run = Run(level)
@@ -266,23 +251,3 @@ def test_an_optimizer_without_gradients(level: str, library: str) -> None:
         assert not run.session.step(run.optimizers[1]).skipped
     moved = run.moved()
     assert moved[0].any() and not moved[1].any()
-
-
-@pytest.mark.parametrize("level", [*SCALED, *PLAIN])
-def test_a_long_row_of_steps_that_are_not_finite(level: str, caplog: pytest.LogCaptureFixture) -> None:
-    run = Run(level)
-
-    def train(steps: int) -> None:
-        for _ in range(steps):
-            run.session.zero_grad()
-            run.session.backward(run.loss() * float("nan"))
-            run.session.step()
-
-    with caplog.at_level(logging.WARNING, "preamp"):
-        train(12)
-    assert "10 steps in a row were skipped" in caplog.text and ("scale" in caplog.text.replace("ScaleC", "")) == (
-        level in SCALED
-    )
-    with pytest.raises(ScaleCollapse, match=r"skipped steps in a row.*0\.weight"):
-        train(100)
-    run.unmoved()

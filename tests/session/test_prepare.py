@@ -1,4 +1,4 @@
-"""What prepare() refuses: objects that do not belong together."""
+"""What prepare() refuses, objects that do not belong together; and odd models that it takes."""
 
 from __future__ import annotations
 
@@ -7,23 +7,90 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import preamp
-from preamp.errors import SessionError
+from preamp.errors import PolicyError, SessionError
 
-from .toys import LEVELS, loss_of, mlp, same, weights
+from .toys import LEVELS, backward, batch, loss_of, mlp, same, step, weights
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_odd_parameters_are_left_alone(level: str) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 3)
+            self.wide = nn.Parameter(torch.ones(3, dtype=torch.float64))
+            self.waves = nn.Parameter(torch.ones(2, dtype=torch.complex64), requires_grad=False)
+            self.register_buffer("count", torch.zeros((), dtype=torch.long))
+            self.register_buffer("nothing", None)
+            self.register_parameter("absent", None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            return self.linear(x) * self.wide.to(x.dtype)
+
+    model = Odd()
+    with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level=level, scale=8.0) as session:
+        assert model.wide.dtype is torch.float64
+        assert model.waves.dtype is torch.complex64
+        assert model.count.dtype is torch.long
+        assert not step(session, model, 0).skipped
+        with session.full_precision():
+            model(batch(0)[0])
+        assert int(model.count) == 2
+
+
+def test_a_model_without_parameters_and_a_session_without_an_optimizer() -> None:
+    with preamp.prepare(nn.ReLU(), None, level="O5") as session:
+        with session.autocast():
+            assert session.policy.level == "O5"
+        with pytest.raises(SessionError, match="without an optimizer"):
+            session.step()
+    model = mlp().eval()
+    x = torch.randn(4, 6)
+    expected = model(x)
+    with preamp.prepare(model, None, level="O5") as session, torch.no_grad(), session.autocast():
+        assert torch.allclose(model(x), expected, atol=0.05)
+
+
+def test_lazy_parameters_are_asked_for_first() -> None:
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises((PolicyError, SessionError), match=r"batch through the model|lazy"):
+        preamp.prepare(model, None, level="O2")
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_two_losses_in_one_graph_and_retain_graph(level: str) -> None:
+    model = mlp()
+    with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level=level, scale=16.0) as session:
+        x, y = batch(0)
+        with session.autocast():
+            out = model(x)
+            first, second = F.cross_entropy(out, y), out.pow(2).mean()
+        session.backward(first, retain_graph=True)
+        session.backward(second)
+        assert not session.step().skipped
+
+
+def test_reports_are_values_of_their_own() -> None:
+    model = mlp()
+    with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level="O1") as session:
+        reports = [step(session, model, index) for index in range(3)]
+        backward(session, model, 0, factor=float("inf"))
+        reports.append(session.step())
+        session.zero_grad()
+        assert session.last_step is reports[-1]
+        assert [r.index for r in reports] == [0, 1, 2, 3]
+        assert [r.skipped for r in reports] == [False, False, False, True]
+        assert reports[0].scale == reports[-1].scale == 65536.0
+        assert "skipped=True" in repr(reports[-1])
 
 
 def sgd(model: torch.nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), 0.1)
-
-
-def test_without_an_optimizer_it_says_what_to_write() -> None:
-    with pytest.raises(SessionError, match=r"prepare\(model, None\) for inference"):
-        preamp.prepare(mlp())
-    with pytest.raises(SessionError, match=r"is an AdamW"):
-        preamp.prepare(torch.optim.AdamW(mlp().parameters()), None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -45,7 +112,7 @@ def test_an_optimizer_of_another_model_is_refused(level: str) -> None:
 @pytest.mark.parametrize("level", ["O0", "O4"])
 @pytest.mark.parametrize("kind", [torch.optim, preamp.optim])
 def test_optimizers_may_have_parameters_in_common_where_gradients_are_true(level: str, kind: Any) -> None:
-    """An encoder that two optimizers step, as torch does it: clipped by each, and stepped in turn or at once."""
+    """An encoder that two optimizers index, as torch does it: clipped by each, and stepped in turn or at once."""
 
     def optimizers(model: torch.nn.Module) -> list[Any]:
         parameters = [*model.parameters()]
@@ -55,21 +122,21 @@ def test_optimizers_may_have_parameters_in_common_where_gradients_are_true(level
     one, two = optimizers(model)
     session = preamp.prepare(model, [one, two], level=level)
     first, second = optimizers(twin)
-    for step in range(6):
-        session.backward(loss_in_region(session, model))
+    for index in range(6):
+        backward(session, model, 0)
         loss_of(twin, 0).backward()
         for mine, theirs in ((one, first), (two, second)):
             session.clip_grad_norm_(0.05, optimizer=mine)
             torch.nn.utils.clip_grad_norm_([p for group in theirs.param_groups for p in group["params"]], 0.05)
-            if step % 2:
+            if index % 2:
                 session.step(mine)
                 theirs.step()
-        if not step % 2:
+        if not index % 2:
             session.step()
             first.step(), second.step()
         session.zero_grad()
         twin.zero_grad()
-    session.backward(loss_in_region(session, model))
+    backward(session, model, 0)
     with pytest.raises(SessionError, match="have parameters in common"):
         session.clip_grad_norm_(0.05)
     session.close()
@@ -83,13 +150,7 @@ def test_a_parameter_of_two_optimizers_is_refused_where_each_would_unscale_it(le
     with pytest.raises(SessionError, match=r"'0\.weight' is in the SGD '0' and in the Adam '1'"):
         preamp.prepare(model, [sgd(model), torch.optim.Adam(model.parameters(), eps=1e-4)], level=level)
     with preamp.prepare(model, sgd(model), level=level, scale=2.0) as session:
-        session.backward(loss_of(model, 0) if level not in ("O1", "O4") else loss_in_region(session, model))
-        assert not session.step().skipped
-
-
-def loss_in_region(session: preamp.Session, model: torch.nn.Module) -> torch.Tensor:
-    with session.autocast():
-        return loss_of(model, 0)
+        assert not step(session, model, 0).skipped
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])

@@ -32,8 +32,7 @@ class Parted(nn.Module):
         self.norm.__dict__["whole"] = self
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.norm(self.first(x))
-        return out
+        return self.norm(self.first(x))
 
 
 def prepared(model: nn.Module, level: str) -> preamp.Session:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import preamp
 from preamp.errors import SessionError, StateError
 
+from ..reliability.runs import alike as same
+
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "preamp": lambda params: preamp.optim.AdamW(params, 1e-2, eps=1e-4),
@@ -83,16 +85,6 @@ def saved(model: nn.Module, optimizer: torch.optim.Optimizer, session: preamp.Se
     copied: dict[str, Any] = copy.deepcopy(states)
     session.close()
     return copied
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return one.dtype is other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
 
 
 @pytest.mark.parametrize("clip", [None, "unscaled"])

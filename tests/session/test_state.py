@@ -1,46 +1,102 @@
-"""State: resume bit for bit in a new process, load in any order, refuse what does not fit; and close()."""
+"""State: resume bit for bit, load in any order, refuse what does not fit; and close().
+
+States that are loaded into a prepared model while its session goes on.
+"""
 
 from __future__ import annotations
 
 import copy
 import io
 import itertools
-import pickle
-from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import preamp
-from preamp.errors import CheckpointError, PolicyError, SessionError, StateError
+from preamp.errors import PolicyError, PreampWarning, SessionError, StateError
 
-from .. import forks
-from .toys import LEVELS, MASTER_LEVELS, loss_of, mlp, same, weights
-
-RESUME = Path(__file__).parent / "resume_script.py"
+from .toys import LEVELS, loss_of, mlp, same, step, train, weights
 
 
-def train(session: preamp.Session, model: nn.Module, steps: range, inf_at: int = -1) -> None:
-    for index in steps:
-        with session.autocast():
-            loss = loss_of(model, index)
-        session.backward(loss * (float("inf") if index == inf_at else 1.0))
-        session.step()
-        session.zero_grad()
+def prepared(level: str, kind: str = "torch") -> tuple[nn.Sequential, torch.optim.Optimizer, preamp.Session]:
+    model = mlp()
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if kind == "split":
+        optimizer = preamp.optim.AdamW(model.parameters(), 0.1, eps=1e-4, master="split")
+    return model, optimizer, preamp.prepare(model, optimizer, level=level, scale=2.0)
 
 
-def test_resume_in_a_new_process_is_bit_exact(tmp_path: Path) -> None:
-    """20 steps = 10 steps, save, new process, load, 10 steps; a step is skipped before the save."""
-    run = [str(RESUME), str(tmp_path)]
-    whole, first, second = (forks.run([*run, part]) for part in ("whole", "first", "second"))
-    assert not any(each.returncode for each in (whole, first, second)), whole.stderr + first.stderr + second.stderr
-    assert whole.stdout == second.stdout
-    assert [line.split()[0] for line in whole.stdout.splitlines()] == list(LEVELS)
+@pytest.mark.parametrize(("level", "kind"), [*((level, "torch") for level in LEVELS if level != "O3"), ("O5", "split")])
+def test_a_float32_state_reaches_the_masters_whole(level: str, kind: str) -> None:
+    model, _, session = prepared(level, kind)
+    train(session, model, [0])
+    dtypes, pretrained = [p.dtype for p in model.parameters()], mlp(3)
+    model.load_state_dict(pretrained.state_dict())
+    assert [p.dtype for p in model.parameters()] == dtypes
+    for mine, theirs in zip(model.parameters(), pretrained.parameters(), strict=True):
+        assert torch.equal(mine, theirs.to(mine.dtype))
+    session.close()
+    assert same(weights(model), weights(pretrained))
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_load_that_fails_leaves_16_bit_parameters(level: str) -> None:
+    model, _, session = prepared(level)
+    dtypes = [p.dtype for p in model.parameters()]
+    for state in ({"0.weight": torch.zeros(16, 6)}, {**mlp().state_dict(), "3.weight": torch.zeros(1)}):
+        with pytest.raises(RuntimeError):
+            model.load_state_dict(state)
+        assert [p.dtype for p in model.parameters()] == dtypes
+    train(session, model, [0])
+    session.close()
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_going_back_by_16_bit_values_is_told(level: str) -> None:
+    """As fastai's lr_find does: it saves the model, tries learning rates, and loads it."""
+    model, _, session = prepared(level)
+    train(session, model, [0])
+    saved = copy.deepcopy(model.state_dict())
+    train(session, model, [0])
+    model.load_state_dict(saved)
+    with pytest.warns(PreampWarning, match=r"loaded from a state that has them in 16 bits.*session\.state_dict\(\)"):
+        train(session, model, [0])
+    train(session, model, [0])  # once
+    session.close()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("order", ["model, optimizer, session", "session, optimizer, model", "in full precision"])
+def test_the_ways_to_go_back_that_lose_nothing_are_silent(level: str, order: str) -> None:
+    def run(away: bool) -> list[Tensor]:
+        model, optimizer, session = prepared(level)
+        train(session, model, range(2))
+        if away and order == "in full precision":
+            with session.full_precision(values_only=True):
+                kept = copy.deepcopy(model.state_dict())
+        else:
+            kept = copy.deepcopy(model.state_dict())
+        states = {"model": kept, "optimizer": optimizer.state_dict(), "session": session.state_dict()}
+        states = copy.deepcopy(states)
+        if away:
+            train(session, model, range(3))
+            if order == "in full precision":
+                with session.full_precision(values_only=True):
+                    model.load_state_dict(kept)
+            else:
+                parts = {"model": model, "optimizer": optimizer, "session": session}
+                for name in order.split(", "):
+                    parts[name].load_state_dict(states[name])  # type: ignore[attr-defined]
+        train(session, model, [0])
+        session.close()
+        return weights(model)
+
+    assert level == "O3" or same(run(True), run(False))
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(("model", "optimizer", "session"))))
-@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_states_load_in_any_order(level: str, order: tuple[str, ...]) -> None:
     def fresh(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, preamp.Session]:
         model = mlp(seed)
@@ -48,7 +104,8 @@ def test_states_load_in_any_order(level: str, order: tuple[str, ...]) -> None:
         return model, optimizer, preamp.prepare(model, optimizer, level=level)
 
     model, optimizer, session = fresh(0)
-    train(session, model, range(5), inf_at=3)
+    for index in range(5):
+        step(session, model, index, factor=float("inf") if index == 3 else 1.0)
     buffer = io.BytesIO()
     torch.save(
         {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "session": session.state_dict()}, buffer
@@ -67,16 +124,6 @@ def test_states_load_in_any_order(level: str, order: tuple[str, ...]) -> None:
     for name, master in session.state_dict()["masters"].items():
         assert torch.equal(master, masters[name]), name
     session.close()
-
-
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_a_model_loaded_with_other_weights_renews_its_masters(level: str) -> None:
-    model, other = mlp(0), mlp(7)
-    with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.0), level=level) as session:
-        model.load_state_dict(other.state_dict())
-        train(session, model, range(2))
-        for name, master in session.state_dict()["masters"].items():
-            assert torch.equal(master, dict(other.named_parameters())[name]), name
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -99,44 +146,6 @@ def test_close_gives_everything_back(level: str) -> None:
     assert all("_preamp_casting" not in m.__dict__ for m in model.modules())
     loss_of(model, 0).backward()
     optimizer.step()
-
-
-def test_training_goes_on_after_close_with_the_masters_bits() -> None:
-    model = mlp()
-    optimizer = torch.optim.Adam(model.parameters())
-    session = preamp.prepare(model, optimizer, level="O2")
-    train(session, model, range(5))
-    masters = {name: m.clone() for name, m in session.state_dict()["masters"].items()}
-    session.close()
-    assert all(torch.equal(dict(model.named_parameters())[name], m) for name, m in masters.items())
-    assert {s["exp_avg"].dtype for s in optimizer.state.values()} == {torch.float32}
-    loss_of(model, 5).backward()
-    optimizer.step()
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_full_precision_is_float32_with_the_masters(level: str) -> None:
-    model = mlp()
-    x = torch.randn(4, 6)
-    optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    with preamp.prepare(model, optimizer, level=level) as session:
-        train(session, model, range(3))
-        low = weights(model)
-        with session.full_precision():
-            assert {p.dtype for p in model.parameters()} == {torch.float32}
-            validated = model(x)
-        assert same(weights(model), low)
-        with pytest.raises(ZeroDivisionError), session.full_precision():
-            raise ZeroDivisionError
-        assert same(weights(model), low)
-        train(session, model, range(3, 4))
-    model.eval()
-    with torch.no_grad():
-        for p, old in zip(model.parameters(), low, strict=True):
-            if level in ("O0", "O1", "O4"):
-                p.copy_(old)
-    if level in ("O0", "O1", "O4"):
-        assert torch.equal(model(x), validated)
 
 
 def test_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
@@ -171,27 +180,6 @@ def test_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     session.close()
 
 
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_prepared_models_copy_and_pickle(level: str, tmp_path: Path) -> None:
-    model = mlp()
-    x = torch.randn(4, 6)
-    with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level=level) as session:
-        twin = copy.deepcopy(model)
-        with session.autocast():
-            assert torch.equal(twin(x), model(x))
-        assert twin[0].weight is not model[0].weight
-        with torch.no_grad():
-            twin[0].weight.zero_()
-        with session.autocast():
-            assert not torch.equal(twin(x), model(x)), "the copy runs on its own weights"
-        thawed = pickle.loads(pickle.dumps(model))
-        assert isinstance(thawed[1], nn.LayerNorm)
-        assert thawed[0].weight.dtype is torch.float16 and torch.equal(thawed(x), model(x))
-        torch.save(model, tmp_path / "whole.pt")
-        assert list(thawed.state_dict()) == list(model.state_dict())
-        assert isinstance(model, nn.Sequential) and isinstance(model[1], nn.LayerNorm)
-
-
 def test_a_policy_that_does_not_fit_changes_nothing() -> None:
     model = mlp()
     before = weights(model)
@@ -212,47 +200,3 @@ def test_a_policy_that_does_not_fit_changes_nothing() -> None:
     with pytest.raises(SessionError, match="meta"):
         preamp.prepare(nn.Linear(2, 2, device="meta"), None, level="O2")
     assert [p.dtype for p in model.parameters()] == [b.dtype for b in before]
-
-
-def test_checkpoint_file(tmp_path: Path) -> None:
-    path = tmp_path / "c.pt"
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    with preamp.prepare(model, optimizer, level="O2") as session:
-        train(session, model, range(4), inf_at=2)
-        preamp.checkpoint.save(path, model=model, optimizer=optimizer, session=session, epoch=3)
-        train(session, model, range(4, 7))
-        expected = weights(model)
-        assert preamp.checkpoint.load(path, model=model, optimizer=optimizer, session=session)["epoch"] == 3
-        train(session, model, range(4, 7))
-        assert same(weights(model), expected)
-    assert [p.name for p in tmp_path.iterdir()] == ["c.pt"]
-    whole = path.read_bytes()
-    for name, content in (("short", whole[: len(whole) // 2]), ("empty", b""), ("foreign", b"hello world" * 99)):
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(CheckpointError):
-            preamp.checkpoint.load(tmp_path / name, model=model)
-    with pytest.raises(FileNotFoundError):
-        preamp.checkpoint.load(tmp_path / "nowhere", model=model)
-
-    class Evil:
-        def __reduce__(self):
-            return (Path.touch, (tmp_path / "executed",))
-
-    torch.save({"format": "preamp-checkpoint/1", "model": Evil()}, tmp_path / "evil")
-    with pytest.raises(CheckpointError, match="seal"):
-        preamp.checkpoint.load(tmp_path / "evil", model=model)
-    assert not (tmp_path / "executed").exists()
-    content = torch.load(path, weights_only=True)
-    content["model"]["0.weight"].view(torch.int16)[0, 0] ^= 1
-    torch.save(content, tmp_path / "flipped")
-    with pytest.raises(CheckpointError, match="seal"):
-        preamp.checkpoint.load(tmp_path / "flipped", model=model)
-    with pytest.raises(ZeroDivisionError):  # a failing save leaves the last good file
-
-        class Broken(nn.Module):
-            def state_dict(self, *args, **kwargs):
-                raise ZeroDivisionError
-
-        preamp.checkpoint.save(path, model=Broken())
-    assert path.read_bytes() == whole

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import Parameter
 
 import preamp
 from preamp.errors import SessionError
 from preamp.session import _prepare
 
-from .toys import loss_of, mlp, same, weights
+from .toys import mlp, same, step, weights
 
 SCALED = "params=fp32,compute=fp16,scale={},ops=none"
 LOW = "params=fp16,compute=fp16,norms=fp16,masters=yes,scale={},ops=none"
@@ -60,32 +59,6 @@ def test_a_step_of_ours_never_waits(meta: nn.Module, policy: str, scale: str, cl
             assert session.last_step.skipped  # which waits, and here cannot
 
 
-class Capturable(torch.optim.Optimizer):
-    """What torch's capturable optimizers are: all they keep is on the device. (torch's own refuse the meta device.)"""
-
-    def __init__(self, params: Iterable[Any]) -> None:
-        super().__init__(params, {"lr": 0.1, "capturable": True})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                state["sum"] = state.get("sum", torch.zeros_like(p)).add_(p.grad)
-                p.sub_(group["lr"] * state["sum"])
-
-
-def test_a_capturable_optimizer_waits_at_its_first_step_only(meta: nn.Module) -> None:
-    optimizer = Capturable(meta.parameters())
-    with preamp.prepare(meta, optimizer, policy=SCALED.format("dynamic")) as session:
-        with pytest.raises(RuntimeError, match="meta"):  # a state made by a skipped step could not be unmade
-            train(session, meta, 1, "norm")
-        for p in meta.parameters():
-            optimizer.state[p]["sum"] = torch.zeros_like(p)
-        session.zero_grad()
-        train(session, meta, 5, "norm")
-
-
 def test_any_other_optimizer_waits_once(meta: nn.Module) -> None:
     """Counted through: the wait that meta refuses is the one that decides about the step."""
     optimizer = torch.optim.SGD(meta.parameters(), 0.1)
@@ -108,17 +81,6 @@ def test_any_other_optimizer_waits_once(meta: nn.Module) -> None:
         assert waits == 5
 
 
-def test_our_optimizers_never_wait_under_our_scaler() -> None:
-    with torch.device("meta"):
-        params = [Parameter(torch.ones(3)), Parameter(torch.ones(2, 2))]
-    optimizer = preamp.optim.AdamW(params)
-    scaler = preamp.GradScaler("meta")
-    for _ in range(4):
-        scaler.scale(sum(p.sum() for p in params)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-
 STEPPED = {
     "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
     "Adam": lambda p: torch.optim.Adam(p, 1e-2),
@@ -127,6 +89,17 @@ STEPPED = {
     "NAdam": lambda p: torch.optim.NAdam(p, 1e-2),
     "Adagrad": lambda p: torch.optim.Adagrad(p, 1e-2),
 }
+
+
+def test_our_optimizers_never_wait_under_our_scaler() -> None:
+    with torch.device("meta"):
+        params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
+    optimizer = preamp.optim.AdamW(params)
+    scaler = preamp.GradScaler("meta")
+    for _ in range(4):
+        scaler.scale(sum(p.sum() for p in params)).backward()
+        scaler.step(optimizer)
+        scaler.update()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -138,37 +111,12 @@ def test_a_skip_on_the_device_is_a_skip(level: str, name: str) -> None:
         model = mlp()
         optimizer = STEPPED[name](model.parameters())
         with preamp.prepare(model, optimizer, level=level, scale=256.0, skip=skip) as session:
-            for step in range(6):
-                with session.autocast():
-                    loss = loss_of(model, step)
-                session.backward(loss * (float("inf") if step in (0, 3) else 1.0))
-                report = session.step()
-                session.zero_grad()
-                assert report.skipped == (step in (0, 3))
+            for index in range(6):
+                report = step(session, model, index, factor=float("inf") if index in (0, 3) else 1.0)
+                assert report.skipped == (index in (0, 3))
             assert session.skipped == 2
             results.append((weights(model), [v.clone() for s in optimizer.state.values() for v in s.values()]))
     assert same(results[0][0], results[1][0]) and same(results[0][1], results[1][1])
-
-
-def test_an_optimizer_that_counts_on_the_host_cannot_skip_on_the_device() -> None:
-    class Counting(torch.optim.SGD):
-        def step(self, closure=None):  # type: ignore[no-untyped-def]
-            for group in self.param_groups:
-                for p in group["params"]:
-                    self.state[p]["count"] = self.state[p].get("count", 0) + 1
-            return super().step(closure)
-
-    model = mlp()
-    with preamp.prepare(model, Counting(model.parameters(), 0.1), level="O4", skip="device") as session:
-        for step in range(2):
-            with session.autocast():
-                loss = loss_of(model, step)
-            session.backward(loss)
-            if step == 1:
-                with pytest.raises(SessionError, match="on the host"):
-                    session.step()
-            else:
-                session.step()
 
 
 def test_skip_is_checked() -> None:

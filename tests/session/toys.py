@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+import preamp
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 MASTER_LEVELS = ("O2", "O5")
@@ -25,6 +30,26 @@ def batch(step: int, size: int = 8) -> tuple[Tensor, Tensor]:
 def loss_of(model: nn.Module, step: int) -> Tensor:
     x, y = batch(step)
     return F.cross_entropy(model(x), y)
+
+
+def backward(session: preamp.Session, model: nn.Module, step: int, factor: float = 1.0, **how: Any) -> Tensor:
+    """The loss of a batch, computed in the session's region, after its backward pass."""
+    with session.autocast():
+        loss = loss_of(model, step) * factor
+    session.backward(loss, **how)
+    return loss
+
+
+def step(session: preamp.Session, model: nn.Module, index: int, factor: float = 1.0) -> preamp.StepReport:
+    backward(session, model, index, factor)
+    report = session.step()
+    session.zero_grad()
+    return report
+
+
+def train(session: preamp.Session, model: nn.Module, steps: Iterable[int]) -> None:
+    for index in steps:
+        step(session, model, index)
 
 
 def weights(model: nn.Module) -> list[Tensor]:

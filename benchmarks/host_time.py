@@ -1,6 +1,6 @@
 """Host time of a step, torch's and preamp's, on the fake CUDA device, where no kernel computes anything.
 
-    python -m tests.emulator.host_time [--rounds 41] [--out FILE]
+    python -m benchmarks.host_time [--rounds 41] [--out FILE]
 
 prints the table and writes the JSON of a bench. A step is a backward pass of one number, what the scaler or
 session does with a list of gradients, and the optimizer. Tensors have eight entries each: their length does not matter
@@ -18,21 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.emulator import driver
+from tests.pretend.device import pretend
 from torch import nn
 from torch.nn import Parameter
-
-from ..pretend.device import pretend
-from . import driver
 
 NATIVE = pretend(1, "-O2")
 driver.install(NATIVE, computes=False)
 NATIVE.skip_lists()
 
+import preamp  # noqa: E402
 from benchmarks.harness import SCHEMA, Setting  # noqa: E402
 from benchmarks.race import Entry, race, spread  # noqa: E402
 from benchmarks.report import NOTES  # noqa: E402
-
-import preamp  # noqa: E402
 from preamp.machine import environment  # noqa: E402
 from preamp.report import Cell, Column, Table  # noqa: E402
 
@@ -110,7 +108,10 @@ def measure(count: int, rounds: int) -> dict[str, Any]:
         entry.begin(warm=8)  # states and lists are made, and the first steps check more
         entry.found["counts"] = {"launches": launches(entry.step)}
 
-    entries = [Entry(name, lambda _, step=step: step, number=2) for name, step in contenders(count).items()]
+    def entry(name: str, step: Step) -> Entry:
+        return Entry(name, lambda _: step, number=2)
+
+    entries = [entry(name, step) for name, step in contenders(count).items()]
     what = "backward of one number, unscaling, check, AdamW, update of the scale: the host's part"
     found = race(entries, Setting(device=torch.device("cpu"), rounds=rounds), begin)
     return {"name": f"{count} tensors", "what": what, "contenders": found}
