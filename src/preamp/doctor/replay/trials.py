@@ -137,9 +137,7 @@ class Trials:
     def _told(self, outcome: Outcome, fact: Fact) -> str:
         before = math.inf if self.plain is None else self.plain.at(fact)
         size = f"gradient {outcome.gradient:.3g}" if outcome.gradient else "finite"
-        return (
-            f"{size}, error {'not finite' if before == math.inf else f'{before:.2g}'} -> {outcome.at(fact):.2g}"
-        )
+        return f"{size}, error {'not finite' if before == math.inf else f'{before:.2g}'} -> {outcome.at(fact):.2g}"
 
 
 def _judged(
