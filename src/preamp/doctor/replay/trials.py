@@ -118,7 +118,7 @@ class Trials:
             tried += 1
             outcome = self.again(remedy)
             if self._helps(outcome, fact) and (best is None or outcome.error < best[0] / 2):
-                best = outcome.error, text, self._told(outcome, fact)
+                best = outcome.error, f"{_instead_of(remedy, line)}{text}", self._told(outcome, fact)
             if tried >= TRIALS or (best is not None and best[0] < OFF / 2):
                 break
         if best is None:
@@ -138,6 +138,14 @@ class Trials:
         before = math.inf if self.plain is None else self.plain.at(fact)
         size = f"gradient {outcome.gradient:.3g}" if outcome.gradient else "finite"
         return f"{size}, error {'not finite' if before == math.inf else f'{before:.2g}'} -> {outcome.at(fact):.2g}"
+
+
+def _instead_of(remedy: Remedy, line: Line) -> str:
+    """A comment that names the lines that a text replaces, where these are others than the fact's."""
+    others = sorted(number for _, number in remedy.lines if number is not None)
+    if remedy.lines in ((), (line,)):
+        return ""
+    return f"# in place of line{'s' if len(others) > 1 else ''} {' and '.join(map(str, others))}:\n"
 
 
 def _judged(

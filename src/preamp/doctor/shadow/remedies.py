@@ -58,7 +58,7 @@ class Remedy:
         parts = []
         for line in sorted(self.lines, key=lambda one: one[1] or 0):
             statement = statement_at(line)
-            if statement is None:
+            if statement is None or statement.goes_back:
                 return None
             reading = seen[line] if line in seen else reading_of(statement)
             if reading.calls_module:

@@ -69,6 +69,12 @@ class Statement:
                 if isinstance(node.func, ast.Attribute) and name.endswith("_") and not name.endswith("__"):
                     yield node.func.value
 
+    @property
+    def goes_back(self) -> bool:
+        """Whether it calls a backward pass, or steps: no precision of its own to change."""
+        called = [node.func for node in ast.walk(self.node) if isinstance(node, ast.Call)]
+        return any(isinstance(each, ast.Attribute) and each.attr in ("backward", "step", "grad") for each in called)
+
     def calls(self) -> list[str]:
         """The names of what it calls."""
         called = [_dotted(node.func) for node in ast.walk(self.node) if isinstance(node, ast.Call)]
