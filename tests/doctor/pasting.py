@@ -32,7 +32,7 @@ def _statements(tree: ast.AST) -> Iterator[ast.stmt]:
 
 def pasted(script: str, line: int, fix: str) -> str:
     """The script with the fix in place of the statements that it rewrites, those nearest to the line."""
-    lines, printed = script.split("\n"), fix.split("\n")
+    lines, printed = script.split("\n"), [each for each in fix.split("\n") if not each.startswith("# in place of")]
     (block,) = ast.parse("def f():\n" + "\n".join(f"    {each}" for each in printed)).body[0].body  # may say `return`
     assert isinstance(block, ast.With), fix
     changes = []
