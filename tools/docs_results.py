@@ -332,6 +332,8 @@ FINDINGS = {
     "PA110": "weights changed or cast inside a region",
     "PA111": "float16 weights that nobody masters",
     "PA112": "an order that defeats the precision",
+    "PA114": "values that count, in 16 bits",
+    "PA115": "an operator that wants float32, fed by a 16-bit product",
     "PA201": "where the first non-finite value came from",
     "PA202": "gradients below what float16 holds",
     "PA203": "a scale that collapses or oscillates",
@@ -340,6 +342,7 @@ FINDINGS = {
     "PA206": "a loss that leaves the full-precision run",
     "PA207": "one batch that is not finite by itself",
     "PA211": "moments that cannot move",
+    "PA212": "sums kept in 16 bits",
 }
 """The titles of the pages in docs/findings, by code."""
 

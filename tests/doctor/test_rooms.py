@@ -13,7 +13,7 @@ from preamp.doctor import findings
 from preamp.doctor.findings.check import Check
 
 DOCTOR = Path(__file__).resolve().parents[2] / "src" / "preamp" / "doctor"
-ORDER = ("ground", "findings", "replay", "lint", "follow", "tell", "command")
+ORDER = ("ground", "shadow", "findings", "replay", "lint", "follow", "tell", "command")
 """From the bottom up; the ground are the files beside the rooms, but for the lint, which is one file."""
 
 

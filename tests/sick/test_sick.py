@@ -9,7 +9,8 @@ import pytest
 from .expect import disease, doctor, options, scripts
 
 EVERY_TIME = frozenset({
-    "clip_after_unscale", "clip_while_scaled", "cuda_region_on_cpu", "scale_collapse", "tiny_gradients"
+    "arc_margin", "clip_after_unscale", "clip_while_scaled", "cuda_region_on_cpu", "log1p_of_clamped", "scale_collapse",
+    "tiny_gradients",
 })  # fmt: skip
 """A few; the others take minutes together and run with `./dev test --all`."""
 

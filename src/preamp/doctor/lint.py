@@ -29,15 +29,15 @@ from ..report import Finding, Report, Section
 from ..tree import map_tensors, tensors
 from .findings import checks, kinds_of
 from .findings.check import Listeners, counted, without_repeats
-from .findings.events import Examined
-from .findings.pa201 import PA201
+from .findings.events import Deviated, Examined
 from .hooks import Clock
 from .names import named_parts
-from .operators import Observation, Observer, Products, Vanished
+from .operators import Observation, Observer, Products
 from .places import Places
 from .records import shown_path
 from .replay.origin import trace
 from .replay.restore import random_kept
+from .shadow.execution import Shadowed
 
 
 def examine(
@@ -237,14 +237,15 @@ def _observe(model: nn.Module, policy: Policy, example: Any, products: Products)
         had_rules = bool(REGISTRY.stamp)
         paths, owners, _ = named_parts(twin)
         places = Places(paths.get, owners, _called.__code__)
+        found: list[Finding] = []
+        report = Listeners(checks(), found.append)
         observers: list[Observer] = [kind() for kind in kinds_of(Observer)]
-        observers += [products, Vanished(PA201.hidden)]
+        observers += [products, Shadowed(lambda fact, _: report(Deviated(fact)))]
         observation = Observation(places, {path: module for module, path in paths.items()}, observers, Clock())
         observation.replaces = True
         region: Any = nullcontext()
         if policy.has_regions:
             region = autocast(device_type, dtype=policy.compute, rules=None if prepared else policy.ops)
-        found: list[Finding] = []
         try:
             with region, torch.enable_grad(), _Functions(observation, device_type), observation:
                 out = _called(twin, args, kwargs)

@@ -78,6 +78,10 @@ class Names:
                     self._unknown[part] = True
         return default if found is None else found
 
+    def known(self, module: nn.Module, default: str | None = None) -> str | None:
+        """The same without a search."""
+        return self._paths.get(module, default)
+
     def items(self) -> Iterator[tuple[str, nn.Module]]:
         """(path, module) of all models."""
         return ((path, module) for module, path in list(self._paths.items()))

@@ -9,14 +9,14 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..formats import LOW_DTYPES
 from ..report import Finding
@@ -31,26 +31,39 @@ Dims = tuple[tuple[str, int], ...]
 
 @dataclass(slots=True)
 class Call:
-    """One operator call of a forward pass, as observers see it; `args` may be replaced before it runs."""
+    """One operator call, as observers see it; `args` may be replaced before it runs."""
 
-    name: str
-    """As the dispatcher spells it, without namespace and without an overload called default: "add.Tensor"."""
+    func: Any
+    """What the dispatcher was to run."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    module: str | None
-    """Path of the innermost module whose forward was running; None outside of all models."""
+    place: Place
+    written: list[Tensor]
+    """The tensors that it changes."""
     torchs_own: bool
     """Whether it ran inside a plain torch.autocast, which has rules of its own."""
     autocast_on: bool
-    at: Line
-    """File and line of the innermost frame that is the user's."""
     out: Any = None
+
+    @property
+    def name(self) -> str:
+        """As the dispatcher spells it, without namespace and without an overload called default: "add.Tensor"."""
+        return str(self.func).partition(".")[2].removesuffix(".default")
 
     @property
     def base(self) -> str:
         """The operator without overload and in-place underscore."""
-        name = self.name.partition(".")[0]
-        return name if name.startswith("_") else name.rstrip("_")
+        return base_of(self.func)
+
+    @property
+    def module(self) -> str | None:
+        """Path of the innermost module whose forward was running; None outside of all models."""
+        return self.place.module
+
+    @property
+    def at(self) -> Line:
+        """File and line of the innermost frame that is the user's."""
+        return self.place.file, self.place.line
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -63,8 +76,18 @@ class Call:
         return {"module": self.module, "op": self.base, "direction": "forward", "at": self.at}
 
 
+@cache
+def base_of(func: Any) -> str:
+    """An operator's name without namespace, overload and in-place underscore."""
+    name = str(func).split(".")[1]
+    return name if name.startswith("_") else name.rstrip("_")
+
+
 class Observer:
     """Is shown operator calls. The base class does nothing, and what is not overridden is not called."""
+
+    everywhere: ClassVar[bool] = False
+    """Whether it is shown the backward pass, too, and what an optimizer does."""
 
     def __init__(self) -> None:
         self.findings: list[Finding] = []
@@ -87,7 +110,7 @@ class Observer:
 
 
 class Observation(TorchDispatchMode):
-    """Shows every forward operator to observers. Errors of theirs are the clock's; those of operators are raised."""
+    """Shows operators to observers. Errors of theirs are the clock's; those of operators are raised."""
 
     def __init__(
         self, places: Places, modules: Mapping[str, nn.Module], observers: Iterable[Observer], clock: Clock
@@ -97,8 +120,9 @@ class Observation(TorchDispatchMode):
         for observer in observers:
             observer.begin(modules)
         self.places, self._clock = places, clock
-        self._befores = [one.before for one in observers if type(one).before is not Observer.before]
-        self._afters = [one.after for one in observers if type(one).after is not Observer.after]
+        everywhere = [one for one in observers if one.everywhere]
+        self._befores, self._befores_everywhere = _overridden(observers, "before"), _overridden(everywhere, "before")
+        self._afters, self._afters_everywhere = _overridden(observers, "after"), _overridden(everywhere, "after")
         self.functions = [one.function for one in observers if type(one).function is not Observer.function]
         self.autocast_on = self.torchs_own = False
         """As it is where the model calls a function; below autocast, where this looks, it cannot be seen."""
@@ -120,7 +144,7 @@ class Observation(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.paused:
+        if self.paused or not self._looks_at(func, args, kwargs):
             return func(*args, **kwargs)
         call = None
         with self._clock:
@@ -134,24 +158,33 @@ class Observation(TorchDispatchMode):
             self._after(call)
         return out
 
+    def _looks_at(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether an operator is looked at, decided before anything is asked about its place."""
+        return True
+
     def _before(self, func: Any, args: Any, kwargs: Any) -> Call | None:
-        """The operator that is about to run, as observers see it; None for one of the backward pass."""
+        """The operator that is about to run, as observers see it; None where none of them wants to."""
         written = written_by(func, args, kwargs)
         place = self.places.place(any(t._is_view() for t in written))
-        if place.direction == "backward":
+        forward = place.direction == "forward"
+        if forward:
+            self._in_forward(place, args, kwargs, written)
+        else:
             self._in_backward(func, place)
+        befores, afters = (
+            (self._befores, self._afters) if forward else (self._befores_everywhere, self._afters_everywhere)
+        )
+        if not befores and not afters:
             return None
-        self._in_forward(place, args, kwargs, written)
-        name = str(func).partition(".")[2].removesuffix(".default")
-        at = (place.file, place.line)
-        call = Call(name, tuple(args), dict(kwargs), place.module, self.torchs_own, self.autocast_on, at)
+        call = Call(func, tuple(args), dict(kwargs), place, written, self.torchs_own, self.autocast_on)
         with torch.no_grad():
-            for before in self._befores:
+            for before in befores:
                 before(call)
         return call
 
     def _after(self, call: Call) -> None:
-        for after in self._afters if call.base not in UNINITIALISED else ():
+        afters = self._afters if call.place.direction == "forward" else self._afters_everywhere
+        for after in afters if call.base not in UNINITIALISED else ():
             after(call)
 
     def _in_forward(self, place: Place, args: Any, kwargs: Any, written: Sequence[Tensor]) -> None:
@@ -159,6 +192,11 @@ class Observation(TorchDispatchMode):
 
     def _in_backward(self, func: Any, place: Place) -> None:
         """An operator of the backward pass is about to run."""
+
+
+def _overridden(observers: Iterable[Observer], name: str) -> list[Callable[[Call], None]]:
+    """The methods of this name that do anything."""
+    return [getattr(one, name) for one in observers if getattr(type(one), name) is not getattr(Observer, name)]
 
 
 @dataclass(slots=True)
@@ -281,47 +319,3 @@ def dimensions(product: Product, module: nn.Module | None) -> Dims:
     if not {size for _, size in product.dims} <= known:
         return product.dims
     return tuple((names.get(name, name), size) for name, size in product.dims)
-
-
-_MEANT = frozenset({
-    "full", "full_like", "new_full", "fill", "masked_fill", "scalar_tensor", "index_fill", "constant_pad_nd", "where",
-    "lift_fresh", "exp", "expm1",
-})  # fmt: skip
-"""Operators that write a constant, and those whose infinity a division rightly makes a zero: sigmoids
-that are written by hand."""
-
-
-class Vanished(Observer):
-    """Follows infinities that a float16 operator made out of finite numbers, until a root or a division hides them."""
-
-    def __init__(self, finding: Callable[[Call, str], Finding]) -> None:
-        """`finding`: of the call that made an infinity, and the operator that made a zero of it."""
-        super().__init__()
-        self._finding = finding
-        self._made: Any = WeakTensorKeyDictionary()
-
-    def after(self, call: Call) -> None:
-        """Note one that is made or handed on, and keep one that has become a zero."""
-        outs = [t for t in tensors(call.out) if t.is_floating_point()]
-        came = next((self._made[t] for t in call.inputs if t in self._made), None)
-        if came is None and not any(t.dtype is torch.float16 for t in outs):
-            return
-        for out in outs:
-            if bool(out.isinf().any()):
-                if came is not None:
-                    self._made[out] = came
-                elif call.base not in _MEANT and all(bool(t.isfinite().all()) for t in call.inputs):
-                    self._made[out] = Call(call.name, (), {}, call.module, False, False, call.at)  # without tensors
-            elif came is not None and _divided(call) and not bool(out.isnan().any()) and bool((out == 0).any()):
-                self.findings.append(self._finding(came, call.base))
-
-
-def _divided(call: Call) -> bool:
-    """Whether the operator makes a zero of an infinity that it reads."""
-    if call.base in ("rsqrt", "reciprocal"):
-        return True
-    if call.base == "pow":
-        exponent = call.args[1] if len(call.args) > 1 else None
-        return isinstance(exponent, (int, float)) and exponent < 0
-    below = call.args[1] if call.base == "div" and len(call.args) > 1 else None
-    return isinstance(below, Tensor) and bool(below.isinf().any())

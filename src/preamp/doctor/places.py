@@ -21,6 +21,8 @@ from .records import NOWHERE, Line
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _PREAMP = str(Path(__file__).parents[1]) + "/"
+_STEPPING = tuple(f"{_PREAMP}{room}/" for room in ("session", "optim", "ledger", "scaling", "kernels"))
+"""What of preamp steps weights, in its own way; its regions and modules compute what the script asks for."""
 _ZOO = _PREAMP + "zoo/"  # models, like a user's own
 _PASSED_THROUGH = ("contextlib.py", "functools.py")  # decorators of the standard library: the line inside is meant
 _LIBRARY = ("site-packages", "dist-packages", "/lib/python")
@@ -49,6 +51,7 @@ class Frames:
     own: tuple[str, int] | None  # the same, but called by the autograd engine
     applied: Line  # the caller of the autograd.Function whose forward this is in
     recomputed: bool  # activation checkpointing is running the forward again
+    ours: bool  # a session or an optimizer of preamp's asked for it
 
 
 def walk(stop: CodeType) -> Frames:
@@ -56,10 +59,12 @@ def walk(stop: CodeType) -> Frames:
     source = applied = NOWHERE
     own: tuple[str, int] | None = None
     inner: tuple[str, int] | None = None  # the source, once found
-    function = recomputed = False
+    function = recomputed = ours = False
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not stop:
         file = frame.f_code.co_filename
+        if inner is None and file.startswith(_STEPPING):
+            ours = True
         if file == _CHECKPOINT:
             recomputed = True
         elif frame.f_code.co_name == _ENGINE and file.startswith(_TORCH):
@@ -77,7 +82,7 @@ def walk(stop: CodeType) -> Frames:
         frame = frame.f_back
     if frame is None and torch._C._current_graph_task_id() != -1:
         own = inner  # in the engine's own thread for a GPU, below which Python has no frames
-    return Frames(source, own, applied, recomputed)
+    return Frames(source, own, applied, recomputed, ours)
 
 
 @cache
@@ -156,6 +161,8 @@ class Place:
     line: int | None
     direction: Literal["forward", "backward"]
     own: tuple[str, int] | None = None
+    ours: bool = False
+    """Whether a session or an optimizer of preamp's asked for it."""
 
 
 class Places:
@@ -220,7 +227,7 @@ class Places:
         if node is None and self.forced is not None:
             return self.forced
         if node is None:
-            return Place(inside, *frames.source, "forward")
+            return Place(inside, *frames.source, "forward", ours=frames.ours)
         maker = self._made_by.get(node._sequence_nr())
         module = inside if self._stack else maker.module if maker else None
         if node.name() == "torch::autograd::AccumulateGrad":

@@ -14,7 +14,7 @@ class EMA:
     @torch.no_grad()
     def update(self, model):
         for s, p in zip(self.shadow.parameters(), model.parameters(), strict=True):
-            s.mul_(self.decay).add_(p.half(), alpha=1 - self.decay)  # sick: PA204 module=-
+            s.mul_(self.decay).add_(p.half(), alpha=1 - self.decay)  # sick: PA212 module=-
 
 
 torch.manual_seed(0)

@@ -28,14 +28,14 @@ Progress = Callable[[str], None]
 """Is called with the run that begins, and the time that is left."""
 RUN = "{run}"
 """Stands in the script's arguments for the name of the run, such as "full-0": outputs need not overwrite each other."""
-_PRINTED = re.compile(r"([A-Za-z][\w/.@-]{0,40})\s*[:=]\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf|-inf)(%?)")
-_NO_METRIC = re.compile(
-    r"(^|[_/.-])(epoch|step|steps|iter|iteration|time|seconds|elapsed|lr|eta|it|scale|batch)s?$", re.I
-)
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf|-inf"
+_PRINTED = re.compile(rf"([A-Za-z][\w/.@-]{{0,40}})(?:\s*[:=]\s*|[ \t]+)({_NUMBER})(?![\w.])(%?)")
+_COUNTERS = "epoch|step|steps|iter|iteration|time|seconds|elapsed|lr|eta|it|scale|batch|took|in|at|of|after"
+_NO_METRIC = re.compile(rf"(^|[_/.-])({_COUNTERS})s?$", re.I)
 
 
 def printed_numbers(text: str) -> dict[str, float]:
-    """The last number that stands after each name in a text ("val_acc: 0.93", "f1=0.8"), without counters and times."""
+    """The last number after each name in a text ("val_acc: 0.93", "f1=0.8", "val 0.91"), without counters and times."""
     found: dict[str, float] = {}
     for name, number, percent in _PRINTED.findall(text):
         if not _NO_METRIC.search(name):

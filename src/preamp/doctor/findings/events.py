@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..exponents import Exponents
 from ..records import Line
+from ..shadow.facts import Fact
 
 if TYPE_CHECKING:  # a report is made from records by a process that needs no torch
     import torch
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
 
     from ...policy import Policy
@@ -168,23 +169,36 @@ class StepBegins(NamedTuple):
     """Where the scale was updated since the backward pass."""
 
 
-class WeightsStepped(NamedTuple):
-    """A step of 16-bit weights: of each how many have a gradient, and how many of those are what they were."""
+class Deviated(NamedTuple):
+    """A result that is wrong although what went in is right; float32 would have got it right."""
 
-    optimizer: str
-    at: Line
-    weights: Sequence[tuple[Tensor, int, int]]
-    names: Names
+    fact: Fact
+    fix: str | None = None
+    """What to write, tried."""
+    tried: str | None = None
+    """What happened when the step was done again with it, or why it was not."""
 
+    def fix_or(self, untried: str) -> str | None:
+        """What to write: what was tried and helps, nothing where nothing helped, or `untried` where nothing was."""
+        return untried if self.tried is None else self.fix
 
-class ChangedBetweenSteps(NamedTuple):
-    """A line changed 16-bit tensors in place, outside of model and optimizer."""
+    @property
+    def where(self) -> dict[str, Any]:
+        """The place, as fields of a finding."""
+        place = self.fact.place
+        at = (place.file, place.line)
+        return {"module": place.module, "op": self.fact.name, "direction": place.direction, "at": at}
 
-    op: str
-    dtype: str
-    unchanged: int
-    total: int
-    at: Line
+    @property
+    def evidence(self) -> dict[str, Any]:
+        """What was measured."""
+        fact = self.fact
+        words = {"made": "error of the result", "lost": "share lost to zero", "decided": "share that differs"}
+        found: dict[str, Any] = {"dtype": fact.dtype, "shape": list(fact.shape)}
+        if fact.kind in words:
+            found[words[fact.kind]] = float(f"{fact.error:.3g}")
+        found |= {"error of the inputs": float(f"{fact.inputs:.2g}"), "largest input": float(f"{fact.largest:.4g}")}
+        return found | ({"tried": self.tried} if self.tried else {})
 
 
 class GradientSpread(NamedTuple):

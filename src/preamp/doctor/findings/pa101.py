@@ -95,7 +95,7 @@ class PA101(Check):
                 lost = vanishes(eps) if isinstance(eps, float) else None
                 if lost is not None:
                     where = {"module": path, "op": "add", "direction": "forward", "at": class_line(module)}
-                    yield _of_module(name, eps, lost, where, sure=False)
+                    yield _of_module(name, eps, lost, where, None)
 
 
 class Epsilons(Observer):
@@ -116,20 +116,25 @@ class Epsilons(Observer):
         module = None if call.module is None else self._modules.get(call.module)
         attributes = {} if module is None else module.__dict__
         name = next((key for key in EPS_NAMES if attributes.get(key) == eps), None)
-        self.findings.append(_of_module(name, eps, lost, call.where, sure=True))
+        near = bool((left.detach().abs() < FP16.smallest_normal).any())
+        self.findings.append(_of_module(name, eps, lost, call.where, near))
 
 
-def _of_module(name: str | None, eps: Any, lost: str, where: dict[str, Any], *, sure: bool) -> Finding:
-    """`sure`: it was seen to be added in float16."""
+def _of_module(name: str | None, eps: Any, lost: str, where: dict[str, Any], near: bool | None) -> Finding:
+    """`near`: whether it was added in float16 to a number that needs it; None: it was not seen to be added."""
     path = where["module"]
     what = f"{name}={eps:g}" if name else f"the epsilon {eps:g}"
-    severity: Severity = "error" if sure and in_fp16(eps) == 0 else "warning"
-    does = "is added in float16, where it" if sure else "will be added in float16 unless forward() upcasts; there it"
+    severity: Severity = "info" if near is False else "error" if near and in_fp16(eps) == 0 else "warning"
+    does = (
+        "is added in float16, where it"
+        if near is not None
+        else "will be added in float16 unless forward() upcasts; there it"
+    )
     upcast = "x = x.float()  # before the line that adds it; cast back with .to(dtype) after"
     owner = f"model.get_submodule({path!r})" if path else "model"
     return PA101.finding(
         severity,
-        f"{what} {does} {lost}: a denominator of 0 stays 0",
+        f"{what} {does} {lost}: a denominator of 0 stays 0{'' if near is not False else ', and none came near it yet'}",
         f"{owner}.{name} = {SAFE_FP16_EPS:g}\n# or\n{upcast}" if name else upcast,
         **where,
         evidence={"attribute": name, "eps": eps, "dtype": "fp16", "becomes": in_fp16(eps), "write": SAFE_FP16_EPS},

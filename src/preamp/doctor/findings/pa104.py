@@ -21,6 +21,7 @@ it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ from ...formats import FP16, LOW_DTYPES, name_of
 from ...report import Finding
 from ...tree import map_tensors
 from ..operators import Call, Observer
-from .check import Check
+from .check import Check, on
+from .events import Deviated
 
 _STEEP = frozenset({"exp", "expm1", "cosh", "sinh", "prod", "cumprod"})
 _INSIDE_FULL = frozenset({
@@ -51,6 +53,21 @@ _LARGEST = 1 << 24
 
 class PA104(Check):
     """Operators whose float16 result overflows or loses bits; sums in any 16-bit dtype."""
+
+    @on(Deviated)
+    def deviated(self, event: Deviated) -> Iterator[Finding]:
+        """A result that is far from float32's, of inputs that are right."""
+        fact = event.fact
+        if fact.code != "PA104":
+            return
+        off = f"loses {fact.error:.0%} of its result to zero" if fact.kind == "lost" else f"is off by {fact.error:.0%}"
+        yield self.finding(
+            "warning",
+            f"{fact.name} in {fact.dtype} {off}, and its inputs are right to {fact.inputs:.1%}: float32 gets it right",
+            event.fix_or("x = x.float()  # before this line"),
+            **event.where,
+            evidence=event.evidence,
+        )
 
     @classmethod
     def of(cls, call: Call, message: str, broke: bool, evidence: dict[str, Any]) -> Finding:

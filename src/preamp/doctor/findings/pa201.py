@@ -32,7 +32,9 @@ from typing import Any, Literal
 
 from ...report import Finding
 from ..records import Rank
+from ..shadow.facts import Fact, spelled
 from .check import Check, on
+from .events import Deviated
 from .pa207 import PA207
 
 
@@ -85,7 +87,7 @@ class Origin:
     def where(self) -> dict[str, Any]:
         """The place, as fields of a finding."""
         at = (self.file, self.line)
-        return {"module": self.module, "op": self.op, "direction": self.direction, "at": at}
+        return {"module": self.module, "op": spelled(self.op), "direction": self.direction, "at": at}
 
     def finding(self, step: int | None = None) -> Finding:
         """PA201, or PA207 when the value came with the data; `step` counts optimizer-step attempts from 0."""
@@ -97,11 +99,11 @@ class Origin:
         if self.own:
             evidence["backward written at"] = f"{self.own[0]}:{self.own[1]}"
         if self.carriers:
-            evidence["carried by"] = [f"{m or '(root)'} {op} ({way})" for m, op, way in self.carriers]
+            evidence["carried by"] = [f"{m or '(root)'} {spelled(op)} ({way})" for m, op, way in self.carriers]
         if self.from_data:
             came = "nan" if any(i.nan for i in self.inputs) else "inf" if any(i.inf for i in self.inputs) else self.kind
             return PA207.came_in(came, self.source, where, **self.where, step=step, evidence=evidence)
-        message = f"{self.op} ({self.direction}) {where} made {self.kind} out of finite values"
+        message = f"{spelled(self.op)} ({self.direction}) {where} made {self.kind} out of finite values"
         return PA201.finding("error", message, cure(self), **self.where, step=step, evidence=evidence)
 
 
@@ -113,22 +115,42 @@ class Diagnosis:
     by_scale: bool
     samples: Sequence[int] = ()
     """Positions along the first dimension of the input that holds a value that is not finite."""
+    fact: Fact | None = None
+    """What went wrong before it, or there: float32 would have got it right."""
+    fix: str | None = None
+    """What to write, tried."""
+    tried: str | None = None
+    """What happened when the step was done again with it, or why it was not."""
 
     def finding(self, step: int) -> Finding:
         """PA201, or PA207 for what came in with a batch; a parameter or buffer that is not finite did not."""
         found = self.origin.finding(step)
-        source = self.origin.source
+        source, fact = self.origin.source, self.fact
+        if self.tried is not None:
+            found = replace(found, fix=self.fix, evidence={**_evidence(found), "tried": self.tried})
+        if fact is not None and fact.kind != "not finite":
+            place, lost = fact.place, "zero" if fact.kind == "lost" else f"off by {fact.error:.0%}"
+            message = (
+                f"{fact.name} ({fact.place.direction}) is {lost} in {fact.dtype}, and {spelled(self.origin.op)} at "
+                f"line {self.origin.line} makes {self.origin.kind} of it"
+            )
+            if fact.code in ("PA114", "PA115"):
+                found = replace(found, code=fact.code, op=fact.name)
+            found = replace(found, message=message, file=place.file, line=place.line, module=place.module)
         if source is not None:
             when = f"the step before, {step - 1}," if step else "whoever made or loaded it"
             message = (
                 f"parameter or buffer {source!r} was {self.origin.kind} before step {step} began: {when} left "
-                f"it so; {self.origin.op} is the first to compute with it"
+                f"it so; {spelled(self.origin.op)} is the first to compute with it"
             )
             found = replace(found, code="PA201", message=message)
         if self.samples:
-            evidence = dict(found.evidence) if isinstance(found.evidence, dict) else {}
-            found = replace(found, evidence={**evidence, "entries of the batch": list(self.samples)})
+            found = replace(found, evidence={**_evidence(found), "entries of the batch": list(self.samples)})
         return found
+
+
+def _evidence(found: Finding) -> dict[str, Any]:
+    return dict(found.evidence) if isinstance(found.evidence, dict) else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,17 +169,22 @@ class PA201(Check):
         """Whatever came first."""
         yield event.diagnosis.finding(event.step)
 
-    @classmethod
-    def hidden(cls, made: Any, hidden_by: str) -> Finding:
-        """The operator call `made` returned an infinity, and a root or a division has made a zero of it."""
-        return cls.finding(
+    @on(Deviated)
+    def hidden_infinity(self, event: Deviated) -> Iterator[Finding]:
+        """Something not finite of which another operator made finite numbers again, and wrong ones."""
+        fact = event.fact
+        if fact.code != "PA201":
+            return
+        then = (
+            "the script reads it" if fact.hidden_by is None else f"{spelled(fact.hidden_by)} makes other numbers of it"
+        )
+        yield self.finding(
             "error",
-            f"{made.base} (forward) made inf out of finite float16 values, and {hidden_by} made zeros of it: nothing "
-            "is NaN, no step is skipped, and what is multiplied by it vanishes",
-            "x = x.float()  # before this line\n"
-            "# or a norm of torch's (nn.RMSNorm, F.normalize) in a region of preamp's, which runs it in float32",
-            **made.where,
-            evidence={"dtype": "fp16", "made zero by": hidden_by},
+            f"{fact.name} ({fact.place.direction}) makes inf or nan of finite {fact.dtype} values where float32 is "
+            f"finite, and {then}: no step is skipped for that",
+            event.fix_or("x = x.float()  # before this line"),
+            **event.where,
+            evidence={**event.evidence, "hidden by": fact.hidden_by},
         )
 
     def at_end(self, rank: Rank) -> Iterator[Finding]:

@@ -22,52 +22,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...formats import name_of
 from ...report import Finding
+from ..shadow.facts import Absorbed
 from .check import Check, on
-from .events import ChangedBetweenSteps, WeightsStepped
 
 UNCHANGED = 0.5
-"""Share of the numbers that a step, or a line, leaves as they were, from which it is reported."""
+"""Share of the numbers that would have moved in float32 and did not, from which it is reported."""
+
+DECAY = 2e-4
+"""Weight decay of one step from which it is a warning that it is lost: it takes 2 % of a weight in a hundred steps."""
 
 
 class PA204(Check):
-    """16-bit weights, and averages of them, that do not move."""
+    """16-bit weights that an optimizer's step, or its weight decay, does not move."""
 
-    @on(WeightsStepped)
-    def stepped(self, event: WeightsStepped) -> Iterator[Finding]:
-        """The module with the largest share that a step left as it was."""
-        total = sum(total for _, total, _ in event.weights)
-        same = sum(same for *_, same in event.weights)
-        if not total or same / total < UNCHANGED:
+    @on(Absorbed)
+    def absorbed(self, event: Absorbed) -> Iterator[Finding]:
+        """One line of an optimizer's step, or the whole step of one of torch's."""
+        if event.optimizer is None or not event.is_weight or event.stayed < UNCHANGED * event.moved:
             return
-        worst, count, unchanged = max(event.weights, key=lambda one: one[2] / one[1])
-        dtype, (_, name) = name_of(worst.dtype), event.names.parameter(worst)
-        evidence = {"weights unchanged": round(same / total, 3), "worst": name, "dtype": dtype}
+        share, total, dtype = event.stayed / event.moved, event.moved, event.dtype
+        decay = event.op in ("mul", "div")
+        what = "weight decay changes" if decay else "the update changes"
+        kept = "rounds to 1" if decay else f"is less than half of what {dtype} can tell apart there"
+        slight = decay and event.by is not None and abs(1 - event.by) < DECAY
         yield self.finding(
-            "warning",
-            f"{same / total:.0%} of the {total} weights with a gradient are after the step what they were before: the "
-            f"update is less than half of what {dtype} can tell apart there",
+            "info" if slight else "warning",
+            f"{share:.0%} of {total} {dtype} weights stay what they are where {what} them in float32: "
+            f"{'a factor so near 1' if decay else 'the change'} {kept}",
             "session = preamp.prepare(model.float(), optimizer, level='O5')  # float32 masters\n"
             "# or preamp.optim with stochastic rounding",
-            module=event.names.common(p for p, total, same in event.weights if same / total >= UNCHANGED),
-            op=event.optimizer,
+            module=event.module,
+            op=type(event.optimizer).__name__,
             at=event.at,
-            evidence={**evidence, "unchanged there": round(unchanged / count, 3)},
-        )
-
-    @on(ChangedBetweenSteps)
-    def stalled_average(self, event: ChangedBetweenSteps) -> Iterator[Finding]:
-        """A running average, or another copy of the weights. A line that multiplies by 1 would be one too."""
-        if event.at[0] is None or not event.total or event.unchanged / event.total < UNCHANGED:
-            return
-        share = event.unchanged / event.total
-        yield self.finding(
-            "warning",
-            f"{share:.0%} of {event.total} {event.dtype} numbers are the same after {event.op}_: the change is less "
-            f"than half of what {event.dtype} can tell apart there, so a running average stands still",
-            "shadow = copy.deepcopy(model).float()  # averages and copies of weights in float32",
-            op=event.op,
-            at=event.at,
-            evidence={"unchanged": round(share, 3), "dtype": event.dtype},
+            evidence={"weights unchanged": round(share, 3), "operator": event.op, "dtype": dtype},
         )

@@ -86,6 +86,30 @@ class Error:
     """Share of the values that are not zero in full precision and zero in the mixed run."""
 
 
+@dataclass(frozen=True, slots=True)
+class Printed:
+    """A number that the script printed under one name, of each pair of runs."""
+
+    name: str
+    mixed: tuple[float, ...]
+    full: tuple[float, ...]
+
+    @property
+    def differs(self) -> bool:
+        """Whether it is not finite in mixed precision alone, or is another one by more than seeds make of it."""
+        if not all(map(math.isfinite, self.full)):
+            return False
+        if not all(map(math.isfinite, self.mixed)):
+            return True
+        found = parity([Pair([a], [b]) for a, b in zip(self.mixed, self.full, strict=True)])
+        return found.verdict in ("worse", "better")
+
+    def __str__(self) -> str:
+        """Its name and both values."""
+        mixed = next((value for value in self.mixed if not math.isfinite(value)), statistics.fmean(self.mixed))
+        return f"{self.name} is {spell(mixed)} in mixed and {spell(statistics.fmean(self.full))} in full precision"
+
+
 def culprit_of(outputs: Sequence[Error]) -> Error | None:
     """The first module whose output is another one, while all before it were only rounded; None without any."""
     return next((error for error in outputs if error.relative > WRONG), None)
@@ -94,8 +118,19 @@ def culprit_of(outputs: Sequence[Error]) -> Error | None:
 class PA206(Check):
     """Mixed precision is worse than full precision by more than other seeds are."""
 
-    def of(self, found: Parity, culprit: Error | None) -> tuple[Finding, ...]:
-        """What a comparison shows; PA109 where both runs are the same."""
+    def of(self, found: Parity, culprit: Error | None, printed: Sequence[Printed] = ()) -> tuple[Finding, ...]:
+        """What a comparison shows; PA109 where both runs are the same. `printed`: numbers that differ."""
+        return (*self._of_loss(found, culprit), *map(self._of_printed, printed))
+
+    def _of_printed(self, one: Printed) -> Finding:
+        return self.finding(
+            "warning" if all(map(math.isfinite, one.mixed)) else "error",
+            f"{one}: other seeds change it by less",
+            "# the line that computes it, or what it is computed from, runs in 16 bits: ask preamp doctor for the line",
+            evidence={"mixed": list(map(spell, one.mixed)), "full": list(map(spell, one.full))},
+        )
+
+    def _of_loss(self, found: Parity, culprit: Error | None) -> tuple[Finding, ...]:
         if found.verdict == "identical":
             message = "the losses are the same bits in full precision: nothing here runs in 16 bits"
             fix = "with torch.autocast(x.device.type, dtype=torch.bfloat16): ..."

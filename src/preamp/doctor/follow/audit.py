@@ -19,13 +19,17 @@ from ...tree import tensors
 from ..findings import kinds_of
 from ..findings.events import Recomputed
 from ..findings.pa105 import misfits
-from ..findings.pa201 import PA201
 from ..measure import values_here
 from ..names import Names
-from ..operators import Call, Observation, Observer, Product, Products, Vanished, dimensions
+from ..operators import Call, Observation, Observer, Product, Products, dimensions
 from ..places import Place, Places, key_of, users_line
+from ..records import NOWHERE
+from ..shadow.absorbed import Changes
+from ..shadow.execution import Shadowed
+from ..shadow.facts import Absorbed, Fact
 from .precision import regions_entered
 from .run import Run
+from .scales import is_well_known
 
 _KNOWN = frozenset(one.dtype for one in FORMATS)
 _BOUNDS = frozenset({"clamp", "clamp_min", "clamp_max", "clip", "hardtanh", "tanh"})
@@ -48,19 +52,24 @@ class Outputs(Observer):
 class StepObservation(Observation):
     """Shows forward operators to all observers of findings; notes what the script does with weights and gradients."""
 
-    def __init__(self, run: Run, keeps_casts: Callable[[], bool], stop: CodeType | None = None) -> None:
+    def __init__(
+        self, run: Run, keeps_casts: Callable[[], bool], stop: CodeType | None = None, changes: Changes | None = None
+    ) -> None:
         """`stop`: code of the function at which walks up the stack end, of a step that is replayed."""
         names = run.names
-        self.products, self.outputs = Products(), Outputs()
+        self.products, self.outputs, self.shadowed = Products(), Outputs(), Shadowed(self._fact)
         observers: list[Observer] = [kind() for kind in kinds_of(Observer)]
+        many: list[Observer] = [] if changes is None else [changes]
         super().__init__(
             Places(names.get, names.owners, stop or Places.close.__code__),
             dict(names.items()),
-            [*observers, Vanished(PA201.hidden), self.products, self.outputs],
+            [*observers, self.products, self.outputs, self.shadowed, *many],
             run.clock,
         )
+        self.facts: list[Fact] = []
+        """What the shadows showed."""
         self.modules = dict(names.items())
-        self._keeps_casts, self._weights = keeps_casts, {id(p): p for p in names.parameters()}
+        self._keeps_casts, self._weights = keeps_casts, {key_of(p): p for p in names.parameters()}
         self.gradients: frozenset[int] = frozenset()
         """Storages of gradients that are still scaled."""
         self.reads: list[Place] = []
@@ -72,10 +81,12 @@ class StepObservation(Observation):
         self.writes: list[tuple[Place, Tensor]] = []
         """Where a weight was changed in place in the forward pass, while casts of it are kept."""
 
+    def _fact(self, fact: Fact, call: Call) -> None:
+        self.facts.append(fact)
+
     def _in_forward(self, place: Place, args: Any, kwargs: Any, written: Sequence[Tensor]) -> None:
         if self._keeps_casts():
-            changed = [t if t._base is None else t._base for t in written]
-            self.writes += [(place, t) for t in changed if id(t) in self._weights]
+            self.writes += [(place, self._weights[key_of(t)]) for t in written if key_of(t) in self._weights]
         if self.gradients and any(key_of(t) in self.gradients for t in tensors((args, kwargs))):
             self.reads.append(place)
 
@@ -87,6 +98,37 @@ class StepObservation(Observation):
         node = torch._C._current_autograd_node()
         if base in _BOUNDS and node is not None and node.name() == "torch::autograd::AccumulateGrad":
             self.bounded.append((place, base))
+
+
+class ChangesObservation(Observation):
+    """Shows what is changed in place, and looks at nothing else."""
+
+    def __init__(self, run: Run, changes: Changes) -> None:
+        places = Places(run.names.get, run.names.owners, Places.close.__code__)
+        super().__init__(places, {}, [changes], run.clock)
+        self._changes = changes
+
+    def _looks_at(self, func: Any, args: Any, kwargs: Any) -> bool:
+        return self._changes.wants(func, args, kwargs)
+
+
+def owned(event: Absorbed, run: Run) -> Absorbed:
+    """The same, with the models' parameters and buffers that it is about, and the optimizer's line."""
+    names = run.names
+    parameters = [p for p in names.parameters() if key_of(p) in event.storages]
+    counts = {id(p): event.storages[key_of(p)] for p in parameters}
+    stuck = [p for p in parameters if 2 * counts[id(p)][1] >= counts[id(p)][0]]
+    module, buffer = names.common(stuck or parameters) if parameters else event.place.module, None
+    for path, part in () if parameters else names.items():
+        for name, tensor in part._buffers.items():
+            if tensor is not None and key_of(tensor) in event.storages:
+                module, buffer = path, name
+    made_at = (
+        run.place_of(event.optimizer) if event.optimizer is not None and is_well_known(event.optimizer) else NOWHERE
+    )
+    if event.is_gradient:
+        made_at = run.backward_at
+    return event._replace(parameters=parameters, module=module, buffer=buffer, made_at=made_at)
 
 
 class Recomputation:

@@ -12,23 +12,30 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...autocast import MARKER
+from ...report import Finding
 from ..findings.check import without_repeats
-from ..findings.events import GradientSpread, GradientsRead, Observed, Prepared, RanInThread
+from ..findings.events import Deviated, GradientSpread, GradientsRead, Observed, Prepared, RanInThread
 from ..findings.pa202 import row_of
 from ..hooks import leave
 from ..measure import spread_of, values_here
 from ..names import unwrapped
 from ..places import key_of
 from ..replay.diagnose import compare_gradients
-from .audit import Held, Recomputation, StepObservation, audit, dtypes_of
+from ..replay.trials import Trials
+from ..shadow.absorbed import Changes
+from ..shadow.remedies import Remedy
+from .audit import ChangesObservation, Held, Recomputation, StepObservation, audit, dtypes_of, owned
+from .evaluation import Evaluation
 from .magnitudes import Pending, Telemetry
 from .precision import Precision, regions_entered
 from .run import Run
 from .scales import Scales
-from .updates import StalledAverages
 
 ENOUGH = 64
 """Model calls of one step that are inspected."""
+_ABOUT_A_LINE = frozenset({"PA101", "PA104", "PA205"})
+FACTS = 6
+"""Facts of one step for which fixes are tried."""
 _SMALL = 16
 """Gradients of fewer values are not judged."""
 
@@ -40,9 +47,13 @@ class Inspection:
         self._run, self._scales, self._precision = run, scales, precision
         self.every, self._replay = every, replay
         """Steps from one whose magnitudes are counted to the next; None: only losses are wanted."""
+        self.evaluation = Evaluation(run, replay)
         self._observation: StepObservation | None = None
         self._recomputation: Recomputation | None = None
-        self._averages: StalledAverages | None = None
+        self._changes: Changes | None = None
+        """What is changed in place, from the first model call of a step to that of the next."""
+        self._between: ChangesObservation | None = None
+        """The mode that shows it where operators are not observed."""
         self._held: Held | None = None
         """Where operators were observed in this step."""
         self._telemetry: Telemetry | None = None
@@ -68,7 +79,9 @@ class Inspection:
     def open(self, turn: int, module: nn.Module | None) -> None:
         """A model is about to run, in this turn of its optimizer; its call has begun already."""
         run = self._run
-        self._close_averages()
+        self.evaluation.end()
+        if turn != self._turn:
+            self._close_changes()
         self.settle()
         if self.every is None:
             return
@@ -82,6 +95,8 @@ class Inspection:
         regions, compiled = regions_entered(), self._precision.compiled
         on = torch.is_autocast_enabled(MARKER)
         self._regions = on or bool(regions), on
+        if self._changes is None and turn % self.every == 0:
+            self._changes = Changes()
         if self._observation is None and self._is_close(turn):
             if not compiled:
                 self._observe(module)
@@ -89,12 +104,19 @@ class Inspection:
                 self._again_in, self._again = turn, True
         if self._observation is not None:
             self._note_regions(self._observation)
+        elif self._changes is not None:
+            self._watch_changes()
         if self._telemetry is None and turn % self.every == 0:
             self._telemetry = Telemetry(run.names, run.step, run.clock)
         if self._telemetry is not None and not compiled:
             self._telemetry.in_backward = False
             self._telemetry.open()
             self._telemetry.regions = regions
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether a call without gradients is to be looked at by itself."""
+        return self.every is not None and self._observation is None and not self._precision.compiled
 
     def _is_close(self, turn: int) -> bool:
         """Whether operators are observed: in the first step, and then more and more rarely.
@@ -105,11 +127,22 @@ class Inspection:
         return turn == 0 or (turn % every == 0 and (turn // every).bit_count() == 1)
 
     def _observe(self, module: nn.Module | None) -> None:
-        self._observation = StepObservation(self._run, lambda: self._precision.keeps_casts)
+        self._observation = StepObservation(self._run, lambda: self._precision.keeps_casts, changes=self._changes)
         if module is not None:
             self._observation.places.enter(module)
         self._observation.__enter__()
         self._recomputation = Recomputation(self._run.names)
+
+    def _watch_changes(self) -> None:
+        """What is changed in place is seen without the operators, too."""
+        if self._changes is not None and self._between is None:
+            self._between = ChangesObservation(self._run, self._changes)
+            self._between.__enter__()
+
+    def steps(self, optimizer: Optimizer | None) -> None:
+        """An optimizer begins to step; None: it has stepped."""
+        if self._changes is not None:
+            self._changes.steps(optimizer)
 
     def _note_regions(self, observation: StepObservation) -> None:
         observation.autocast_on, ours = self._regions
@@ -243,22 +276,21 @@ class Inspection:
         if held is not None:
             held.after_step(self._run.optimizers.values())
             self._run.recorder.write("held", step=self._run.step, rows=held.rows())
-            if taken:
-                self._averages = StalledAverages()
-                self._averages.__enter__()
 
-    def _close_averages(self) -> None:
-        averages, self._averages = self._averages, None
-        if averages is not None:
-            leave(averages)
-            for event in averages.events():
-                self._run.emit(event)
+    def _close_changes(self) -> None:
+        between, self._between = self._between, None
+        changes, self._changes = self._changes, None
+        if between is not None:
+            between.stop()
+        for event in () if changes is None else changes.events():
+            self._run.emit(owned(event, self._run))
 
     def close(self) -> None:
         """End the inspection, and record what there is."""
         self._sweep()
-        self._close_averages()
+        self.evaluation.end()
         self._judge()
+        self._close_changes()
         if self._telemetry is not None:
             self.attempted(taken=False)
         self.settle()
@@ -267,14 +299,16 @@ class Inspection:
     def give_up(self) -> None:
         """End the inspection and judge nothing."""
         observation, self._observation = self._observation, None
-        averages, self._averages = self._averages, None
+        between, self._between = self._between, None
+        self._changes = None
         recomputation, self._recomputation = self._recomputation, None
         telemetry, self._telemetry = self._telemetry, None
         self._done = self._pending = self.every = None
-        if observation is not None:
-            observation.paused = True
-            observation.places.close()
-        self._left += [one for one in (averages, observation) if one is not None]
+        for mode in (observation, between):
+            if mode is not None:
+                mode.paused = True
+                mode.places.close()
+        self._left += [one for one in (between, observation) if one is not None]
         self._sweep()
         for other in (recomputation, telemetry):
             if other is not None:
@@ -296,6 +330,16 @@ class Inspection:
             if self._pending.event is None:
                 self.settle()
 
+    def _pasteable(self, finding: Finding) -> Finding:
+        """With the statement itself in float32 as its fix. Nothing is wrong yet that a trial could cure."""
+        line = finding.file, finding.line
+        if finding.code not in _ABOUT_A_LINE or line[0] is None or finding.severity == "info":
+            return finding
+        text = Remedy((line,)).text(self._run.tape.device, self._run.readings)
+        return (
+            finding if text is None else replace(finding, fix=f"{text}\n# not tried: nothing is wrong in this step yet")
+        )
+
     def _judge(self) -> None:
         """Stop observing operators, and report what they showed."""
         seen, self._observation = self._observation, None
@@ -303,6 +347,7 @@ class Inspection:
             return
         run, scales = self._run, self._scales
         seen.stop()
+        self._watch_changes()
         recomputation, self._recomputation = self._recomputation, None
         for event in recomputation.close() if recomputation is not None else ():
             run.emit(event)
@@ -315,8 +360,17 @@ class Inspection:
             placed = zip(findings, lines, strict=True)
             findings = tuple(replace(one, file=file, line=line) for one, (file, line) in placed)
             self._replayed = False
+        run.readings |= seen.shadowed.readings
         for finding in findings:
-            run.report(finding)
+            run.report(self._pasteable(finding))
+        facts = [one for one in seen.facts if one.place.direction == "forward" or one.kind == "made"]
+        facts = facts[:FACTS]
+        run.recorder.write("shadow", step=run.step, **seen.shadowed.told())
+        given = run.tape, run.names, run.losses, scales.seed, run.readings
+        trials = Trials(*given) if facts and self._replay else None
+        for fact in facts:
+            cured = (None, None) if trials is None else trials.cure(fact, bool(scales.sessions))
+            run.emit(Deviated(fact, *cured))
         self.low_now = {product.dtype for product in seen.products.low if product.trained}
         self.low |= self.low_now
         writes = seen.writes if seen.autocast_on else []

@@ -23,6 +23,7 @@ from ..names import Names
 from ..places import in_library, is_users, users_line
 from ..records import NOWHERE, Line, Recorder, shown_path
 from ..replay.tape import Tape
+from ..shadow.source import Reading
 
 
 class Run:
@@ -41,6 +42,8 @@ class Run:
         """Attempts to step, taken or skipped, by the optimizer's id."""
         self.losses: list[Tensor] = []
         """What went back in this step."""
+        self.readings: dict[Line, Reading] = {}
+        """What statements read where they were seen to run."""
         self.backward_at = self.stepped_at = NOWHERE
         self.in_model = self.in_backward = False
         self.bad: str | None = None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import cmath
 
+import torch
 from torch import Tensor
 
-from ..findings.events import BatchNotFinite
+from ..findings.events import BatchNotFinite, Deviated
 from ..findings.pa201 import Diagnosed, Diagnosis
 from ..measure import all_finite
 from ..replay.diagnose import diagnose, samples
+from ..replay.trials import Trials
 from .run import Run
 from .scales import Scales
 
@@ -53,7 +55,8 @@ class Soundness:
         found = None
         if not run.names.is_sharded:
             seed = self._scales.seed_of(losses)
-            found = diagnose(run.tape, run.names, losses, scale, run.parameters(), seed)
+            given = run.tape, run.names, losses, scale, run.parameters(), seed
+            found = diagnose(*given, readings=run.readings, in_session=bool(self._scales.sessions))
         if rows:
             run.emit(BatchNotFinite(rows, run.tape.called()))
         elif found is None:
@@ -70,6 +73,18 @@ class Soundness:
         one = found.origin
         place = {"module": one.module, "op": one.op, "direction": one.direction, "file": one.file, "line": one.line}
         self._run.recorder.write("overflow", step=self._run.step, scale=scale, **place)
+
+    def died(self, low: set[torch.dtype]) -> None:
+        """The script has ended by an error of its own: do the step that was going on again, and in float32."""
+        run = self._run
+        if not self._replay or not low or run.names.is_sharded or run.tape.is_empty:
+            return
+        trials = Trials(run.tape, run.names, [], 1.0, run.readings)
+        if trials.plain is None or not trials.plain.raised:
+            return
+        for fact in trials.plain.facts:
+            run.emit(Deviated(fact, *trials.cure(fact, bool(self._scales.sessions))))
+        run.recorder.write("in_float32", raises=not run.tape.runs_in_full())
 
     def before_step(self) -> None:
         """The step is about to be tried."""

@@ -167,6 +167,7 @@ class Steps:
                 self._first_step(optimizer)
             run.stepped_at = users_line()
             self._scales.before_first_use(optimizer)
+            self._inspection.steps(optimizer)
             if self._inspection.every is not None:
                 self._updates.before(optimizer, close=run.step % self._inspection.every == 0)
 
@@ -188,6 +189,7 @@ class Steps:
         if not self._awaits_attempt:
             return
         with run.clock:
+            self._inspection.steps(None)
             self._updates.after(optimizer)
             if id(optimizer) in self._without_state and optimizer.state:
                 self._without_state.remove(id(optimizer))

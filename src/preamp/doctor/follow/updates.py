@@ -1,4 +1,4 @@
-"""What a step changed of 16-bit numbers: weights, second moments of optimizers, and averages that are kept beside.
+"""What a step changed of an optimizer's 16-bit second moments.
 
 Adam moves a second moment by 1 - beta2 of its distance to the squared gradient. With beta2 = 0.999 that is a thousandth
 at the most on the way down, and neighbouring bfloat16 numbers are 0.4 % to 0.8 % apart: such a moment can rise, but
@@ -15,22 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ...formats import LOW_DTYPES, name_of
-from ..findings.events import ChangedBetweenSteps, WeightsStepped
 from ..measure import values_here
-from ..places import users_line, written_by
-from ..records import Line
 from .run import Run
 
 LOOKED_AT = 65536
 """Entries of a tensor that are compared before and after a step."""
 FOLLOWED, TENSORS = 256, 16
 """Entries of a tensor whose moment is also kept in float32, from step to step, and of how many tensors."""
-LEAST = 16
-"""Tensors of fewer values are counters and the like, and no averages."""
-_MOVES = frozenset({"mul", "add", "sub", "lerp", "addcmul", "addcdiv"})
 _BETAS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
     "exp_avg_sq": lambda group: group["betas"][1],
     "square_avg": lambda group: group["alpha"] if "alpha" in group else group["rho"],
@@ -54,44 +47,17 @@ class _Moment:
 
 
 class Updates:
-    """16-bit weights and second moments before and after a step.
+    """16-bit second moments before and after a step.
 
-    Moments of preamp.optim are not followed: they are float32, or rounded stochastically.
+    Those of preamp.optim are not followed: they are float32, or rounded stochastically.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._before: list[tuple[Tensor, Tensor, Tensor]] = []
-        """Weights, their values, and which of these have a gradient."""
         self._moments: weakref.WeakKeyDictionary[Optimizer, list[_Moment]] = weakref.WeakKeyDictionary()
 
     def before(self, optimizer: Optimizer, close: bool) -> None:
         """The optimizer is about to step; `close`: in a step whose numbers are compared."""
-        self._before_moments(optimizer, close)
-        if not close:
-            return
-        self._before = [
-            (p, values_here(p.detach()).clone(), values_here(p.grad) != 0)
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.dtype in LOW_DTYPES and p.grad is not None and p.grad.layout is torch.strided
-        ]
-
-    def after(self, optimizer: Optimizer) -> None:
-        """Count what is as it was."""
-        self._after_moments(optimizer)
-        kept, self._before = self._before, []
-        counted = []
-        for parameter, old, meant in kept:
-            count = int(meant.sum())
-            if count and parameter.dtype in LOW_DTYPES:
-                same = int(((values_here(parameter.detach()) == old) & meant).sum())
-                counted.append((parameter, count, same))
-        if counted:
-            run = self._run
-            run.emit(WeightsStepped(type(optimizer).__name__, run.place_of(optimizer), counted, run.names))
-
-    def _before_moments(self, optimizer: Optimizer, close: bool) -> None:
         if not optimizer.state or type(optimizer).__module__.startswith("preamp."):
             return
         if close or optimizer not in self._moments:
@@ -109,7 +75,7 @@ class Updates:
                 if _changes_gradients(optimizer, group):
                     moment.exact = moment.squares = None
 
-    def _after_moments(self, optimizer: Optimizer) -> None:
+    def after(self, optimizer: Optimizer) -> None:
         """Record which moments moved."""
         looked, unmoved, dtypes = [], [], []
         far: list[Tensor] = []
@@ -181,35 +147,3 @@ def _part(tensor: Tensor, count: int) -> Tensor:
     """Every k-th value, `count` of them or a few more; k is odd, so as not to stay in one column."""
     values = values_here(tensor.detach()).reshape(-1)
     return values[:: max(1, values.numel() // count) | 1]
-
-
-class StalledAverages(TorchDispatchMode):
-    """Compares in-place operators on 16-bit tensors, from an attempt to step to the next model call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._lines: dict[Line, tuple[int, int, str, str]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        base = func._schema.name.partition("::")[2].removeprefix("_foreach_").rstrip("_")
-        moved = [t for t in written_by(func, args, kwargs) if t.dtype in LOW_DTYPES and t.numel() >= LEAST]
-        if base not in _MOVES or not moved:
-            return func(*args, **kwargs)
-        with _disable_current_modes(), torch.no_grad():
-            before = [t.detach().clone() for t in moved]
-        out = func(*args, **kwargs)
-        with _disable_current_modes(), torch.no_grad():
-            line = users_line()
-            same, total, *_ = self._lines.get(line, (0, 0))
-            for old, new in zip(before, moved, strict=True):
-                some = old != 0
-                same += int(((new == old) & some).sum())
-                total += int(some.sum())
-            self._lines[line] = same, total, base, name_of(moved[0].dtype)
-        return out
-
-    def events(self) -> Iterator[ChangedBetweenSteps]:
-        """One for each line."""
-        for at, (same, total, op, dtype) in self._lines.items():
-            yield ChangedBetweenSteps(op, dtype, same, total, at)

@@ -47,8 +47,8 @@ class Watch:
         run = self.run = Run(recorder, base, names)
         self.scales, self._precision = Scales(run), Precision(run, self._compiled)
         self._inspection = Inspection(run, self.scales, self._precision, every, replay)
-        soundness = Soundness(run, self.scales, replay)
-        self.steps = Steps(run, self.scales, self._precision, self._inspection, soundness, steps)
+        self._soundness = Soundness(run, self.scales, replay)
+        self.steps = Steps(run, self.scales, self._precision, self._inspection, self._soundness, steps)
         self._scalers = Scalers(run, self.scales, self._inspection, self.steps.attempt)
         self._hook: Any = None
         run.on_failure += [self._unhook, run.tape.clear, self._inspection.give_up]
@@ -74,7 +74,7 @@ class Watch:
             patches.on_close(hook.remove)
         self._scalers.start()
         self._precision.start()
-        patches.wrap(sys, "excepthook", self.run.uncaught)
+        patches.wrap(sys, "excepthook", self._uncaught)
         self._silence("Using `torch.compile")
         self._hook_calls()
 
@@ -94,8 +94,9 @@ class Watch:
         self.steps.end()
         run.patches.close()
         self._unhook()
-        run.tape.clear()  # its mode lies above the other's
+        run.tape.close_window()  # its mode lies above the other's
         self._inspection.close()
+        run.tape.clear()
         if run.attempts:
             counts = {**self.scales.since_last(), "scaler_at": spell_line(self.scales.scaler_at)}
             run.recorder.write("end", spent=run.clock.spent, seconds=run.clock.seconds, **counts)
@@ -120,9 +121,15 @@ class Watch:
         return not run.is_ours and torch.is_grad_enabled() and run.is_own and run.names.wants(module)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or not self._begins(module):
+        if torch.compiler.is_compiling() or self.run.is_ours or not self.run.is_own:
             return
-        call = self._open(module, args, sys._getframe(1).f_locals.get("kwargs", {}))
+        kwargs = sys._getframe(1).f_locals.get("kwargs", {})
+        if not torch.is_grad_enabled():
+            self._evaluate(module, args, kwargs)
+            return
+        if not self._begins(module):
+            return
+        call = self._open(module, args, kwargs)
 
         def left(_: nn.Module, __: Any, out: Any) -> None:
             after.remove()
@@ -130,6 +137,25 @@ class Watch:
             if out is None and error is not None:  # torch calls this hook while the error is on its way up
                 self.run.raised(error)
             self._close(call, out)
+
+        after = module.register_forward_hook(left, always_call=True)
+
+    def _evaluate(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A model is called without gradients, inside of a step that is looked at or outside of it."""
+        if not self._inspection.evaluates or not self.run.names.wants(module):
+            return
+        call = None
+        with self.run.clock:
+            call = self._inspection.evaluation.model_called(module, args, kwargs)
+        if call is None:
+            return
+        self.run.in_model = True
+
+        def left(_: nn.Module, __: Any, out: Any) -> None:
+            after.remove()
+            self.run.in_model = False
+            with self.run.clock:
+                self._inspection.evaluation.model_returned(call, out)
 
         after = module.register_forward_hook(left, always_call=True)
 
@@ -191,6 +217,14 @@ class Watch:
             with run.clock:
                 run.tape.keep_grad(original, args, kwargs, out)
         return out
+
+    def _uncaught(self, original: Any, kind: Any, error: Any, trace: Any) -> None:
+        """The script ends by this error: would float32 have ended by it, too?"""
+        if self.run.is_own and isinstance(error, Exception):
+            with self.run.clock:
+                self._inspection.close()
+                self._soundness.died(self._inspection.low)
+        self.run.uncaught(original, kind, error, trace)
 
     # -- optimizers
 

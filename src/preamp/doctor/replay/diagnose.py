@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +17,11 @@ from ..hooks import Patches
 from ..measure import spread_of
 from ..names import Names
 from ..places import Places, graph_of
+from ..records import Line
+from ..shadow.source import Reading
 from .origin import trace
 from .tape import Tape
+from .trials import Trials
 
 ALIKE = 0.5
 """Cosine below which the replay is another step: it drew other random numbers."""
@@ -27,7 +30,15 @@ _SMALL = 16
 
 
 def diagnose(
-    tape: Tape, names: Names, losses: Sequence[Tensor], scale: float, parameters: Sequence[Tensor], seed: float = 1.0
+    tape: Tape,
+    names: Names,
+    losses: Sequence[Tensor],
+    scale: float,
+    parameters: Sequence[Tensor],
+    seed: float = 1.0,
+    *,
+    readings: Mapping[Line, Reading],
+    in_session: bool = False,
 ) -> Diagnosis | None:
     """Replay the step that led to `losses`; None where it cannot be replayed or is sound when it is.
 
@@ -60,7 +71,25 @@ def diagnose(
         # A model made of torch's modules only: the line that called it, which a replay does not run.
         file, line = tape.called_at(origin.module, names.get)
         origin = replace(origin, file=file, line=line)
-    return Diagnosis(origin, by_scale, samples(tape) if origin.from_data else ())
+    if origin.from_data or by_scale:
+        return Diagnosis(origin, by_scale, samples(tape) if origin.from_data else ())
+    return _with_cause(Diagnosis(origin, by_scale), Trials(tape, names, losses, seed, readings), in_session)
+
+
+def _with_cause(found: Diagnosis, trials: Trials, in_session: bool) -> Diagnosis:
+    """The same, with what float32 does there, what led to it, and a fix that was tried."""
+    origin, plain = found.origin, trials.plain
+    if plain is None:
+        return replace(found, tried="the step cannot be done again, so no fix was tried")
+    line = origin.file, origin.line
+    known = [fact for place, fact in plain.shadowed.broke if (place.file, place.line) == line]
+    known += [fact for fact in plain.facts if (fact.place.file, fact.place.line) == line]
+    if not known:
+        not_there = "float32 is not finite there either: no matter of precision"
+        return replace(found, tried="no line was found that leads there" if plain.meant else not_there)
+    fact = known[0]
+    fix, tried = trials.cure(fact, in_session)
+    return replace(found, fact=fact, fix=fix, tried=tried)
 
 
 def _backward(loss: Tensor, seed: float, parameters: Sequence[Tensor]) -> None:

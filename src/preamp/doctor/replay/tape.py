@@ -24,6 +24,7 @@ from ...tree import PLAIN, tensors
 from ..hooks import Clock, leave
 from ..places import Place, Places, key_of, line_and_modules, users_line, written_by
 from ..records import NOWHERE, Line
+from ..shadow.remedies import Remedy, applied, run_kept
 from . import restore
 
 CALLS = 16
@@ -321,16 +322,22 @@ class Tape:
         return self.whole and tensor_key(loss) in self._known
 
     def replay(
-        self, loss: Tensor, places: Places | None = None, named: Named | None = None, *, full: bool = False
+        self,
+        loss: Tensor,
+        places: Places | None = None,
+        named: Named | None = None,
+        *,
+        full: bool = False,
+        remedy: Remedy | None = None,
     ) -> Tensor:
         """Do it all again up to the loss, and return the new one.
 
         `places` and `named`, the path of a module of the models', are told where each operator is run; `full`: in
-        float32, whatever was cast and kept in 16 bits.
+        float32, whatever was cast and kept in 16 bits; `remedy`: with these lines computed otherwise.
         """
         wanted = tensor_key(loss)
         last = max(i for i, e in enumerate(self._entries) if wanted in getattr(e, "outputs", ()))
-        return self._again(last, places, named, full)[wanted]
+        return self._again(last, places, named, full, remedy)[wanted]
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
@@ -351,13 +358,34 @@ class Tape:
         with self.replaying(), restore.untouched(parts), restore.eager():
             yield
 
-    def replay_calls(self, places: Places, named: Named) -> None:
-        """Call the models again, where the operators on their outputs are not kept."""
-        calls = [i for i, entry in enumerate(self._entries) if isinstance(entry, ModelCall)]
-        if calls and self.whole:
-            self._again(calls[-1], places, named, False)
+    def replay_calls(self, places: Places, named: Named, remedy: Remedy | None = None) -> None:
+        """Do again all that is kept, without a loss: calls of models, and operators on what they gave."""
+        if self._entries and self.whole:
+            self._again(len(self._entries) - 1, places, named, remedy=remedy)
 
-    def _again(self, last: int, places: Places | None, named: Named | None, full: bool) -> dict[Key, Tensor]:
+    def runs_in_full(self) -> bool:
+        """Whether all that is kept runs in float32, without autocast."""
+        try:
+            with self.done_again():
+                self._again(len(self._entries) - 1, None, None, full=True)
+        except Exception:
+            return False
+        return True
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is kept."""
+        return not self._entries
+
+    @property
+    def device(self) -> str:
+        """The type of device on which the step runs."""
+        kinds = {t.device.type for model in self.models() for t in model.parameters()} - {"cpu"}
+        return next(iter(kinds), "cpu")
+
+    def _again(
+        self, last: int, places: Places | None, named: Named | None, full: bool = False, remedy: Remedy | None = None
+    ) -> dict[Key, Tensor]:
         env: dict[Key, Tensor] = {}
 
         def look_up(leaf: Any) -> Any:
@@ -371,16 +399,17 @@ class Tape:
                 env[entry.key] = entry.value.clone()
             elif isinstance(entry, ModelCall):
                 given = tree_map(look_up, entry.args), tree_map(look_up, entry.kwargs)
-                with restore.unheard():
+                with restore.unheard(), applied(remedy, places):
                     out = list(tensors(call_again(entry, *given, full=full)))
                 env.update({key: t for key, t in zip(entry.outputs, out, strict=False) if key is not None})
             else:
                 args, kwargs = tree_map(look_up, entry.args), tree_map(look_up, entry.kwargs)
+                inside = None
                 if places is not None and named is not None:
                     inside = next((path for path in map(named, entry.modules) if path is not None), None)
                     places.forced = replace(entry.place, module=inside)
                 with torch.set_grad_enabled(entry.grad):
-                    out = entry.func(*args, **kwargs)
+                    out = run_kept(entry.func, args, kwargs, remedy, (entry.place.file, entry.place.line), inside)
                 if places is not None:
                     places.forced = None
                 alias = _schema_name(entry.func).rpartition("::")[2] in ("detach", "alias")

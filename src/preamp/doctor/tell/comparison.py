@@ -17,12 +17,14 @@ import numpy as np
 from ... import __version__
 from ...report import Cell, LineChart, Marker, Report, Section, Series, Snippet, Status, Table, format_number, to_json
 from ..findings import glossary
-from ..findings.pa206 import PA206, Error, Pair, Parity, culprit_of, parity, spell
+from ..findings.pa206 import PA206, Error, Pair, Parity, Printed, culprit_of, parity, spell
 from ..records import Rank
 
 SHOWN = 20
 """Modules and parameters in the tables of errors, those with the largest ones."""
 
+PRINTED = 5
+"""Printed numbers of which a finding is made."""
 ROUNDING = 2.0**-23
 """Below this share of the largest norm, what float32 computed is its own rounding."""
 
@@ -105,7 +107,9 @@ def build_comparison(runs: Sequence[Ran], margin: float | None, command: list[st
     """The report as a page, and as the content of `compare.json`."""
     pairs, (outputs, gradients) = pairs_of(runs), first_errors(runs)
     found, culprit = parity(pairs, margin), culprit_of(outputs)
-    line, findings = f"{failures(runs)}{verdict(found, len(pairs))}", PA206().of(found, culprit)
+    differing = [one for one in printed(runs) if one.differs]
+    line, findings = f"{failures(runs)}{verdict(found, len(pairs))}", PA206().of(found, culprit, differing[:PRINTED])
+    line += "".join(f" But {one}." for one in differing[:1])
     environment = {
         "command": " ".join(command),
         "pairs": len(pairs),
@@ -253,14 +257,21 @@ def _losses(runs: Sequence[Ran], found: Parity) -> LineChart:
     return LineChart("Loss", "step", "loss", series, markers=marks, note=note, against="full precision")
 
 
+def printed(runs: Sequence[Ran]) -> list[Printed]:
+    """The numbers that all runs printed, and that are no settings."""
+    full = {ran.offset: ran for ran in runs if ran.full}
+    pairs = [(ran, full[ran.offset]) for ran in runs if not ran.full and ran.offset in full]
+    found = []
+    for name in runs[0].metrics if pairs else ():
+        if all(name in ran.metrics for pair in pairs for ran in pair):
+            mixed, other = (tuple(pair[side].metrics[name] for pair in pairs) for side in (0, 1))
+            if len({*mixed, *other}) > 1:
+                found.append(Printed(name, mixed, other))
+    return found
+
+
 def _metrics(runs: Sequence[Ran]) -> Table | None:
-    names = [name for name in runs[0].metrics if all(name in ran.metrics for ran in runs)]
-    rows = []
-    for name in names:
-        sides = [[ran.metrics[name] for ran in runs if ran.full is full] for full in (False, True)]
-        if all(len({*side}) == 1 for side in sides) and sides[0][0] == sides[1][0]:
-            continue  # a setting
-        rows.append((name, *(_span(side) for side in sides)))
+    rows = [(one.name, _span(one.mixed), _span(one.full)) for one in printed(runs)]
     return Table("Printed numbers", ("name", "mixed", "full"), rows) if rows else None
 
 

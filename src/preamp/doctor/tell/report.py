@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -47,7 +47,18 @@ def all_findings(ranks: list[Rank], base: Path) -> tuple[Finding, ...]:
             found.setdefault(key, []).append((finding, rank.rank))
     several = len({rank.rank for rank in ranks}) > 1
     merged = [_as_one(same) if several else same[0][0] for same in found.values()]
-    return tuple(sorted((*merged, *PA203().among(ranks))))
+    return without_echoes((*merged, *PA203().among(ranks)))
+
+
+def without_echoes(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Most harmful first, without what only announces what another one at the same line has seen to happen."""
+    found = sorted(findings)
+    told = {(one.file, one.line) for one in found if one.code in _SEEN and one.severity != "info"}
+    return tuple(one for one in found if one.code not in _ANNOUNCED or (one.file, one.line) not in told)
+
+
+_SEEN = frozenset({"PA114", "PA115", "PA201"})
+_ANNOUNCED = frozenset({"PA101", "PA104", "PA205"})
 
 
 def judge(rank: Rank) -> list[Finding]:
@@ -64,9 +75,9 @@ def _as_one(same: list[tuple[Finding, int]]) -> Finding:
     return replace(finding, evidence=evidence)
 
 
-def verdict(findings: tuple[Finding, ...], steps: int, ended: str, precision: str) -> str:
+def verdict(findings: tuple[Finding, ...], steps: int, ended: str, precision: str, looked: str = "") -> str:
     """The one line to remember."""
-    if not steps:
+    if not steps and all(finding.severity == "info" for finding in findings):
         own = " Mend the script's own error first." if ended.startswith("ended ") else ""
         hint = f" {NO_STEP}" if ended.startswith("ran to its end") else own
         return f"No optimizer step was seen: {ended}. There is nothing to judge the precision by.{hint}"
@@ -74,11 +85,26 @@ def verdict(findings: tuple[Finding, ...], steps: int, ended: str, precision: st
     if all(finding.severity == "info" for finding in findings):
         if precision == UNSEEN:
             return f"Nothing was found, but no operator could be looked at: compiled code, or no model called.{tail}"
-        return f"Nothing is wrong with the precision of this run ({precision}).{tail}"
+        return f"Nothing is wrong with the precision of what was looked at ({precision}): {looked}.{tail}"
     worst = findings[0]
     where = f" in {worst.module}" if worst.module else ""
     where += f" at {worst.file}:{worst.line}" if worst.file and worst.line else ""
     return f"{counted(findings)} ({precision}). The worst is {worst.code}{where}: {worst.message}.{tail}"
+
+
+def looked_at(rank: Rank | None) -> str:
+    """Which steps were followed with shadows, and what was not."""
+    if rank is None or "shadow" not in rank.many:
+        return "no step was followed operator by operator"
+    looks, evaluations = rank.many["shadow"], len(rank.many.get("evaluation", ()))
+    steps = [str(one["step"]) for one in looks]
+    told = f"step{'s' if len(steps) > 1 else ''} {', '.join(steps[:6])}{', ...' if len(steps) > 6 else ''}"
+    if evaluations:
+        told += f" and {evaluations} evaluation{'s' if evaluations > 1 else ''}"
+    if not all(one["whole"] for one in looks):
+        told += ", a module at a time"
+    skipped = {name for one in looks for name in one["skipped"]}
+    return told + (f", without {', '.join(sorted(skipped)[:5])}" if skipped else "")
 
 
 def policy_seen(rank: Rank | None) -> str:
@@ -99,7 +125,12 @@ def build(
     first = next((rank for rank in ranks if rank.steps), None)
     steps = max((len(rank.steps) for rank in ranks), default=0)
     precision = policy_seen(first)
-    line = verdict(findings, steps, ended, precision)
+    line = verdict(findings, steps, ended, precision, looked_at(first))
+    died = next((rank.facts["in_float32"] for rank in ranks if "in_float32" in rank.facts), None)
+    if died is not None:
+        line += (
+            " In float32 the script ends by an error there as well." if died["raises"] else " In float32 it goes on."
+        )
     broke = next((rank.facts["failed"] for rank in ranks if "failed" in rank.facts), None)
     if late := [] if any(rank.steps for rank in ranks) else [each for each in command[1:] if each in OPTIONS]:
         line += f" {late[0]} was given to the script, since it stands after it: preamp's own options go before."

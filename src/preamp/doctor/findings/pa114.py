@@ -1,0 +1,67 @@
+"""PA114: values that count, in 16 bits.
+
+What it is. Positions, indices, steps, timesteps and frequencies are numbers whose last unit matters. bfloat16 has no
+number between 256 and 258, float16 none between 2048 and 2050. The finding is an operator that turns such a number into
+something else altogether (an angle, an index, a gate), while its input is right to the last bit that 16 bits have; or a
+counter that no longer counts.
+
+Why it hurts. A sine of a position that is off by 1 is off by anything between -2 and 2; an embedding looked up at 258
+in place of 257 is another word's; a counter that stands at 256 never reaches the step for which something waits.
+Nothing is infinite, and the loss still falls.
+
+The cure. Compute with such numbers in float32, or in whole numbers, and cast what comes out of them.
+
+When it is harmless. Counts that 16 bits hold: positions up to 256 in bfloat16 and 2048 in float16, and angles whose
+error stays small. They are not reported.
+
+See also: [PA111](PA111.md), buffers that a cast of the model rounds; [PA212](PA212.md), sums that stop growing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...report import Finding
+from ..shadow.facts import Absorbed
+from .check import Check, on
+from .events import Deviated
+
+
+class PA114(Check):
+    """Positions, indices, times and frequencies beyond what 16 bits tell apart, and counters that stand still."""
+
+    @on(Deviated)
+    def deviated(self, event: Deviated) -> Iterator[Finding]:
+        """An angle or an index of a number that 16 bits have rounded."""
+        fact = event.fact
+        if fact.code != "PA114":
+            return
+        share = f"{fact.error:.0%} of the entries differ" if fact.kind == "decided" else f"off by {fact.error:.0%}"
+        yield self.finding(
+            "error" if fact.kind == "decided" else "warning",
+            f"{fact.name} of numbers up to {fact.largest:.4g} that went through 16 bits: {share} from float32's, and "
+            f"what went in is right to {fact.inputs:.1%}",
+            event.fix_or("# compute positions, times and indices in float32 or in whole numbers; cast the result"),
+            **event.where,
+            evidence=event.evidence,
+        )
+
+    @on(Absorbed)
+    def counter(self, event: Absorbed) -> Iterator[Finding]:
+        """A count that stands still."""
+        if not event.counts or event.stayed < event.moved:
+            return
+        name = event.buffer or "the counter"
+        stops = 512 if event.dtype == "bf16" else 4096
+        yield self.finding(
+            "error",
+            f"{name} is {event.dtype} and no longer counts: {event.by:g} is added and it stays what it is, as every "
+            f"count does in {event.dtype} before it reaches {stops} times that",
+            f"module.{event.buffer} = module.{event.buffer}.float()  # after the cast of the model"
+            if event.buffer
+            else "counter = torch.zeros((), dtype=torch.long)  # whole numbers, which no cast touches",
+            module=event.module,
+            op=event.op,
+            at=event.at,
+            evidence={"adds": event.by, "dtype": event.dtype},
+        )

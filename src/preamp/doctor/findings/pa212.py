@@ -1,0 +1,93 @@
+"""PA212: sums kept in 16 bits.
+
+What it is. A sum grows, and what is added to it stays small. bfloat16 keeps 8 bits and float16 11, so a term that is
+less than 1/512 or 1/4096 of the sum changes nothing any more. That happens to gradients that are added up over many
+micro-batches in a 16-bit model, to a running loss, and to an average of weights that moves by a thousandth of the way.
+The finding is measured: the line's addition was done again in float32, and there the numbers move.
+
+Why it hurts. The sum stops growing, and nothing says so. Accumulated gradients are those of the first micro-batches, a
+schedule that waits for the mean loss sees a number that is too small, and an average of weights stands where it began.
+
+The cure. Keep the sum in float32, whatever is added to it.
+
+When it is harmless. Sums of a few terms: none of them is small beside the sum. Sums that are rounded stochastically.
+Neither is reported.
+
+See also: [PA204](PA204.md), updates of weights that rounding takes away; [PA114](PA114.md), counts in 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from ...report import Finding
+from ..records import Line
+from ..shadow.facts import Absorbed
+from .check import Check, on
+
+STAYS = 0.9
+"""Share of the numbers that would have moved in float32 and did not, from which a sum has stopped."""
+WRONG = 0.1
+"""Relative error of an accumulated gradient from which it is reported."""
+TENSOR = 16
+"""Numbers from which one look is enough. A single number stays now and then, and has to stay in two looks."""
+
+
+class PA212(Check):
+    """Sums, averages and accumulated gradients that are so large that what is added to them is lost."""
+
+    def __init__(self) -> None:
+        self._looks: Counter[Line] = Counter()
+        self._told: set[Line] = set()
+
+    @on(Absorbed)
+    def absorbed(self, event: Absorbed) -> Iterator[Finding]:
+        """One line that adds up, outside of an optimizer."""
+        if event.optimizer is not None or event.counts:
+            return
+        if event.is_gradient:
+            yield from self._of_gradients(event)
+            return
+        if event.at[0] is None or event.stayed < STAYS * event.moved:
+            return
+        if event.at in self._told:  # another operator of the same line
+            return
+        self._looks[event.at] += event.times
+        if event.moved < TENSOR and self._looks[event.at] < 2:
+            return
+        self._told.add(event.at)
+        share = event.stayed / event.moved
+        if event.op in ("mul", "lerp") or event.parameters or event.moved >= TENSOR:
+            what, fix = (
+                "numbers of an average",
+                "average = copy.deepcopy(model).float()  # averages of weights in float32",
+            )
+        else:
+            what, fix = "a sum", "total = total + x.detach().float()  # or x.item(): sums in float32"
+        yield self.finding(
+            "warning",
+            f"{what} in {event.dtype}: {share:.0%} of {event.moved} numbers stay what they are at this line, and in "
+            "float32 they move. What is added is less than half of what they can tell apart",
+            fix,
+            module=event.module,
+            op=event.op,
+            at=event.at,
+            evidence={"unchanged": round(share, 3), "dtype": event.dtype, "times": event.times},
+        )
+
+    def _of_gradients(self, event: Absorbed) -> Iterator[Finding]:
+        if event.error < WRONG:
+            return
+        yield self.finding(
+            "warning",
+            f"a gradient that is added up in {event.dtype}, {event.times} additions in this step, is {event.error:.0%} "
+            "off from the same sum in float32: what comes late is less than half of what it can tell apart",
+            "session = preamp.prepare(model.float(), optimizer, level='O4')  # float32 gradients\n"
+            "# or add up in float32: for m, p in zip(masters, model.parameters()): m.grad.add_(p.grad); p.grad = None",
+            module=event.module,
+            op=event.op,
+            direction="backward",
+            at=event.at,
+            evidence={"error of the sum": round(event.error, 3), "dtype": event.dtype, "additions": event.times},
+        )

@@ -1,0 +1,166 @@
+"""Does a step again with a remedy, and says what happened: no fix is printed that was not tried."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..hooks import Clock
+from ..names import Names
+from ..operators import Observation
+from ..places import Places
+from ..records import Line
+from ..shadow.execution import OFF, Shadowed
+from ..shadow.facts import Fact
+from ..shadow.remedies import Remedy, candidates
+from ..shadow.source import Reading
+from .tape import Tape
+
+BETTER, MUCH_BETTER = 0.5, 0.1
+"""What is left of an error after a remedy that helps, at the most; the second of one that is still large."""
+TRIALS = 10
+"""Remedies that are tried for one fact."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A step that was done again."""
+
+    finite: bool
+    """Whether losses and gradients are."""
+    raised: bool
+    """Whether it ended by an error."""
+    meant: bool
+    """Whether they are in exact arithmetic."""
+    gradient: float
+    """Norm of all gradients."""
+    error: float
+    """Relative error of the gradients, or of the losses where there are none; infinite where they are not finite."""
+    shadowed: Shadowed
+    facts: tuple[Fact, ...]
+
+    def at(self, fact: Fact) -> float:
+        """Relative error of what is computed at the line of a fact, infinite where that is not finite."""
+        line = fact.place.file, fact.place.line
+        if not self.finite or (fact.kind == "not finite" and line in self.places):
+            return math.inf
+        errors = self.shadowed.errors.items()
+        return max((error for place, error in errors if (place.file, place.line) == line), default=0.0)
+
+    @property
+    def places(self) -> set[tuple[str | None, int | None]]:
+        """The lines of the facts, and of what is not finite though float32 is."""
+        broke = {(place.file, place.line) for place, _ in self.shadowed.broke}
+        return {(one.place.file, one.place.line) for one in self.facts} | broke
+
+
+class Trials:
+    """Of one step: `losses` with what is on them, `seed` the gradient that backward begins with.
+
+    `readings`: what statements read where they were seen to run.
+    """
+
+    def __init__(
+        self, tape: Tape, names: Names, losses: Sequence[Tensor], seed: float, readings: Mapping[Line, Reading]
+    ) -> None:
+        self._tape, self._names, self._seed = tape, names, seed
+        self._device = losses[0].device.type if losses else tape.device
+        self._losses = [loss for loss in losses if tape.knows(loss)]
+        self.plain = self.again(None) if tape.whole and not tape.is_empty and (self._losses or not losses) else None
+        """The step without a remedy; None where it cannot be done again."""
+        found = {} if self.plain is None else self.plain.shadowed.readings
+        self._readings = {**found, **readings}
+
+    def again(self, remedy: Remedy | None) -> Outcome:
+        """Do it again. What raises an error is not finite."""
+        tape, names, facts = self._tape, self._names, list[Fact]()
+        shadowed = Shadowed(lambda fact, _: facts.append(fact))
+        places = Places(names.get, names.owners, Trials.again.__code__)
+        observation = Observation(places, {}, [shadowed], Clock())
+        made: list[Tensor] = []
+        grads: list[Tensor] = []
+        raised = False
+        with tape.done_again(), torch.autograd.set_multithreading_enabled(False), observation:
+            try:
+                if self._losses:
+                    made = [tape.replay(loss, places, names.get, remedy=remedy) for loss in self._losses]
+                else:
+                    tape.replay_calls(places, names.get, remedy)
+                back = [loss for loss in made if loss.requires_grad]
+                wanted = [p for p in names.parameters() if p.requires_grad]
+                seeds = [torch.full_like(loss, self._seed) for loss in back]
+                found = torch.autograd.grad(back, wanted, seeds, allow_unused=True) if back else ()
+                grads = [grad for grad in found if grad is not None]
+            except Exception:
+                raised = True
+            observation.paused = True
+            places.close()
+            return _judged(made, grads, shadowed, tuple(facts), raised)
+
+    def cure(self, fact: Fact, in_session: bool) -> tuple[str | None, str]:
+        """A text to paste that was tried, and what happened; without a text, why there is none."""
+        if self.plain is None:
+            return None, "the step cannot be done again, so no fix was tried"
+        line = fact.place.file, fact.place.line
+        constants = sorted(set(self.plain.shadowed.constants.get(line, ())))
+        lines = [line, *(each for each in fact.lines if each != line)]
+        best: tuple[float, str, str] | None = None
+        tried = 0
+        broken = [line, *sorted(p for p in self.plain.places if p != line and p[0] == line[0])]
+        for remedy in candidates(lines, broken, constants, fact.place.module, in_session):
+            text = remedy.text(self._device, self._readings)
+            if text is None:
+                continue
+            tried += 1
+            outcome = self.again(remedy)
+            if self._helps(outcome, fact) and (best is None or outcome.error < best[0] / 2):
+                best = outcome.error, f"{_instead_of(remedy, line)}{text}", self._told(outcome, fact)
+            if tried >= TRIALS or (best is not None and best[0] < OFF / 2):
+                break
+        if best is None:
+            return None, f"{tried} changes of this line and of those before it were tried, and none helps"
+        return f"{best[1]}\n# tried: {best[2]}", best[2]
+
+    def _helps(self, outcome: Outcome, fact: Fact) -> bool:
+        plain, line = self.plain, (fact.place.file, fact.place.line)
+        if plain is None or not outcome.finite or not outcome.places <= plain.places:
+            return False
+        if line in outcome.places:
+            return fact.kind != "not finite" and outcome.at(fact) <= MUCH_BETTER * plain.at(fact)
+        better = plain.at(fact) == math.inf > outcome.at(fact) or outcome.at(fact) <= BETTER * plain.at(fact)
+        return better and (outcome.at(fact) < OFF or outcome.at(fact) <= MUCH_BETTER * plain.at(fact))
+
+    def _told(self, outcome: Outcome, fact: Fact) -> str:
+        before = math.inf if self.plain is None else self.plain.at(fact)
+        size = f"gradient {outcome.gradient:.3g}" if outcome.gradient else "finite"
+        return f"{size}, error {'not finite' if before == math.inf else f'{before:.2g}'} -> {outcome.at(fact):.2g}"
+
+
+def _instead_of(remedy: Remedy, line: Line) -> str:
+    """A comment that names the lines that a text replaces, where these are others than the fact's."""
+    others = sorted(number for _, number in remedy.lines if number is not None)
+    if remedy.lines in ((), (line,)):
+        return ""
+    return f"# in place of line{'s' if len(others) > 1 else ''} {' and '.join(map(str, others))}:\n"
+
+
+def _judged(
+    losses: list[Tensor], grads: list[Tensor], shadowed: Shadowed, facts: tuple[Fact, ...], raised: bool
+) -> Outcome:
+    with torch.no_grad():
+        finite = not raised and all(bool(t.isfinite().all()) for t in (*losses, *grads))
+        finite = finite and (bool(losses) or not shadowed.broke)  # an evaluation
+        off, size, meant = 0.0, 0.0, not raised
+        for tensor in grads or losses:
+            shadow = shadowed.shadows.find(tensor)
+            meant = meant and (shadow is None or bool(shadow.isfinite().all()))
+            if shadow is not None and bool(shadow.isfinite().all()):
+                off += float((tensor.detach().double() - shadow).square().sum())
+                size += float(shadow.square().sum())
+        gradient = math.sqrt(sum(float(g.detach().double().square().sum()) for g in grads)) if finite else math.inf
+        error = math.sqrt(off / size) if finite and size else (0.0 if finite else math.inf)
+    return Outcome(finite, raised, meant, gradient, error, shadowed, facts)

@@ -1,0 +1,145 @@
+"""Changes in place that 16 bits take in whole: the value stays, and in float32 it would have moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...formats import LOW_DTYPES, name_of
+from ...tree import map_tensors, tensors
+from ..operators import Call, Observer, base_of
+from ..places import Place, key_of, written_by
+from .facts import Absorbed
+from .values import relative_error
+
+MOVES = frozenset({"add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv", "copy"})
+"""Operators by which a number goes on from what it was, or gets what was computed from it in more bits."""
+
+
+@dataclass(slots=True)
+class _Count:
+    """What one line did to tensors of one kind."""
+
+    place: Place
+    op: str
+    dtype: str
+    optimizer: Optimizer | None
+    moved: int = 0
+    """How many numbers would have moved in float32."""
+    stayed: int = 0
+    """How many of those did not."""
+    times: int = 0
+    keys: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """The two counts of each storage."""
+    by: float | None = None
+    """The constant that it was added to or multiplied by."""
+
+
+class Changes(Observer):
+    """Does every change in place again in float32, and counts what moves there and not here."""
+
+    everywhere = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: dict[Any, _Count] = {}
+        self._kept: list[tuple[Tensor, Tensor, Tensor]] | None = None
+        self._sums: dict[int, tuple[Tensor, Tensor]] = {}
+        """By storage, gradients that autograd adds to, and their sums in float32."""
+        self._errors: dict[int, float] = {}
+        """Their relative errors, once the sums are whole."""
+        self._optimizer: Optimizer | None = None
+        """What steps now."""
+        self._weights: set[int] = set()
+        """Storages of what it steps, and of new tensors made of them."""
+        self._owned: frozenset[int] = frozenset()
+        """Storages that it keeps: copies of masters lose nothing that the masters have not."""
+
+    def steps(self, optimizer: Optimizer | None) -> None:
+        """An optimizer begins to step; None: it has stepped."""
+        self._optimizer = optimizer
+        groups = [] if optimizer is None else optimizer.param_groups
+        self._weights = {key_of(p) for group in groups for p in group["params"]}
+        kept = [] if optimizer is None else list(tensors((groups, list(optimizer.state.values()))))
+        self._owned = frozenset(map(key_of, kept))
+        for key, (gradient, exact) in self._sums.items() if optimizer is not None else ():
+            self._errors[key] = relative_error(gradient, exact)
+        self._sums.clear()
+
+    def wants(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether an operator moves float16 or bfloat16 numbers: in place, or in a step by making new ones of them."""
+        base = base_of(func)
+        name = base.removeprefix("_foreach_").rstrip("_")
+        if name not in MOVES and not base.startswith("_fused_"):
+            return False
+        written = written_by(func, args, kwargs)
+        if not written and self._optimizer is not None and args and isinstance(args[0], Tensor):
+            return args[0].dtype in LOW_DTYPES
+        return any(t.dtype in LOW_DTYPES for t in written)
+
+    def before(self, call: Call) -> None:
+        """Keep what is about to move, and move it in float32."""
+        self._kept = None
+        if call.place.ours or not self.wants(call.func, call.args, call.kwargs):
+            return
+        if call.base == "copy" and (self._optimizer is None or key_of(call.args[1]) in self._owned):
+            return
+        low = [t for t in call.written or call.args[:1] if t.dtype in LOW_DTYPES and t.layout is torch.strided]
+        wide: dict[int, Tensor] = {}
+
+        def widened(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            return wide.setdefault(id(tensor), tensor.detach().to(torch.float32, copy=True))
+
+        try:
+            args = [map_tensors(widened, value) for value in call.args]
+            out = call.func(*args, **{name: map_tensors(widened, value) for name, value in call.kwargs.items()})
+        except Exception:
+            return
+        exact = [wide[id(t)] for t in low] if call.written else [*tensors(out)][:1]
+        self._kept = [(t, t.detach().clone(), moved) for t, moved in zip(low, exact, strict=False)]
+
+    def after(self, call: Call) -> None:
+        """Count what moved."""
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return
+        node = torch._C._current_autograd_node()
+        stepping = None if self._optimizer is None else id(self._optimizer)
+        gradient = node is not None and node.name() == "torch::autograd::AccumulateGrad"
+        for given, old, exact in kept:
+            tensor = given if call.written else next(tensors(call.out))
+            if tensor.shape != old.shape or tensor.dtype != old.dtype:
+                continue
+            moves, storage = exact != old, key_of(tensor)
+            if gradient:
+                added = exact - old.to(torch.float32)
+                self._sums[storage] = tensor, self._sums[storage][1] + added if storage in self._sums else exact
+            weight = key_of(given) in self._weights
+            if weight:
+                self._weights.add(storage)
+            key = (call.place.file, call.place.line, call.base, gradient, weight, stepping)
+            count = self._lines.setdefault(key, _Count(call.place, call.base, name_of(tensor.dtype), self._optimizer))
+            moved, stayed = int(moves.sum()), int((moves & (tensor == old)).sum())
+            count.moved, count.stayed, count.times = count.moved + moved, count.stayed + stayed, count.times + 1
+            before = count.keys.get(storage, (0, 0))
+            count.keys[storage] = before[0] + moved, before[1] + stayed
+            by = call.args[1] if len(call.args) > 1 else None
+            scalar = isinstance(by, (int, float)) or (isinstance(by, Tensor) and by.dim() == 0)
+            count.by = float(by) if scalar and by is not None else None
+
+    def events(self) -> Iterator[Absorbed]:
+        """One for each line that changed anything."""
+        for (*_, gradient, weight, _), one in self._lines.items():
+            if one.moved:
+                yield Absorbed(
+                    one.op.removeprefix("_foreach_").rstrip("_"), one.dtype, one.moved, one.stayed, one.times,
+                    one.keys, gradient, weight, one.optimizer, one.by, one.place,
+                    max((self._errors.get(key, 0.0) for key in one.keys), default=0.0),
+                )  # fmt: skip

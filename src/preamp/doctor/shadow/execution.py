@@ -1,0 +1,298 @@
+"""Runs each operator on the shadows, too, and compares what comes out."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...formats import FP16, name_of
+from ...tree import map_tensors, tensors
+from ..operators import Call, Observer
+from ..places import UNINITIALISED, Place, key_of
+from ..records import Line
+from .facts import Fact, Kind, spelled
+from .source import Reading, frame_of, read_in, statement_at
+from .values import SHADOWED, WIDE, Shadows, has_shadow, relative_error, share_differing, share_lost
+
+OFF = 0.25
+"""Relative error of a result, ||value - shadow|| / ||shadow||, from which it is one: far more than rounding."""
+AGREES = 0.06
+"""Relative error up to which an input counts as right: twice bfloat16's rounding, many times over."""
+DECIDES = 0.02
+"""Relative error up to which float32 gets a result right. What float32 gets wrong, no precision is to blame for."""
+OTHERWISE = 0.1
+"""Share of the entries of an index or mask that differ from the shadow's, from which they are decided otherwise."""
+ZEROS = 0.5
+"""Share of the entries that are zero and should not be, from which a result is lost to zero."""
+_EXACT = frozenset({"detach", "alias", "zeros_like", "ones_like", "lift_fresh", "_local_scalar_dense"})
+_DECIDING = frozenset({
+    "_to_copy", "bucketize", "searchsorted", "linalg_cholesky_ex", "linalg_inv_ex", "linalg_lu_factor_ex",
+    "linalg_solve_ex", "linalg_ldl_factor_ex", "eq", "ne", "gt", "lt", "ge", "le",
+})  # fmt: skip
+"""Operators whose integers and truth values mean something. The place of a maximum is none: ties decide it."""
+_MEANT = frozenset({"exp", "expm1"})
+"""Operators whose infinity a division rightly makes a zero: a sigmoid that is written by hand."""
+_ADD_UP = frozenset({
+    "sum", "mean", "mm", "addmm", "bmm", "baddbmm", "sub", "add", "rsub", "_softmax_backward_data", "convolution",
+    "convolution_backward", "native_layer_norm_backward", "native_batch_norm_backward", "_log_softmax_backward_data",
+})  # fmt: skip
+"""Operators that add up terms of both signs: what is left may be of no weight beside them."""
+
+
+class Shadowed(Observer):
+    """Follows every operator with shadows and hands facts on, each with its call.
+
+    `limit`: bytes that shadows may take.
+    """
+
+    everywhere = True
+
+    def __init__(self, found: Callable[[Fact, Call], None], limit: float = math.inf) -> None:
+        super().__init__()
+        self._found, self.shadows = found, Shadows(limit)
+        self.skipped: Counter[str] = Counter()
+        """Operators that could not run on shadows, and how often."""
+        self.operators = 0
+        self._wide: tuple[list[Tensor], list[tuple[Tensor, Tensor]], float] | None = None
+        """What the shadows gave, the new shadows of what is changed in place, and the error of these before."""
+        self._module: str | None = None
+        self.causes: dict[int, Fact] = {}
+        """By storage, what made it as wrong as it is."""
+        self.read_out: dict[Fact, None] = {}
+        """What made numbers that the script read, and that are not finite."""
+        self.broke: list[tuple[Place, Fact]] = []
+        """Where something not finite came of finite numbers, and the fact behind it."""
+        self.errors: dict[Place, float] = {}
+        """The largest relative error of what was computed in a place."""
+        self.readings: dict[Line, Reading] = {}
+        """What the statement at a line reads."""
+        self.constants: dict[Line, list[float]] = {}
+        """Numbers that operators of a line were given."""
+        self._trail: dict[int, tuple[Line, tuple[int, ...]]] = {}
+        """By storage, the line that wrote it last and the storages that it read."""
+        self._reported: set[Any] = set()
+
+    def before(self, call: Call) -> None:
+        """Run the operator on the shadows of what it is about to read."""
+        self._wide = None
+        if call.base == "_local_scalar_dense":
+            self._read(call)
+        if call.place.module != self._module:
+            self._module = call.place.module
+            self.shadows.module_changed()
+        if not _follows(call):
+            return
+        line = call.at
+        if line not in self.readings:
+            statement, frame = statement_at(line), frame_of(line, sys._getframe())
+            if statement is not None and frame is not None:
+                self.readings[line] = read_in(frame, statement)
+        numbers = [value for value in call.args if type(value) is float]
+        if numbers and line[0] is not None:
+            self.constants.setdefault(line, []).extend(numbers[:4] if len(self.constants.get(line, ())) < 64 else ())
+        changed = {id(t): self.shadows.of(t).clone() for t in call.written if has_shadow(t)}
+        error = max((self._error_of(t) for t in call.written if has_shadow(t)), default=0.0)
+        try:
+            out = self._run(call, lambda t: changed[id(t)] if id(t) in changed else self.shadows.of(t), WIDE)
+        except Exception:
+            self.skipped[call.base] += 1
+        else:
+            self._wide = out, [(t, changed[id(t)]) for t in call.written if id(t) in changed], error
+
+    def after(self, call: Call) -> None:
+        """Compare what came out with what came out of the shadows."""
+        wide, self._wide = self._wide, None
+        if wide is None:
+            for tensor in call.written:
+                self.shadows.forget(tensor)
+            return
+        self.operators += 1
+        outs, changed, before = wide
+        for tensor, exact in changed:
+            self._judge(call, tensor, exact, before)
+            self.shadows.of(tensor).copy_(exact)
+        written = {id(t) for t in call.written}
+        read = tuple(dict.fromkeys(key_of(t) for t in tensors((call.args, call.kwargs))))
+        for tensor in (*tensors(call.out), *call.written):
+            self._trail[key_of(tensor)] = call.at, read
+        for out, exact in zip(tensors(call.out), outs, strict=False):
+            if id(out) in written or out.shape != exact.shape:
+                continue
+            if has_shadow(out) and exact.dtype is WIDE:
+                self._judge(call, out, exact, 0.0)
+                self.shadows.of(out).copy_(exact)
+            elif out.dtype is exact.dtype and not out.is_floating_point() and call.base in _DECIDING:
+                self._judge_decision(call, out, exact)
+
+    def told(self) -> dict[str, Any]:
+        """What was followed, for the record."""
+        skipped = {spelled(name): count for name, count in self.skipped.most_common()}
+        return {"operators": self.operators, "skipped": skipped, "whole": self.shadows.whole}
+
+    @staticmethod
+    def _run(call: Call, shadow: Callable[[Tensor], Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Run the operator with shadows in place of its tensors, in this dtype."""
+
+        def wide(value: Any) -> Any:
+            if isinstance(value, torch.dtype):
+                return dtype if value in SHADOWED else value
+            return map_tensors(lambda t: shadow(t) if has_shadow(t) else t, value)
+
+        return list(tensors(call.func(*map(wide, call.args), **{k: wide(v) for k, v in call.kwargs.items()})))
+
+    def _in_float32(self, call: Call) -> list[Tensor]:
+        """What the operator gives in float32 for right inputs, with what it changes in place first."""
+        changed = {id(t): self.shadows.of(t).to(torch.float32) for t in call.written if has_shadow(t)}
+        try:
+            run = lambda t: changed[id(t)] if id(t) in changed else self.shadows.of(t).to(torch.float32)  # noqa: E731
+            out = self._run(call, run, torch.float32)
+        except Exception:
+            return []
+        return [*changed.values(), *out]
+
+    def _judge(self, call: Call, out: Tensor, exact: Tensor, before: float) -> None:
+        """Whether a result is off although its inputs are right, and float32 would have got it right."""
+        error, key = relative_error(out, exact), key_of(out)
+        written = {id(t) for t in call.written}
+        read = [t for t in call.inputs if has_shadow(t) and id(t) not in written]
+        self.errors[call.place] = max(error, self.errors.get(call.place, 0.0))
+        if error < OFF:
+            self.causes.pop(key, None)
+            return
+        cause = next((self.causes[key_of(t)] for t in call.inputs if key_of(t) in self.causes), None)
+        if cause is not None:
+            self.causes[key] = cause
+        off = max(map(self._error_of, read), default=0.0)
+        finite = bool(out.isfinite().all())
+        if not all(bool(t.isfinite().all()) for t in read):
+            if finite and cause is not None and cause.kind == "not finite" and cause.op not in _MEANT:
+                self._report(replace(cause, hidden_by=call.base), call)
+            return
+        blamed = max(off, before) <= AGREES and (not finite or self._is_off(call, out, exact, read))
+        if not blamed or not self._float32_decides(call, exact):
+            if not finite and cause is not None:
+                self.broke.append((call.place, cause))
+            return
+        if finite and self._is_nearly_nothing(call, out, exact):
+            return
+        kind: Kind = "made" if finite else "not finite"
+        if finite and (lost := share_lost(out, exact)) > ZEROS:
+            kind, error = "lost", lost
+        elif finite and out.dtype is torch.float16 and _is_subnormal(exact):
+            kind = "lost"
+        self.causes[key] = fact = self._fact(kind, call, out, error, off, read)
+        if finite:
+            self._report(fact, call)
+        else:
+            self.broke.append((call.place, fact))
+
+    def _fact(self, kind: Kind, call: Call, out: Tensor, error: float, off: float, read: list[Tensor]) -> Fact:
+        largest = max((float(t.detach().abs().max()) for t in read if t.numel()), default=0.0)
+        dtype = out.dtype if out.is_floating_point() else read[0].dtype
+        lines = self._lines_before(call)
+        shape = tuple(out.shape)
+        return Fact(kind, call.base, call.place, name_of(dtype), shape, error, off, largest, lines=lines)
+
+    def _lines_before(self, call: Call) -> tuple[Line, ...]:
+        """The line of a call, and the lines that led to what it reads, the nearest first."""
+        found, left, seen = [call.at], deque(key_of(t) for t in call.inputs), set[int]()
+        while left and len(found) < 4:
+            key = left.popleft()
+            line, read = self._trail.get(key, (call.at, ()))
+            if key not in seen:
+                seen.add(key)
+                left.extend(read)
+                if line not in found and line[0] == call.at[0]:
+                    found.append(line)
+        return tuple(found)
+
+    def _read(self, call: Call) -> None:
+        """The script reads a number: one that is not finite, though float32's is, has come to light."""
+        for tensor in call.inputs:
+            cause = self.causes.get(key_of(tensor))
+            if cause is not None and cause.kind == "not finite" and not bool(tensor.isfinite()):
+                self.read_out.setdefault(cause)
+
+    def _report(self, fact: Fact, call: Call) -> None:
+        """Hand a fact on, once for each place."""
+        key = (fact.kind, fact.op, fact.place.file, fact.place.line, fact.place.module, fact.place.direction)
+        if key not in self._reported:
+            self._reported.add(key)
+            self._found(fact, call)
+
+    def _float32_decides(self, call: Call, exact: Tensor) -> bool:
+        tried = self._in_float32(call)
+        return any(t.shape == exact.shape and relative_error(t, exact) < DECIDES for t in tried)
+
+    def _judge_decision(self, call: Call, out: Tensor, exact: Tensor) -> None:
+        """Whether integers or truth values are others than those of the shadows."""
+        share = share_differing(out, exact)
+        read = [t for t in call.inputs if has_shadow(t)]
+        if share < OTHERWISE or not read or not all(bool(t.isfinite().all()) for t in read):
+            return
+        off = max(map(self._error_of, read))
+        tried = [t for t in self._in_float32(call) if t.dtype is out.dtype and t.shape == out.shape]
+        if off < OFF and tried and share_differing(tried[0], exact) < DECIDES:
+            self._report(self._fact("decided", call, out, share, off, read), call)
+
+    def _is_off(self, call: Call, out: Tensor, exact: Tensor, read: list[Tensor]) -> bool:
+        """Whether entries are off whose own inputs are right: of operators that compute each entry by itself."""
+        if torch.Tag.pointwise not in call.func.tags:
+            return True
+        right = torch.ones_like(out, dtype=torch.bool)
+        for tensor in read:
+            shadow = self.shadows.find(tensor)
+            if shadow is not None:
+                right &= (tensor.detach().to(WIDE) - shadow).abs() <= AGREES * shadow.abs()
+        return relative_error(out.detach()[right], exact[right]) >= OFF
+
+    def _is_nearly_nothing(self, call: Call, out: Tensor, exact: Tensor) -> bool:
+        """Whether the error is no more than rounding beside the terms from which the result was added up."""
+        if call.base not in _ADD_UP:
+            return False
+        terms = [t for t in call.inputs if t.numel()]
+        rounding = max((self._rounding_of(t) for t in terms), default=0.0)
+        many = math.sqrt(max((t.numel() for t in terms), default=1) / max(out.numel(), 1))
+        return float((out.detach().to(WIDE) - exact).abs().max()) < 8 * rounding * max(many, 1.0)
+
+    def _rounding_of(self, tensor: Tensor) -> float:
+        """The largest absolute error that it brings along, its own rounding at least."""
+        own = torch.finfo(tensor.dtype).eps * float(tensor.detach().abs().max())
+        shadow = self.shadows.find(tensor)
+        return own if shadow is None else max(own, float((tensor.detach().to(WIDE) - shadow).abs().max()))
+
+    def _error_of(self, tensor: Tensor) -> float:
+        shadow = self.shadows.find(tensor)
+        return 0.0 if shadow is None else relative_error(tensor, shadow)
+
+
+def _follows(call: Call) -> bool:
+    """Whether an operator runs on shadows: it reads floating numbers, or makes them of whole ones, and draws none."""
+    func, base = call.func, call.base
+    if call.place.ours:
+        return False
+    if base in _EXACT or base in UNINITIALISED or func.namespace != "aten" or _is_view(func):
+        return False
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    return any(map(has_shadow, tensors((call.args, call.kwargs)))) or base == "_to_copy"
+
+
+def _is_subnormal(exact: Tensor) -> bool:
+    """Whether most of what is not zero lies below float16's normal numbers."""
+    there = exact != 0
+    return float((exact.abs() < FP16.smallest_normal)[there].double().mean()) > ZEROS
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    """Whether the operator hands on numbers of its argument: their storage has a shadow already."""
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)

@@ -1,0 +1,116 @@
+"""What a shadowed step shows of one operator: where a value goes wrong that float32 would have got right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from ..records import NOWHERE, Line
+
+if TYPE_CHECKING:  # a report is made by a process that needs no torch
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from ..places import Place
+
+Kind = Literal["made", "lost", "decided", "not finite", "absorbed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One thing that went wrong at one operator."""
+
+    kind: Kind
+    op: str
+    """As people write it: "log1p", "sqrt"."""
+    place: Place
+    dtype: str
+    shape: tuple[int, ...]
+    error: float
+    """Relative error of the result; for "decided", "lost" and "absorbed" the share of entries."""
+    inputs: float
+    """Largest relative error of the inputs."""
+    largest: float = 0.0
+    """Largest magnitude among the inputs."""
+    hidden_by: str | None = None
+    """The operator that made finite numbers of something not finite, of a "not finite" that nothing else shows."""
+
+    lines: tuple[Line, ...] = ()
+    """The user's line, and those that led to what the operator reads, the nearest first."""
+
+    @property
+    def name(self) -> str:
+        """The operator as people write it."""
+        return spelled(self.op)
+
+    @property
+    def code(self) -> str:
+        """Which finding it is."""
+        if self.op.startswith(_MATRIX) and not self.op.startswith(_NO_MATRIX):
+            return "PA115"
+        if self.kind == "decided" or (self.op in _COUNTS and self.largest >= _LARGE[self.dtype]):
+            return "PA114"
+        return "PA201" if self.kind == "not finite" else "PA104"
+
+
+_MATRIX = ("linalg_", "_linalg_", "cholesky", "inverse", "logdet", "slogdet", "det", "triangular_solve", "lu_")
+_NO_MATRIX = ("linalg_vector_norm", "linalg_cross", "linalg_matmul", "linalg_vecdot", "detach")
+_COUNTS = frozenset({"sin", "cos", "tan", "remainder", "fmod", "floor", "ceil", "round", "trunc", "frac"})
+"""Operators for which the last unit of a large number matters."""
+_LARGE = {"bf16": 64.0, "fp16": 512.0, "fp32": 64.0}
+"""Magnitude from which 16 bits round such a number by a quarter or more. A float32 one came from 16 bits."""
+_SPELLED = {"_to_copy": "a cast", "_softmax": "softmax", "_log_softmax": "log_softmax", "_unsafe_view": "view"}
+
+
+def spelled(op: str) -> str:
+    """An operator's name as people write it: log1p for "aten.log1p.default", cholesky for "linalg_cholesky_ex"."""
+    name = op.removeprefix("aten.").partition(".")[0]
+    if name in _SPELLED:
+        return _SPELLED[name]
+    name = name.strip("_").removeprefix("native_").removeprefix("linalg_").removesuffix("_ex")
+    return name.removesuffix("_backward_data").removesuffix("_backward")
+
+
+class Absorbed(NamedTuple):
+    """What one line did to 16-bit tensors in place, beside what it would have done in float32."""
+
+    op: str
+    dtype: str
+    moved: int
+    """How many numbers would have moved in float32."""
+    stayed: int
+    """How many of those did not."""
+    times: int
+    """How often it ran."""
+    storages: Mapping[int, tuple[int, int]]
+    """Those of the tensors that it changed, as `places.key_of` gives them, each with its two counts."""
+    is_gradient: bool
+    """Whether autograd added to a gradient here."""
+    is_weight: bool
+    """Whether an optimizer moved what it steps here."""
+    optimizer: Optimizer | None
+    """What stepped then."""
+    by: float | None
+    """A constant that was added, or multiplied by."""
+    place: Place
+    error: float = 0.0
+    """Largest relative error of a gradient that was added up here, against the sum in float32."""
+    parameters: Sequence[Tensor] = ()
+    """Those of the models among the tensors."""
+    module: str | None = None
+    """The innermost module that owns them."""
+    buffer: str | None = None
+    """The name of a buffer among them."""
+    made_at: Line = NOWHERE
+    """Where the optimizer was made, of one that is torch's."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is a counter: a whole number is added to one number."""
+        return self.by is not None and self.by == round(self.by) != 0 and self.moved == self.times and self.op == "add"
+
+    @property
+    def at(self) -> Line:
+        """The line to change: the optimizer's, or the one that changes numbers in place."""
+        return self.made_at if self.made_at[0] is not None else (self.place.file, self.place.line)

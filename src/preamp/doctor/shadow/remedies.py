@@ -1,0 +1,183 @@
+"""What may cure a fact. A remedy changes how some lines are computed when a step is done again; it is also a text."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ...formats import LOW_DTYPES
+from ...tree import map_tensors, tensors
+from ..operators import base_of
+from ..places import Places, is_users
+from ..records import NOWHERE, Line
+from .source import Reading, in_float32, reading_of, statement_at
+
+_CASTS = frozenset({"to", "half", "bfloat16", "float", "double", "type", "__get__", "__set__", "__set_item__"})
+"""Functions that say a dtype, or ask for one: they mean it."""
+_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "convolution", "addmv", "mv", "dot", "linear"})
+_SMALL = 2.0**-14
+"""float16's smallest normal number: constants below it are there to be added to something, or to bound it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """These lines are computed in float32 outside of autocast; constants in them are others."""
+
+    lines: tuple[Line, ...] = ()
+    constants: tuple[tuple[float, float], ...] = ()
+    module: str | None = None
+    """In place of lines: all that runs in this module."""
+
+    def constant(self, value: Any) -> Any:
+        """What stands in place of a number."""
+        if type(value) is float:
+            for old, new in self.constants:
+                if value == old:
+                    return new
+        return value
+
+    def covers(self, line: Line, module: str | None) -> bool:
+        """Whether it is about what runs here."""
+        if self.module is not None:
+            return module is not None and (module == self.module or module.startswith(f"{self.module}."))
+        return line in self.lines
+
+    def text(self, device: str, seen: dict[Line, Reading]) -> str | None:
+        """To paste in place of its lines; `seen`: what they read, where that was seen. None: it cannot be written."""
+        if self.module is not None:
+            return f'session = preamp.prepare(model, optimizer, policy="{{level}}; {self.module} -> full")'
+        parts = []
+        for line in sorted(self.lines, key=lambda one: one[1] or 0):
+            statement = statement_at(line)
+            if statement is None or statement.goes_back:
+                return None
+            reading = seen[line] if line in seen else reading_of(statement)
+            if reading.calls_module:
+                return None
+            text = in_float32(statement, reading, dict(self.constants) if line == self.lines[0] else {})
+            if text is None:
+                return None
+            parts.append(text)
+        inner = "\n".join(f"    {each}" for part in parts for each in part.split("\n"))
+        return f'with torch.autocast("{device}", enabled=False):\n{inner}'
+
+
+def candidates(
+    lines: list[Line], broken: list[Line], constants: list[float], module: str | None, in_session: bool
+) -> Iterator[Remedy]:
+    """Remedies in the order in which they are tried.
+
+    `lines`: the place of the fact and those that lead to it, the nearest first; `broken`: all places of facts;
+    `constants`: numbers that the operators of the first line were given.
+    """
+    if in_session and module:
+        yield Remedy(module=module)
+    small = [c for c in constants if 0 < abs(c) < _SMALL]
+    near = [c for c in constants if 0 < 1 - abs(c) < 2.0**-9]
+    chains = [
+        tuple(lines[:1]),
+        tuple(broken[:4]),
+        tuple(lines[1:2]),
+        tuple(lines[:2]),
+        tuple(lines[1:3]),
+        tuple(lines[:3]),
+    ]
+    for chain in dict.fromkeys(chain for chain in chains if chain):
+        yield Remedy(chain)
+        for new in (1e-4, 1e-3, 1e-2) if chain[0] == lines[0] and len(chain) < 3 else ():
+            changed = [(c, new) for c in small] + [(c, (1 - new) * (1 if c > 0 else -1)) for c in near]
+            if changed:
+                yield Remedy(chain, tuple(changed))
+
+
+class Applied(TorchFunctionMode):
+    """Applies a remedy to what models call, line by line. `module`: the path of the module that runs now."""
+
+    def __init__(self, remedy: Remedy, module: Callable[[], str | None]) -> None:
+        super().__init__()
+        self._remedy, self._module = remedy, module
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        in_place = name.endswith("_") and not name.endswith("__")
+        if name in _CASTS or in_place or not self._remedy.covers(_line(), self._module()):
+            return func(*args, **kwargs)
+        args, kwargs = self._given(func, args, kwargs)
+        with no_autocast():
+            return func(*args, **kwargs)
+
+    def _given(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """float32 in place of 16-bit tensors, and the remedy's constants; also of an epsilon that is a default."""
+        args = [map_tensors(wide, self._remedy.constant(each)) for each in args]
+        kwargs = {key: map_tensors(wide, self._remedy.constant(each)) for key, each in kwargs.items()}
+        if self._remedy.constants and "eps" not in kwargs:
+            try:
+                default = inspect.signature(func).parameters["eps"].default
+            except (KeyError, TypeError, ValueError):
+                return args, kwargs
+            if self._remedy.constant(default) is not default and len(args) <= 3:
+                kwargs["eps"] = self._remedy.constant(default)
+        return args, kwargs
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """float32 in place of a 16-bit tensor."""
+    return tensor.float() if tensor.dtype in LOW_DTYPES else tensor
+
+
+def no_autocast() -> ExitStack:
+    """No autocast region on any device."""
+    stack = ExitStack()
+    for kind in ("cpu", "cuda"):
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
+
+
+def applied(remedy: Remedy | None, places: Places | None) -> AbstractContextManager[Any]:
+    """A model runs inside with the remedy."""
+    if remedy is None:
+        return nullcontext()
+    return Applied(remedy, lambda: None if places is None else places.module)
+
+
+def run_kept(func: Any, args: Any, kwargs: Any, remedy: Remedy | None, line: Line, module: str | None) -> Any:
+    """Run an operator that was kept on a tape: under the remedy, or after what is float32 because of it."""
+    if remedy is None:
+        return func(*args, **kwargs)
+    if remedy.covers(line, module):
+        args = [map_tensors(wide, remedy.constant(each)) for each in args]
+        kwargs = {key: map_tensors(wide, remedy.constant(each)) for key, each in kwargs.items()}
+        if base_of(func) == "_to_copy" and kwargs.get("dtype") in LOW_DTYPES:
+            kwargs["dtype"] = torch.float32  # autocast's
+        return func(*args, **kwargs)
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError:  # operands of two dtypes, where autocast would have cast or the code would have asked
+        to = _low_of(args) if base_of(func) in _PRODUCTS else torch.float32
+        args = [map_tensors(lambda t: t.to(to) if t.is_floating_point() else t, each) for each in args]
+        return func(*args, **kwargs)
+
+
+def _low_of(args: Any) -> torch.dtype:
+    """The 16-bit dtype among the arguments."""
+    return next((t.dtype for t in tensors(args) if t.dtype in LOW_DTYPES), torch.float32)
+
+
+def _line() -> Line:
+    """The user's line that runs now."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return NOWHERE

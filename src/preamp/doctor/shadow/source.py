@@ -1,0 +1,258 @@
+"""Statements of the user's, as text: what they read, and how they read with a remedy in them."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...formats import LOW_DTYPES
+from ..records import Line
+
+_SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
+_NO_TENSOR_CALLS = frozenset({"len", "int", "float", "range", "size", "dim", "numel", "item"})
+_NO_TENSOR_ATTRIBUTES = frozenset({"shape", "ndim", "dtype", "device"})
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A simple statement of a file: an assignment, a return or an expression."""
+
+    node: ast.stmt
+    function: ast.AST
+    """The function, or the module, that it stands in."""
+    lines: tuple[str, ...]
+    """Its lines as they stand."""
+    file: str
+
+    def reads(self) -> dict[str, list[ast.expr]]:
+        """The names that it reads ("x", "self.scale"), with where they stand. Of `x.t()` it reads x."""
+        found: dict[str, list[ast.expr]] = {}
+        called = {id(node.func) for node in ast.walk(self.node) if isinstance(node, ast.Call)}
+        written = set(map(id, self._written()))
+
+        def visit(node: ast.AST) -> None:
+            if id(node) in written:
+                return
+            if isinstance(node, ast.Attribute) and id(node) in called:
+                visit(node.value)
+            elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
+                spelled = _dotted(node)
+                if spelled is not None and id(node) not in called:
+                    found.setdefault(spelled, []).append(node)
+                elif spelled is None:
+                    visit(node.value if isinstance(node, ast.Attribute) else node)
+            else:
+                for child in ast.iter_child_nodes(node):
+                    visit(child)
+
+        visit(self.node)
+        return found
+
+    def _written(self) -> Iterator[ast.expr]:
+        """What it writes to and must stay itself: x of `x[0] = y`, of `x.data = y`, of `x.mul_(y)` and of `out=x`."""
+        for node in ast.walk(self.node):
+            if isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+                yield node.value
+            elif isinstance(node, ast.Call):
+                yield from (each.value for each in node.keywords if each.arg == "out")
+                name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+                if isinstance(node.func, ast.Attribute) and name.endswith("_") and not name.endswith("__"):
+                    yield node.func.value
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether it calls a backward pass, or steps: no precision of its own to change."""
+        called = [node.func for node in ast.walk(self.node) if isinstance(node, ast.Call)]
+        return any(isinstance(each, ast.Attribute) and each.attr in ("backward", "step", "grad") for each in called)
+
+    def calls(self) -> list[str]:
+        """The names of what it calls."""
+        called = [_dotted(node.func) for node in ast.walk(self.node) if isinstance(node, ast.Call)]
+        return [name for name in called if name is not None]
+
+    def numbers(self) -> list[ast.Constant]:
+        """The floating numbers that stand in it."""
+        return [n for n in ast.walk(self.node) if isinstance(n, ast.Constant) and isinstance(n.value, float)]
+
+    def rewritten(self, changes: Mapping[ast.expr, str]) -> str:
+        """Its text with these parts of it written otherwise, without its indentation."""
+        text = [line.encode() for line in self.lines]
+        first = self.node.lineno
+        for node, new in sorted(changes.items(), key=lambda one: (-one[0].lineno, -one[0].col_offset)):
+            begin, end = node.lineno - first, (node.end_lineno or node.lineno) - first
+            kept = text[begin][: node.col_offset], text[end][node.end_col_offset :]
+            text[begin : end + 1] = [kept[0] + new.encode() + kept[1]]
+        indent = self.node.col_offset
+        return "\n".join(
+            line.decode()[indent:] if not line[:indent].strip() else line.decode().strip() for line in text
+        )
+
+
+def _dotted(node: ast.expr) -> str | None:
+    """The text of an expression of names and dots, self.norm.eps; None for any other."""
+    if isinstance(node, ast.Name):
+        return node.id
+    inner = _dotted(node.value) if isinstance(node, ast.Attribute) else None
+    return None if inner is None else f"{inner}.{node.attr}"  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=64)
+def _parsed(file: str) -> ast.Module | None:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return None
+
+
+def statement_at(line: Line) -> Statement | None:
+    """The simple statement at a line; None where there is none, or no source."""
+    file, number = line
+    tree = None if file is None else _parsed(file)
+    if file is None or number is None or tree is None:
+        return None
+    found: ast.stmt | None = None
+    function: ast.AST = tree
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt) and node.lineno <= number <= (node.end_lineno or node.lineno):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                function = node
+            elif isinstance(node, _SIMPLE):
+                found = node
+    if found is None:
+        return None
+    lines = linecache.getlines(file)[found.lineno - 1 : found.end_lineno]
+    return Statement(found, function, tuple(line.rstrip("\n") for line in lines), file)
+
+
+class Reading(NamedTuple):
+    """What the names are that a statement reads."""
+
+    low: frozenset[str]
+    """16-bit tensors."""
+    numbers: Mapping[str, float]
+    """Python's floating numbers: an epsilon that a module keeps."""
+    calls_module: bool = False
+    """Whether a module is called, all of which would run in float32."""
+
+
+def read_in(frame: FrameType, statement: Statement) -> Reading:
+    """What a statement reads where it is running."""
+    return _read_from({**frame.f_globals, **frame.f_locals}, statement)
+
+
+def reading_of(statement: Statement) -> Reading:
+    """The same where it runs no longer: by the script's own variables, or by the looks of the function."""
+    main = sys.modules.get("__main__")
+    if isinstance(statement.function, ast.Module) and getattr(main, "__file__", None) == statement.file:
+        return _read_from(vars(main), statement)
+    return Reading(_supposed_low(statement), {}, any(name.startswith("self.") for name in statement.calls()))
+
+
+def _read_from(values: Mapping[str, Any], statement: Statement) -> Reading:
+    def value_of(spelled: str) -> Any:
+        first, *rest = spelled.split(".")
+        value: Any = values.get(first)
+        for attribute in rest:
+            value = getattr(value, attribute, None)
+        return value
+
+    low, numbers = set(), {}
+    for spelled in statement.reads():
+        value = value_of(spelled)
+        if isinstance(value, Tensor) and value.dtype in LOW_DTYPES:
+            low.add(spelled)
+        elif type(value) is float:
+            numbers[spelled] = value
+    calls = any(isinstance(value_of(name), nn.Module) for name in statement.calls())
+    return Reading(frozenset(low), numbers, calls)
+
+
+def frame_of(line: Line, frame: FrameType | None) -> FrameType | None:
+    """The frame that runs this line now."""
+    while frame is not None and (frame.f_code.co_filename, frame.f_lineno) != line:
+        frame = frame.f_back
+    return frame
+
+
+def _supposed_low(statement: Statement) -> frozenset[str]:
+    """Which names are tensors by the looks of the function, where it runs no longer.
+
+    Its arguments are, without a default, and what is computed from tensors; what `self` keeps is left out.
+    """
+    assigned: dict[str, bool] = {}
+    if isinstance(statement.function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        given = statement.function.args
+        plain = [a.arg for a in (*given.posonlyargs, *given.args)]
+        for name in plain[: len(plain) - len(given.defaults)]:
+            assigned[name] = name not in ("self", "cls")
+
+    def is_tensor(node: ast.AST) -> bool:
+        if isinstance(node, ast.Name):
+            return assigned.get(node.id, False)
+        if isinstance(node, ast.Attribute):
+            return node.attr not in _NO_TENSOR_ATTRIBUTES and is_tensor(node.value)
+        if isinstance(node, ast.Call):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in _NO_TENSOR_CALLS:
+                return False
+            inner = node.func.value if isinstance(node.func, ast.Attribute) else None
+            by_torch = isinstance(inner, ast.Name) and inner.id in ("torch", "F")
+            return by_torch or any(map(is_tensor, node.args)) or (inner is not None and is_tensor(inner))
+        return any(map(is_tensor, ast.iter_child_nodes(node)))
+
+    for node in ast.walk(statement.function):
+        if isinstance(node, ast.Assign) and node is not statement.node:
+            for target in node.targets:
+                for each in target.elts if isinstance(target, ast.Tuple) else [target]:
+                    if isinstance(each, ast.Name):
+                        assigned[each.id] = assigned.get(each.id, False) or is_tensor(node.value)
+    return frozenset(name for name in statement.reads() if assigned.get(name, False))
+
+
+def in_float32(statement: Statement, reading: Reading, constants: Mapping[float, float]) -> str | None:
+    """The statement with its 16-bit tensors cast to float32, and with other constants; None where these do not show."""
+    changes: dict[ast.expr, str] = {}
+    reads, left = statement.reads(), dict(constants)
+    for name in reading.low:
+        changes |= dict.fromkeys(reads.get(name, ()), f"{name}.float()")
+    for number in statement.numbers():
+        value = number.value
+        if isinstance(value, float) and value in constants:
+            changes[number] = f"{constants[value]:g}"
+            left.pop(value, None)
+    for name, value in reading.numbers.items():
+        if value in constants:
+            changes |= dict.fromkeys(reads.get(name, ()), f"{constants[value]:g}")
+            left.pop(value, None)
+    text: str | None = statement.rewritten(changes)
+    for old, new in left.items():
+        text = None if text is None else _with_default(text, old, new)
+    return text
+
+
+def _with_default(text: str, old: float, new: float) -> str | None:
+    """The text with another epsilon in the call of torch's of which it is the default; None where there is none."""
+    for call in ast.walk(
+        ast.parse(text if not text.startswith("return") else text.replace("return", "      ", 1).strip())
+    ):
+        name = call.func.attr if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else ""
+        function = getattr(torch.nn.functional, name, None)
+        if callable(function) and isinstance(call, ast.Call) and not any(k.arg == "eps" for k in call.keywords):
+            try:
+                default = inspect.signature(function).parameters["eps"].default
+            except (KeyError, TypeError, ValueError):
+                continue
+            if default == old:
+                spelled = ast.unparse(call)
+                return text.replace(spelled, f"{spelled[:-1]}, eps={new:g})") if spelled in text else None
+    return None

@@ -1,0 +1,125 @@
+"""The shadows of a step: for each storage of floating numbers a float64 one, with what exact arithmetic would hold."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
+
+from ..places import key_of
+
+WIDE = torch.float64
+"""The dtype of shadows. float32 would do for most; that what is blamed is decided by float32 itself, it cannot show."""
+SHADOWED = frozenset({torch.float16, torch.bfloat16, torch.float32})
+"""Dtypes that have shadows. A float64 tensor is its own."""
+
+
+def has_shadow(value: Any) -> bool:
+    """Whether a value is a tensor that can have a shadow: floating, with a storage of numbers of its own."""
+    return (
+        type(value) in (Tensor, Parameter)
+        and value.dtype in SHADOWED
+        and value.layout is torch.strided
+        and not value.is_meta
+        and not value.is_neg()
+    )
+
+
+class Shadows:
+    """Shadows by storage: views of one storage have views of one shadow. Those of freed storages go.
+
+    `limit`: bytes that all shadows may take. Beyond it they are let go at each module's end: then errors are followed
+    through a module at a time.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._of: dict[int, tuple[torch.dtype, Tensor, StorageWeakRef]] = {}
+        self._bytes = 0
+        self._sweep_at = 256
+        self.whole = True
+        """Whether all shadows of the step are kept."""
+
+    def find(self, tensor: Tensor) -> Tensor | None:
+        """The shadow of a tensor, of its shape; None where it has none yet: then it is as exact as it can be known."""
+        kept = self._of.get(key_of(tensor))
+        if kept is None:
+            return None
+        dtype, flat, storage = kept
+        if storage.expired() or dtype is not tensor.dtype or flat.numel() != _size(tensor):
+            self._drop(key_of(tensor))
+            return None
+        return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The shadow of a tensor, of its shape. A new one begins with the tensor's own values."""
+        found = self.find(tensor)
+        if found is not None:
+            return found
+        storage = tensor.untyped_storage()
+        flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        flat = flat.set_(storage, 0, (_size(tensor),), (1,)).to(WIDE, copy=True)
+        self._of[key_of(tensor)] = tensor.dtype, flat, StorageWeakRef(storage)
+        self._bytes += flat.nbytes
+        if len(self._of) >= self._sweep_at or self._bytes > self._limit:
+            self._sweep()
+        return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def forget(self, tensor: Tensor) -> None:
+        """What a tensor holds is not known to be wrong: its shadow begins anew."""
+        self._drop(key_of(tensor))
+
+    def module_changed(self) -> None:
+        """Another module runs from here on: where not all shadows fit, those so far are let go."""
+        if not self.whole:
+            self._of.clear()
+            self._bytes = 0
+
+    def _sweep(self) -> None:
+        for key in [key for key, (_, _, storage) in self._of.items() if storage.expired()]:
+            self._drop(key)
+        self._sweep_at = 2 * len(self._of) + 256
+        if self._bytes > self._limit:
+            self.whole = False
+
+    def _drop(self, key: int) -> None:
+        kept = self._of.pop(key, None)
+        if kept is not None:
+            self._bytes -= kept[1].nbytes
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
+
+
+def relative_error(value: Tensor, shadow: Tensor) -> float:
+    """||value - shadow|| / ||shadow||, L2; infinite where the value is not finite and the shadow is.
+
+    0 for what has no numbers, or where the shadow itself is not finite.
+    """
+    if not value.numel():
+        return 0.0
+    size = float(torch.linalg.vector_norm(shadow))
+    if not math.isfinite(size):
+        return 0.0
+    off = float(torch.linalg.vector_norm(value.detach().to(shadow.dtype) - shadow))
+    if math.isnan(off):
+        return math.inf
+    return off / size if size else (0.0 if off == 0 else math.inf)
+
+
+def share_differing(value: Tensor, shadow: Tensor) -> float:
+    """Share of the entries that differ; 1 where not even the shapes agree."""
+    if value.shape != shadow.shape:
+        return 1.0
+    return float((value != shadow).double().mean()) if value.numel() else 0.0
+
+
+def share_lost(value: Tensor, shadow: Tensor) -> float:
+    """Share of the shadow's entries that are not zero whose value is."""
+    there = shadow != 0
+    return float(((value == 0) & there).sum()) / max(int(there.sum()), 1)

@@ -1,0 +1,258 @@
+"""A fix that the doctor prints is one that cures: it is pasted into the script, which is run again. And its text."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from preamp.doctor.shadow.remedies import Remedy, candidates
+from preamp.doctor.shadow.source import Reading, frame_of, in_float32, read_in, reading_of, statement_at
+
+from .. import forks
+from ..sick.expect import HERE, disease, doctor
+from .pasting import pasted
+
+EVERY_TIME = frozenset({"arc_margin", "normalize_of_zeros"})
+"""The others take minutes together and run with `./dev test --all`."""
+WITH_FIX = (
+    "arc_margin", "kl_of_half_logprobs", "linear_attention_overflow", "log1p_of_clamped", "minmax_of_equal_scores",
+    "normalize_of_zeros", "variance_squared_to_zero",
+)  # fmt: skip
+
+
+def printed(out: str) -> list[float]:
+    """The first number with a point of each line that a script printed: its loss."""
+    found = [re.search(r"(?<![\w.])-?(?:\d+\.\d+(?:e[+-]?\d+)?|nan|inf)(?![\w.])", line) for line in out.splitlines()]
+    return [float(one[0]) for one in found if one is not None]
+
+
+def _parameters() -> list[Any]:
+    return [pytest.param(one, marks=[] if one in EVERY_TIME else [pytest.mark.slow]) for one in WITH_FIX]
+
+
+@pytest.mark.parametrize("name", _parameters())
+def test_a_pasted_fix_cures(name: str, tmp_path: Path) -> None:
+    script = HERE / "scripts" / f"{name}.py"
+    wanted, text = disease(script), script.read_text(encoding="utf-8")
+    report, _ = doctor(script, tmp_path / "sick")
+    (finding, *_) = [one for one in report["findings"] if wanted.met_by(one) and "\n# tried: " in (one["fix"] or "")]
+    assert finding["evidence"]["tried"] in finding["fix"]
+
+    cured = tmp_path / "cured.py"
+    cured.write_text(pasted(text, finding["line"], finding["fix"]), encoding="utf-8")
+    again, after = doctor(cured, tmp_path / "again")
+    assert after.returncode == 0, after.stderr
+    if [one for one in again["findings"] if one["severity"] == "error"] == []:
+        return
+    full = forks.run([str(script), "--fp32"], env={**os.environ}, timeout=200, cwd=tmp_path)
+    ours, theirs = printed(after.stdout), printed(full.stdout)
+    assert len(ours) == len(theirs) > 0
+    assert all(map(math.isfinite, ours)), (finding["fix"], ours, again["findings"])
+    mean = sum(theirs) / len(theirs)
+    assert sum(ours) / len(ours) == pytest.approx(mean, rel=0.2, abs=0.05), (finding["fix"], again["findings"])
+
+
+# -- the tool that pastes
+
+
+def test_pasting() -> None:
+    script = "def f(x, y):\n    z = g(\n        x + 1e-8)\n    return z / y\n\n\nz = g(a + 1e-8)\n"
+    fix = (
+        'with torch.autocast("cpu", enabled=False):\n'
+        "    z = g(\n        x.float() + 0.0001)\n    return z / y.float()\n# tried: finite"
+    )
+    assert pasted(script, 4, fix) == (
+        'def f(x, y):\n    with torch.autocast("cpu", enabled=False):\n'
+        "        z = g(\n            x.float() + 0.0001)\n"
+        '    with torch.autocast("cpu", enabled=False):\n        return z / y.float()\n\n\nz = g(a + 1e-8)\n'
+    )
+    with pytest.raises(AssertionError, match="no statement like"):
+        pasted("z = 1\n", 1, 'with torch.autocast("cpu", enabled=False):\n    y = x.float()')
+
+
+def test_what_is_printed() -> None:
+    assert printed("0 1.25 1024.0\nstep\n1 nan 2.0\n2 -3.5e-05\nloss inf") == pytest.approx(
+        [1.25, math.nan, -3.5e-5, math.inf], nan_ok=True
+    )
+
+
+# -- statements as text
+
+
+def at(tmp_path: Path, text: str, line: int) -> Any:
+    path = tmp_path / f"code{abs(hash(text))}.py"
+    path.write_text(text, encoding="utf-8")
+    return statement_at((str(path), line))
+
+
+def low(*names: str, **numbers: float) -> Reading:
+    return Reading(frozenset(names), numbers)
+
+
+@pytest.mark.parametrize(
+    ("text", "reading", "constants", "wanted"),
+    [
+        ("y = x + 1", low("x"), {}, "y = x.float() + 1"),
+        ("y = x + z", low("x"), {}, "y = x.float() + z"),
+        ("y += x", low("x"), {}, "y += x.float()"),
+        ("y: Tensor = x * x", low("x"), {}, "y: Tensor = x.float() * x.float()"),
+        ("a, b = f(x), g(x)", low("x"), {}, "a, b = f(x.float()), g(x.float())"),
+        ("(a, b), c = x", low("x"), {}, "(a, b), c = x.float()"),
+        ("y = x.t() @ x", low("x"), {}, "y = x.float().t() @ x.float()"),
+        ("y = x.clamp(max=1.0 - 1e-6)", low("x"), {1e-6: 1e-3}, "y = x.float().clamp(max=1.0 - 0.001)"),
+        ("self.y = self.x / 2", low("self.x"), {}, "self.y = self.x.float() / 2"),
+        ("y = x / (x.sum() + self.eps)", low("x", **{"self.eps": 1e-6}), {1e-6: 1e-4},
+         "y = x.float() / (x.float().sum() + 0.0001)"),
+        ("y = x[0, a:b] * m['x']", low("x"), {}, "y = x.float()[0, a:b] * m['x']"),
+        ("y = F.normalize(x, dim=1)", low("x"), {1e-12: 1e-4}, "y = F.normalize(x.float(), dim=1, eps=0.0001)"),
+        ("y = F.normalize(x, eps=1e-12)", low("x"), {1e-12: 1e-4}, "y = F.normalize(x.float(), eps=0.0001)"),
+        ("print(x)", low("x"), {}, "print(x.float())"),
+        ("y = größe + x  # größe", low("x"), {}, "y = größe + x.float()  # größe"),
+        ("y = 'größe', x, größe", low("x", "größe"), {}, "y = 'größe', x.float(), größe.float()"),
+        ("y = [x for x in z]", low("z"), {}, "y = [x for x in z.float()]"),
+        ("y = x", low("x"), {0.5: 0.25}, None),
+        ("y = f(x)", low("x"), {1e-12: 1e-4}, None),
+    ],
+)  # fmt: skip
+def test_a_statement_in_float32(
+    tmp_path: Path, text: str, reading: Reading, constants: dict[float, float], wanted: str | None
+) -> None:
+    statement = at(tmp_path, f"import torch\n{text}\n", 2)
+    assert in_float32(statement, reading, constants) == wanted
+    indented = at(tmp_path, f"def f():\n    if True:\n        {text}\n", 3)
+    assert in_float32(indented, reading, constants) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("x[0] = x.log()", "x[0] = x.float().log()"),
+        ("x[m] += y", "x[m] += y.float()"),
+        ("self.b.data = x.log()", "self.b.data = x.float().log()"),
+        ("x.mul_(y)", "x.mul_(y.float())"),
+        ("torch.add(x, y, out=z)", "torch.add(x.float(), y.float(), out=z)"),
+    ],
+)
+def test_what_is_written_stays_itself(tmp_path: Path, text: str, wanted: str) -> None:
+    """A cast of what a statement writes is a copy, and what is written into it is lost: better no fix than that one."""
+    found = in_float32(at(tmp_path, f"import torch\n{text}\n", 2), low("x", "y", "z", "self.b"), {})
+    assert found in (wanted, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "reading", "constants", "wanted"),
+    [
+        ("return x / y", low("x", "y"), {}, "return x.float() / y.float()"),
+        ("return x.log() + 1e-8", low("x"), {1e-8: 1e-4}, "return x.float().log() + 0.0001"),
+        ("return F.normalize(x, dim=1) * self.g", low("x"), {1e-12: 1e-2},
+         "return F.normalize(x.float(), dim=1, eps=0.01) * self.g"),
+        ("return", low(), {}, "return"),
+        ("return F.normalize(\n        x,\n        dim=1)", low("x"), {},
+         "return F.normalize(\n    x.float(),\n    dim=1)"),
+    ],
+)  # fmt: skip
+def test_a_return_in_float32(
+    tmp_path: Path, text: str, reading: Reading, constants: dict[float, float], wanted: str
+) -> None:
+    statement = at(tmp_path, f"def f(self, x, y):\n    {text}\n", 2)
+    assert in_float32(statement, reading, constants) == wanted
+
+
+def test_a_statement_of_several_lines(tmp_path: Path) -> None:
+    text = (
+        "def f(x, y):\n    if x is not None:\n        z = torch.where(\n            x > 0,  # größer\n"
+        "            x,\n            y.relu(),\n        )\n    return z\n"
+    )
+    for line in range(3, 8):
+        statement = at(tmp_path, text, line)
+        assert in_float32(statement, low("x"), {}) == (
+            "z = torch.where(\n    x.float() > 0,  # größer\n    x.float(),\n    y.relu(),\n)"
+        )
+    assert {"x", "y"} <= set(statement.reads())
+    assert at(tmp_path, text, 8).node.lineno == 8
+    assert at(tmp_path, text, 2) is None, "an if is no simple statement"
+
+
+def test_no_statement(tmp_path: Path) -> None:
+    assert at(tmp_path, "def f(:\n", 1) is None
+    assert statement_at((None, None)) is None
+    assert statement_at((str(tmp_path / "missing.py"), 3)) is None
+    assert at(tmp_path, "x = 1\n\n", 2) is None
+
+
+def test_the_innermost_function_is_that_of_the_statement(tmp_path: Path) -> None:
+    text = "def f(a):\n    def g(b):\n        return b.log()\n    return g(a)\n"
+    assert at(tmp_path, text, 3).function.name == "g"
+    assert at(tmp_path, text, 4).function.name == "f"
+
+
+def test_what_a_statement_reads(tmp_path: Path) -> None:
+    statement = at(tmp_path, "y = self.norm(x.t()) + self.scale * torch.exp(z.a.b)[i](w) + 1e-8\n", 1)
+    assert set(statement.reads()) == {"self", "x", "self.scale", "torch", "z.a.b", "i", "w"}
+    assert [number.value for number in statement.numbers()] == [1e-8]
+
+
+def test_what_it_reads_where_it_runs() -> None:
+    class Own:
+        def __init__(self) -> None:
+            self.low, self.eps = torch.ones(2, dtype=torch.float16), 1e-6
+
+        def run(self, x: Tensor, y: Tensor) -> Tensor:
+            return keep(sys._getframe()) + (x + y * self.low + self.eps)
+
+    def keep(frame: Any) -> int:
+        line = frame.f_code.co_filename, frame.f_lineno
+        statement = statement_at(line)
+        assert statement is not None and frame_of(line, sys._getframe()) is frame
+        found.append(read_in(frame, statement))
+        return 0
+
+    found: list[Reading] = []
+    Own().run(torch.ones(2, dtype=torch.bfloat16), torch.ones(2))
+    assert found == [low("x", "self.low", **{"self.eps": 1e-6})]
+    assert frame_of((__file__, 1), sys._getframe()) is None
+
+
+def test_what_it_reads_by_the_looks_of_its_function(tmp_path: Path) -> None:
+    text = (
+        "def f(self, x, n, eps=1e-6):\n    d = x.shape[0]\n    h = x.exp()\n    k = len(x)\n"
+        "    u, v = torch.chunk(h, 2)\n    return u / (v + eps) * d * k * self.scale\n"
+    )
+    assert reading_of(at(tmp_path, text, 6)) == low("u", "v")
+    assert reading_of(at(tmp_path, "y = x + 1\n", 1)) == low()
+
+
+def test_the_text_of_a_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "code.py"
+    path.write_text("def f(a, b):\n    c = a - b\n    return c / (c.max() + 1e-8)\n", encoding="utf-8")
+    file = str(path)
+    seen = {(file, 2): low("a", "b"), (file, 3): low("c")}
+    assert Remedy(((file, 3),)).text("cpu", seen) == (
+        'with torch.autocast("cpu", enabled=False):\n    return c.float() / (c.float().max() + 1e-8)'
+    )
+    assert Remedy(((file, 3), (file, 2)), ((1e-8, 1e-4),)).text("cuda", seen) == (
+        'with torch.autocast("cuda", enabled=False):\n    c = a.float() - b.float()\n'
+        "    return c.float() / (c.float().max() + 0.0001)"
+    )
+    assert Remedy(((file, 1),)).text("cpu", seen) is None
+    assert Remedy(((file, 2),), ((1e-8, 1e-4),)).text("cpu", seen) is None
+    assert "net.norm -> full" in str(Remedy(module="net.norm").text("cpu", {}))
+
+
+def test_the_order_in_which_remedies_are_tried() -> None:
+    here, before, other = ("f.py", 3), ("f.py", 2), ("f.py", 9)
+    found = list(candidates([here, before], [here, other], [1e-8, 2.0, 1 - 1e-6], "m", True))
+    assert found[0] == Remedy(module="m")
+    assert found[1] == Remedy((here,))
+    assert found[2] == Remedy((here,), ((1e-8, 1e-4), (1 - 1e-6, 1 - 1e-4)))
+    assert Remedy((here, other)) in found and Remedy((before,)) in found and Remedy((here, before)) in found
+    assert len(set(found)) == len(found)
+    assert Remedy(module="m") not in list(candidates([here], [], [], "m", False))

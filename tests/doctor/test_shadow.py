@@ -1,0 +1,706 @@
+"""Shadows beside values: what is followed, blamed and not blamed, and that nothing of it reaches the script."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import preamp
+from preamp.doctor.hooks import Clock
+from preamp.doctor.names import named_parts
+from preamp.doctor.operators import Observation, Observer
+from preamp.doctor.places import Places, key_of
+from preamp.doctor.shadow.absorbed import Changes
+from preamp.doctor.shadow.execution import Shadowed
+from preamp.doctor.shadow.facts import Absorbed, Fact, spelled
+from preamp.doctor.shadow.values import Shadows, has_shadow, relative_error, share_differing, share_lost
+
+HALF, BF16 = torch.float16, torch.bfloat16
+
+
+def observed(step: Callable[[], Any], observers: list[Observer], model: nn.Module | None = None) -> Any:
+    """What a step gives under observation. An error of the observers is an error here."""
+    paths, owners, _ = named_parts(model if model is not None else nn.Module())
+    places = Places(lambda module, default: paths.get(module, default), owners, observed.__code__)
+    observation = Observation(places, {}, observers, Clock())
+    try:
+        with torch.autograd.set_multithreading_enabled(False), observation:
+            return step()
+    finally:
+        places.close()
+
+
+def watched(
+    step: Callable[[], Any], model: nn.Module | None = None, limit: float = math.inf
+) -> tuple[Shadowed, list[Fact]]:
+    """A step with shadows, and the facts of it."""
+    facts: list[Fact] = []
+    shadowed = Shadowed(lambda fact, _: facts.append(fact), limit)
+    observed(step, [shadowed], model)
+    return shadowed, facts
+
+
+def facts_of(step: Callable[[], Any], model: nn.Module | None = None) -> list[Fact]:
+    return watched(step, model)[1]
+
+
+def changes_of(step: Callable[[Changes], Any]) -> list[Absorbed]:
+    changes = Changes()
+    observed(lambda: step(changes), [changes])
+    return list(changes.events())
+
+
+def line_of(function: Any, text: str) -> int:
+    """The line of this file on which `function` says `text`."""
+    lines, start = inspect.getsourcelines(function)
+    return next(start + offset for offset, line in enumerate(lines) if text in line)
+
+
+# -- shadows
+
+VIEWS: list[Callable[[Tensor], Tensor]] = [
+    lambda t: t.t() if t.dim() == 2 else t,
+    lambda t: t[1:] if t.shape[0] > 1 else t,
+    lambda t: t[::2],
+    lambda t: t.flip(0)[: t.shape[0]],  # a copy: another storage
+    lambda t: t.unsqueeze(0),
+    lambda t: t.squeeze(0),
+    lambda t: t.expand(3, *t.shape),
+    lambda t: t.narrow(-1, 0, max(1, t.shape[-1] - 1)) if t.dim() else t,
+    lambda t: t.movedim(0, -1) if t.dim() else t,
+]
+
+
+@given(st.lists(st.integers(0, len(VIEWS) - 1), max_size=5), st.sampled_from([HALF, BF16, torch.float32]))
+@settings(max_examples=60, deadline=None)
+def test_a_view_has_the_view_of_the_shadow(path: list[int], dtype: torch.dtype) -> None:
+    base = torch.arange(24.0).reshape(4, 6).to(dtype)
+    shadows = Shadows(math.inf)
+    view = base
+    for index in path:
+        view = VIEWS[index](view) if view.dim() else view
+    shadow = shadows.of(view)
+    assert shadow.dtype is torch.float64 and shadow.shape == view.shape
+    assert torch.equal(shadow, view.double())
+    if view.untyped_storage().data_ptr() == base.untyped_storage().data_ptr():
+        shadows.of(base).add_(0.25)
+        assert torch.equal(shadow, view.double() + 0.25), "they share their numbers"
+        assert shadows.find(view) is not None
+
+
+def test_what_is_written_through_a_view_is_in_the_shadow_of_the_whole() -> None:
+    x = torch.zeros(4, 4, dtype=HALF)
+
+    def step() -> None:
+        x[1].fill_(0.5)
+        x[:, 2].add_(0.1)
+        x.t().mul_(3)
+
+    shadowed, facts = watched(step)
+    exact = torch.zeros(4, 4, dtype=torch.float64)
+    exact[1] = 0.5
+    exact[:, 2] += 0.1
+    found = shadowed.shadows.find(x)
+    assert found is not None and torch.allclose(found, exact * 3, rtol=1e-12)
+    assert not torch.equal(found, x.double()), "float16 has rounded a tenth"
+    assert facts == []
+
+
+def test_shadows_of_freed_storages_go() -> None:
+    shadows = Shadows(math.inf)
+    kept = torch.ones(3, dtype=HALF)
+    shadows.of(kept).fill_(7)
+    for _ in range(600):
+        shadows.of(torch.zeros(1000, dtype=HALF))
+    gc.collect()
+    assert len(shadows._of) < 400
+    assert shadows._bytes < 400 * 8000
+    assert torch.equal(shadows.of(kept), torch.full((3,), 7.0, dtype=torch.float64))
+
+
+def test_a_storage_at_the_same_place_has_no_old_shadow() -> None:
+    shadows = Shadows(math.inf)
+    for value in range(50):  # torch's allocator gives the same memory again
+        x = torch.full((64,), float(value), dtype=HALF)
+        assert shadows.find(x) is None
+        shadows.of(x).add_(100)
+        del x
+
+
+def test_another_dtype_of_a_storage_begins_anew() -> None:
+    shadows = Shadows(math.inf)
+    x = torch.ones(4, dtype=HALF)
+    shadows.of(x).fill_(7)
+    other = x.view(BF16)
+    assert shadows.find(other) is None
+    assert torch.equal(shadows.of(other), other.double())
+    weight = nn.Parameter(torch.ones(4))
+    shadows.of(weight).fill_(7)
+    weight.data = weight.data.to(BF16)
+    assert torch.equal(shadows.of(weight), torch.ones(4, dtype=torch.float64))
+    weight.data.untyped_storage().resize_(16)
+    assert shadows.find(weight) is None
+
+
+def test_numbers_without_a_shadow() -> None:
+    assert has_shadow(torch.ones(2)) and has_shadow(nn.Parameter(torch.ones(2, dtype=HALF)))
+    for other in (
+        torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.long), torch.ones(2, dtype=torch.complex64),
+        torch.ones(2).to_sparse(), torch.ones(2, device="meta"), 1.0, None,
+        torch.imag(torch.ones(2, dtype=torch.complex64).conj()),
+    ):  # fmt: skip
+        assert not has_shadow(other)
+
+
+def test_beyond_the_limit_errors_are_followed_a_module_at_a_time() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).bfloat16()
+    x = torch.randn(4, 8, dtype=BF16)
+    largest = []
+
+    class Kept(Observer):
+        def after(self, _: Any) -> None:
+            largest.append(shadowed.shadows._bytes)
+
+    shadowed = Shadowed(lambda *_: None, 1000)
+    observed(lambda: model(x), [shadowed, Kept()], model)
+    assert not shadowed.shadows.whole
+    assert max(largest[3:]) < 2000, "one module's: a weight, its cast, an input and a result"
+    whole, _ = watched(lambda: model(x), model)
+    assert whole.shadows.whole and whole.operators == shadowed.operators
+
+
+def test_a_fact_within_a_module_is_found_beyond_the_limit() -> None:
+    class Act(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * x).log()
+
+    model = nn.Sequential(nn.Identity(), Act())
+    _, facts = watched(lambda: model(torch.full((64,), 1e-4, dtype=HALF)), model, limit=1)
+    assert [(fact.kind, fact.op, fact.place.module) for fact in facts] == [("lost", "mul", "1")]
+
+
+# -- how errors are measured
+
+
+def test_the_measures() -> None:
+    one = torch.ones(4, dtype=torch.float64)
+    assert relative_error(torch.ones(4, dtype=HALF), one) == 0
+    assert relative_error(torch.full((4,), 1.5, dtype=HALF), one) == 0.5
+    assert relative_error(torch.tensor([1.0, 1, 1, math.inf]), one) == math.inf
+    assert relative_error(torch.tensor([1.0, 1, 1, math.nan]), one) == math.inf
+    assert relative_error(torch.ones(4), torch.full((4,), math.inf, dtype=torch.float64)) == 0, "nor is the shadow"
+    assert relative_error(torch.ones(4), torch.zeros(4, dtype=torch.float64)) == math.inf
+    assert relative_error(torch.zeros(4), torch.zeros(4, dtype=torch.float64)) == 0
+    assert relative_error(torch.ones(0), torch.ones(0, dtype=torch.float64)) == 0
+    assert share_differing(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 3, 5])) == 0.25
+    assert share_differing(torch.tensor([1]), torch.tensor([1, 2])) == 1
+    assert share_differing(torch.ones(0), torch.ones(0)) == 0
+    assert share_lost(torch.tensor([0.0, 1, 0, 0]), torch.tensor([1.0, 1, 0, 1])) == pytest.approx(2 / 3)
+    assert share_lost(torch.zeros(2), torch.zeros(2)) == 0
+    names = {
+        "linalg_cholesky_ex": "cholesky", "_to_copy": "a cast", "aten.log1p.default": "log1p", "_softmax": "softmax",
+        "_log_softmax_backward_data": "log_softmax", "native_layer_norm": "layer_norm", "sqrt_": "sqrt",
+    }  # fmt: skip
+    assert {name: spelled(name) for name in names} == names
+
+
+@given(st.floats(1e-3, 1e3), st.sampled_from([HALF, BF16, torch.float32]), st.integers(0, 1000))
+@settings(max_examples=40, deadline=None)
+def test_rounding_alone_is_no_error(size: float, dtype: torch.dtype, seed: int) -> None:
+    x = torch.randn(64, generator=torch.Generator().manual_seed(seed)).double() * size
+    assert relative_error(x.to(dtype), x) <= torch.finfo(dtype).eps
+
+
+# -- what is blamed
+
+
+def test_made() -> None:
+    x = (1 + torch.linspace(-0.008, 0.008, 200)).to(torch.float32)
+
+    def step() -> Tensor:
+        low = x.bfloat16()
+        return low.log() * 2
+
+    (fact,) = facts_of(step)
+    assert (fact.kind, fact.op, fact.name, fact.dtype, fact.shape) == ("made", "log", "log", "bf16", (200,))
+    assert 0.25 < fact.error < 1 and fact.inputs < 0.005 and 1 < fact.largest < 1.01
+    assert (fact.place.file, fact.place.line) == (__file__, line_of(step, "low.log()"))
+    assert fact.lines == ((__file__, line_of(step, "low.log()")), (__file__, line_of(step, "x.bfloat16()")))
+    assert fact.code == "PA104"
+
+
+def test_lost() -> None:
+    (fact,) = facts_of(lambda: torch.full((64,), 1e-4, dtype=HALF).square())
+    assert (fact.kind, fact.op, fact.error, fact.code) == ("lost", "pow", 1.0, "PA104")
+
+
+def test_decided() -> None:
+    (fact,) = facts_of(lambda: torch.arange(300.0, 500.0).bfloat16().long())
+    assert (fact.kind, fact.name, fact.code) == ("decided", "a cast", "PA114")
+    assert fact.error == pytest.approx(0.5, abs=0.05)
+    times = torch.linspace(0.7, 0.7002, 50)
+    (fact,) = facts_of(lambda: times.bfloat16() > 0.7001)
+    assert (fact.kind, fact.op) == ("decided", "gt")
+
+
+def test_an_angle_of_a_large_number() -> None:
+    (fact,) = facts_of(lambda: torch.arange(0.0, 2000.0).bfloat16().sin())
+    assert (fact.kind, fact.op, fact.code) == ("made", "sin", "PA114")
+    assert facts_of(lambda: torch.arange(0.0, 100.0).bfloat16().sin()) == []
+
+
+def test_not_finite_is_no_fact_while_it_shows() -> None:
+    shadowed, facts = watched(lambda: torch.full((8,), 20.0, dtype=HALF).exp() * 2)
+    assert facts == []
+    ((place, fact),) = shadowed.broke
+    assert (fact.kind, fact.op, fact.code, place) == ("not finite", "exp", "PA201", fact.place)
+
+
+def test_hidden() -> None:
+    (fact,) = facts_of(lambda: torch.full((8,), 300.0, dtype=HALF).square().reciprocal())
+    assert (fact.kind, fact.op, fact.hidden_by) == ("not finite", "pow", "reciprocal")
+    assert fact.code == "PA201"
+    assert facts_of(lambda: 1 / (1 + torch.full((8,), 12.0, dtype=HALF).exp())) == [], "a sigmoid written by hand"
+
+
+def test_read_by_the_script() -> None:
+    shadowed, facts = watched(lambda: torch.full((), 300.0, dtype=HALF).square().item())
+    assert facts == []
+    (fact,) = shadowed.read_out
+    assert (fact.kind, fact.op) == ("not finite", "pow")
+
+
+def test_a_factor_of_a_rounded_matrix() -> None:
+    z = torch.randn(8, 32, generator=torch.Generator().manual_seed(3))
+
+    def step() -> Tensor:
+        low = z.bfloat16()
+        cov = (low.t() @ low * 4000).float() + torch.eye(32)
+        return torch.linalg.inv(cov)
+
+    facts = facts_of(step)
+    assert [fact.code for fact in facts] == ["PA115"]
+    assert facts[0].kind == "made" and facts[0].name in ("inv", "solve", "inverse")
+
+
+def test_a_place_is_told_once() -> None:
+    def step() -> None:
+        for _ in range(3):
+            torch.full((64,), 1e-4, dtype=HALF).square()
+
+    assert len(facts_of(step)) == 1
+
+
+def test_what_is_off_already_is_not_blamed_on_what_reads_it() -> None:
+    def step() -> Tensor:
+        x = torch.full((64,), 1e-4, dtype=HALF).square()
+        return (x * 100).sqrt() + 0.01
+
+    assert [fact.op for fact in facts_of(step)] == ["pow"]
+
+
+def test_backward_has_the_line_of_its_forward() -> None:
+    x = torch.full((64,), 3e-4, dtype=HALF, requires_grad=True)
+
+    def step() -> None:
+        y = x**3
+        y.backward(torch.full((64,), 1e-3, dtype=HALF))
+
+    facts = facts_of(step)
+    assert {fact.place.direction for fact in facts} == {"forward", "backward"}
+    assert {fact.place.line for fact in facts} == {line_of(step, "y = x**3")}
+
+
+# -- what is not
+
+
+def _adam() -> None:
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=False)
+    with torch.autocast("cpu", BF16):
+        model(torch.randn(8, 16)).square().mean().backward()
+    optimizer.step()
+
+
+def _dead_relu() -> None:
+    x = torch.randn(32, 32, dtype=BF16)
+    ((-x.abs() - 1).relu() @ x).sum()
+
+
+def _attention() -> None:
+    q, k, v = torch.randn(3, 2, 8, 16, dtype=BF16).requires_grad_()
+    mask = torch.ones(8, 8).tril().bool()
+    scores = (q @ k.transpose(-1, -2) / 4).masked_fill(~mask, -math.inf)
+    (scores.softmax(-1) @ v).square().mean().backward()
+    F.scaled_dot_product_attention(q, k, v, is_causal=True).mean()
+
+
+def _dropout() -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.5), nn.Linear(64, 4)).bfloat16()
+    F.dropout(model(torch.randn(8, 16, dtype=BF16)), 0.3).float().square().mean().backward()
+
+
+def _others() -> None:
+    x = torch.randn(8, 8)
+    torch.fft.fft(x).abs().sum()
+    torch.view_as_complex(x.view(8, 4, 2)).mul_(1j)
+    torch.sparse.mm(x.relu().to_sparse(), x)
+    nn.Embedding(9, 3, sparse=True)(torch.arange(4)).sum().backward()
+    torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -128, 127)
+    x.double().half().double()
+
+
+SILENT: dict[str, Callable[[], Any]] = {
+    "a sum that cancels": lambda: torch.cat([x := torch.randn(4096, dtype=BF16) / 3, -x]).sum() + 0,
+    "a difference of neighbours": lambda: (torch.randn(64) * 1e-3 + 1).bfloat16() - 1,
+    "the place of a maximum": lambda: (1 + 1e-3 * torch.rand(8, 100)).bfloat16().argmax(-1),
+    "an order": lambda: (1 + 1e-3 * torch.rand(8, 100)).bfloat16().sort(-1),
+    "units that are dead": _dead_relu,
+    "Adam's first step": _adam,
+    "dropout": _dropout,
+    "a mask of -inf": _attention,
+    "what has no shadow": _others,
+    "exp in float32": lambda: torch.full((4,), 100.0).exp().reciprocal(),
+    "exp that float32 would not bear either": lambda: torch.full((4,), 100.0, dtype=HALF).exp().reciprocal(),
+    "a comparison far from ties": lambda: torch.randn(512).bfloat16() > 0,
+    "infinity that came in": lambda: torch.tensor([math.inf, 1.0], dtype=HALF).reciprocal(),
+    "NaN that came in": lambda: torch.nan_to_num(torch.tensor([math.nan, 1.0], dtype=HALF)),
+    "random numbers": lambda: torch.rand(64, dtype=BF16) + torch.empty(64, dtype=HALF).normal_(),
+    "no numbers": lambda: torch.randn(0, 4, dtype=HALF).sum(0) + torch.randn(0, dtype=BF16).mean(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_silent(name: str) -> None:
+    shadowed, facts = watched(SILENT[name])
+    assert facts == []
+    assert not shadowed.broke or "float32" not in name
+
+
+def test_operators_that_cannot_run_are_counted_and_their_results_are_believed() -> None:
+    def step() -> Tensor:
+        table = torch.randn(8, 4, dtype=HALF)
+        return torch.ops.aten._embedding_bag(table, torch.arange(4), torch.tensor([0, 2]))[0] * 2
+
+    shadowed, facts = watched(step)
+    assert facts == []
+    assert all(count > 0 for count in shadowed.skipped.values())
+
+
+# -- numbers that stay what they are
+
+
+def _event(events: list[Absorbed], op: str) -> Absorbed:
+    (event,) = [event for event in events if event.op.startswith(op)]
+    return event
+
+
+IN_PLACE: dict[str, Callable[[Tensor], Any]] = {
+    "add": lambda t: t.add_(1),
+    "sub": lambda t: t.sub_(torch.ones_like(t)),
+    "mul": lambda t: t.mul_(1 - 1e-4),
+    "div": lambda t: t.div_(1.0001),
+    "lerp": lambda t: t.lerp_(t + 32, 1e-3),
+    "addcmul": lambda t: t.addcmul_(torch.ones_like(t), torch.ones_like(t), value=0.1),
+    "addcdiv": lambda t: t.addcdiv_(torch.ones_like(t), torch.ones_like(t), value=-0.1),
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, HALF])
+@pytest.mark.parametrize("op", IN_PLACE)
+def test_a_change_that_is_lost(op: str, dtype: torch.dtype) -> None:
+    size = 1024.0 if dtype is BF16 else 8192.0
+    total = torch.full((32,), size, dtype=dtype)
+    event = _event(changes_of(lambda _: IN_PLACE[op](total)), op)
+    assert torch.equal(total, torch.full((32,), size, dtype=dtype))
+    assert (event.moved, event.stayed, event.times) == (32, 32, 1)
+    assert event.dtype == ("bf16" if dtype is BF16 else "fp16") and not event.is_gradient
+    assert event.at[0] == __file__
+
+
+@pytest.mark.parametrize("op", IN_PLACE)
+def test_a_change_that_is_not_lost(op: str) -> None:
+    small = torch.full((32,), 1e-2 if op not in ("mul", "div") else 1.0, dtype=BF16)
+    change = {"mul": lambda t: t.mul_(0.9), "div": lambda t: t.div_(1.1)}.get(op, IN_PLACE[op])
+    assert _event(changes_of(lambda _: change(small)), op).stayed == 0
+    assert changes_of(lambda _: IN_PLACE[op](torch.full((32,), 1024.0))) == [], "float32"
+
+
+def test_lists_of_tensors() -> None:
+    many = [torch.full((8,), 1024.0, dtype=BF16) for _ in range(3)]
+
+    def step(_: Changes) -> None:
+        torch._foreach_add_(many, 1.0)
+        torch._foreach_mul_(many, 0.9999)
+        torch._foreach_lerp_(many, [m + 16 for m in many], 1e-2)
+        torch._foreach_addcdiv_(many, [torch.ones(8, dtype=BF16)] * 3, [torch.ones(8, dtype=BF16)] * 3, -0.1)
+
+    events = changes_of(step)
+    assert [event.op for event in events] == ["add", "mul", "lerp", "addcdiv"]
+    assert {(event.moved, event.stayed) for event in events} == {(24, 24)}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_of_torchs(fused: bool) -> None:
+    model = nn.Linear(16, 16).bfloat16()
+    nn.init.constant_(model.weight, 1.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=1e-2, fused=fused)
+    model(torch.randn(8, 16, dtype=BF16)).float().square().mean().backward()
+
+    def step(changes: Changes) -> None:
+        changes.steps(optimizer)
+        optimizer.step()
+        changes.steps(None)
+
+    events = [event for event in changes_of(step) if event.stayed >= 256]
+    assert events and all(event.optimizer is optimizer for event in events)
+    assert all(event.stayed >= 0.5 * event.moved for event in events)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_moments_and_weights_are_counted_apart(foreach: bool) -> None:
+    """Both are multiplied in the one line of the script's that steps: by 0.999, and by a factor that rounds to 1."""
+    weight = nn.Parameter(torch.ones(64, dtype=BF16))
+    optimizer = torch.optim.AdamW([weight], lr=1e-5, weight_decay=1e-2, foreach=foreach)
+    weight.grad = torch.full((64,), 0.5, dtype=BF16)
+    optimizer.step()
+
+    def step(changes: Changes) -> None:
+        changes.steps(optimizer)
+        optimizer.step()
+        changes.steps(None)
+
+    storages = {key_of(weight): 1 - 1e-7, key_of(optimizer.state[weight]["exp_avg_sq"]): 0.999}
+    events = [event for event in changes_of(step) if event.op == "mul"]
+    assert {next(iter(event.storages)): event.by for event in events} == pytest.approx(storages, abs=1e-9)
+    assert all(event.moved <= 64 for event in events)
+
+
+def test_a_count() -> None:
+    seen = torch.tensor(256.0, dtype=BF16)
+    event = _event(changes_of(lambda _: seen.add_(1)), "add")
+    assert event.counts and event.by == 1 and event.stayed == 1
+    assert not _event(changes_of(lambda _: seen.add_(0.25)), "add").counts
+
+
+def _rounded_stochastically(target: Tensor, update: Tensor) -> None:
+    bits = (target.float() + update).view(torch.int32)
+    target.copy_((bits + torch.randint_like(bits, 1 << 16)).bitwise_and(-65536).view(torch.float32))
+
+
+def test_stochastic_rounding_by_hand_loses_nothing() -> None:
+    weight = nn.Parameter(torch.ones(4096, dtype=BF16))
+    optimizer = torch.optim.SGD([weight], lr=1e-3)
+
+    def step(changes: Changes) -> None:
+        changes.steps(optimizer)
+        with torch.no_grad():
+            _rounded_stochastically(weight, torch.full((4096,), -5e-4))
+        changes.steps(None)
+
+    assert sum(event.stayed for event in changes_of(step)) == 0
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_masters_that_are_copied_to_16_bits(inside: bool) -> None:
+    weight = nn.Parameter(torch.ones(64, dtype=BF16))
+    master = nn.Parameter(torch.full((64,), 1.0001))
+    optimizer = torch.optim.SGD([master], lr=1e-3)
+
+    def step(changes: Changes) -> None:
+        if inside:
+            changes.steps(optimizer)
+        with torch.no_grad():
+            weight.copy_(master)
+        changes.steps(None)
+
+    assert [event for event in changes_of(step) if event.stayed] == []
+
+
+def test_an_update_that_is_computed_in_float32_and_copied_is_lost() -> None:
+    weight = nn.Parameter(torch.ones(64, dtype=BF16))
+    optimizer = torch.optim.SGD([weight], lr=1e-3)
+
+    def step(changes: Changes) -> None:
+        changes.steps(optimizer)
+        with torch.no_grad():
+            weight.copy_(weight.float() - 1e-4)
+        changes.steps(None)
+
+    event = _event(changes_of(step), "copy")
+    assert (event.moved, event.stayed, event.optimizer) == (64, 64, optimizer)
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+def test_preamps_own_steps_are_left_out(rounding: str) -> None:
+    model = nn.Linear(16, 16).bfloat16()
+    optimizer = preamp.optim.AdamW(model.parameters(), lr=1e-5, master=None, rounding=rounding)
+    model(torch.randn(8, 16, dtype=BF16)).float().square().mean().backward()
+
+    def step(changes: Changes) -> None:
+        changes.steps(optimizer)
+        optimizer.step()
+        changes.steps(None)
+
+    assert changes_of(step) == []
+
+
+def test_gradients_that_are_added_up() -> None:
+    model = nn.Linear(4, 1, bias=False).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(changes: Changes) -> None:
+        for _ in range(600):
+            model(torch.ones(1, 4, dtype=BF16)).sum().backward()
+        changes.steps(optimizer)
+        changes.steps(None)
+
+    (event,) = changes_of(step)
+    assert event.is_gradient and event.times >= 599
+    assert event.error == pytest.approx(1 - 256 / 600, rel=0.05)
+
+
+# -- the script has the same numbers as without
+
+
+class Block(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.drop = nn.Dropout(0.2)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += x.detach().float().mean()
+        if self.how.startswith("checkpoint") and self.training:
+            return x + checkpoint(self.inner, x, use_reentrant=self.how == "checkpoint reentrant")
+        return x + self.inner(x)
+
+
+def _trained(how: str, observe: bool) -> list[Tensor]:
+    """Losses, gradients, weights, states of the optimizer and of the random numbers after three steps."""
+    torch.manual_seed(5)
+    low = how == "half weights"
+    model = nn.Sequential(nn.Linear(8, 16), Block(how), nn.Dropout(0.1), nn.Linear(16, 4))
+    model = model.bfloat16() if low else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found: list[Tensor] = []
+    changes = Changes()
+
+    def region() -> Any:
+        if how == "preamp region":
+            return preamp.autocast("cpu", dtype=BF16)
+        return torch.autocast("cpu", HALF if how == "float16" else BF16, enabled=not low)
+
+    def step() -> None:
+        x = torch.randn(6, 8)
+        with region():
+            loss = model(x.bfloat16() if low else x).float().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        found.extend(p.grad.clone() for p in model.parameters())
+        changes.steps(optimizer)
+        optimizer.step()
+        changes.steps(None)
+        model.eval()
+        with torch.no_grad(), region():
+            found.append(model(x.bfloat16() if low else x).float())
+        model.train()
+        found.append(loss.detach())
+
+    for _ in range(3):
+        if observe:
+            shadowed = Shadowed(lambda *_: None)
+            observed(step, [shadowed, changes], model)
+            assert shadowed.operators > 40
+        else:
+            step()
+    found += [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
+    found += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+    return [*found, torch.random.get_rng_state()]
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["bfloat16", "float16", "half weights", "preamp region", "checkpoint reentrant", "checkpoint"],
+)
+def test_the_same_bits(how: str) -> None:
+    alone, beside = _trained(how, False), _trained(how, True)
+    assert len(alone) == len(beside)
+    for ours, theirs in zip(alone, beside, strict=True):
+        assert ours.dtype is theirs.dtype and torch.equal(ours.nan_to_num(7), theirs.nan_to_num(7))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_recomputed_is_found_forward(reentrant: bool) -> None:
+    x = torch.full((64,), 1e-4, dtype=HALF, requires_grad=True)
+
+    def inner(x: Tensor) -> Tensor:
+        return (x * x).float() + x
+
+    facts = facts_of(lambda: checkpoint(inner, x, use_reentrant=reentrant).sum().backward())
+    assert [(fact.kind, fact.op) for fact in facts if fact.place.direction == "forward"] == [("lost", "mul")]
+    assert facts[0].place.line == line_of(inner, "x * x")
+
+
+def test_without_gradients() -> None:
+    with torch.no_grad():
+        (fact,) = facts_of(lambda: torch.full((64,), 1e-4, dtype=HALF).square())
+    assert fact.kind == "lost"
+    with torch.inference_mode():
+        (fact,) = facts_of(lambda: torch.full((64,), 1e-4, dtype=HALF).square())
+    assert fact.kind == "lost"
+
+
+def test_through_a_region_of_torchs_and_back() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    x = torch.randn(32, 8)
+
+    def step() -> None:
+        with torch.autocast("cpu", BF16):
+            loss = model(x).float().square().mean()
+        loss.backward()
+
+    shadowed, facts = watched(step, model)
+    assert facts == []
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        shadow = shadowed.shadows.find(parameter.grad)
+        assert shadow is not None
+        assert 1e-5 < relative_error(parameter.grad, shadow) < 0.05
+    wide = [p.detach().double().requires_grad_() for p in model.parameters()]
+    exact = (torch.tanh(x.double() @ wide[0].t() + wide[1]) @ wide[2].t() + wide[3]).square().mean()
+    for parameter, grad in zip(model.parameters(), torch.autograd.grad(exact, wide), strict=True):
+        shadow = shadowed.shadows.find(parameter.grad)
+        assert shadow is not None and relative_error(shadow, grad) < 1e-10, "the shadows are exact arithmetic"
+
+
+def test_what_runs_in_a_module_and_a_region_of_preamps_is_placed() -> None:
+    class Square(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.half()
+            return x * x
+
+    model = nn.Sequential(nn.Identity(), Square())
+
+    def step() -> None:
+        with preamp.autocast("cpu", dtype=HALF):
+            model(torch.full((64,), 1e-4))
+
+    (fact,) = facts_of(step, model)
+    assert (fact.place.module, fact.kind, fact.place.ours) == ("1", "lost", False)
