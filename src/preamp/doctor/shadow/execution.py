@@ -50,12 +50,12 @@ _ADD_UP = frozenset({
 class Shadowed(Observer):
     """Follows every operator with shadows and hands facts on, each with its call.
 
-    `limit`: bytes that shadows may take.
+    `limit`: bytes that shadows may take, as `Shadows` has it.
     """
 
     everywhere = True
 
-    def __init__(self, found: Callable[[Fact, Call], None], limit: float = math.inf) -> None:
+    def __init__(self, found: Callable[[Fact, Call], None], limit: float | None = None) -> None:
         super().__init__()
         self._found, self.shadows = found, Shadows(limit)
         self.skipped: Counter[str] = Counter()

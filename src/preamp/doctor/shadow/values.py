@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import torch
@@ -32,11 +33,11 @@ def has_shadow(value: Any) -> bool:
 class Shadows:
     """Shadows by storage: views of one storage have views of one shadow. Those of freed storages go.
 
-    `limit`: bytes that all shadows may take. Beyond it they are let go at each module's end: then errors are followed
-    through a module at a time.
+    `limit`: bytes that all shadows may take; None for half of what the device has left when the first one is made.
+    Beyond it they are let go where another module begins: then errors are followed through a module at a time.
     """
 
-    def __init__(self, limit: float) -> None:
+    def __init__(self, limit: float | None = None) -> None:
         self._limit = limit
         self._of: dict[int, tuple[torch.dtype, Tensor, StorageWeakRef]] = {}
         self._bytes = 0
@@ -60,13 +61,15 @@ class Shadows:
         found = self.find(tensor)
         if found is not None:
             return found
+        if self._limit is None:
+            self._limit = free_bytes(tensor.device) / 2
         storage = tensor.untyped_storage()
         flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         flat = flat.set_(storage, 0, (_size(tensor),), (1,)).to(WIDE, copy=True)
         self._of[key_of(tensor)] = tensor.dtype, flat, StorageWeakRef(storage)
         self._bytes += flat.nbytes
         if len(self._of) >= self._sweep_at or self._bytes > self._limit:
-            self._sweep()
+            self._sweep(self._limit)
         return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def forget(self, tensor: Tensor) -> None:
@@ -79,17 +82,27 @@ class Shadows:
             self._of.clear()
             self._bytes = 0
 
-    def _sweep(self) -> None:
+    def _sweep(self, limit: float) -> None:
         for key in [key for key, (_, _, storage) in self._of.items() if storage.expired()]:
             self._drop(key)
         self._sweep_at = 2 * len(self._of) + 256
-        if self._bytes > self._limit:
+        if self._bytes > limit:
             self.whole = False
 
     def _drop(self, key: int) -> None:
         kept = self._of.pop(key, None)
         if kept is not None:
             self._bytes -= kept[1].nbytes
+
+
+def free_bytes(device: torch.device) -> float:
+    """Memory that a device has left; infinite where it does not say."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    try:
+        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (AttributeError, OSError, ValueError):  # Windows, macOS
+        return math.inf
 
 
 def _size(tensor: Tensor) -> int:
