@@ -89,6 +89,38 @@ def test_a_compiled_step_is_judged_and_is_the_scripts_own(
     assert kinds == (wanted if how == "loss" else wanted | {"activation gradient"})
 
 
+@pytest.mark.parametrize("before", [False, True], ids=["watched, then compiled", "compiled, then watched"])
+@pytest.mark.parametrize("every", [1, 2, 50])
+def test_a_compiled_model_stays_compiled(every: int, before: bool) -> None:
+    """A dispatch mode that is on while a model is called makes it run as written, and for good."""
+    ran: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        own = any("gelu" in str(node.target) for node in graph.graph.nodes)
+
+        def run(*given: Any) -> Any:
+            ran.extend([1] * own)
+            return graph(*given)
+
+        return run
+
+    torch.compiler.reset()
+    model, kept = nn.Sequential(nn.Linear(8, 8), nn.GELU()), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    called: Any = torch.compile(model, backend=backend) if before else model
+    with preamp.doctor.watch(called, every=every, sinks=[kept]):
+        called = called if before else torch.compile(model, backend=backend)
+        for _ in range(4):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = called(torch.ones(4, 8)).float().square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                called(torch.ones(4, 8))
+    assert len(ran) == 8 and not kept.of("failed")
+
+
 def test_nothing_of_the_doctors_is_compiled_into_a_compiled_step(recwarn: pytest.WarningsRecorder) -> None:
     torch.compiler.reset()
     model = nn.Linear(8, 8)

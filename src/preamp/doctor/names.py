@@ -63,6 +63,11 @@ class Names:
         """Whether processes hold parts of the models: then a call is one of all of them, and none can call alone."""
 
     @property
+    def given(self) -> list[nn.Module]:
+        """The models that are meant, where no others are."""
+        return list((self._fixed or {}).values())
+
+    @property
     def models(self) -> dict[str, nn.Module]:
         """The models that are alive, by name."""
         return {name: model for name, ref in self._models.items() if (model := ref()) is not None}

@@ -54,7 +54,7 @@ class PA105(Check):
             module = None if product.module is None else modules.get(product.module)
             alike[product.module, product.op, product.dtype, dimensions(product, module)].append(product)
         for (path, op, dtype, dims), same in alike.items():
-            share = sum(product.flops for product in same) / products.flops
+            share = sum(product.flops for product in same) / max(products.flops, 1.0)  # none in an empty batch
             odd = misfits(dims, dtype)
             if not odd or share < WEIGHT:
                 continue

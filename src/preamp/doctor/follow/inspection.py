@@ -104,7 +104,7 @@ class Inspection:
                 self._again_in, self._again = turn, True
         if self._observation is not None:
             self._note_regions(self._observation)
-        elif self._changes is not None:
+        elif not compiled:
             self._watch_changes()
         if self._telemetry is None and turn % self.every == 0:
             self._telemetry = Telemetry(run.names, run.step, run.clock)
@@ -141,8 +141,17 @@ class Inspection:
 
     def steps(self, optimizer: Optimizer | None) -> None:
         """An optimizer begins to step; None: it has stepped."""
-        if self._changes is not None:
-            self._changes.steps(optimizer)
+        if self._changes is None:
+            return
+        self._changes.steps(optimizer)
+        if self._precision.compiled == "module":  # a compiled function may be called, or step, at any time
+            self._watch_changes()
+
+    def leave_compiled_alone(self) -> None:
+        """A module is called: one that is compiled or called while a mode is on would run as written, and for good."""
+        if self._precision.compiled and self._between is not None:
+            self._between.stop()
+            self._between = None
 
     def _note_regions(self, observation: StepObservation) -> None:
         observation.autocast_on, ours = self._regions
@@ -347,7 +356,8 @@ class Inspection:
             return
         run, scales = self._run, self._scales
         seen.stop()
-        self._watch_changes()
+        if not self._precision.compiled:
+            self._watch_changes()
         recomputation, self._recomputation = self._recomputation, None
         for event in recomputation.close() if recomputation is not None else ():
             run.emit(event)

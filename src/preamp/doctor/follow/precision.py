@@ -39,6 +39,16 @@ class Precision:
             wrap(nn.Module, name, self._cast)
         wrap(torch, "compile", self._compile)
         wrap(nn.Module, "compile", self._compile)
+        for module in self._run.names.given:
+            self.called(module)
+            if module._compiled_call_impl is not None:
+                self.compiled = "module"
+                self._follow_compiled(module)
+
+    def called(self, module: nn.Module) -> None:
+        """A module is called, or will be: one that was compiled before the watching began is known by its class."""
+        if self.compiled is None and type(module).__name__ == "OptimizedModule":
+            self.compiled = "module"
 
     @property
     def keeps_casts(self) -> bool:

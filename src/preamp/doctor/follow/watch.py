@@ -123,6 +123,8 @@ class Watch:
     def _enter(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or self.run.is_ours or not self.run.is_own:
             return
+        self._precision.called(module)
+        self._inspection.leave_compiled_alone()
         kwargs = sys._getframe(1).f_locals.get("kwargs", {})
         if not torch.is_grad_enabled():
             self._evaluate(module, args, kwargs)
