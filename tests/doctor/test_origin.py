@@ -48,7 +48,7 @@ def check(found: Origin | None, op: str, kind: str, direction: str = "forward", 
     assert found.file == __file__
     finding = found.finding(7)
     assert finding.code == ("PA207" if found.from_data else "PA201")
-    assert finding.severity == "error" and finding.step == 7 and finding.fix
+    assert finding.severity == "error" and finding.step == 7
     assert finding.to_text() and finding.to_dict()
     return found
 
@@ -64,7 +64,6 @@ def test_exp_overflows_in_fp16() -> None:
     assert (read.dtype, read.shape, read.min, read.max) == ("fp16", (2,), 2.0, 12.0)
     assert (found.output.inf, found.output.nan) == (1, 0)
     assert found.carriers[0] == ("act", "aten.mul.Tensor", "forward")
-    assert "act -> full" in str(found.finding().fix)
 
 
 def test_matmul_overflows_in_fp16() -> None:
@@ -78,7 +77,6 @@ def test_matmul_overflows_in_fp16() -> None:
 
     found = check(find_origin(run, models=model), "addmm", "inf", module="2")
     assert found.line == line_of(run, "model(x)")
-    assert "O4" in str(found.finding().fix) and "2 -> full" in str(found.finding().fix)
 
 
 def test_a_cast_overflows() -> None:
@@ -92,7 +90,6 @@ def test_log_of_zero_is_the_origin_of_a_later_nan() -> None:
 
     found = check(origin_of(act, torch.tensor([0.0, 1.0])), "log", "inf")
     assert found.line == line_of(act, "x.log()")
-    assert "clamp" in str(found.finding().fix)
 
 
 @pytest.mark.parametrize("x", [torch.zeros(3), torch.tensor([0.0, 4.0, 9.0])])
@@ -104,7 +101,6 @@ def test_sqrt_at_zero_backward(x: Tensor) -> None:
 
     found = check(origin_of(act, x), "div", "inf", "backward")
     assert found.line == line_of(act, "y.sqrt()")
-    assert "clamp" in str(found.finding().fix)
 
 
 def test_zero_over_zero() -> None:
@@ -138,15 +134,13 @@ MASK = torch.tensor([[False, True], [True, True]])
 def test_a_deliberate_mask(mask: Callable[[Tensor], Tensor]) -> None:
     with_one_row_full = origin_of(lambda x: mask(x).softmax(-1), torch.randn(2, 2))
     check(with_one_row_full, "_softmax", "nan")
-    assert "masked" in str(with_one_row_full and with_one_row_full.finding().fix)
     assert origin_of(lambda x: mask(x)[:1].softmax(-1), torch.randn(2, 2)) is None
 
 
 def test_a_constant_beyond_the_range() -> None:
-    found = check(
+    check(
         origin_of(lambda x: (x + MASK.half() * -1e9).softmax(-1), torch.zeros(2, 2, dtype=torch.float16)), "mul", "inf"
     )
-    assert "finfo" in str(found.finding().fix)
 
 
 def test_an_infinity_that_is_removed_harms_nobody() -> None:
@@ -276,7 +270,6 @@ def test_a_scaled_backward_overflows() -> None:
     found = find_origin(run, models=model, backward=lambda loss: (loss * 65536).backward())
     assert found is not None and found.direction == "backward" and found.module == ""
     assert found.line == line_of(run, "model(x)")
-    assert "loss scale" in str(found.finding().fix)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -371,7 +364,6 @@ def test_a_finite_part_of_a_sick_tensor_does_not_hide_its_origin() -> None:
 
     found = check(origin_of(act, torch.tensor([100.0, 1.0])), "exp", "inf")
     assert not found.from_data
-    assert "float32" in str(found.finding().fix)
 
 
 def test_a_compiled_model_runs_as_written() -> None:

@@ -357,7 +357,8 @@ def test_a_long_accumulation_is_let_go_of_as_it_goes() -> None:
 
 def test_memory_that_is_used_again_is_not_taken_for_what_was_there() -> None:
     from preamp.doctor.hooks import Clock
-    from preamp.doctor.replay.tape import Tape, tensor_key
+    from preamp.doctor.replay.entries import tensor_key
+    from preamp.doctor.replay.tape import Tape
 
     def keys(kept: bool) -> set[Any]:
         tape, seen = Tape(Clock()), set()

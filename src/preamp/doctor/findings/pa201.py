@@ -104,7 +104,7 @@ class Origin:
             came = "nan" if any(i.nan for i in self.inputs) else "inf" if any(i.inf for i in self.inputs) else self.kind
             return PA207.came_in(came, self.source, where, **self.where, step=step, evidence=evidence)
         message = f"{spelled(self.op)} ({self.direction}) {where} made {self.kind} out of finite values"
-        return PA201.finding("error", message, cure(self), **self.where, step=step, evidence=evidence)
+        return PA201.finding("error", message, **self.where, step=step, evidence=evidence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,53 +203,3 @@ class PA201(Check):
             step=first["step"],
             direction="forward" if is_loss else "backward",
         )
-
-
-_LOW = ("fp16", "float16", "bf16", "bfloat16")
-_HALF = ("fp16", "float16")
-_GROWING = {
-    "exp": "exp", "expm1": "expm1", "pow": "pow", "sum": "sum", "cumsum": "cumsum", "prod": "prod", "var": "var",
-    "mean": "mean", "norm": "norm", "linalg_vector_norm": "norm", "_softmax": "softmax",
-    "_log_softmax": "log_softmax", "native_layer_norm": "layer_norm", "square": "pow", "sinh": "sinh", "cosh": "cosh",
-}  # fmt: skip
-"""Operators whose results outgrow fp16, and the name a policy knows them by."""
-_DIVIDING = ("div", "reciprocal", "rsqrt", "log", "log2", "log10", "sqrt")
-_MASKING = ("mul", "where", "add", "sub", "masked_fill", "full", "full_like", "fill", "scalar_tensor", "_to_copy")
-
-
-def cure(origin: Origin) -> str:
-    """Text to paste, or to follow where the code is the user's to change."""
-    name = origin.op.removeprefix("aten.").partition(".")[0].rstrip("_")
-    dtype = origin.output.dtype
-    torch_dtype = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}.get(dtype, dtype)
-    ranges = [(o.min, o.max) for o in origin.inputs if o.min is not None and o.max is not None]
-    if name in ("_softmax", "_log_softmax") and any(operand.inf for operand in origin.inputs):
-        return (
-            "a row is masked from end to end: leave one entry per row unmasked, or fill with torch.finfo(x.dtype).min"
-        )
-    if name in _DIVIDING and any(low <= 0 <= high for low, high in ranges):
-        epsilon = "1e-4" if dtype in _HALF else "1e-8"
-        if origin.direction == "backward":
-            return (
-                f"the forward line's derivative is infinite at 0: keep its argument away from it, for instance "
-                f"x.clamp(min={epsilon}) ({epsilon} is a normal number of torch.{torch_dtype})"
-            )
-        return f"x = x.clamp(min={epsilon})  # before this line; {epsilon} is a normal number of torch.{torch_dtype}"
-    numbers = [*origin.constants, *(o.min for o in origin.inputs if not o.shape and o.min is not None)]
-    if name in _MASKING and dtype in _HALF and any(abs(number) > 65504 for number in numbers):
-        return "a constant is beyond the range of float16: fill with torch.finfo(x.dtype).min instead"
-    if name in _GROWING and (dtype in _LOW or any(operand.dtype in _LOW for operand in origin.inputs)):
-        return f'preamp.prepare(..., policy="O1; {_rule(origin, _GROWING[name])} -> full")'
-    if origin.direction == "backward" and dtype in _HALF:
-        return "a gradient outgrew float16: lower the loss scale, or use bfloat16: preamp.prepare(..., policy='O4')"
-    if dtype in _HALF:
-        return (
-            'preamp.prepare(..., policy="O4")  # bfloat16 has the range of float32\n'
-            f'preamp.prepare(..., policy="O1; {_rule(origin, None)} -> full")  # or float32 there alone'
-        )
-    return f"{name} leaves the range of {torch_dtype}, which is no matter of low precision: bound what it reads"
-
-
-def _rule(origin: Origin, op: str | None) -> str:
-    path = (origin.module or "").rpartition(":")[2]
-    return path or (f"op {op}" if op else ".*")

@@ -8,10 +8,9 @@ those operators on what they give, with autograd, so that the backward pass can 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +18,26 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from ...formats import LOW_DTYPES
 from ...tree import PLAIN, tensors
 from ..hooks import Clock, leave
-from ..places import Place, Places, key_of, line_and_modules, users_line, written_by
+from ..places import Place, Places, line_and_modules, users_line, written_by
 from ..records import NOWHERE, Line
 from ..shadow.remedies import Remedy, applied, run_kept
 from . import restore
+from .entries import (
+    KeptTensor,
+    Key,
+    ModelCall,
+    Named,
+    Op,
+    RandomState,
+    Ref,
+    call_again,
+    identity_of,
+    in_full,
+    schema_name,
+    tensor_key,
+)
 
 CALLS = 16
 """Model calls of one step that are kept even when their backward pass was sound."""
@@ -33,121 +45,6 @@ TRIALS = 8
 """Model calls that are watched for draws from Python's or numpy's generator."""
 LIMIT = 4000
 """Operators kept a step; a loss made of more is not replayed."""
-
-Key = tuple[Any, ...]
-Named = Callable[[nn.Module], str | None]
-"""The path of a module."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """Stands for a tensor that the replay makes itself."""
-
-    key: Key
-
-
-@dataclass(slots=True)
-class ModelCall:
-    """A model was called."""
-
-    module: nn.Module
-    args: Any
-    kwargs: Any
-    random: Any
-    buffers: list[tuple[nn.Module, str, Tensor, Tensor]]
-    """Owner, name, the tensor and a copy of its numbers: a forward may change it or put another in its place."""
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    attributes: dict[nn.Module, dict[str, Any]]
-    """Plain attributes of every part: a counter, a temperature, `training`."""
-    at: Line
-    """The line that called it."""
-    outputs: list[Key | None] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Op:
-    """An operator ran, or `torch.autograd.grad` with a graph of its own: part of a loss that has gradients in it."""
-
-    func: Any
-    args: Any
-    kwargs: Any
-    outputs: list[Key]
-    grad: bool
-    place: Place
-    modules: tuple[nn.Module, ...]
-    """Modules that were running, the innermost first: one without parameters is not kept as a call."""
-
-
-class RandomState(NamedTuple):
-    """Random numbers were about to be drawn."""
-
-    state: Any
-
-
-class KeptTensor(NamedTuple):
-    """A tensor of the script's that an operator was about to change."""
-
-    key: Key
-    value: Tensor
-
-
-def tensor_key(tensor: Tensor) -> Key:
-    """Which numbers a tensor is: views of the same ones have the same key."""
-    if tensor.layout is not torch.strided:
-        return (id(tensor),)
-    return (key_of(tensor), tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
-
-
-def in_full(value: Any) -> Any:
-    """float32 for a 16-bit tensor or dtype."""
-    if isinstance(value, Tensor) and value.dtype in LOW_DTYPES:
-        return value.float()
-    return torch.float32 if isinstance(value, torch.dtype) and value in LOW_DTYPES else value
-
-
-def call_again(call: ModelCall, args: Any, kwargs: Any, *, full: bool) -> Any:
-    """Call a model as it was called, with the random state, buffers and attributes of then; `full`: no autocast."""
-    restore.set_random_state(call.random)
-    with torch.no_grad():
-        for part, name, buffer, before in call.buffers:
-            part._buffers[name] = buffer
-            buffer.copy_(before)
-    restore.put_back(call.attributes)
-    with ExitStack() as stack:
-        stack.enter_context(torch.enable_grad())
-        for kind, on, dtype in call.autocast:
-            stack.enter_context(_autocast_as(kind, on and not full, dtype))
-        return call.module(*args, **kwargs)
-
-
-@contextmanager
-def _autocast_as(kind: str, on: bool, dtype: torch.dtype) -> Iterator[None]:
-    before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    torch.set_autocast_enabled(kind, on)
-    torch.set_autocast_dtype(kind, dtype)
-    torch.autocast_increment_nesting()
-    try:
-        yield
-    finally:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-        torch.set_autocast_enabled(kind, before[0])
-        torch.set_autocast_dtype(kind, before[1])
-
-
-@cache
-def _schema_name(func: Any) -> str:
-    """Cached, as torch builds the schema each time; "" of `torch.autograd.grad`, which is no operator."""
-    name: str = func._schema.name if hasattr(func, "_schema") else ""
-    return name
-
-
-def _identity(tensor: Tensor) -> StorageWeakRef | None:
-    """The identity of its storage; None for a tensor without one."""
-    try:
-        return StorageWeakRef(tensor.untyped_storage())
-    except (RuntimeError, NotImplementedError):
-        return None
 
 
 class Tape:
@@ -240,7 +137,7 @@ class Tape:
             key = tensor_key(tensor)
             if key not in self._known:
                 self._entries.append(KeptTensor(key, tensor.detach().clone()))
-                self._known[key] = _identity(tensor)
+                self._known[key] = identity_of(tensor)
         if not self._drew and torch.Tag.nondeterministic_seeded in func.tags:
             self._drew = True  # the first that draws since a model returned; those after it go on from there
             self._entries.append(RandomState(restore.random_state()))
@@ -268,7 +165,7 @@ class Tape:
         """The keys of tensors that a replay makes again."""
         for tensor in tensors(out):
             key = tensor_key(tensor)
-            self._known[key] = _identity(tensor)
+            self._known[key] = identity_of(tensor)
             yield key
 
     def _refer(self, value: Any) -> Any:
@@ -310,7 +207,7 @@ class Tape:
         """The constant that the script multiplied the loss by, last of all; None without one."""
         wanted = tensor_key(loss)
         for entry in self._entries:
-            if isinstance(entry, Op) and wanted in entry.outputs and _schema_name(entry.func) == "aten::mul":
+            if isinstance(entry, Op) and wanted in entry.outputs and schema_name(entry.func) == "aten::mul":
                 factor = entry.args[1] if len(entry.args) > 1 else None
                 if isinstance(factor, Tensor) and factor.numel() == 1:
                     factor = float(factor)
@@ -412,7 +309,7 @@ class Tape:
                     out = run_kept(entry.func, args, kwargs, remedy, (entry.place.file, entry.place.line), inside)
                 if places is not None:
                     places.forced = None
-                alias = _schema_name(entry.func).rpartition("::")[2] in ("detach", "alias")
+                alias = schema_name(entry.func).rpartition("::")[2] in ("detach", "alias")
                 for key, tensor in zip(entry.outputs, tensors(out), strict=False):
                     if not (alias and key in env):
                         env[key] = tensor

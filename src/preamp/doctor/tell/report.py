@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...report import Column, Finding, Picture, Report, Section, Snippet, Table, to_json
+from ...report import Column, Finding, Picture, Report, Section, Table, to_json
 from ...report.files import write_text
 from ..findings import checks_at_end, glossary
 from ..findings.check import counted
@@ -158,7 +158,7 @@ def build(
         really = _really_running(first.facts.get("audit"), first.facts.get("held"))
         spread_out = magnitudes(samples, has_fp16, first.facts.get("underflow"))
         shown = picture(first, findings[0] if serious else None)
-        sections += [_timeline(first, shown), spread_out, really, _advice(findings)]
+        sections += [_timeline(first, shown), spread_out, really]
     content: dict[str, Any] = to_json(
         {
             "schema": "preamp-doctor/1",
@@ -208,15 +208,6 @@ def _timeline(rank: Rank, shown: Picture) -> Section:
     ]
     text = f"{len(rank.steps)} attempts to step, {skipped} of them skipped."
     return Section("Timeline", text, charts)
-
-
-def _advice(findings: tuple[Finding, ...]) -> Section | None:
-    sick = [f for f in findings if f.code in ("PA104", "PA201", "PA205") and f.module]
-    if not sick:
-        return None
-    modules = "; ".join(f"{module} -> full" for module in dict.fromkeys(str(f.module) for f in sick))
-    snippet = Snippet("Keep these modules in float32", f'preamp.prepare(model, optimizer, policy="O1; {modules}")')
-    return Section("What to write", "", (snippet,))
 
 
 def write(report: Report, content: dict[str, Any], folder: Path, name: str, also: Path | None) -> Path:

@@ -1,0 +1,133 @@
+"""What a tape keeps of a step: calls of models, operators, random states, tensors that were about to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ...formats import LOW_DTYPES
+from ..places import Place, key_of
+from ..records import Line
+from . import restore
+
+Key = tuple[Any, ...]
+Named = Callable[[nn.Module], str | None]
+"""The path of a module."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Stands for a tensor that the replay makes itself."""
+
+    key: Key
+
+
+@dataclass(slots=True)
+class ModelCall:
+    """A model was called."""
+
+    module: nn.Module
+    args: Any
+    kwargs: Any
+    random: Any
+    buffers: list[tuple[nn.Module, str, Tensor, Tensor]]
+    """Owner, name, the tensor and a copy of its numbers: a forward may change it or put another in its place."""
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    attributes: dict[nn.Module, dict[str, Any]]
+    """Plain attributes of every part: a counter, a temperature, `training`."""
+    at: Line
+    """The line that called it."""
+    outputs: list[Key | None] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Op:
+    """An operator ran, or `torch.autograd.grad` with a graph of its own: part of a loss that has gradients in it."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    outputs: list[Key]
+    grad: bool
+    place: Place
+    modules: tuple[nn.Module, ...]
+    """Modules that were running, the innermost first: one without parameters is not kept as a call."""
+
+
+class RandomState(NamedTuple):
+    """Random numbers were about to be drawn."""
+
+    state: Any
+
+
+class KeptTensor(NamedTuple):
+    """A tensor of the script's that an operator was about to change."""
+
+    key: Key
+    value: Tensor
+
+
+def tensor_key(tensor: Tensor) -> Key:
+    """Which numbers a tensor is: views of the same ones have the same key."""
+    if tensor.layout is not torch.strided:
+        return (id(tensor),)
+    return (key_of(tensor), tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+
+def in_full(value: Any) -> Any:
+    """float32 for a 16-bit tensor or dtype."""
+    if isinstance(value, Tensor) and value.dtype in LOW_DTYPES:
+        return value.float()
+    return torch.float32 if isinstance(value, torch.dtype) and value in LOW_DTYPES else value
+
+
+def call_again(call: ModelCall, args: Any, kwargs: Any, *, full: bool) -> Any:
+    """Call a model as it was called, with the random state, buffers and attributes of then; `full`: no autocast."""
+    restore.set_random_state(call.random)
+    with torch.no_grad():
+        for part, name, buffer, before in call.buffers:
+            part._buffers[name] = buffer
+            buffer.copy_(before)
+    restore.put_back(call.attributes)
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        for kind, on, dtype in call.autocast:
+            stack.enter_context(_autocast_as(kind, on and not full, dtype))
+        return call.module(*args, **kwargs)
+
+
+@contextmanager
+def _autocast_as(kind: str, on: bool, dtype: torch.dtype) -> Iterator[None]:
+    before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    torch.set_autocast_enabled(kind, on)
+    torch.set_autocast_dtype(kind, dtype)
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        torch.set_autocast_enabled(kind, before[0])
+        torch.set_autocast_dtype(kind, before[1])
+
+
+@cache
+def schema_name(func: Any) -> str:
+    """Cached, as torch builds the schema each time; "" of `torch.autograd.grad`, which is no operator."""
+    name: str = func._schema.name if hasattr(func, "_schema") else ""
+    return name
+
+
+def identity_of(tensor: Tensor) -> StorageWeakRef | None:
+    """The identity of its storage; None for a tensor without one."""
+    try:
+        return StorageWeakRef(tensor.untyped_storage())
+    except (RuntimeError, NotImplementedError):
+        return None
