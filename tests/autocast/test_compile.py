@@ -19,6 +19,8 @@ from torch import Tensor
 import preamp
 from preamp.rules import OpRules
 
+from ..releases import REGIONS_IN_COMPILED_CODE
+
 BF16, FP32 = torch.bfloat16, torch.float32
 LOW_SOFTMAX = OpRules().with_low("softmax")
 
@@ -57,6 +59,7 @@ def xw() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # inductor's own
+@REGIONS_IN_COMPILED_CODE
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_a_region_inside_of_the_compiled_function(backend: str) -> None:
     x, w = xw()
@@ -81,6 +84,7 @@ def test_a_region_inside_of_the_compiled_function(backend: str) -> None:
     assert not torch.is_autocast_enabled("ipu")
 
 
+@REGIONS_IN_COMPILED_CODE
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_the_region_around_a_call_decides(backend: str) -> None:
     """Code compiled under one kind of region is not reused under another (trap 1), in any order."""
@@ -98,6 +102,7 @@ def test_the_region_around_a_call_decides(backend: str) -> None:
             assert dtypes(run(x, w)) == (torch.float16, FP32)
 
 
+@REGIONS_IN_COMPILED_CODE
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_change_of_rules_between_calls_reaches_a_region_inside(backend: str) -> None:
     x, w = xw()
@@ -111,6 +116,7 @@ def test_a_change_of_rules_between_calls_reaches_a_region_inside(backend: str) -
         assert dtypes(run(x, w)) == (BF16, expected)
 
 
+@REGIONS_IN_COMPILED_CODE
 def test_code_is_reused_when_rules_come_back() -> None:
     x, w = xw()
     count = torch._dynamo.testing.CompileCounter()

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import preamp
 
+from ..releases import TORCH
+
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 BAGS = torch.tensor([[0, 1], [2, 2], [1, 3]])
 
@@ -96,6 +98,8 @@ def test_what_is_written_keeps_its_dtype(name: str, backend: str | None) -> None
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize("name", WIDEST)
 def test_the_widest_wins(name: str, backend: str | None) -> None:
+    if name == "cartesian_prod" and TORCH < (2, 7):
+        backend = None  # which torch 2.6 does not trace
     function, shapes = WIDEST[name]
     call = torch.compile(function, backend=backend) if backend else function
     for dtypes in dtypes_of(len(shapes)):

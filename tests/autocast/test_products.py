@@ -23,6 +23,7 @@ from preamp.autocast import PRODUCTS
 from preamp.formats import format_of
 
 from ..products import BY_FLOAT32, BY_TORCH, counted, cpu_that_multiplies
+from ..releases import TORCH
 
 BF16, FP16 = torch.bfloat16, torch.float16
 LOW = (BF16, FP16)
@@ -295,7 +296,10 @@ def test_every_way_of_computing(way: str, where: str, level: str) -> None:
 @pytest.mark.parametrize("where", ["inside", "around", "nowhere"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # inductor's own
+@pytest.mark.filterwarnings("ignore:Skipping serialization of")  # inductor's own, of torch 2.6
 def test_compiled_code_has_float32_products_in_both_directions(backend: str, where: str, level: str) -> None:
+    if where == "inside" and TORCH < (2, 7):
+        pytest.skip("torch 2.6 traces no region of another class")
     if where == "nowhere" and level in ("O1", "O4"):
         return
     if backend == "inductor" and (where, level) not in (("around", "O4"), ("nowhere", "O5"), ("inside", "O2")):

@@ -21,6 +21,8 @@ import preamp
 from preamp import optim
 from preamp.errors import OptimizerError
 
+from ..releases import TORCH
+
 SHAPES = [(4,), (8, 8), (3, 5), (1,), (8, 8), ()]
 KINDS: dict[str, dict[str, Any]] = {
     "Adam": {"lr": 0.1}, "AdamW": {"lr": 0.1, "amsgrad": True}, "SGD": {"lr": 0.1, "momentum": 0.9},
@@ -223,6 +225,8 @@ DEEDS: dict[str, Deed] = {
 def test_deeds(kind: str, deed: str) -> None:
     if deed in ("clear", "a new dict", "pop the first", "pop another", "an empty row") and kind == "Adagrad":
         pytest.skip("torch's makes its states when it is made, and has none then")
+    if deed == "a group more" and kind == "Adagrad" and TORCH < (2, 7):
+        pytest.skip("torch 2.6 makes no states for it")
     alike(kind, DEEDS[deed])
 
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import preamp
 from preamp.errors import PolicyError, PreampWarning, SessionError
 
+from ..releases import TORCH
 from .toys import batch, mlp
 
 Loss = Callable[["preamp.Session", nn.Module, Tensor], Tensor]
@@ -85,7 +86,7 @@ def trained(level: str, loss: Loss, steps: int = 3) -> list[str]:
                 session.step()
                 session.zero_grad()
     told = [each for each in found if each.category is PreampWarning]
-    assert all(each.filename == __file__ for each in told)
+    assert TORCH < (2, 8) or all(each.filename == __file__ for each in told)  # before: a frame too near
     return [str(each.message) for each in told]
 
 

@@ -127,3 +127,16 @@ def test_a_program_exported_in_full_precision_runs_afterwards(level: str, strict
             torch.testing.assert_close(program(X), wide)
         assert all(p.dtype is not torch.float32 for p in model[0].parameters())
     torch.testing.assert_close(exported.module()(X), wide)
+
+
+@pytest.mark.parametrize("whose", ["layers", "model"])
+def test_an_export_leaves_what_fx_traced_alone(whose: str) -> None:
+    """A traced module has the model's own layers in it, or is the model: copies are for the program alone."""
+    model = network()
+    traced = torch.fx.symbolic_trace(model)
+    with prepared(model if whose == "layers" else traced, "O5") as session:
+        parameters = dict(model.named_parameters())
+        with session.full_precision():
+            torch.export.export(model, (X,))
+        for each in (model, traced):
+            assert all(parameters[name] is p for name, p in each.named_parameters())

@@ -232,7 +232,7 @@ def _kernel(name: str, op: Any, key: str, dtypes: frozenset[torch.dtype]) -> Cal
                 return None
         return found
 
-    @traced_by_callers
+    @uncompiled
     def product(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         out = kwargs.get("out", args[0]) if writes else None
         dtype = low_dtype(args if out is None else (out, *args))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -70,21 +71,29 @@ class autocast(torch.autocast):
             traced = _traced(self.device, self.fast_dtype, self._enabled, self._cache_enabled)
             traced.__enter__()
             self._outer.append((traced,))
-            return self
+        else:
+            self._enter(number)
+        return self
+
+    @uncompiled
+    def _enter(self, number: int) -> None:
         if self._outer:  # torch keeps what it has to restore on the object: save it from this second entry
             self._outer[-1] = (*self._outer[-1], self.prev_cache_enabled, self.prev, self.prev_fastdtype)
         self._outer.append((torch.is_autocast_enabled(MARKER), torch.get_autocast_dtype(MARKER), NODES.now()))
         super().__enter__()
         torch.set_autocast_enabled(MARKER, True)
         torch.set_autocast_dtype(MARKER, MARKER_DTYPES[number % len(MARKER_DTYPES)])
-        return self
 
     @traced_by_callers
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         if torch.compiler.is_compiling():
             (traced,) = self._outer.pop()
             traced.__exit__(exc_type, exc_val, exc_tb)
-            return
+        else:
+            self._exit(exc_type, exc_val, exc_tb)
+
+    @uncompiled
+    def _exit(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         marked, marker_dtype, first_node = self._outer.pop()
         torch.set_autocast_enabled(MARKER, marked)
         torch.set_autocast_dtype(MARKER, marker_dtype)
@@ -118,7 +127,14 @@ def decorated(func: F, region: Callable[[], Any]) -> F:
     return in_region  # type: ignore[return-value]
 
 
-_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+@uncompiled
+def _is_exporting() -> bool:
+    """Run for real, too: while it traces, dynamo takes `is_exporting` for true before torch 2.9."""
+    asked = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # before torch 2.7
+    traces = sys.modules.get("torch._dynamo.symbolic_convert")
+    tracing: Any = getattr(getattr(traces, "tls", None), "current_tx", None)
+    return asked() or bool(getattr(tracing, "export", False))  # torch 2.7 tells of strict exports nowhere else
+
 
 _NOT_EXPORTED = (
     "torch.export keeps the dtype of a region and not preamp's rules for operators, so that the exported program would "
@@ -144,4 +160,6 @@ def _ensure_rules(rules: OpRules | None, device_type: str, lingering: bool) -> i
 
 
 # What torch.compiler.assume_constant_result does, without importing the compiler for those who do not compile.
-_ensure_rules._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_constant: Any
+for _constant in (_ensure_rules, _is_exporting):
+    _constant._dynamo_marked_constant = True

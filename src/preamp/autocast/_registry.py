@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.compiler.config
 
-from ..compiling import traced_by_callers
+from ..compiling import uncompiled
 from ..errors import PolicyError
 from ..rules import RULED_ON_CPU, OpRules, autocast_key, has_kernel, native_category
 from . import _kernels
@@ -230,7 +230,7 @@ def _gate(op: Any, ours: _kernels.Kernel, torchs: _kernels.Kernel | None, device
     enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
     graph_task = torch._C._current_graph_task_id
 
-    @traced_by_callers
+    @uncompiled
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if enabled(MARKER) and ruled(marker := dtype_of(MARKER)):
             if marker is COMPILED and graph_task() == -1:

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from torch.fx import GraphModule
 
 
 def give_programs_own_values(models: Iterable[nn.Module]) -> None:
@@ -28,11 +27,16 @@ def give_programs_own_values(models: Iterable[nn.Module]) -> None:
 
 
 def _tables() -> Iterator[dict[str, Any]]:
-    """Where programs, and the modules made of them, keep parameters and buffers by name."""
+    """Where programs, and the modules made of them, keep parameters and buffers by name.
+
+    Other modules with a graph, which `torch.fx` traced, are the model itself or have its layers in them.
+    """
+    from torch.export._unlift import _StatefulGraphModule  # what ExportedProgram.module() makes
+
     for found in gc.get_objects():
         if issubclass(type(found), ExportedProgram):
             yield found.state_dict
-        elif issubclass(type(found), GraphModule):
+        elif issubclass(type(found), _StatefulGraphModule):
             for part in found.modules():
                 yield from (part._parameters, part._buffers)
 

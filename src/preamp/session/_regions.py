@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ..autocast import MARKER, PRODUCTS, REGISTRY, VMAPPED, autocast, decorated
-from ..compiling import traced_by_callers
+from ..compiling import traced_by_callers, uncompiled
 from ..errors import PreampWarning
 from ..formats import LOW_DTYPES, name_of
 from ..ledger import Gradients, Masters, rebuild_reducers
@@ -104,22 +104,17 @@ class SessionRegion(autocast):
         super().__init__(device_type, dtype, enabled)
         self._entering, self._another, self._regions = entering, another, regions
 
-    @traced_by_callers
-    def __enter__(self) -> SessionRegion:
-        if not torch.compiler.is_compiling():
-            self._entering()
-            self._regions.add(self)
-        super().__enter__()
-        return self
+    @uncompiled
+    def _enter(self, number: int) -> None:
+        self._entering()
+        self._regions.add(self)
+        super()._enter(number)
 
-    @traced_by_callers
-    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
-        if torch.compiler.is_compiling():
-            super().__exit__(exc_type, exc_val, exc_tb)
-            return
+    @uncompiled
+    def _exit(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         entry = self._regions.last(self)
         if entry is not None:  # else the session was closed inside
-            super().__exit__(exc_type, exc_val, exc_tb)
+            super()._exit(exc_type, exc_val, exc_tb)
             self._regions.remove(entry)
 
     def __call__(self, func: F) -> F:
