@@ -18,6 +18,8 @@ from preamp.policy import policy
 from preamp.session import prepare
 from preamp.zoo import TASKS
 
+from ..releases import TORCH
+
 
 class Run(nn.Module):
     """A linear layer, then a function of its output: what a test is about."""
@@ -162,7 +164,11 @@ def test_a_cross_entropy_that_a_region_refuses_is_reported_and_run():
     ("then", "severity"),
     [
         (lambda self, x: x.masked_fill(x > 0, -1e9), "error"),
-        (lambda self, x: torch.where(x > 0, x, -1e9), "warning"),
+        pytest.param(
+            lambda self, x: torch.where(x > 0, x, -1e9),
+            "warning",
+            marks=pytest.mark.skipif(TORCH < (2, 7), reason="torch 2.6 refuses it by itself"),
+        ),
         (lambda self, x: torch.where(x > 0, x, torch.tensor(-1e9)), "warning"),
         (lambda self, x: x + torch.full_like(x, 65536.0), "error"),
         (lambda self, x: x + 1e6, "warning"),
@@ -481,7 +487,7 @@ def test_findings_are_sorted_by_harm_and_not_repeated():
     def looping(self, x):
         for _ in range(3):
             x = x.masked_fill(x > 1, -1e9)
-        return torch.where(x > 0, x, 1e9)
+        return torch.where(x > 0, x, torch.tensor(1e9))
 
     rows = examine(Run(looping), None, "O1", example=X).findings
     assert [f.severity for f in rows] == ["error", "warning"]
