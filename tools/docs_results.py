@@ -323,7 +323,7 @@ FINDINGS = {
     "PA101": "an epsilon that vanishes",
     "PA102": "the logarithm of a 16-bit sigmoid",
     "PA103": "a constant beyond the range",
-    "PA104": "an operator that wants float32, in float16",
+    "PA104": "an operator that wants float32, in 16 bits",
     "PA105": "dimensions that miss the tensor cores",
     "PA106": "gradients clipped or read while still scaled",
     "PA107": "float16 gradients without a loss scale",

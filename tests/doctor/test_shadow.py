@@ -704,3 +704,27 @@ def test_what_runs_in_a_module_and_a_region_of_preamps_is_placed() -> None:
 
     (fact,) = facts_of(step, model)
     assert (fact.place.module, fact.kind, fact.place.ours) == ("1", "lost", False)
+
+
+def test_a_remainder_is_blamed_once_something_divides_by_it() -> None:
+    x = 60 + torch.linspace(-1, 1, 64).repeat(4, 1)
+
+    def variance(low: Tensor) -> Tensor:
+        return low.square().mean(-1) - low.mean(-1).square()
+
+    def divided() -> Tensor:
+        return 1 / (variance(x.half()).abs() + 1e-3)
+
+    (fact,) = facts_of(divided)
+    assert (fact.kind, fact.op, fact.code) == ("made", "sub", "PA104")
+    assert (fact.place.file, fact.place.line) == (__file__, line_of(variance, "low.square()"))
+    assert facts_of(lambda: variance(x.half()) + 100) == []
+    assert facts_of(lambda: variance(x.half()) / 3) == []
+    assert facts_of(lambda: 1 / (variance(x) + 1e-3)) == []
+
+
+def test_a_running_sum_is_judged_by_its_terms() -> None:
+    (fact,) = facts_of(lambda: torch.rand(3000).half().cumsum(0))
+    assert (fact.op, fact.code) == ("cumsum", "PA104") and fact.error > 0.25
+    assert facts_of(lambda: torch.rand(64).half().cumsum(0)) == []
+    assert facts_of(lambda: torch.rand(3000).half().float().cumsum(0)) == []

@@ -40,7 +40,7 @@ class PA114(Check):
         yield self.finding(
             "error" if fact.kind == "decided" else "warning",
             f"{fact.name} of numbers up to {fact.largest:.4g} that went through 16 bits: {share} from float32's, and "
-            f"what went in is right to {fact.inputs:.1%}",
+            f"what went in is right to {fact.inputs:.2%}",
             event.fix_or("# compute positions, times and indices in float32 or in whole numbers; cast the result"),
             **event.where,
             evidence=event.evidence,

@@ -39,7 +39,7 @@ class PA115(Check):
         yield self.finding(
             "error",
             f"{fact.name} {result}, and in float32 throughout it is right: its matrix is right to "
-            f"{fact.inputs:.1%}, as 16-bit products are, and that is not enough here",
+            f"{fact.inputs:.2%}, as 16-bit products are, and that is not enough here",
             event.fix_or("# compute the matrix in float32, outside of the region, from x.float()"),
             **event.where,
             evidence=event.evidence,

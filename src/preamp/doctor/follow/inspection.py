@@ -33,7 +33,7 @@ from .scales import Scales
 
 ENOUGH = 64
 """Model calls of one step that are inspected."""
-_ABOUT_A_LINE = frozenset({"PA101", "PA104", "PA205"})
+_ABOUT_A_LINE = frozenset({"PA101", "PA205"})
 FACTS = 6
 """Facts of one step for which fixes are tried."""
 _SMALL = 16

@@ -47,6 +47,10 @@ _ADD_UP = frozenset({
 """Operators that add up terms of both signs: what is left may be of no weight beside them."""
 
 
+_ENLARGE = {"sqrt": 0, "rsqrt": 0, "reciprocal": 0, "log": 0, "log2": 0, "log10": 0, "div": 1}
+"""Operators that make much of what is nearly nothing, and which argument that is."""
+
+
 class Shadowed(Observer):
     """Follows every operator with shadows and hands facts on, each with its call.
 
@@ -76,6 +80,8 @@ class Shadowed(Observer):
         """What the statement at a line reads."""
         self.constants: dict[Line, list[float]] = {}
         """Numbers that operators of a line were given."""
+        self._small: set[Fact] = set()
+        """What left nearly nothing of large terms: wrong, and harmless until something divides by it."""
         self._trail: dict[int, tuple[Line, tuple[int, ...]]] = {}
         """By storage, the line that wrote it last and the storages that it read."""
         self._reported: set[Any] = set()
@@ -160,7 +166,7 @@ class Shadowed(Observer):
 
     def _judge(self, call: Call, out: Tensor, exact: Tensor, before: float) -> None:
         """Whether a result is off although its inputs are right, and float32 would have got it right."""
-        error, key = relative_error(out, exact), key_of(out)
+        error, key = self._off_by(call, out, exact), key_of(out)
         written = {id(t) for t in call.written}
         read = [t for t in call.inputs if has_shadow(t) and id(t) not in written]
         self.errors[call.place] = max(error, self.errors.get(call.place, 0.0))
@@ -170,6 +176,7 @@ class Shadowed(Observer):
         cause = next((self.causes[key_of(t)] for t in call.inputs if key_of(t) in self.causes), None)
         if cause is not None:
             self.causes[key] = cause
+            self._enlarged(call)
         off = max(map(self._error_of, read), default=0.0)
         finite = bool(out.isfinite().all())
         if not all(bool(t.isfinite().all()) for t in read):
@@ -182,6 +189,9 @@ class Shadowed(Observer):
                 self.broke.append((call.place, cause))
             return
         if finite and self._is_nearly_nothing(call, out, exact):
+            if call.place.direction == "forward":
+                self.causes[key] = fact = self._fact("made", call, out, error, off, read)
+                self._small.add(fact)
             return
         kind: Kind = "made" if finite else "not finite"
         if finite and (lost := share_lost(out, exact)) > ZEROS:
@@ -193,6 +203,22 @@ class Shadowed(Observer):
             self._report(fact, call)
         else:
             self.broke.append((call.place, fact))
+
+    def _off_by(self, call: Call, out: Tensor, exact: Tensor) -> float:
+        """The relative error of a result; of a running sum, the error in terms of what is added."""
+        error = relative_error(out, exact)
+        if call.base == "cumsum" and math.isfinite(error) and call.inputs:
+            terms = self.shadows.of(call.inputs[0])
+            error *= float(torch.linalg.vector_norm(exact)) / (float(torch.linalg.vector_norm(terms)) or 1.0)
+        return error
+
+    def _enlarged(self, call: Call) -> None:
+        """What is nearly nothing, and wrong, is divided by: the operator that left it is at fault."""
+        position = _ENLARGE.get(call.base)
+        small = call.args[position] if position is not None and position < len(call.args) else None
+        cause = self.causes.get(key_of(small)) if isinstance(small, Tensor) else None
+        if cause is not None and cause in self._small and call.place.direction == "forward":
+            self._report(cause, call)
 
     def _fact(self, kind: Kind, call: Call, out: Tensor, error: float, off: float, read: list[Tensor]) -> Fact:
         largest = max((float(t.detach().abs().max()) for t in read if t.numel()), default=0.0)

@@ -20,7 +20,7 @@ IN_SCALE = frozenset({"PA201", "PA203", "PA207"})
 BELOW = frozenset({"PA107", "PA111", "PA202", "PA204"})
 """What is lost below float16's normal range, or below the bits of a weight."""
 
-BEYOND = frozenset({"PA103", "PA104", "PA205"})
+BEYOND = frozenset({"PA103", "PA205"})
 """What comes near the end of the range."""
 
 

@@ -58,7 +58,7 @@ def without_echoes(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 _SEEN = frozenset({"PA114", "PA115", "PA201"})
-_ANNOUNCED = frozenset({"PA101", "PA104", "PA205"})
+_ANNOUNCED = frozenset({"PA101", "PA205"})
 
 
 def judge(rank: Rank) -> list[Finding]:
