@@ -12,8 +12,7 @@ import jsonschema
 import pytest
 
 from preamp.doctor.command.run import time_left
-from preamp.doctor.findings.pa206 import Error
-from preamp.doctor.tell.comparison import SHOWN, Ran, errors_table
+from preamp.doctor.tell.comparison import Ran
 from preamp.doctor.tell.report import schema
 
 from .. import forks
@@ -115,9 +114,6 @@ def test_pairs_share_their_seed_and_others_do_not(tmp_path: Path) -> None:
     assert set(runs["full-0"]["metrics"]) == {"val_loss"}
     assert content["result"] in ("equivalent", "undecided")
     assert not content["findings"]
-    assert [error["name"] for error in content["gradients"]] == ["weight", "bias"]
-    assert 0 < content["gradients"][0]["relative"] < 0.05
-    assert content["outputs"][0]["cosine"] > 0.999
 
 
 @pytest.mark.slow
@@ -135,6 +131,7 @@ def test_a_loss_that_16_bits_spoil_is_found_with_its_module(tmp_path: Path) -> N
     assert ran.returncode == 3, ran.stderr
     (finding,) = content["findings"]
     assert (finding["code"], finding["severity"], finding["module"]) == ("PA206", "error", "features")
+    assert finding["fix"] == "# PA114 at fourier_phase.py:16 says what to write: preamp doctor"
     assert "Worse" in ran.stderr
 
 
@@ -208,18 +205,3 @@ def test_the_time_left_is_told_by_precision() -> None:
     assert time_left([ran(False, 10), ran(True, 110)], 6) == "; about 4 min left"
     assert time_left([ran(False, 10), ran(True, 7200), ran(False, 10)], 6) == "; about 4 h left"
     assert time_left([ran(False, 0.1)] * 3 + [ran(True, 0.1)] * 2, 6) == "; about 1 s left"
-
-
-def test_what_is_zero_but_for_rounding_has_no_relative_error() -> None:
-    inf = float("inf")
-    many = [
-        Error("weight", 0.001, 0.9, 20.0, 0.0), Error("key.bias", 2673.2, -0.3, 2.8e-8, 0.0),
-        Error("small", 0.5, 0.8, 1e-4, 0.25), Error("zero", inf, 0.0, 0.0, 0.0), Error("full", inf, 0.0, inf, 0.0),
-    ]  # fmt: skip
-    table = errors_table("Gradients", "parameter", many)
-    assert [row[:2] for row in table.rows] == [
-        ("weight", "0.10%"), ("key.bias", None), ("small", "50.00%"), ("zero", "inf"), ("full", "inf"),
-    ]  # fmt: skip
-    assert table.notes
-    more = [Error(f"m{n}", 0.01, 1.0, 1.0, 0.0) for n in range(SHOWN)]
-    assert "key.bias" not in [row[0] for row in errors_table("t", "p", [*many, *more]).rows]

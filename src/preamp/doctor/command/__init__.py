@@ -8,6 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 
 VARIABLE = "PREAMP_DOCTOR"
-"""The environment variable that asks for it; JSON: folder, base, every, steps, replay; offset, full, first_step."""
+"""The environment variable that asks for it; JSON: folder, base, every, steps, replay; offset, full."""
 HOOK = str(Path(__file__).parent / "importable")
 """The folder whose `sitecustomize` begins the watching."""

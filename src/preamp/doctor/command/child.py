@@ -1,7 +1,7 @@
 """The doctor inside the process of the script: begins when the script imports torch.
 
 Of a comparison: a script that asks for 16 bits is run in float32, as every known way to request them is answered with
-float32; its random seeds are shifted; and its first step is kept.
+float32, and its random seeds are shifted.
 """
 
 from __future__ import annotations
@@ -21,21 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ... import session
 from ...formats import LOW_DTYPES
-from ...tree import tensors
 from ..follow.watch import Watch
 from ..hooks import Patches
-from ..names import Names
 from ..records import JsonLines, Recorder
 from . import VARIABLE
-
-GRADIENTS = 1 << 24
-"""Values of a parameter's gradient that are kept of the first step; of a larger one, evenly spread ones."""
-OUTPUTS = 1 << 16
-"""The same of a module's output."""
 
 
 def begin() -> None:
@@ -50,47 +42,9 @@ def begin() -> None:
     if options.get("full"):
         run_in_full(patches)
     watch = Watch(recorder, Path(options["base"]), options["every"], options["steps"], options["replay"])
-    if options.get("first_step") and not rank:
-        watch.steps.on_first_gradients = FirstStep(Path(options["first_step"]), watch.run.names).write
     watch.start()
     atexit.register(watch.end)
     gc.freeze()  # the models are looked for among what is made from here on: torch alone is 300,000 objects
-
-
-class FirstStep:
-    """Keeps the output of each module's first call, and with `write` the gradients too."""
-
-    def __init__(self, path: Path, names: Names) -> None:
-        self._path, self._names = path, names
-        self._kept: dict[str, Any] = {}
-        """By "output:" and the path of a module, then by "gradient:" and the name of a parameter."""
-        self._hook: Any = nn.modules.module.register_module_forward_hook(self._left)
-
-    def _left(self, module: nn.Module, args: Any, out: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
-        path = self._names.get(module)
-        given = next((t for t in tensors(out) if t.is_floating_point() and t.layout is torch.strided), None)
-        if path is not None and f"output:{path}" not in self._kept and given is not None:
-            self._kept[f"output:{path}"] = _sample(given, OUTPUTS)
-
-    def write(self, scale: float) -> None:
-        """Write it, with the true gradients of all parameters as float32, by name."""
-        self._hook.remove()
-        self._names.search(())
-        single = len(self._names.models) == 1
-        for name, model in self._names.models.items():
-            for own, parameter in model.named_parameters():
-                grad = parameter.grad
-                if grad is not None and grad.layout is torch.strided:
-                    self._kept[f"gradient:{own if single else f'{name}:{own}'}"] = _sample(grad, GRADIENTS) / scale
-        np.savez(self._path, **self._kept)
-
-
-def _sample(tensor: Tensor, limit: int) -> Any:
-    with torch.no_grad(), _disable_current_modes():  # other dispatch modes must not see these operators
-        flat = tensor.detach().flatten()
-        return flat[:: max(-(-flat.numel() // limit), 1)].float().cpu().numpy().copy()
 
 
 def shift_seeds(patches: Patches, offset: int) -> None:

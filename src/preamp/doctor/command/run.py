@@ -26,6 +26,8 @@ from . import HOOK, VARIABLE
 
 Progress = Callable[[str], None]
 """Is called with the run that begins, and the time that is left."""
+ONLY_FIRST = 1 << 40
+"""From one step that is looked at to the next, where only the first is to be."""
 RUN = "{run}"
 """Stands in the script's arguments for the name of the run, such as "full-0": outputs need not overwrite each other."""
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf|-inf"
@@ -78,9 +80,8 @@ class Script:
         name = f"{'full' if full else 'mixed'}-{offset}"
         folder = folder / name
         folder.mkdir()
-        first_step = folder / "first-step.npz"
-        kept = str(first_step) if offset == 0 else None
-        env = self.watched(folder, every=None, replay=False, offset=offset, full=full, first_step=kept)
+        looks = not full and offset == 0
+        env = self.watched(folder, every=ONLY_FIRST if looks else None, replay=looks, offset=offset, full=full)
         begun = time.monotonic()
         with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
             process = subprocess.Popen(list(self.line(name)), env=env, stdout=out, stderr=err, stdin=subprocess.DEVNULL)
@@ -96,7 +97,7 @@ class Script:
         )
         status, seconds = _as_a_shell_has_it(status), time.monotonic() - begun
         skipped, metrics = sum(step["skipped"] for step in rank.steps), printed_numbers(stdout)
-        return Ran(name, full, offset, status, seconds, losses_of(rank), skipped, metrics, first_step, stderr[-600:])
+        return Ran(name, full, offset, status, seconds, losses_of(rank), skipped, metrics, stderr[-600:], rank.findings)
 
 
 def examine_script(
@@ -115,10 +116,8 @@ def examine_script(
     """
     with tempfile.TemporaryDirectory(prefix="preamp-doctor-") as name:
         folder = Path(name)
-        first_step = folder / "first-step.npz"
-        kept = str(first_step) if compare else None
         begun = time.monotonic()
-        env = script.watched(folder, every=every, replay=replay, first_step=kept)
+        env = script.watched(folder, every=every, replay=replay)
         ended_with, ended_by = _wait(script.line("mixed-0"), env)
         seconds = time.monotonic() - begun
         ranks = read_ranks(folder)
@@ -129,7 +128,7 @@ def examine_script(
         first = next((rank for rank in ranks if rank.steps), None)
         if compare and first is not None:
             losses, skipped = losses_of(first), sum(step["skipped"] for step in first.steps)
-            ran = Ran("mixed-0", False, 0, status, seconds, losses, skipped, first_step=first_step)
+            ran = Ran("mixed-0", False, 0, status, seconds, losses, skipped, findings=report.findings)
             report, content = with_comparison(report, content, _pairs(script, folder, compare, progress, ran))
     if strict and any(finding.severity == "error" for finding in report.findings):
         status = STRICT

@@ -11,8 +11,8 @@ apart: nothing is left of the phase.
 How to see it. `preamp compare train.py`, or `preamp doctor --compare train.py`, runs the script both ways, three seeds
 each, and says:
 
-What it shows. Where a module of the model is the first to give something else, the finding names it and the fix keeps
-that one in float32.
+What it shows. `preamp doctor --compare` also looks at one of these runs operator by operator. Where it blames an
+operator, this finding names that one's module, and the other finding its line and what to write there.
 
 The cure. Have the part that needs it run in float32, and the rest as before.
 
@@ -42,8 +42,6 @@ LEAST = 0.005
 """The margin is never below this share of the loss."""
 APART = 5.0
 """A difference of so many margins is an error; a smaller one beyond the margin a warning."""
-WRONG = 0.1
-"""A relative error that rounding to 16 bits, 0.4 % in bfloat16, does not explain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +70,6 @@ class Parity:
 
 
 @dataclass(frozen=True, slots=True)
-class Error:
-    """How far something of the first step of a mixed run is from the same in full precision."""
-
-    name: str
-    relative: float
-    """||mixed - full|| / ||full||, L2; infinite where full is zero or mixed is not finite."""
-    cosine: float
-    """Of the angle between them; 0 where either is zero or not finite."""
-    norm: float
-    """||full||."""
-    lost: float
-    """Share of the values that are not zero in full precision and zero in the mixed run."""
-
-
-@dataclass(frozen=True, slots=True)
 class Printed:
     """A number that the script printed under one name, of each pair of runs."""
 
@@ -110,17 +93,20 @@ class Printed:
         return f"{self.name} is {spell(mixed)} in mixed and {spell(statistics.fmean(self.full))} in full precision"
 
 
-def culprit_of(outputs: Sequence[Error]) -> Error | None:
-    """The first module whose output is another one, while all before it were only rounded; None without any."""
-    return next((error for error in outputs if error.relative > WRONG), None)
+_NAMES_A_PLACE = frozenset({"PA104", "PA114", "PA115", "PA201"})
+"""Findings that stand on shadows, and so name the operator by which two precisions part."""
 
 
 class PA206(Check):
     """Mixed precision is worse than full precision by more than other seeds are."""
 
-    def of(self, found: Parity, culprit: Error | None, printed: Sequence[Printed] = ()) -> tuple[Finding, ...]:
-        """What a comparison shows; PA109 where both runs are the same. `printed`: numbers that differ."""
-        return (*self._of_loss(found, culprit), *map(self._of_printed, printed))
+    def of(self, found: Parity, printed: Sequence[Printed] = (), seen: Sequence[Finding] = ()) -> tuple[Finding, ...]:
+        """What a comparison shows; PA109 where both runs are the same.
+
+        `printed`: numbers that differ; `seen`: what the doctor found in a run of mixed precision.
+        """
+        place = next((one for one in sorted(seen) if one.code in _NAMES_A_PLACE and one.severity != "info"), None)
+        return (*self._of_loss(found, place), *map(self._of_printed, printed))
 
     def _of_printed(self, one: Printed) -> Finding:
         return self.finding(
@@ -130,7 +116,7 @@ class PA206(Check):
             evidence={"mixed": list(map(spell, one.mixed)), "full": list(map(spell, one.full))},
         )
 
-    def _of_loss(self, found: Parity, culprit: Error | None) -> tuple[Finding, ...]:
+    def _of_loss(self, found: Parity, place: Finding | None) -> tuple[Finding, ...]:
         if found.verdict == "identical":
             message = "the losses are the same bits in full precision: nothing here runs in 16 bits"
             fix = "with torch.autocast(x.device.type, dtype=torch.bfloat16): ..."
@@ -143,10 +129,10 @@ class PA206(Check):
             "margin": spell(found.margin),
             "apart from step": found.parted,
         }
-        fix = "# look for the first row that is far off in the report's table of the first step; keep that module full"
-        if culprit is not None:
-            evidence["relative error of what it gives, in the first step"] = spell(culprit.relative)
-            fix = f'preamp.prepare(model, optimizer, policy="O4; {culprit.name} -> full")' if culprit.name else fix
+        fix = "# compare again with one part at a time in float32: with torch.autocast(device, enabled=False)"
+        if place is not None:
+            where = f"{place.file}:{place.line}" if place.file else place.module
+            fix = f"# {place.code} at {where} says what to write: preamp doctor"
         infinite = math.isinf(found.difference)
         what = "does not end finite" if infinite else f"ends {spell(found.difference)} above full precision"
         return (
@@ -154,7 +140,7 @@ class PA206(Check):
                 "error" if infinite or found.difference > APART * found.margin else "warning",
                 f"the loss in mixed precision {what}; other seeds change it by less than {spell(found.margin)}",
                 fix,
-                module=None if culprit is None else culprit.name,
+                module=None if place is None else place.module,
                 step=found.parted,
                 evidence=evidence,
             ),

@@ -5,7 +5,6 @@ Loss and gradients are checked after each backward pass, before anything can be 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,8 +48,6 @@ class Steps:
         self._in_attempt = self._saw_step = False
         self._versions: list[tuple[int, int]] = []
         """Versions of weights and gradients after a backward pass, where no optimizer is known."""
-        self.on_first_gradients: Callable[[float], None] | None = None
-        """Called before the first step with the scale that is on the gradients."""
 
     def end(self) -> None:
         """The script is over."""
@@ -123,9 +120,6 @@ class Steps:
         """The step is whole: nothing more is kept of it, and what was seen is judged."""
         self._run.tape.close_window()
         self._soundness.before_step()
-        if self.on_first_gradients is not None:
-            self.on_first_gradients(self._scales.on_gradients)
-            self.on_first_gradients = None
         self._inspection.before_step(optimizer)
         self._scales.step_is_whole(self._inspection.low, self._inspection.low_now)
 

@@ -6,27 +6,20 @@ import math
 import platform
 import shlex
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ... import __version__
-from ...report import Cell, LineChart, Marker, Report, Section, Series, Snippet, Status, Table, format_number, to_json
+from ...report import Finding, LineChart, Marker, Report, Section, Series, Status, Table, format_number, to_json
 from ..findings import glossary
-from ..findings.pa206 import PA206, Error, Pair, Parity, Printed, culprit_of, parity, spell
+from ..findings.pa206 import PA206, Pair, Parity, Printed, parity, spell
 from ..records import Rank
-
-SHOWN = 20
-"""Modules and parameters in the tables of errors, those with the largest ones."""
 
 PRINTED = 5
 """Printed numbers of which a finding is made."""
-ROUNDING = 2.0**-23
-"""Below this share of the largest norm, what float32 computed is its own rounding."""
 
 
 @dataclass(slots=True)
@@ -42,9 +35,10 @@ class Ran:
     skipped: int
     metrics: dict[str, float] = field(default_factory=dict)
     """The last number that the script printed under each name."""
-    first_step: Path | None = None
     stderr: str = ""
     """Its end."""
+    findings: Sequence[Finding] = ()
+    """What the doctor found in it, where it looked."""
 
     def to_dict(self) -> dict[str, Any]:
         """For the JSON file."""
@@ -71,44 +65,13 @@ def pairs_of(runs: Sequence[Ran]) -> list[Pair]:
     return [Pair(ran.losses, full[ran.offset].losses) for ran in mixed]
 
 
-Errors = tuple[Error, ...]
-
-
-def first_errors(runs: Sequence[Ran]) -> tuple[Errors, Errors]:
-    """How far the first steps of the first seed are apart: what modules gave, in order, and gradients by parameter.
-
-    Tensors that only one run has, or with another number of values, are left out.
-    """
-    kept = {ran.full: ran.first_step for ran in runs if ran.offset == 0 and ran.first_step is not None}
-    if len(kept) < 2 or not all(path.exists() for path in kept.values()):
-        return (), ()
-    with np.load(kept[False]) as mixed, np.load(kept[True]) as full:
-        return tuple(_errors(mixed, full, "output")), tuple(_errors(mixed, full, "gradient"))
-
-
-@np.errstate(all="ignore")
-def _errors(mixed: Mapping[str, Any], full: Mapping[str, Any], part: str) -> list[Error]:
-    found = []
-    for key in full:
-        if not key.startswith(f"{part}:") or key not in mixed or mixed[key].shape != full[key].shape:
-            continue
-        a, b = mixed[key].astype(np.float64), full[key].astype(np.float64)
-        norm, difference = float(np.linalg.norm(b)), float(np.linalg.norm(a - b))
-        relative = difference / norm if norm and difference == difference else math.inf
-        both = float(np.linalg.norm(a)) * norm
-        cosine = float(a @ b) / both if 0 < both < math.inf else 0.0
-        there = b != 0
-        lost = float(((a == 0) & there).sum()) / max(int(there.sum()), 1)
-        found.append(Error(key.partition(":")[2], 0.0 if difference == 0 else relative, cosine, norm, lost))
-    return found
-
-
 def build_comparison(runs: Sequence[Ran], margin: float | None, command: list[str]) -> tuple[Report, dict[str, Any]]:
     """The report as a page, and as the content of `compare.json`."""
-    pairs, (outputs, gradients) = pairs_of(runs), first_errors(runs)
-    found, culprit = parity(pairs, margin), culprit_of(outputs)
+    pairs = pairs_of(runs)
+    found = parity(pairs, margin)
     differing = [one for one in printed(runs) if one.differs]
-    line, findings = f"{failures(runs)}{verdict(found, len(pairs))}", PA206().of(found, culprit, differing[:PRINTED])
+    line = f"{failures(runs)}{verdict(found, len(pairs))}"
+    findings = PA206().of(found, differing[:PRINTED], [each for ran in runs for each in ran.findings])
     line += "".join(f" But {one}." for one in differing[:1])
     environment = {
         "command": " ".join(command),
@@ -125,8 +88,6 @@ def build_comparison(runs: Sequence[Ran], margin: float | None, command: list[st
         sections.append(
             Section("What the script printed", "The last number under each name, over the seeds.", (metrics,))
         )
-    if outputs or gradients:
-        sections.append(_first_step(outputs, gradients, culprit))
     status: Status | None = "good" if found.verdict == "equivalent" else "neutral"
     if any(finding.severity != "info" for finding in findings):
         status = None
@@ -140,13 +101,11 @@ def build_comparison(runs: Sequence[Ran], margin: float | None, command: list[st
             **{name: getattr(found, name) for name in ("difference", "interval", "margin", "parted")},
             "findings": [finding.to_dict() for finding in findings],
             "runs": [ran.to_dict() for ran in runs],
-            "outputs": [asdict(error) for error in outputs],
-            "gradients": [asdict(error) for error in gradients],
             "environment": environment,
         }
     )
     title, meanings = f"Compare: {Path(command[0]).name}", glossary(finding.code for finding in findings)
-    words, paste = advice(found, culprit, command)
+    words, paste = advice(found, command)
     if failures(runs):
         words, paste = "Mend what ended these runs, then compare again:", f"preamp compare {shlex.join(command)}"
     report = Report(
@@ -208,7 +167,7 @@ def verdict(found: Parity, pairs: int) -> str:
     return f"{words[found.verdict]}{told}{more}."
 
 
-def advice(found: Parity, culprit: Error | None, command: Sequence[str]) -> tuple[str, str]:
+def advice(found: Parity, command: Sequence[str]) -> tuple[str, str]:
     """What to do, in words, and what to paste for it."""
     script = shlex.join(command)
     if found.verdict == "identical":
@@ -222,10 +181,6 @@ def advice(found: Parity, culprit: Error | None, command: Sequence[str]) -> tupl
             f"preamp compare --seeds {max(6, 2 * len(found.full))} {script}"
         )
     if found.verdict == "worse":
-        if culprit is not None and culprit.name:
-            return f"Keep `{culprit.name}`, the first module that gives something else, in full precision:", (
-                f'preamp.prepare(model, optimizer, policy="O4; {culprit.name} -> full")'
-            )
         return "Ask the doctor what 16 bits lose:", f"preamp doctor {script}"
     return "Keep training in 16 bits: over these seeds it costs nothing. The doctor watches longer runs:", (
         f"preamp doctor {script}"
@@ -258,16 +213,21 @@ def _losses(runs: Sequence[Ran], found: Parity) -> LineChart:
 
 
 def printed(runs: Sequence[Ran]) -> list[Printed]:
-    """The numbers that all runs printed, and that are no settings."""
+    """The numbers that all runs printed, and that are neither settings nor the loss."""
     full = {ran.offset: ran for ran in runs if ran.full}
     pairs = [(ran, full[ran.offset]) for ran in runs if not ran.full and ran.offset in full]
     found = []
     for name in runs[0].metrics if pairs else ():
         if all(name in ran.metrics for pair in pairs for ran in pair):
             mixed, other = (tuple(pair[side].metrics[name] for pair in pairs) for side in (0, 1))
-            if len({*mixed, *other}) > 1:
+            if len({*mixed, *other}) > 1 and not all(_is_loss(ran, name) for pair in pairs for ran in pair):
                 found.append(Printed(name, mixed, other))
     return found
+
+
+def _is_loss(ran: Ran, name: str) -> bool:
+    """Whether a printed number is the loss of the last step, which is judged by itself."""
+    return math.isclose(ran.metrics[name], ran.losses[-1], rel_tol=1e-3, abs_tol=5e-5)
 
 
 def _metrics(runs: Sequence[Ran]) -> Table | None:
@@ -278,37 +238,3 @@ def _metrics(runs: Sequence[Ran]) -> Table | None:
 def _span(values: Sequence[float]) -> str:
     low, high = spell(min(values)), spell(max(values))
     return low if low == high else f"{low} to {high}"
-
-
-def _first_step(outputs: Errors, gradients: Errors, culprit: Error | None) -> Section:
-    text = (
-        "Both runs begin with the same weights and the same batch, so their first step is one function in two "
-        "precisions. A rounding to 16 bits is off by a percent at most; a relative error near 1, or a direction "
-        "(cosine) far from 1, is another function. Dropout may draw other masks in other dtypes, which adds to it."
-    )
-    items: list[Any] = []
-    for title, name, many in (
-        ("What modules gave, mixed against full", "module", outputs),
-        ("Gradients, mixed against full", "parameter", gradients),
-    ):
-        if many:
-            items.append(errors_table(title, name, many))
-    if culprit is not None and culprit.name:
-        line = f'preamp.prepare(model, optimizer, policy="O4; {culprit.name} -> full")'
-        items.append(Snippet("The first module that gives something else; in full precision:", line))
-    return Section("The first step", text, items)
-
-
-def errors_table(title: str, name: str, many: Errors) -> Table:
-    """The largest relative errors, in the model's order; what is rounding in both precisions has none."""
-    least = ROUNDING * max((error.norm for error in many if math.isfinite(error.norm)), default=0.0)
-    relative = {e.name: None if e.norm < least and math.isfinite(e.relative) else e.relative for e in many}
-    worst = sorted(many, key=lambda e: -(relative[e.name] or 0.0))[:SHOWN]
-    rows: list[tuple[Cell, ...]] = []
-    for error in (each for each in many if each in worst):
-        found = relative[error.name]
-        told = found if found is None else "inf" if math.isinf(found) else f"{found:.2%}"
-        rows.append((error.name or "(root)", told, f"{error.cosine:.5f}", f"{error.lost:.2%}"))
-    note = "Without a relative error: what is zero but for float32's rounding, as the gradient of a key's bias is."
-    notes = (note,) if any(row[1] is None for row in rows) else ()
-    return Table(title, (name, "relative error (L2)", "cosine", "lost to zero"), rows, notes=notes)
