@@ -230,11 +230,12 @@ class Gradients:
     def _add_late(self, optimizer: Optimizer, record: Record) -> None:
         """Add to the true gradients what a backward pass of an earlier forward pass has left in 16-bit parameters."""
         late = self._masters.take_late(self._of(optimizer).parameters)
+        known = set(record.parameters)
         for parameter, gradient in late.items():
-            if parameter in record.parameters:
+            if parameter in known:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         if late:
-            new = {parameter: gradient for parameter, gradient in late.items() if parameter not in record.parameters}
+            new = {parameter: gradient for parameter, gradient in late.items() if parameter not in known}
             self._masters.swap_in(new, new)
             record.parameters += new
             record.reading = self._read(optimizer, {p: p.grad for p in record.parameters if p.grad is not None})

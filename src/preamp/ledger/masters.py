@@ -49,6 +49,9 @@ class Masters:
     def __len__(self) -> int:
         return len(self._leaves)
 
+    def __iter__(self) -> Iterator[Parameter]:
+        return iter(self._leaves)
+
     def __contains__(self, parameter: Parameter) -> bool:
         return parameter in self._leaves
 

@@ -32,7 +32,7 @@ def is_norm(module: nn.Module) -> bool:
     if not 1 <= len(own) <= 2 or next(module.children(), None) is not None:
         return False
     for_channels = all(p.dim() > 0 and p.numel() == max(p.shape) for p in own)
-    if {"running_mean", "running_var"} <= module._buffers.keys():
+    if {"running_mean", "running_var"} <= set(module._buffers.keys()):  # a list, of a scripted module
         return True
     names = [kind.__name__ for kind in type(module).__mro__ if kind is not nn.Module]
     return any(map(_SURELY.search, names)) or (for_channels and any(map(_MAYBE.search, names)))

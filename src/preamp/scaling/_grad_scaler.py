@@ -115,7 +115,9 @@ class GradScaler(torch.amp.GradScaler):
         elsewhere unscaling happens inside their step.
         """
         if not self._enabled or "closure" in kwargs:  # which is an error
-            return super().step(optimizer, *args, **kwargs)
+            stepped = super().step(optimizer, *args, **kwargs)
+            torch.clear_autocast_cache()
+            return stepped
         given, optimizer = optimizer, unwrap_imitation(optimizer)
         self._check_scale_growth_tracker("step")  # before anything is noted of this optimizer
         state = self._per_optimizer_states[id(optimizer)]

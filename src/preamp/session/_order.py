@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -18,12 +19,15 @@ from ._checks import check_hooks
 from ._losses import Losses, PendingScales
 from ._regions import FullPrecision
 
+LOOKED_AT = 16
+"""Parameters of an optimizer whose gradients are looked at as they come."""
+
 
 class CallOrder:
     """Checks calls before they do anything, and notices backward passes that are not the session's.
 
-    The latter by a look at the first parameter of each optimizer as its gradient comes: a hook on each of a thousand
-    parameters would take as long as the backward pass of a small model.
+    The latter by a look at some parameters of each optimizer as their gradients come: a hook on each of a thousand
+    would take as long as the backward pass of a small model. A pass that reaches none of them is not noticed.
     """
 
     def __init__(
@@ -33,14 +37,16 @@ class CallOrder:
         self._optimizers, self._gradients, self._masters = list(optimizers.values()), gradients, masters
         self._losses, self._pending, self._full, self._group = losses, pending, full, group
         self._is_stage = is_stage
-        self.scaled_by_hand = False
+        self._scaled_by_hand = False
         """Whether the session has given out a scaled loss, so that any backward pass may be that of such a one."""
         self._ours = 0
         self._seen: list[tuple[Parameter, Any]] = []
         for optimizer in self._optimizers if losses.scaled and not is_stage else ():
-            first = next((p for p in parameters_of(optimizer) if p.is_leaf and p.requires_grad), None)
-            if first is not None:
-                self._seen.append((first, first.register_post_accumulate_grad_hook(self._gradient_came(optimizer))))
+            came = _weakly(self, CallOrder._gradient_came, optimizer)
+            for each in _some(p for p in parameters_of(optimizer) if p.is_leaf and p.requires_grad):
+                self._seen.append((each, each.register_post_accumulate_grad_hook(came)))
+        for each in () if self._optimizers else _some(masters):
+            self._seen.append((each, each.register_post_accumulate_grad_hook(_weakly(self, CallOrder._nobody_steps))))
 
     def close(self) -> None:
         """Notice nothing more."""
@@ -56,14 +62,8 @@ class CallOrder:
         """
         if low is not None:
             check_hooks(low)
-        scaled = self._losses.scaled
-        if not self._optimizers and (scaled or len(self._masters)):
-            why = "are multiplied by the loss scale" if scaled else "belong to 16-bit copies of float32 masters"
-            raise SessionError(
-                f"backward() in a session that was prepared without an optimizer: the gradients {why}, and an "
-                "optimizer of your own would step them as they are. Give prepare() the optimizer and write "
-                "session.step(); for gradients of inputs, session.grad(loss, x)"
-            )
+        if not self._optimizers and (self._losses.scaled or len(self._masters)):
+            self._nobody_steps()
         for parameter, _ in () if self._full.depth else self._seen:
             grad = parameter.grad
             if grad is not None and getattr(grad, "_preamp_plain", None) == grad._version:
@@ -82,21 +82,45 @@ class CallOrder:
         finally:
             self._ours -= 1
 
-    def _gradient_came(self, optimizer: Optimizer) -> Any:
-        def came(parameter: Parameter) -> None:
-            if self._ours or self.scaled_by_hand or self._full.depth or parameter.grad is None:
-                return
-            if optimizer in self._gradients and self._gradients[optimizer].true:
-                return
-            if self._pending.running:
-                raise SessionError(
-                    "a loss.backward() after session.backward() has added gradients to those that are multiplied by "
-                    "the loss scale, which these are not: they would vanish when they are unscaled. Write "
-                    "session.backward(loss) for each loss, or session.unscale_() before it"
-                )
-            parameter.grad._preamp_plain = parameter.grad._version  # type: ignore[attr-defined]
+    def _nobody_steps(self, parameter: Parameter | None = None) -> None:
+        """A backward pass whose gradients are no optimizer's of the session; `parameter`: which has one already."""
+        if parameter is not None and self._full.depth:
+            return
+        scaled = self._losses.scaled and parameter is None
+        why = "are multiplied by the loss scale" if scaled else "belong to 16-bit copies of float32 masters"
+        raise SessionError(
+            f"backward() in a session that was prepared without an optimizer: the gradients {why}, and an "
+            "optimizer of your own would step them as they are. Give prepare() the optimizer and write "
+            "session.step(); for gradients of inputs, session.grad(loss, x)"
+        )
 
-        return came
+    def scaled(self, loss: Tensor) -> Tensor:
+        """A loss that the session has scaled and gives out; told when its backward pass comes too late."""
+        self._scaled_by_hand = True
+        if loss.requires_grad and self._losses.scaled:
+            loss.register_hook(self._check_scaled_backward)
+        return loss
+
+    def _check_scaled_backward(self, _: Tensor) -> None:
+        if any(each in self._gradients and self._gradients[each].true for each in self._optimizers):
+            raise SessionError(
+                "backward() of a loss that session.scale() has scaled before unscale_(): its gradients are multiplied "
+                "by the loss scale, and would be added to true ones. Run it before session.unscale_() and clipping, or "
+                "scale the loss after them"
+            )
+
+    def _gradient_came(self, optimizer: Optimizer, parameter: Parameter) -> None:
+        if self._ours or self._scaled_by_hand or self._full.depth or parameter.grad is None:
+            return
+        if optimizer in self._gradients and self._gradients[optimizer].true:
+            return
+        if self._pending.running:
+            raise SessionError(
+                "a loss.backward() after session.backward() has added gradients to those that are multiplied by "
+                "the loss scale, which these are not: they would vanish when they are unscaled. Write "
+                "session.backward(loss) for each loss, or session.unscale_() before it"
+            )
+        parameter.grad._preamp_plain = parameter.grad._version  # type: ignore[attr-defined]
 
     # -- between backward and step
 
@@ -127,6 +151,8 @@ class CallOrder:
     def check_step(self, chosen: Sequence[Optimizer], steps: int) -> list[str]:
         """Before a step of some optimizers; returns the losses whose gradients it applies. `steps`: made before."""
         losses, pending = self._losses, self._pending
+        if self._ours and losses.scaled:
+            self._check_all_came(chosen)
         ran = pending.names
         if self._is_stage and not losses.separate_scales:
             if not steps:
@@ -152,6 +178,18 @@ class CallOrder:
                 "are unscaled already, and would be once more. Step each optimizer once for each backward pass"
             )
         return ran
+
+    def _check_all_came(self, chosen: Sequence[Optimizer]) -> None:
+        """A hook steps while gradients come: with a scale, all those of an optimizer at once."""
+        for each in chosen:
+            late = sum(p.requires_grad and p.grad is None for p in parameters_of(each))
+            if late:
+                raise SessionError(
+                    f"step() inside of session.backward(), where {late} parameters of {type(each).__name__} have no "
+                    "gradient yet: with a loss scale a step takes all gradients of an optimizer at once. Nothing has "
+                    "been stepped: write session.step() after the backward pass, or give each parameter an optimizer "
+                    "of its own"
+                )
 
     def check_gradients(self, parameters: Sequence[Parameter], chosen: Sequence[Optimizer]) -> None:
         """After a scaled backward pass a step has gradients to apply; a stage of a pipeline may have none."""
@@ -185,3 +223,21 @@ class CallOrder:
                 "are unscaled. Where the loss is computed, write session.backward(loss), or have the schedule's "
                 "loss_fn return session.scale(loss)"
             )
+
+
+def _some(parameters: Iterable[Parameter]) -> list[Parameter]:
+    """Up to seventeen of them, evenly spread, the first and the last among them."""
+    every = list(parameters)
+    return every[:: max(1, len(every) // LOOKED_AT)][:LOOKED_AT] + every[LOOKED_AT:][-1:]
+
+
+def _weakly(order: CallOrder, method: Callable[..., None], *args: Any) -> Callable[[Parameter], None]:
+    """A hook that keeps no session alive: one that was lost is let go with it."""
+    known = weakref.ref(order)
+
+    def came(parameter: Parameter) -> None:
+        alive = known()
+        if alive is not None:
+            method(alive, *args, parameter)
+
+    return came

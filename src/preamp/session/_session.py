@@ -150,8 +150,7 @@ class Session:
         if self._losses.separate_scales:
             raise SessionError(f"the loss {name!r} has a scale of its own: write session.backward(loss, name={name!r})")
         self._pending.ran(name)
-        self._order.scaled_by_hand = True
-        return self._losses[name].scale(loss)
+        return self._order.scaled(self._losses[name].scale(loss))
 
     @uncompiled
     def backward(self, loss: Tensor, *, name: str | None = None, sync: bool = True, **kwargs: Any) -> None:

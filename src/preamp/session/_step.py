@@ -133,6 +133,7 @@ class OptimizerSteps:
             return
         with_closure = any(map(callable, (*args, *kwargs.values())))
         check_own_step(optimizer, self._masters, self._losses.scaled, self._pending.running, with_closure)
+        torch.clear_autocast_cache()  # of a region that is open still: casts of weights as they will not be
 
     _before_step.changes_nothing = True  # type: ignore[attr-defined]
 
