@@ -61,7 +61,7 @@ class Casting:
     @property
     def mixes(self) -> bool:
         """Whether it is that of a norm whose kernel takes 16-bit activations with float32 weights."""
-        return self.region is torch.float32 and self.inputs is None
+        return (self.region is torch.float32 or self.outputs_as_inputs) and self.inputs is None
 
 
 NOTHING = Casting()

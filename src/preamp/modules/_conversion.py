@@ -21,7 +21,7 @@ from ..ledger import Masters, NoMasters, set_data
 from ..policy import Policy
 from ..sharding import gathered_as
 from ._casting import BYPASSED, NOTHING, Casting, CastingModule, casting_class, uncast
-from ._norms import NORMS, is_norm, mixes, refuse_keras
+from ._norms import NORMS, is_norm, mixes, refuse_keras, refuse_scripted
 from ._precisions import precisions_of, unwrapped
 
 _OWNED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Conversion]] = weakref.WeakKeyDictionary()
@@ -58,6 +58,7 @@ class Conversion:
                 uncast(module)
             if policy.params in LOW_DTYPES:
                 refuse_keras(path, module)
+                refuse_scripted(path, module)
         self._gathered = gathered_as(root)
         self._changed: dict[CastingModule, Casting] = {}
         self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
@@ -258,7 +259,7 @@ class Conversion:
 
     def _norm_casting(self, module: nn.Module, low: torch.dtype) -> Casting:
         if isinstance(module, _BatchNorm):
-            return NOTHING
+            return Casting(outputs_as_inputs=True)  # what its kernel does
         weight = next((p for p in module.parameters(recurse=False)), None)
         if weight is not None and self._gathered.get(weight) in LOW_DTYPES:
             return NOTHING  # FSDP2 gives it 16-bit weights; the region's rule has it compute in float32

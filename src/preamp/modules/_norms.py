@@ -49,6 +49,15 @@ def refuse_keras(path: str, module: nn.Module) -> None:
         )
 
 
+def refuse_scripted(path: str, module: nn.Module) -> None:
+    """`SessionError` for a module of TorchScript, whose dtypes are compiled in."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise SessionError(
+            f"{path or 'the model'} is scripted or traced by torch.jit, and its code has no place for casts: prepare() "
+            "the module that it was made from, or take level='O1' or 'O4', which leave modules as they are"
+        )
+
+
 @lru_cache
 def mixes(kind: type[nn.Module], device_type: str, low: torch.dtype) -> bool:
     """Whether torch's kernel for a norm takes 16-bit activations with float32 weights: asked of it once, by trying.

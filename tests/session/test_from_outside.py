@@ -1,0 +1,185 @@
+"""What a loop of somebody else's does beside the session: it is right, or an error before harm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+import preamp
+from preamp.errors import SessionError
+
+LEVELS = ("O1", "O2", "O4", "O5")
+LIBRARIES = (torch.optim, preamp.optim)
+
+
+def batch(seed: int) -> Tensor:
+    return torch.randn(16, 8, generator=torch.Generator().manual_seed(seed))
+
+
+class Parted(nn.Module):
+    """A body with a head, and a head beside it that only the second loss reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.aside = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x)).float().square().mean()
+
+    def second(self, x: Tensor) -> Tensor:
+        return self.aside(self.body(x).detach()).float().square().mean()
+
+
+def moved(level: str, library: Any, run: Callable[[preamp.Session, Parted], Any]) -> Tensor:
+    model = Parted()
+    before = [p.detach().clone() for p in model.parameters()]
+    with preamp.prepare(model, library.SGD(model.parameters(), lr=0.1), level=level) as session:
+        run(session, model)
+        session.step()
+    return torch.cat([(p.detach() - b).flatten() for p, b in zip(model.parameters(), before, strict=True)])
+
+
+def forward(session: preamp.Session, model: Parted) -> tuple[Tensor, Tensor]:
+    with session.autocast():
+        return model(batch(1)), model.second(batch(2))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_backward_after_unscaling_of_a_forward_before_it_counts(level: str, library: Any) -> None:
+    def run(session: preamp.Session, model: Parted) -> None:
+        loss, second = forward(session, model)
+        session.backward(loss)
+        session.unscale_()
+        second.backward()
+
+    exact = moved("O0", torch.optim, run)
+    assert (moved(level, library, run) - exact).norm() < 0.02 * exact.norm()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_loss_scaled_before_unscaling_comes_too_late(level: str, library: Any) -> None:
+    def run(session: preamp.Session, model: Parted) -> None:
+        loss, second = forward(session, model)
+        scaled = session.scale(second)
+        session.backward(loss)
+        session.unscale_()
+        scaled.backward()
+
+    with pytest.raises(SessionError, match=r"scaled before unscale_\(\)"):
+        moved(level, library, run)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_plain_backward_is_noticed_whatever_part_it_reaches(level: str, first: bool) -> None:
+    def run(session: preamp.Session, model: Parted) -> None:
+        loss, second = forward(session, model)
+        for plain in (first, not first):
+            second.backward() if plain else session.backward(loss)
+
+    with pytest.raises(SessionError, match=r"loss.backward\(\)"):
+        moved(level, torch.optim, run)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_gradients_of_masters_that_no_optimizer_of_the_session_steps(level: str) -> None:
+    model = Parted()
+    with preamp.prepare(model, None, level=level) as session:
+        with session.autocast():
+            loss = model(batch(1))
+        with pytest.raises(SessionError, match="prepared without an optimizer"):
+            loss.backward()
+        with session.full_precision():
+            model(batch(1)).backward()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_step_in_a_hook_before_all_gradients_have_come(level: str) -> None:
+    model = Parted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with preamp.prepare(model, optimizer, level=level) as session:
+        before = [p.detach().clone() for p in model.parameters()]
+        handle = model.head.weight.register_post_accumulate_grad_hook(lambda _: session.step(optimizer) and None)
+        with session.autocast():
+            loss = model(batch(1))
+        with pytest.raises(SessionError, match=r"inside of session.backward\(\), where \d parameters of SGD"):
+            session.backward(loss)
+        assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+        handle.remove()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("how", ["disabled scaler", "session"])
+def test_a_step_in_an_open_region_is_seen_by_the_next_forward(how: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    if how == "session":
+        with preamp.prepare(model, optimizer, level="O4") as session, session.autocast():
+            for _ in range(4):
+                loss = model(batch(1)).float().square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+    else:
+        scaler = preamp.GradScaler("cpu", enabled=False)
+        with preamp.autocast("cpu", dtype):
+            for _ in range(4):
+                loss = model(batch(1)).float().square().mean()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True) and losses[-1] < 0.99 * losses[0]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, batch(1))])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted_modules(make: Callable[[nn.Module], Any], whole: bool) -> None:
+    for level in ("O0", "O4", "O2", "O3", "O5"):
+        model = make(nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4)))
+        model = model if whole else nn.Sequential(model, nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if level in ("O2", "O3", "O5"):
+            with pytest.raises(SessionError, match=r"scripted or traced by torch\.jit"):
+                preamp.prepare(model, optimizer, level=level)
+            assert {p.dtype for p in model.parameters()} == {torch.float32}
+            continue
+        with preamp.prepare(model, optimizer, level=level) as session:
+            with session.autocast():
+                loss = model(batch(1)).float().square().mean()
+            session.backward(loss)
+            assert not session.step().skipped
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("norm", [
+    lambda: nn.BatchNorm1d(4), lambda: nn.GroupNorm(2, 4),
+    lambda: nn.InstanceNorm1d(4, affine=True, track_running_stats=True),
+])  # fmt: skip
+def test_gradients_by_sample_through_norms_that_evaluate(norm: Callable[[], nn.Module], level: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(3, 4, 3), norm(), nn.Flatten(), nn.Linear(16, 1)).eval()
+    x = torch.randn(8, 3, 6)
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(model, parameters, (x[None],)).float().sum()
+
+    exact = vmap(grad(loss), in_dims=(None, 0))(dict(model.named_parameters()), x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with preamp.prepare(model, optimizer, level=level) as session, session.autocast():
+        seen = vmap(grad(loss), in_dims=(None, 0))(dict(model.named_parameters()), x)
+    for name, wanted in exact.items():
+        assert (seen[name].float() - wanted).norm() <= 0.03 * wanted.norm() + 1e-6
