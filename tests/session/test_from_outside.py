@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.nn.utils import prune
 
 import preamp
 from preamp.errors import SessionError
@@ -183,3 +184,62 @@ def test_gradients_by_sample_through_norms_that_evaluate(norm: Callable[[], nn.M
         seen = vmap(grad(loss), in_dims=(None, 0))(dict(model.named_parameters()), x)
     for name, wanted in exact.items():
         assert (seen[name].float() - wanted).norm() <= 0.03 * wanted.norm() + 1e-6
+
+
+NO_MORE: dict[str, tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any]]] = {
+    "weight_norm": (nn.utils.weight_norm, nn.utils.remove_weight_norm),
+    "parametrizations": (
+        nn.utils.parametrizations.weight_norm,
+        lambda module: nn.utils.parametrize.remove_parametrizations(module, "weight"),
+    ),
+    "prune": (
+        lambda module: prune.l1_unstructured(module, "weight", 0.5),
+        lambda module: prune.remove(module, "weight"),
+    ),
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("how", NO_MORE)
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_reparametrization_that_is_removed(how: str, level: str) -> None:
+    put, take = NO_MORE[how]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    put(model[0])
+    session = preamp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level=level)
+    take(model[0])
+    with session.full_precision():
+        exact = model(batch(1))
+        assert exact.dtype is torch.float32
+    with session.autocast():
+        seen = model(batch(1)).float()
+    assert (seen - exact).norm() < 0.02 * exact.norm()
+    session.close()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert (model(batch(1)) - exact).norm() < 0.02 * exact.norm()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_a_module_that_is_added_gets_what_its_level_says(level: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with preamp.prepare(model, optimizer, level=level) as session:
+        model.extend([nn.LayerNorm(8), nn.Linear(8, 4), nn.Linear(4, 4).requires_grad_(False)])
+        optimizer.add_param_group({"params": [p for p in model[1:].parameters() if p.requires_grad]})
+        before = model[2].weight.detach().float().clone()
+        for _ in range(2):
+            with session.autocast():
+                loss = model(batch(1)).float().square().mean()
+            session.backward(loss)
+            session.step()
+            session.zero_grad()
+        low = session.policy.params
+        assert [model[at].weight.dtype for at in range(4)] == [low, torch.float32, low, torch.float32]
+        assert ("2.weight" in session.state_dict()["masters"]) == session.policy.masters
+        assert not torch.equal(model[2].weight.detach().float(), before)
+        with session.full_precision():
+            assert {p.dtype for p in model.parameters()} == {torch.float32}
+            model(batch(1))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}

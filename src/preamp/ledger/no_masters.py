@@ -36,8 +36,9 @@ class NoMasters(Masters):
             self._kept[parameter] = None
 
     def drop(self, parameter: Parameter) -> None:
-        """Undo `adopt`."""
+        """Undo `adopt`, or `lower` without a change of its dtype."""
         self._kept.pop(parameter, None)
+        self._lowered.pop(parameter, None)
 
     def full(self) -> None:
         """Every low parameter in float32, without a gradient."""

@@ -84,8 +84,34 @@ class Conversion:
                 self._wrap(module, casting)
             if isinstance(module, nn.RNNBase) and policy.params in LOW_DTYPES:
                 module.flatten_parameters()
+        self._own(root)
+
+    def _own(self, root: nn.Module) -> None:
         self._owned = list(root.modules())
+        self._known = set(root.parameters())
         _OWNED.update(dict.fromkeys(self._owned, weakref.ref(self)))
+
+    def _meet(self) -> None:
+        """Know parameters that the model has got since: those of a module that was added, and those that the removal of
+        a reparametrization has made of 16-bit ones, which are float32 again when the session ends.
+        """
+        root = self._owned[0]
+        if self._known.issuperset(root.parameters()):
+            return
+        before = set(self._owned)
+        self._precisions = dict(precisions_of(root, self._policy))
+        for path, module in root.named_modules():
+            dtype = self._storage(module, self._precisions[path])
+            for key, parameter in module._parameters.items():
+                if parameter is None or parameter in self._known or not parameter.is_floating_point():
+                    continue
+                name = f"{self._prefix}{path}.{key}" if path else f"{self._prefix}{key}"
+                self._left[parameter] = (name, dtype)
+                if module in before and parameter.dtype is dtype and dtype in LOW_DTYPES:
+                    self._low.lower(name, parameter, dtype)
+                else:
+                    self._low.adopt(name, parameter)
+        self._own(root)
 
     def _plan_parameters(
         self, root: nn.Module, precisions: dict[str, torch.dtype | None], stepped: Collection[nn.Parameter] | None
@@ -180,6 +206,7 @@ class Conversion:
 
     def join(self, stepped: Collection[nn.Parameter]) -> list[nn.Parameter]:
         """Bring parameters under the policy that were left as they are, and that an optimizer steps from now on."""
+        self._meet()
         joining = [p for p in self._left if p.requires_grad and p in stepped]
         for parameter in joining:
             name, dtype = self._left.pop(parameter)
@@ -312,6 +339,7 @@ class Conversion:
 
     def to_float(self) -> None:
         """Turn 16-bit parameters that were left alone, and buffers, to float32; `to_low` undoes it."""
+        self._meet()
         self._low.full()
         self._buffers_to_float()
 
@@ -337,6 +365,9 @@ class Conversion:
 
     def undo(self) -> None:
         """Restore the model's classes and dtypes; it keeps the values that training gave it."""
+        if self._owned:
+            self._meet()
+        self._low.restore()
         for module in self._changed:
             uncast(module)
         self._changed.clear()
