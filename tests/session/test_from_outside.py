@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -243,3 +244,30 @@ def test_a_module_that_is_added_gets_what_its_level_says(level: str) -> None:
             assert {p.dtype for p in model.parameters()} == {torch.float32}
             model(batch(1))
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("how", ["data =", "vector_to_parameters"])
+def test_whole_weights_that_are_exchanged_in_16_bits_are_told_once(how: str, level: str) -> None:
+    model = Parted()
+    vector = nn.utils.parameters_to_vector
+    with preamp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level=level) as session:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                if how == "data =":
+                    for parameter in model.parameters():
+                        parameter.data = parameter.data * 0.9
+                else:
+                    nn.utils.vector_to_parameters(vector(model.parameters()).detach() * 0.9, model.parameters())
+                with session.autocast():
+                    loss = model(batch(1))
+                session.backward(loss)
+                session.step()
+        assert ["full_precision(values_only=True)" in str(one.message) for one in told] == [True]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with session.full_precision(values_only=True), torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.data = parameter.data * 0.9
+            session.state_dict()
