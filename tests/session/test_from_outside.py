@@ -271,3 +271,18 @@ def test_whole_weights_that_are_exchanged_in_16_bits_are_told_once(how: str, lev
                 for parameter in model.parameters():
                     parameter.data = parameter.data * 0.9
             session.state_dict()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_that_nobody_clears_add_up_as_without_a_scale(level: str, library: Any) -> None:
+    def run(session: preamp.Session, model: Parted) -> None:
+        for seed in range(3):
+            if seed:
+                session.step()
+            with session.autocast():
+                loss = model(batch(seed)) + model.second(batch(seed))
+            session.backward(loss)
+
+    exact = moved("O0", torch.optim, run)
+    assert (moved(level, library, run) - exact).norm() < 0.02 * exact.norm()

@@ -13,7 +13,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ..errors import SessionError
+from ..kernels import multiply_, present_in
 from ..ledger import Gradients, Masters, parameters_of
+from ..scaling import LossScale
 from ..sharding import agreed_largest
 from ._checks import check_hooks
 from ._losses import Losses, PendingScales
@@ -65,8 +67,7 @@ class CallOrder:
         if not self._optimizers and (self._losses.scaled or len(self._masters)):
             self._nobody_steps()
         for parameter, _ in () if self._full.depth else self._seen:
-            grad = parameter.grad
-            if grad is not None and getattr(grad, "_preamp_plain", None) == grad._version:
+            if parameter.grad is not None and _is(parameter.grad, "_preamp_plain"):
                 raise SessionError(
                     "there are gradients of a loss.backward() that is not the session's, and those of "
                     "session.backward() are multiplied by the loss scale: added to them the former would vanish when "
@@ -209,9 +210,20 @@ class CallOrder:
 
     def stepped(self, chosen: Sequence[Optimizer]) -> None:
         """A step has used gradients."""
-        if not self._losses.scaled:
-            for each in chosen:
-                self._gradients.mark_stepped(each)
+        for each in () if self._losses.scaled else chosen:
+            self._gradients.mark_stepped(each)
+        for parameter, _ in self._seen if self._losses.scaled else ():
+            if parameter.grad is not None and parameter not in self._masters:
+                parameter.grad._preamp_used = parameter.grad._version  # type: ignore[attr-defined]
+
+    def scale_used(self, scale: LossScale) -> None:
+        """Gradients that a step has used, and unscaled, and that nobody has cleared: more is about to be added."""
+        used = {p for p, _ in self._seen if p.grad is not None and _is(p.grad, "_preamp_used")}
+        for each in self._optimizers if used else ():
+            own = list(parameters_of(each))
+            if not used.isdisjoint(own):
+                present = present_in([p for p in own if p not in self._masters])[1]
+                multiply_(present, scale.current(self._gradients.device))
 
     def _check_scaled_somewhere(self, ran: Sequence[str]) -> None:
         """Before the first step: the loss of some stage must have been scaled. A host sync."""
@@ -223,6 +235,11 @@ class CallOrder:
                 "are unscaled. Where the loss is computed, write session.backward(loss), or have the schedule's "
                 "loss_fn return session.scale(loss)"
             )
+
+
+def _is(gradient: Tensor, mark: str) -> bool:
+    """Whether a gradient has a mark, and has not been changed since it got it."""
+    return bool(getattr(gradient, mark, None) == gradient._version)
 
 
 def _some(parameters: Iterable[Parameter]) -> list[Parameter]:

@@ -190,6 +190,8 @@ class Session:
             self._gradients.rest()
         self._order.check_backward(self._models if not self._attempts and self.policy.params in LOW_DTYPES else None)
         self._settle(name)
+        if self._losses.scaled and not self._losses.separate_scales:
+            self._order.scale_used(self._losses[name])
         if self._gradients.carried:
             self._gradients.scale_carried(None if self._losses.separate_scales else self._losses[name].scale)
         return name
