@@ -209,6 +209,32 @@ def test_dispatch_modes_see_what_they_would_see(dtype: torch.dtype) -> None:
     assert seen(BY_FLOAT32) == seen(BY_TORCH)
 
 
+class Nothing(TorchDispatchMode):
+    """As any counter of operations, or the doctor: it runs each operator as it is."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
+def test_a_dispatch_mode_changes_no_bit(level: str) -> None:
+    """Torch hides from a mode that autocast is on, in the forward pass."""
+
+    def trained(mode: Any) -> tuple[int, Tensor]:
+        model = net()
+        with preamp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level=level, scale=1.0) as session:
+            with counted() as through, mode:
+                with session.autocast():
+                    loss = model(batch()).float().square().sum()
+                session.backward(loss)
+            session.unscale_()
+            return len(through), gradients(model).float()
+
+    (plain, exact), (under, seen) = trained(nullcontext()), trained(Nothing())
+    assert plain == under >= 8
+    assert torch.equal(exact, seen)
+
+
 @pytest.mark.parametrize("dtype", LOW)
 def test_plain_torch_stays_bit_for_bit(dtype: torch.dtype) -> None:
     def plain() -> Iterator[Tensor]:

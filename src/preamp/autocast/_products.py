@@ -38,6 +38,9 @@ MARKER = "ipu"
 COMPILED = torch.bfloat16
 """The marker's dtype in regions of compiled code, which torch enters and leaves by itself."""
 
+_NO_MARKER = torch.float16
+"""The marker's dtype outside of all regions, which is torch's default."""
+
 _WIDENED, _WIDENED_COMPILED = torch.float32, torch.float16
 """The marker's dtypes where products are widened, and no rules hold: in a 16-bit model that runs outside of regions."""
 
@@ -258,7 +261,9 @@ def _kernel(name: str, op: Any, key: str, dtypes: frozenset[torch.dtype]) -> Cal
 
 def _applies() -> bool:
     """Whether a product of 16-bit tensors is preamp's."""
-    if torch.is_autocast_enabled(MARKER) or PRODUCTS.is_everywhere:
+    # torch hides from a dispatch mode that autocast is on, and not its dtype
+    marked = torch.is_autocast_enabled(MARKER) or torch.get_autocast_dtype(MARKER) is not _NO_MARKER
+    if marked or PRODUCTS.is_everywhere:
         applies = True
     elif torch._C._current_graph_task_id() == -1:
         return False
