@@ -21,6 +21,7 @@ from ....modules import Subclasses
 from ....tree import map_tensors
 from .._masters import update_master
 from .._notice import warn
+from ._gradient_versions import note_zeros
 
 
 class CastedModel(nn.Module):
@@ -29,6 +30,11 @@ class CastedModel(nn.Module):
     _amp_dtypes: tuple[torch.dtype | None, torch.dtype | None]
     _amp_witness: nn.Parameter | None
     _amp_original: type[nn.Module]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; zeros are marked, so that the masters learn of them."""
+        super().zero_grad(set_to_none)
+        note_zeros(self.parameters())
 
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
