@@ -21,7 +21,6 @@ from ....modules import Subclasses
 from ....tree import map_tensors
 from .._masters import update_master
 from .._notice import warn
-from ._gradient_versions import note_zeros
 
 
 class CastedModel(nn.Module):
@@ -34,7 +33,8 @@ class CastedModel(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; zeros are marked, so that the masters learn of them."""
         super().zero_grad(set_to_none)
-        note_zeros(self.parameters())
+        for gradient in (parameter.grad for parameter in self.parameters() if parameter.grad is not None):
+            gradient._amp_zeroed_version = gradient._version  # type: ignore[attr-defined]
 
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:

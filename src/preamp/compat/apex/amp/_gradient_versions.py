@@ -6,7 +6,7 @@ which versions of them it has left there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from operator import attrgetter
 
@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 _GRAD, _VERSION = attrgetter("grad"), attrgetter("_version")
 _SEEN, _ZEROED = "_amp_seen_version", "_amp_zeroed_version"
-"""Marks on a gradient: a reference would keep its memory where a script has set it to None."""
+"""Marks on a gradient, by amp and by a model's `zero_grad`: a reference would keep memory that a script has freed."""
 
 
 class GradientVersions:
@@ -32,10 +32,6 @@ class GradientVersions:
         for gradient in gradients:
             if gradient is not None:
                 gradient._amp_seen_version = gradient._version
-
-    def forget(self) -> None:
-        """No gradient is there that could be cleared."""
-        self._had = []
 
     def accept(self, parameters: Sequence[Parameter]) -> None:
         """Take the gradients that amp has left for what they are now."""
@@ -59,7 +55,8 @@ class GradientVersions:
                 return False
         had = [*self._had, *[False] * (len(parameters) - len(self._had))]
         gone = {id(g) for g in gradients if not stepping and getattr(g, _ZEROED, ()) == getattr(g, "_version", None)}
-        cleared = [(p, m) for p, m, h in zip(parameters, masters, had, strict=True) if h and _is_cleared(p, gone)]
+        pairs = zip(parameters, masters, had, strict=True)
+        cleared = [(p, m) for p, m, h in pairs if h and (p.grad is None or id(p.grad) in gone)]
         whole = bool(cleared) and len(cleared) == sum(had)
         if not (stepping and whole and all(parameter.grad is None for parameter, _ in cleared)):
             for parameter, master in cleared:
@@ -71,10 +68,9 @@ class GradientVersions:
                 for master in masters:
                     master.grad = None
         odd = [
-            (parameter, gradient, master)
-            for parameter, gradient, master in zip(parameters, gradients, masters, strict=True)
-            if not (gradient is None or id(gradient) in gone or getattr(gradient, _SEEN, None) == gradient._version)
-            and gradient.numel()
+            (p, g, m)
+            for p, g, m in zip(parameters, gradients, masters, strict=True)
+            if not (g is None or id(g) in gone or getattr(g, _SEEN, None) == g._version or not g.numel())
         ]
         unknown = [(p, g) for p, g, master in odd if not hasattr(g, _SEEN) or master.grad is None]
         zeros = _zeros([gradient for _, gradient in unknown])
@@ -88,17 +84,6 @@ class GradientVersions:
                     "amp.master_params(optimizer); and clear what another loss left with optimizer.zero_grad()"
                 )
         return any(master.grad is not None for _, _, master in odd)
-
-
-def note_zeros(parameters: Iterable[Parameter]) -> None:
-    """Mark gradients that a model's `zero_grad` has just zeroed."""
-    for gradient in map(_GRAD, parameters):
-        if gradient is not None:
-            gradient._amp_zeroed_version = gradient._version
-
-
-def _is_cleared(parameter: Parameter, zeros: set[int]) -> bool:
-    return parameter.grad is None or id(parameter.grad) in zeros
 
 
 def _zeros(gradients: Sequence[Tensor]) -> set[int]:

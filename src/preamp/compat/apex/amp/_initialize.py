@@ -58,9 +58,8 @@ def check_compiled(models: list[nn.Module], dtype: torch.dtype | None) -> None:
             if isinstance(part, torch.jit.ScriptModule):
                 raise RuntimeError(
                     f"amp.initialize got {kind_of(model)}, of which {f'the part {name!r}' if name else 'all'} was "
-                    "compiled by torch.jit.script or torch.jit.trace. What casts a model's inputs, outputs and "
-                    "state_dict cannot be put on compiled code: train the model as it is before it is compiled, or "
-                    'write opt_level="O1" or "O4", which leave compiled code as it is: it wants float32 inputs'
+                    "compiled by torch.jit. Casts of inputs, outputs and state_dict cannot be put on that: compile no "
+                    'part, or write opt_level="O1" or "O4", which leave it as it is; it wants float32 inputs then'
                 )
 
 

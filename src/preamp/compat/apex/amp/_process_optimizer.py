@@ -102,7 +102,7 @@ class AmpOptimizerState(Masters):
             self.lazy_init()
             for parameter in self.all_fp16_params:
                 parameter.grad = None
-            self.versions.forget()
+            self.versions.record(self.all_fp16_params)
 
     def post_backward(self, scaler: LossScaler) -> None:
         """Unscale the gradients, and add those from before; with masters the model's 16-bit ones stay scaled."""
