@@ -221,7 +221,7 @@ def test_the_step_takes_the_masters_gradients_whatever_the_models_are(level: str
 
 @pytest.mark.parametrize("how", [{}, {"loss_id": 1}])
 def test_gradients_that_add_up_survive_a_clip_between_passes(how: dict[str, Any]) -> None:
-    """Its zeros are products with zero, and give nothing up."""
+    """Its zeros give nothing up, whatever signs they have."""
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     amp.initialize(model, optimizer, opt_level="O2", verbosity=0, loss_scale=1024.0, num_losses=2)
@@ -231,9 +231,58 @@ def test_gradients_that_add_up_survive_a_clip_between_passes(how: dict[str, Any]
     before = [p.grad.clone() for p in amp.master_params(optimizer)]  # type: ignore[union-attr]
     nn.utils.clip_grad_norm_(model.parameters(), 1e-9)
     assert not any(p.grad.any() for p in model.parameters())  # type: ignore[union-attr]
-    with amp.scale_loss(model(x).sum() * 0, optimizer, **how) as scaled:
+    with (
+        pytest.warns(PreampWarning, match="without effect"),
+        amp.scale_loss(model(x).sum() * 0, optimizer, **how) as scaled,
+    ):
         scaled.backward()
     assert all(torch.equal(p.grad, b) for p, b in zip(amp.master_params(optimizer), before, strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("write", [name for name in WRITES if name != "zero_grad"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_passes_add_up_whatever_is_written_between_them(level: str, write: str) -> None:
+    """Gradients of one sign too, whose zeros tell nothing of how they came about; and one warning says so."""
+
+    def trained(change: Callable[[nn.Module], Any]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 4)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        scale = 2.0**14 if level == "O2" else None  # the norm of the scaled gradients is beyond float16
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=scale)
+        for i in range(4):
+            with amp.scale_loss(model(torch.rand(32, 8)).sum(1).mean(), optimizer) as scaled:
+                scaled.backward()
+            assert all(bool((p.grad > 0).all()) for p in model.parameters())  # type: ignore[operator]
+            change(model)
+            if i % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        amp.close()
+        return [p.detach().clone() for p in amp.master_params(optimizer)]
+
+    wanted = trained(nothing)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", PreampWarning)
+        found = trained(WRITES[write])
+    own = [each for each in told if each.category is PreampWarning]
+    assert [("without effect" in str(each.message), each.filename) for each in own] == [(True, __file__)]
+    assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_zeros_written_by_hand_after_every_step(level: str) -> None:
+    """There nothing is left to clear, and nothing is said."""
+    model, optimizer = made(level)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PreampWarning)
+        for _ in range(3):
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.detach_().zero_()
+            backward(model, optimizer, BATCH)
+            optimizer.step()
+    assert torch.equal(model.weight.float(), torch.tensor([1.0, -2.0, 1.0]))
 
 
 def test_a_clip_before_a_step_that_is_skipped() -> None:

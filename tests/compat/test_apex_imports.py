@@ -42,7 +42,7 @@ modules = ("amp.amp amp.handle amp.frontend amp._initialize amp.lists.torch_over
            "parallel.sync_batchnorm normalization.fused_layer_norm fp16_utils.loss_scaler mlp.mlp "
            "fused_dense.fused_dense contrib.layer_norm.layer_norm contrib.clip_grad.clip_grad optimizers.fused_adam "
            "multi_tensor_apply.multi_tensor_apply contrib.optimizers.fused_lamb contrib.xentropy.softmax_xentropy "
-           "parallel.optimized_sync_batchnorm amp.scaler")
+           " parallel.optimized_sync_batchnorm amp.scaler")
 for name in modules.split():
     module = importlib.import_module(f"apex.{name}")
     parent = sys.modules[f"apex.{name}".rpartition(".")[0]]
@@ -61,6 +61,30 @@ def test_names_that_are_modules_and_objects_at_once(tmp_path: Path) -> None:
         lines += ["del sys.modules['preamp.compat'].apex"]
     text = "\n".join(["import importlib, sys, preamp", "preamp.uninstall_as_apex()", *lines, "print('done')"])
     assert good(text, tmp_path) == "done\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["import apex", "import preamp.compat.apex as apex"])
+def test_attributes_after_a_bare_import(tmp_path: Path, first: str) -> None:
+    """Whatever can be imported under apex is there as an attribute, too, and nothing else is."""
+    out = good(f"""
+        {first}
+        import importlib, pkgutil
+        from operator import attrgetter
+        names = (
+            "amp.scaler amp.compat amp.rnn_compat amp.lists.torch_overrides parallel.multiproc mlp.mlp"
+            " contrib.optimizers.fp16_optimizer contrib.optimizers.fused_sgd multi_tensor_apply.multi_tensor_apply"
+            " parallel.optimized_sync_batchnorm contrib.xentropy.softmax_xentropy fused_dense.fused_dense"
+        )
+        found = [attrgetter(name)(apex) for name in names.split()]
+        assert found == [importlib.import_module("apex." + name) for name in names.split()]
+        for package in (apex, apex.amp, apex.contrib, apex.contrib.optimizers, apex.parallel, apex.optimizers):
+            assert not any(hasattr(package, name) for name in ("nothing", "__wrapped__", "RNN", "fmha", "_ipython_"))
+            for each in pkgutil.iter_modules(package.__path__):
+                assert hasattr(package, each.name), each
+        print(len(found))
+    """, tmp_path)  # fmt: skip
+    assert out == "12\n"
 
 
 @pytest.mark.slow

@@ -440,3 +440,25 @@ def test_close_takes_everything_back() -> None:
         pass
     quiet(model, optimizer, opt_level="O2")  # and again
     train(model, optimizer, 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
+@pytest.mark.parametrize("whole", [True, False], ids=["as a whole", "in part"])
+@pytest.mark.parametrize("compiled", [torch.jit.script, lambda model: torch.jit.trace(model, torch.ones(2, 4))])
+def test_compiled_models_are_one_clear_error_where_the_forward_casts(compiled: Any, whole: bool) -> None:
+    inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model = compiled(inner) if whole else nn.Sequential(compiled(inner), nn.Linear(4, 4))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for level in ("O0", "O2", "O3", "O5"):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(RuntimeError, match="all was compiled" if whole else "the part '0' was compiled"):
+            amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        assert not hasattr(optimizer, "_amp_stash")
+    for level in ("O1", "O4"):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        with amp.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        amp.close()
+    assert all(before[name].dtype is value.dtype for name, value in model.state_dict().items())

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from preamp.migrate import run
+
 from .migrations import both, migrated, same_code
 
 pytest.importorskip("libcst")
@@ -43,15 +45,18 @@ STYLES = {
     "function": """\
 from torch.optim.lr_scheduler import StepLR
 
+torch.backends.mha.set_fastpath_enabled(False)  # which is float32 with Apex, and not taken in a session's regions
+
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.attend = nn.Linear(6, 24), nn.MultiheadAttention(8, 2, batch_first=True)
-        self.last = nn.Linear(24, 4)
+        self.last, self.softmax = nn.Linear(24, 4), nn.Softmax(-1)
 
     def forward(self, x):
         h = self.first(x).view(-1, 3, 8)
+        h = self.softmax(h) * nn.functional.log_softmax(h, -1) * h.exp().sum(-1, keepdim=True).log()
         return self.last((h + self.attend(h, h, h)[0]).flatten(1))
 
 
@@ -240,6 +245,24 @@ STAYS = [
     (swapped(LOSS, f"    other.step()\n{LOSS}"), "`other.step` may be about gradients"),
     (swapped(LOSS, f"    loss.backward()\n{LOSS}"), "may be about gradients"),
     (swapped("losses = []", "losses = []\ndef f(p):\n    return p.grad"), "may be about gradients"),
+    # functions that Apex, which goes by names, casts otherwise than a session
+    *(
+        (swapped(LOSS, f"    p = {text}\n{LOSS}"), "may be about gradients or casts")
+        for text in (
+            "torch.softmax(x, 1)",
+            "x.log_softmax(1)",
+            "nn.GELU()(x)",
+            "nn.functional.gelu(x)",
+            "x.std()",
+            "x.square()",
+            "torch.einsum('ij,jk', x, y)",
+            "torch.linalg.norm(x)",
+            "torch.kl_div(x, y)",
+            "torch.layer_norm(x, (6,))",
+            "nn.functional.scaled_dot_product_attention(x, x, x)",
+            "nn.TransformerEncoderLayer(8, 2, 8, 0.0, 'gelu')",
+        )
+    ),
     # backward, clip, step, zero
     (swapped(BACKWARD, "scaled_loss.backward(retain_graph=True)"), "this does not read `with amp.scale"),
     (swapped(BACKWARD, "(scaled_loss / 2).backward()"), "this does not read `with amp.scale"),
@@ -285,3 +308,42 @@ def test_what_stays_apexs_and_why(at: int) -> None:
     told = [note.text for note in found.notes if note.text.startswith("Apex's calls stay, since ")]
     assert len(told) == 1 and why in told[0], (text, told)
     assert "# preamp: " in found.after
+
+
+BESIDE = {
+    "imports its amp": ("main.py", "from train import amp\n"),
+    "imports all of it": ("main.py", "import train\ntrain.amp.state_dict()\n"),
+    "casts": ("model.py", "from apex import amp\namp.register_float_function(torch, 'matmul')\n"),
+    "a layer of Apex": ("layers/norms.py", "import apex.normalization\n"),
+    "an extension": ("model.py", "import fused_layer_norm_cuda\n"),
+    "not of Python 3": ("old.py", "print 'apex'\n"),
+    "latin 1": ("old.py", "# caf\u00e9: apex\n"),
+}
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["by itself", "with its folder"])
+@pytest.mark.parametrize("what", BESIDE)
+def test_calls_stay_apexs_where_another_file_may_have_to_do_with_it(tmp_path: Path, what: str, alone: bool) -> None:
+    name, text = BESIDE[what]
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(text, encoding="latin-1")
+    train = tmp_path / "train.py"
+    train.write_text(script(LOOP))
+    for _ in range(2):  # the second time the other file is rewritten
+        said, _ = run([train] if alone else [tmp_path], write=True)
+        assert f"Apex's calls stay, since {tmp_path / name} may have to do with Apex, too" in said
+        assert "from apex import amp" in train.read_text() and "install_as_apex()" in train.read_text()
+
+
+def test_other_files_are_no_hindrance(tmp_path: Path) -> None:
+    """Not one without Apex, an environment's, nor the script itself by another name; and a package is one project."""
+    for name in (".venv/lib/apex_user.py", "package/other.py", "other.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text("import apex\n" if name.startswith(".venv") else "example = 'x'\n")
+    train = tmp_path / "package" / "train.py"
+    (tmp_path / "link.py").symlink_to(train)
+    (tmp_path / "package" / "__init__.py").write_text("")
+    train.write_text(script(LOOP))
+    assert "session.step()" in run([train])[0]
+    (tmp_path / "other.py").write_text("import apex\n")
+    assert "other.py may have to do with Apex" in run([train])[0]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import os
-import tempfile
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 from ..errors import MissingExtra, PreampError
+from ..report.files import write_with
 from ._notes import CannotParse, Migration
 
 _SKIPPED = {".git", ".hg", ".tox", ".venv", "venv", "__pycache__", "node_modules", "site-packages", "build", "dist"}
@@ -19,14 +19,12 @@ class NoSuchFile(PreampError, FileNotFoundError):
     """A file or folder that is not there."""
 
 
-def migrate_source(source: str, filename: str = "script.py") -> Migration:
+def migrate_source(source: str, filename: str = "script.py", beside: Iterable[tuple[str, str]] = ()) -> Migration:
     """A script for Apex as one that runs without it, formatting and comments kept.
 
-    `filename` is what the difference and the notes call it; nothing is read or written. Raises `CannotParse` for what
-    is not Python, and `MissingExtra` without libcst.
-
-    >>> found = migrate_source(source, "train.py")
-    >>> print(found.diff(), *(f"{note.line}: {note.text}" for note in found.notes), sep="\\n")
+    `filename` is what the difference and the notes call it; nothing is read or written. `beside`: names and texts of
+    the project's other files; calls are translated only where none of them has to do with Apex. Raises `CannotParse`
+    for what is not Python, and `MissingExtra` without libcst.
     """
     try:
         import libcst  # noqa: F401
@@ -34,7 +32,7 @@ def migrate_source(source: str, filename: str = "script.py") -> Migration:
         raise MissingExtra("libcst", "migrate", "rewriting a script") from error
     from ._migrate import migrate_text
 
-    return migrate_text(source, filename)
+    return migrate_text(source, filename, beside)
 
 
 def run(paths: Sequence[Path], write: bool = False) -> tuple[str, int]:
@@ -44,12 +42,13 @@ def run(paths: Sequence[Path], write: bool = False) -> tuple[str, int]:
     they need that preamp's Apex does not have; 2: a file could not be read, and was left alone. Raises `NoSuchFile`,
     and `MissingExtra` without libcst.
     """
-    parts: list[str] = []
-    status = 0
-    for path in files(paths):
+    parts, status, given = list[str](), 0, list(files(paths))
+    for path in given:
         try:
             text, encoding = read(path)
-            found = migrate_source(text, str(path))
+            others = (each for each in chain(given, files([_outside(path)])) if each.resolve() != path.resolve())
+            beside = ((str(each), each.read_text("utf-8", "replace")) for each in others)
+            found = migrate_source(text, str(path), beside)
         except CannotParse as error:
             parts.append(f"error: {error}\n")
             status = 2
@@ -90,12 +89,14 @@ def files(paths: Sequence[Path]) -> Iterator[Path]:
 
 def _own_apex(path: Path, roots: Sequence[Path]) -> Path | None:
     """A module of the project's own that is called apex, and that Python finds first."""
-    outside = path.parent
-    while (outside / "__init__.py").exists():
-        outside = outside.parent
-    folders = (path.parent, outside, *(root for root in roots if root.is_dir()))
+    folders = (path.parent, _outside(path), *(root for root in roots if root.is_dir()))
     places = (folder / name for folder in folders for name in ("apex.py", "apex/__init__.py"))
     return next((place for place in places if place.exists()), None)
+
+
+def _outside(path: Path) -> Path:
+    """The folder that a file's imports begin in: its own, or that of the package it is in."""
+    return next(folder for folder in path.absolute().parents if not (folder / "__init__.py").exists())
 
 
 def read(path: Path) -> tuple[str, str]:
@@ -113,14 +114,6 @@ def read(path: Path) -> tuple[str, str]:
 def replace(path: Path, text: str, encoding: str) -> None:
     """Put a new text in the place of a file's, at once or not at all; its permissions stay."""
     target = path.resolve()  # through a link, so that it stays one
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(text.encode(encoding))
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, target.stat().st_mode & 0o7777)
-        os.replace(name, target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    mode = target.stat().st_mode & 0o7777
+    write_with(target, lambda temporary: temporary.write_bytes(text.encode(encoding)))
+    target.chmod(mode)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable
 
 import libcst as cst
 
 from ._notes import COMPILED, LINES, Migration, Note, lacking
 from ._script import IMPORTERS, Edit, Script, apex_name, dotted, imported, walk
-from ._translate import Stays, translated
+from ._translate import Stays, need, translated
 
 _MENTIONED = re.compile(rf"\b(apex|scale_loss|{'|'.join(COMPILED)})\b")
 _APEX_TEXT = re.compile(rf"(?:^| )(?:apex|{'|'.join(COMPILED)})(?:[.: ]|$)|(?:import|from) +apex\b")
@@ -17,7 +18,7 @@ _MARK = "# preamp: "
 _INSTALL = "preamp.install_as_apex"
 
 
-def migrate_text(source: str, filename: str) -> Migration:
+def migrate_text(source: str, filename: str, beside: Iterable[tuple[str, str]]) -> Migration:
     """See `migrate_source`."""
     if _MENTIONED.search(source) is None:
         return Migration(filename, source, source, uses_apex=False)
@@ -28,8 +29,12 @@ def migrate_text(source: str, filename: str) -> Migration:
     notes = _lacking(script)
     text = source
     try:
-        text, told = translated(script, references)
-        notes += told
+        changed, told = translated(script, references)
+        names = "|".join(local for _, name, local in script.imports() if apex_name(name) is not None)
+        for other, theirs in beside:
+            apart = re.search(rf"{_MENTIONED.pattern}|\b({names})\b", theirs) is None
+            need(apart, references[0].node, f"{other} may have to do with Apex, too")
+        text, notes = changed, notes + told
     except Stays as why:
         node, reason = why.args
         notes += [] if node is None else [Note(script.start(node)[0], f"Apex's calls stay, since {reason}")]
@@ -75,8 +80,7 @@ def _place(script: Script) -> cst.CSTNode | None:
     for statement in script.module.body:
         parts = statement.body if isinstance(statement, cst.SimpleStatementLine) else [statement]
         for part in parts:
-            call = part.value if isinstance(part, cst.Expr) else None
-            if isinstance(call, cst.Call) and dotted(call.func) in (_INSTALL, "install_as_apex"):
+            if script.code(part) in (f"{_INSTALL}()", "install_as_apex()"):
                 return None
             if any(_may_import(node) for node in walk(part)):
                 return part

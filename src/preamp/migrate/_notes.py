@@ -60,7 +60,6 @@ COMPILED = (
 )  # fmt: skip
 """Modules that Apex's own build installs beside the package."""
 _APEX = Path(__file__).parents[1] / "compat" / "apex"
-_NVIDIAS = ("RNN", "pyprof", "reparameterization", "transformer")
 
 
 def lacking(name: str) -> str | None:
@@ -69,8 +68,8 @@ def lacking(name: str) -> str | None:
     if first in COMPILED:
         return None if first in ("amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda") else first
     module = "/".join([first, *rest[:1]]) if first == "contrib" else first
-    there = not module or (_APEX / module).exists() or (module not in _NVIDIAS and "/" not in module)
-    return None if there else f"apex.{module.replace('/', '.')}"
+    nvidias = "/" in module or module in ("RNN", "pyprof", "reparameterization", "transformer")
+    return None if not module or not nvidias or (_APEX / module).exists() else f"apex.{module.replace('/', '.')}"
 
 
 _ON_LISTS = "torch._foreach_* on the lists of tensors, after session.unscale_() if they are gradients"

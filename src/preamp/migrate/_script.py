@@ -65,9 +65,7 @@ class Script:
             )  # fmt: skip
             known: Any = wrapper.resolve_many([qualified, positions, parents, scopes, contexts])
         except SyntaxError as error:
-            raise CannotParse(
-                f"{filename}:{error.lineno or 1}: not Python: {error.msg}; mend the line first"
-            ) from error
+            raise CannotParse(f"{filename}:{error.lineno or 1}: not Python: {error.msg}; mend it first") from error
         except (cst.ParserSyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise CannotParse(f"{filename}:1: not Python that can be read: {error}") from error
         self._qualified, self._positions, self._parents = known[qualified], known[positions], known[parents]
@@ -116,8 +114,7 @@ class Script:
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode:
         """The node around this one; the module's is the module."""
-        found: cst.CSTNode = self._parents.get(node, self.module)
-        return found
+        return self._parents.get(node, self.module)  # type: ignore[no-any-return]
 
     def frame(self, node: cst.CSTNode) -> cst.CSTNode:
         """The function, class or lambda around a node, or the module."""

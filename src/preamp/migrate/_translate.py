@@ -16,6 +16,13 @@ from ._notes import Note
 from ._script import Edit, Reference, Script, apex_name, imported, walk
 
 _GRADIENTS = re.compile(r"grad|backward|hook|unscale|autocast|double|float64", re.I)
+_CAST_BY_NAME = re.compile(
+    r"(?!self\.\w+$|numpy\.|torch\.nn\.functional\.(log_)?softmax$).*\.((log_)?softmax|logsumexp|log1p|std|var|square|trace|"
+    r"cov|corrcoef|arc(cos|sin)|ldexp|matrix_exp|mvlgamma|slice_scatter|sum_to_size|einsum|gelu|GELU|(linalg|special)\.\w+|"
+    r"huber_loss|HuberLoss|rms_norm|RMSNorm|pairwise_distance|PairwiseDistance|chain_matmul|scaled_dot_product_attention)|"
+    r"torch\.([cp]dist|trap\w+|cumulative\w+|norm_\w+|\w+_(norm|loss|div|logits|similarity))", re.S,
+)  # fmt: skip
+"""Functions, methods and modules that a session casts otherwise than Apex, which goes by names."""
 _NO_GRADIENTS = ("no_grad", "set_grad_enabled", "requires_grad", "requires_grad_", "max_grad_norm", "zero_grad")
 _BUILTINS = ("print", "len", "range", "enumerate", "zip", "list", "int", "float", "str", "time")
 _METHODS = (".append", ".item", ".format", ".time", ".perf_counter", ".get_last_lr")
@@ -97,8 +104,7 @@ class _Translation:
         need(plain and not waits, call, "amp.initialize is called under a condition, in a class or a generator")
         given = {arg.keyword.value: script.code(arg.value).replace('"', "'") for arg in call.args[2:]}
         level = given.get("opt_level", "'O1'")
-        same = level in ("'O0'", "'O1'", "'O4'")
-        need(same, call, f"the level is {level}: master weights begin alike at O0, O1 and O4 only")
+        need(level in ("'O0'", "'O1'", "'O4'"), call, f"the level is {level}: masters begin alike at O0, O1 and O4")
         self.is_scaled = level == "'O1'"
         usual = {"opt_level": level, "loss_scale": "'dynamic'" if self.is_scaled else "None", "verbosity": ""}
         more = [word for word, text in given.items() if text != usual.get(word) and word != "verbosity"]
@@ -178,12 +184,10 @@ class _Translation:
             return any(each.startswith("torch.optim.lr_scheduler.") for each in script.qualified(around.func))
         return isinstance(parent, cst.Call) and parent.func is node and is_model and not before
 
-    def is_optimizer(self, value: cst.CSTNode) -> bool:
+    def is_optimizer(self, value: Any) -> bool:
         """Whether an expression makes an optimizer of torch's or Apex's, of all the model's parameters."""
-        whole = [f"{self.model}.parameters()"]
-        if not isinstance(value, cst.Call) or [self.script.code(arg.value) for arg in value.args[:1]] != whole:
-            return False
-        return any(_OPTIMIZER.match(name) for name in self.script.qualified(value.func))
+        given = [self.script.code(arg.value) for arg in value.args[:1]] if isinstance(value, cst.Call) else []
+        return given == [f"{self.model}.parameters()"] and any(map(_OPTIMIZER.match, self.script.qualified(value.func)))
 
     def gradients(self) -> None:
         """Nothing else in the file reads gradients, makes or steps them, or casts."""
@@ -193,7 +197,9 @@ class _Translation:
             if isinstance(node, cst.Attribute) and node.attr.value in ("step", "zero_grad"):
                 doubtful = self.script.code(node.value) not in self.schedulers
             elif isinstance(node, cst.SimpleString):
-                doubtful = text[1:-1] == "grad"
+                doubtful = text[1:-1] in ("grad", "gelu")
+            named = self.script.qualified(node) or ([self.script.code(node)] if isinstance(node, cst.Attribute) else [])
+            doubtful = doubtful or any(map(_CAST_BY_NAME.fullmatch, named))
             need(not doubtful, node, f"`{self.script.code(node)}` may be about gradients or casts")
 
     def order(self) -> None:

@@ -5,11 +5,10 @@ and on any accelerator of torch's. `import preamp.compat.apex as apex`, or `prea
 says `import apex`.
 """
 
-from importlib import import_module as _import_module
-from types import ModuleType as _ModuleType
+from functools import partial as _partial
 
 from ._modules import find_by_import as _find_by_import
-from ._modules import no_attribute as _no_attribute
+from ._modules import module_of as _module_of
 from ._notice import DeprecatedFeatureWarning, check_cudnn_version_and_warn, deprecated_warning
 
 __all__ = [
@@ -28,9 +27,4 @@ __all__ = [
 ]
 
 _find_by_import()
-
-
-def __getattr__(name: str) -> _ModuleType:
-    if name in __all__:  # each when it is first asked for: `import apex` alone brought them all
-        return _import_module(f".{name}", __name__)
-    raise _no_attribute(__name__, name)
+__getattr__ = _partial(_module_of, __name__)  # `import apex` alone brought them all

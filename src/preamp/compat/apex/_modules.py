@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 
 from ..install import Alias
@@ -56,7 +57,7 @@ _ALTERNATIVES = {
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules above, and complains of absent ones; all others are left to the finders behind it."""
+    """Finds the modules above and our packages, and complains of absent ones; all others are left to other finders."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -66,20 +67,37 @@ class _Finder(MetaPathFinder):
             return ModuleSpec(fullname, Alias(import_module(f"{_HERE}.{_SAME[name]}")))
         if ours and name in _ALTERNATIVES:
             raise ModuleNotFoundError(_told(name), name=f"apex.{name}")
-        return None
+        spec = PathFinder.find_spec(fullname, path) if ours else None
+        if spec and spec.submodule_search_locations and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _Package(fullname, spec.loader.path)
+        return spec
+
+
+class _Package(SourceFileLoader):
+    """Loads a package of ours, whose modules are imported when they are first asked for as its attributes."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module)["__getattr__"] = partial(module_of, module.__name__)
+        super().exec_module(module)
 
 
 def find_by_import() -> None:
     """Have imports find modules by their second names, and say of absent ones what takes their place."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder())
+        sys.meta_path.insert(0, _Finder())
 
 
-def no_attribute(module: str, name: str) -> AttributeError:
-    """The error for an attribute that a package of ours does not have."""
-    place = f"{module}.{name}".removeprefix(f"{_HERE}.")
+def module_of(package: str, name: str) -> ModuleType:
+    """The module of that name in a package of ours; AttributeError if there is none."""
+    place = f"{package}.{name}".removeprefix(f"{_HERE}.")
+    try:
+        if not name.startswith("__"):
+            return import_module(f"{package}.{name}")
+    except ModuleNotFoundError as missing:
+        if missing.name not in (f"{package}.{name}", f"apex.{place}"):
+            raise
     told = f": {_told(place)}" if place in _ALTERNATIVES else ""
-    return AttributeError(f"module {module!r} has no attribute {name!r}{told}", name=name)
+    raise AttributeError(f"module {package!r} has no attribute {name!r}{told}", name=name)
 
 
 def _told(name: str) -> str:

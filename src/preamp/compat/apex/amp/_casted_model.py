@@ -30,6 +30,12 @@ class CastedModel(nn.Module):
     _amp_witness: nn.Parameter | None
     _amp_original: type[nn.Module]
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; zeros are marked, so that the masters learn of them."""
+        super().zero_grad(set_to_none)
+        for gradient in (parameter.grad for parameter in self.parameters() if parameter.grad is not None):
+            gradient._amp_zeroed_version = gradient._version  # type: ignore[attr-defined]
+
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The model's forward between the casts of positional and keyword arguments, and of outputs."""

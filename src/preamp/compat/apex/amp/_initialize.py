@@ -51,6 +51,18 @@ def check_models(models: list[Any], wrapped: bool = False) -> None:
             )
 
 
+def check_compiled(models: list[nn.Module], dtype: torch.dtype | None) -> None:
+    """RuntimeError for a model that gets a casting forward and is torch.jit's, or at a `dtype` has a part that is."""
+    for model in models:
+        for name, part in model.named_modules() if dtype else [("", model)]:
+            if isinstance(part, torch.jit.ScriptModule):
+                raise RuntimeError(
+                    f"amp.initialize got {kind_of(model)}, of which {f'the part {name!r}' if name else 'all'} was "
+                    "compiled by torch.jit. Casts of inputs, outputs and state_dict cannot be put on that: compile no "
+                    'part, or write opt_level="O1" or "O4", which leave it as it is; it wants float32 inputs then'
+                )
+
+
 def check_optimizers(optimizers: list[Any]) -> None:
     """RuntimeError for an optimizer that keeps masters of its own, TypeError for what is no optimizer."""
     for optimizer in optimizers:
@@ -91,6 +103,8 @@ def _initialize(
     optimizer_list = [] if optimizers is None else _listed(optimizers, "optimizer")
     check_models(model_list, wrapped)
     check_optimizers(optimizer_list)
+    if properties.cast_model_type or cast_model_outputs:
+        check_compiled(model_list, properties.cast_model_type)
     if not _amp_state.allow_incoming_model_not_fp32:
         check_params_fp32(model_list)
     least, most = scale_bounds

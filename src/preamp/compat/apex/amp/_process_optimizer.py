@@ -41,9 +41,10 @@ NO_CLOSURE = (
 )
 
 UNREAD = (
-    "gradients of the model's 16-bit parameters were changed between amp.scale_loss and optimizer.step(), by clipping "
-    "model.parameters(), say. That is without effect, as with NVIDIA's Apex: the step takes those of the float32 "
-    "masters. Write torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)"
+    "gradients of the model's 16-bit parameters were changed after amp.scale_loss, by clipping model.parameters(), or "
+    "by zeros written by hand. That is without effect, as with NVIDIA's Apex: the step takes those of the float32 "
+    "masters. Write torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm), and to clear gradients "
+    "optimizer.zero_grad()"
 )
 
 
@@ -101,7 +102,7 @@ class AmpOptimizerState(Masters):
             self.lazy_init()
             for parameter in self.all_fp16_params:
                 parameter.grad = None
-            self.versions.forget()
+            self.versions.record(self.all_fp16_params)
 
     def post_backward(self, scaler: LossScaler) -> None:
         """Unscale the gradients, and add those from before; with masters the model's 16-bit ones stay scaled."""
@@ -140,7 +141,7 @@ class AmpOptimizerState(Masters):
         if self.master_weights and not self.params_have_scaled_gradients:
             self.lazy_init()
             changed = self.versions.update_masters(self.all_fp16_params, self.all_fp32_from_fp16_params, stepping)
-            if changed and stepping:
+            if changed:
                 self.versions.accept(self.all_fp16_params)
                 if not self._told:
                     warn(UNREAD)

@@ -20,6 +20,7 @@ from ....errors import OptimizerError
 from ....formats import LOW_DTYPES
 from ....kernels import Tensors, reciprocal
 from ....ledger import Masters
+from ....optim import float32_states
 from .. import _amp_c, _steps
 
 MASTER = "master_param"
@@ -211,11 +212,11 @@ class ApexOptimizer(Optimizer):
     # -- saving and loading
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but float32 states of 16-bit parameters stay float32, masters go into their parameters, and
-        nothing is shared with `state_dict`. Options and counts that torch's own optimizers do not save in their groups
-        are this one's, and those of their parameters.
+        """As torch's, but float32 states of 16-bit parameters stay float32, moments in 8 bits become float32, masters
+        go into their parameters, and nothing is shared with `state_dict`. Options and counts that torch's own
+        optimizers do not save in their groups are this one's, and those of their parameters.
         """
-        before = [dict(group) for group in self.param_groups]
+        before, state_dict = [dict(group) for group in self.param_groups], float32_states(state_dict)
         super().load_state_dict(state_dict)
         keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         params = chain.from_iterable(group["params"] for group in self.param_groups)
