@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..errors import CheckpointError, OptimizerError, kind_of
 from ..optim import FusedOptimizer, float32_states
 from ..sharding import is_sharded
+from ._masters import WithMasters
 
 _LIKE_THE_PARAMETER = frozenset({
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta", "grad_avg", "sum",
@@ -33,7 +34,7 @@ def fitting(what: str, target: Any, state: Any, path: Any) -> Any:
             else:
                 state = float32_states(state)
             _check_optimizer(target, state)
-        if isinstance(target, nn.Module):
+        if isinstance(target, (nn.Module, WithMasters)):
             _check_model(target, state)
         elif isinstance(target, LRScheduler):
             own = target.state_dict()
@@ -54,7 +55,7 @@ class _Misfit(Exception):
     """What is wrong with a state."""
 
 
-def _check_model(model: nn.Module, state: Any) -> None:
+def _check_model(model: nn.Module | WithMasters, state: Any) -> None:
     if not isinstance(state, Mapping):
         raise _Misfit(f"the state of a model is a dict, and this is {kind_of(state)}")
     for name, own in model.state_dict().items():

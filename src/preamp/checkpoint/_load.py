@@ -10,7 +10,7 @@ from ..session import Session
 from ._content import AnyPath, Models, Optimizers, kept_on_host, several_in
 from ._file import read
 from ._fitting import fitting
-from ._masters import in_full
+from ._masters import in_full, with_masters
 from ._save import finish
 
 
@@ -30,6 +30,7 @@ def load(
     `StateError` when it does not fit the session; `FileNotFoundError` when there is none.
     """
     finish()
+    model = with_masters(model, session)
     content = read(path, map_location)
     extra = {key: target for key, target in extra.items() if target is not None}
     if session is not None and "amp" in extra:

@@ -4,8 +4,9 @@ from ._memory import Memory, MemoryRow, memory_of
 from ._prepare import masters_for, prepare
 from ._report import StepReport
 from ._scaler import SessionScaler
-from ._session import Session
+from ._session import Session, sessions_of
 
 __all__ = [
     "Memory", "MemoryRow", "Session", "SessionScaler", "StepReport", "masters_for", "memory_of", "prepare",
+    "sessions_of",
 ]  # fmt: skip

@@ -45,6 +45,15 @@ from ._regions import FullPrecision, Joining, OpenRegions, SessionRegion, held_k
 from ._report import Skips, StepReport
 from ._step import OptimizerSteps
 
+_SESSIONS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
+"""The last session that each module was prepared for."""
+
+
+def sessions_of(model: nn.Module) -> list[Session]:
+    """The open sessions that a model, or parts of it, were prepared for."""
+    found = dict.fromkeys(_SESSIONS[module]() for module in model.modules() if module in _SESSIONS)
+    return [session for session in found if session is not None and not session._closed]
+
 
 class Session:
     """Made by `preamp.prepare`. Owns what mixed precision adds to a training loop: regions, scales, masters, skips.
@@ -96,6 +105,7 @@ class Session:
         self._attempts, self._closed, self._in_regions = 0, False, False
         self._joining = Joining(own, self._conversions, self._gradients)
         self._gradients.carry(earlier or {})
+        _SESSIONS.update((module, weakref.ref(self)) for model in models.values() for module in model.modules())
         # released by close(), or with a session that is lost before it
         self._release_kernels = weakref.finalize(self, held_kernels(policy, device_type))
         self._release_kernels.atexit = False
