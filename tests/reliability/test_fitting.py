@@ -257,6 +257,50 @@ def test_parts_of_a_wrong_kind(tmp_path: Path, kind: str) -> None:
     session.close()
 
 
+def renamed(state: Any) -> Any:
+    return {**state, "state": {"x": state["state"][0], **{n: row for n, row in state["state"].items() if n}}}
+
+
+def with_steps(count: Any) -> Callable[[Any], Any]:
+    return lambda state: {**state, "state": {n: {**row, "step": count} for n, row in state["state"].items()}}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        renamed, lambda state: {**state, "state": {"a": 1}}, lambda state: {**state, "state": {**state["state"], 7: {}}},
+        with_steps(-1), with_steps(torch.tensor(-1.0)), with_steps(float("nan")), with_steps(torch.tensor(torch.inf)),
+    ],
+    ids=["a name", "a number of a name", "one too many", "-1", "-1.0", "nan", "inf"],
+)  # fmt: skip
+@pytest.mark.parametrize("level", ["O4", "O5"])
+@pytest.mark.parametrize("kind", ["torch.AdamW", "torch.Adagrad", "preamp.AdamW", "preamp.LAMB"])
+def test_states_of_no_parameter_and_steps_that_nobody_takes(
+    tmp_path: Path, kind: str, level: str, change: Callable[[Any], Any]
+) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = of(kind)(model.parameters())
+    session = preamp.prepare(model, optimizer, level=level)
+
+    def step() -> None:
+        with session.autocast():
+            loss = model(torch.ones(2, 4)).float().sum()
+        session.backward(loss)
+        session.step()
+        session.zero_grad()
+
+    step()
+    given: Any = Given(change(copy.deepcopy(optimizer.state_dict())))
+    checkpoint.save(tmp_path / "a.pt", model=model, optimizer=given, session=session)
+    before = str([model.state_dict(), optimizer.state_dict(), session.state_dict()])
+    with pytest.raises(CheckpointError, match="nothing was loaded"):
+        checkpoint.load(tmp_path / "a.pt", model=model, optimizer=optimizer, session=session)
+    assert before == str([model.state_dict(), optimizer.state_dict(), session.state_dict()])
+    step()
+    session.close()
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
 class Several(nn.Module):
     """A model with an entry called as checkpoints call several objects."""
 

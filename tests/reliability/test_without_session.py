@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -206,3 +207,51 @@ def test_of_an_average_there_are_no_masters(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "a.pt", model=fresh)
     assert equal(fresh, true(model, session))
     session.close()
+
+
+def of_apex() -> dict[str, Any]:
+    return {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 3}}
+
+
+@pytest.mark.parametrize("amp", ["session", "apex"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("prepared", [True, False])
+def test_a_scale_that_is_left_in_the_file_is_told(tmp_path: Path, level: str, amp: str, prepared: bool) -> None:
+    """Where a run goes on from it: with an optimizer, or in a prepared model."""
+    model, session = trained(level, MAKERS["torch"])
+    optimizer = session.optimizers[""]
+    given: dict[str, Any] = {"session": session} if amp == "session" else {"amp": of_apex()}
+    checkpoint.save(tmp_path / "a.pt", model=model, optimizer=optimizer, **given)
+    checkpoint.save(tmp_path / "plain.pt", model=model, optimizer=optimizer)
+    if not prepared:
+        session.close()
+    wanted = r"after 3 steps.*give session=session" if amp == "session" else "a loss scaler.*adopt_scale"
+    for objects in ({"model": model, "optimizer": optimizer}, {"optimizer": optimizer}, {"model": model}):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            checkpoint.load(tmp_path / "plain.pt", **objects)
+            assert not seen
+            content = checkpoint.load(tmp_path / "a.pt", **objects)
+        told = [each for each in seen if re.search(wanted, str(each.message))]
+        assert len(told) == len(seen) == (prepared or "optimizer" in objects)
+        assert all(each.filename == __file__ and each.category is preamp.PreampWarning for each in told)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.load(tmp_path / "a.pt")
+        checkpoint.load(tmp_path / "a.pt", optimizer=optimizer, amp=Keeps())
+        if prepared and amp == "session":
+            checkpoint.load(tmp_path / "a.pt", model=model, optimizer=optimizer, session=session)
+    if amp == "apex" and level != "O5" and prepared:
+        checkpoint.adopt_scale(session, content["amp"])
+        assert session.loss_scale() == 512
+    session.close()
+
+
+class Keeps:
+    """Takes any state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass

@@ -49,9 +49,9 @@ _SESSIONS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.
 """The last session that each module was prepared for."""
 
 
-def sessions_of(model: nn.Module) -> list[Session]:
-    """The open sessions that a model, or parts of it, were prepared for."""
-    found = dict.fromkeys(_SESSIONS[module]() for module in model.modules() if module in _SESSIONS)
+def sessions_of(*models: nn.Module) -> list[Session]:
+    """The open sessions that models, or parts of them, were prepared for."""
+    found = dict.fromkeys(_SESSIONS[each]() for model in models for each in model.modules() if each in _SESSIONS)
     return [session for session in found if session is not None and not session._closed]
 
 
