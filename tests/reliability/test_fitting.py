@@ -268,7 +268,8 @@ def with_steps(count: Any) -> Callable[[Any], Any]:
 @pytest.mark.parametrize(
     "change",
     [
-        renamed, lambda state: {**state, "state": {"a": 1}}, lambda state: {**state, "state": {**state["state"], 7: {}}},
+        renamed, lambda state: {**state, "state": {"a": 1}},
+        lambda state: {**state, "state": {**state["state"], 7: {}}},
         with_steps(-1), with_steps(torch.tensor(-1.0)), with_steps(float("nan")), with_steps(torch.tensor(torch.inf)),
     ],
     ids=["a name", "a number of a name", "one too many", "-1", "-1.0", "nan", "inf"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -81,6 +82,11 @@ def _check_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     if len(set(params)) == len(params) and len(set(numbers)) < len(numbers):
         raise _Misfit(f"its groups name a parameter twice: {numbers!r:.80}")
+    strange = state["state"].keys() - set(numbers)
+    if strange and (torchs or isinstance(optimizer, FusedOptimizer)):  # which keep states of parameters only
+        raise _Misfit(
+            f"it has states of {', '.join(map(repr, strange))[:80]}, and parameters are numbered {numbers!r:.80}"
+        )
     named: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = defaultdict(list)
     for param, number in zip(params, numbers, strict=False):
         row = state["state"].get(number, {})
@@ -91,6 +97,8 @@ def _check_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         for name, value in row.items():
             if name == "step":
                 _check_alike(0, value, "the state 'step'")
+                if not 0 <= float(value) < math.inf:
+                    raise _Misfit(f"the state 'step' is {value!r:.60}, and counts a parameter's steps")
             elif not (torchs and name in _LIKE_THE_PARAMETER) or isinstance(value, Tensor):
                 pass
             elif value is not None or name != "momentum_buffer":
