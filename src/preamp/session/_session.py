@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -26,6 +26,7 @@ from ._capture import CapturedStep, Rates
 from ._checks import (
     STATE_VERSION,
     check_gathered_full,
+    check_hooks,
     check_loss,
     check_no_sync,
     check_not_cast,
@@ -99,6 +100,7 @@ class Session:
         )
         self._regions = OpenRegions()
         self._rates = Rates()
+        self._wrappers: Collection[nn.parallel.DistributedDataParallel] | None = None
         self._sharded = any(is_sharded(p) for model in models.values() for p in model.parameters())
         self._parts = [part for model in models.values() for part in sharded_parts(model)]
         self._shards = list(named_parameters(models)) if self._sharded else None
@@ -126,6 +128,8 @@ class Session:
         """A region begins: the forward pass is to see 16-bit parameters."""
         self._in_regions = True
         if torch.is_grad_enabled() and not self._full.depth:
+            if self.policy.params in LOW_DTYPES:
+                self._wrappers = check_hooks(self._models, self._wrappers)
             self._gradients.rest()
             self._joining()
 
