@@ -340,3 +340,22 @@ def test_what_is_saved_under_a_name_is_loaded(tmp_path: Path, name: str) -> None
 def test_names_that_cannot_be_loaded_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match=name):
         checkpoint.save(tmp_path / "a.pt", model=nn.Linear(2, 2), **{name: 1})
+
+
+def test_lists_have_the_names_that_prepare_gives_them(tmp_path: Path) -> None:
+    models = [nn.Linear(2, 2) for _ in range(3)]
+    optimizers = [torch.optim.AdamW(model.parameters(), 0.1 + number) for number, model in enumerate(models)]
+    session = preamp.prepare(models, optimizers, level="O0")
+    assert list(session.optimizers) == ["0", "1", "2"]
+    checkpoint.save(tmp_path / "a.pt", model=models, optimizer=tuple(optimizers))
+    fresh = [nn.Linear(2, 2) for _ in range(3)]
+    again = [torch.optim.AdamW(model.parameters()) for model in fresh]
+    checkpoint.load(tmp_path / "a.pt", model=fresh, optimizer=again)
+    assert all(torch.equal(one.weight, other.weight) for one, other in zip(models, fresh, strict=True))
+    assert [each.param_groups[0]["lr"] for each in again] == [0.1, 1.1, 2.1]
+    checkpoint.load(tmp_path / "a.pt", model=session.models, optimizer=session.optimizers)
+    with pytest.raises(CheckpointError, match=r"holds 0, 1, 2; asked for: 0, 1"):
+        checkpoint.load(tmp_path / "a.pt", optimizer=again[:2])
+    checkpoint.save(tmp_path / "one.pt", model=models[:1], optimizer=optimizers[:1])
+    checkpoint.load(tmp_path / "one.pt", model=fresh[2], optimizer=again[2:])
+    assert torch.equal(models[0].weight, fresh[2].weight)

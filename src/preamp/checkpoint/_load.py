@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import CheckpointError, OptimizerError, PreampError, PreampWarning, kind_of
 from ..session import Session, sessions_of
-from ._content import AnyPath, Models, Optimizers, kept_on_host, several_in
+from ._content import AnyPath, Models, Optimizers, by_name, kept_on_host, several_in
 from ._file import read
 from ._fitting import fitting
 from ._masters import in_full, with_masters
@@ -35,6 +35,7 @@ def load(
     `StateError` when it does not fit the session; `FileNotFoundError` when there is none.
     """
     finish()
+    model, optimizer = by_name(model), by_name(optimizer)
     models = model.values() if isinstance(model, Mapping) else [model]
     model = with_masters(model, session)
     content = read(path, map_location)
