@@ -2,9 +2,10 @@
 
 from ._memory import Memory, MemoryRow, memory_of
 from ._prepare import masters_for, prepare
+from ._prepared import sessions_of
 from ._report import StepReport
 from ._scaler import SessionScaler
-from ._session import Session, sessions_of
+from ._session import Session
 
 __all__ = [
     "Memory", "MemoryRow", "Session", "SessionScaler", "StepReport", "masters_for", "memory_of", "prepare",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -26,7 +26,6 @@ from ._capture import CapturedStep, Rates
 from ._checks import (
     STATE_VERSION,
     check_gathered_full,
-    check_hooks,
     check_loss,
     check_no_sync,
     check_not_cast,
@@ -45,15 +44,6 @@ from ._order import CallOrder
 from ._regions import FullPrecision, Joining, OpenRegions, SessionRegion, held_kernels, not_synchronised, warn_outside
 from ._report import Skips, StepReport
 from ._step import OptimizerSteps
-
-_SESSIONS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
-"""The last session that each module was prepared for."""
-
-
-def sessions_of(*models: nn.Module) -> list[Session]:
-    """The open sessions that models, or parts of them, were prepared for."""
-    found = dict.fromkeys(_SESSIONS[each]() for model in models for each in model.modules() if each in _SESSIONS)
-    return [session for session in found if session is not None and not session._closed]
 
 
 class Session:
@@ -100,14 +90,12 @@ class Session:
         )
         self._regions = OpenRegions()
         self._rates = Rates()
-        self._wrappers: Collection[nn.parallel.DistributedDataParallel] | None = None
         self._sharded = any(is_sharded(p) for model in models.values() for p in model.parameters())
         self._parts = [part for model in models.values() for part in sharded_parts(model)]
         self._shards = list(named_parameters(models)) if self._sharded else None
         self._attempts, self._closed, self._in_regions = 0, False, False
-        self._joining = Joining(own, self._conversions, self._gradients)
+        self._joining = Joining(own, self._models, self._conversions, self._gradients)
         self._gradients.carry(earlier or {})
-        _SESSIONS.update((module, weakref.ref(self)) for model in models.values() for module in model.modules())
         # released by close(), or with a session that is lost before it
         self._release_kernels = weakref.finalize(self, held_kernels(policy, device_type))
         self._release_kernels.atexit = False
@@ -128,8 +116,6 @@ class Session:
         """A region begins: the forward pass is to see 16-bit parameters."""
         self._in_regions = True
         if torch.is_grad_enabled() and not self._full.depth:
-            if self.policy.params in LOW_DTYPES:
-                self._wrappers = check_hooks(self._models, self._wrappers)
             self._gradients.rest()
             self._joining()
 
