@@ -265,6 +265,9 @@ def hands_over(edit: str, loop: str = "", **options: Any) -> Any:
                     self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
                 elif loop == "no variables":
                     self.optimizer.apply(gradients)
+                elif loop == "two applies":
+                    self.optimizer.apply(gradients[:2], weights[:2])
+                    self.optimizer.apply([each * 2 for each in gradients[2:]], weights[2:])
                 else:
                     self.optimizer.apply(gradients, weights)
             return {"loss": loss}
@@ -289,6 +292,7 @@ def moved(model: Any, level: str | None, own: Any = None, **options: Any) -> tup
 @pytest.mark.parametrize(("edit", "loop"), [
     *((edit, "") for edit in EDITS), ("times 0.1", "pairs"), ("by norm", "no variables"), ("by norm", "sums"),
     ("by norm", "accumulates"), ("in place", "accumulates"), ("by norm", "two losses"),
+    ("by norm", "two applies"), ("in place", "two applies"),
 ])  # fmt: skip
 @pytest.mark.parametrize("kind", ["keras", pytest.param("torch", marks=pytest.mark.slow)])
 def test_what_a_training_step_hands_over_is_what_is_applied(edit: str, loop: str, kind: str) -> None:
@@ -301,11 +305,20 @@ def test_what_a_training_step_hands_over_is_what_is_applied(edit: str, loop: str
         found, attached = moved(model, level, own, **options)
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6 if level == "O0" else 0.2 * largest)
         assert attached.session.skipped == 0
-        assert attached.session.steps == (4 if loop in ("sums", "accumulates") else 8)
+        assert attached.session.steps == {"sums": 4, "accumulates": 4, "two applies": 16}.get(loop, 8)
         attached.close()
 
 
-@pytest.mark.parametrize("loop", ["", "accumulates", "sums"])
+def test_two_applies_unscale_by_the_scale_that_each_finds() -> None:
+    """It may have grown since the loss was scaled."""
+    wanted, _ = moved(hands_over("by norm", "two applies")[0], "O0")
+    scale = preamp.DynamicScale(4.0, growth_interval=1)
+    found, attached = moved(hands_over("by norm", "two applies")[0], "O0", scale=scale)
+    assert attached.session.loss_scale() == 4.0 * 2**16
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("loop", ["", "accumulates", "sums", "two applies"])
 def test_an_edit_does_not_hide_an_overflow(loop: str) -> None:
     model, _ = hands_over("in place", loop)
     before, attached = bits(model), attach(model, "O1", scale=preamp.DynamicScale(2.0**60))

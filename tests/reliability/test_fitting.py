@@ -257,6 +257,51 @@ def test_parts_of_a_wrong_kind(tmp_path: Path, kind: str) -> None:
     session.close()
 
 
+def renamed(state: Any) -> Any:
+    return {**state, "state": {"x": state["state"][0], **{n: row for n, row in state["state"].items() if n}}}
+
+
+def with_steps(count: Any) -> Callable[[Any], Any]:
+    return lambda state: {**state, "state": {n: {**row, "step": count} for n, row in state["state"].items()}}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        renamed, lambda state: {**state, "state": {"a": 1}},
+        lambda state: {**state, "state": {**state["state"], 7: {}}},
+        with_steps(-1), with_steps(torch.tensor(-1.0)), with_steps(float("nan")), with_steps(torch.tensor(torch.inf)),
+    ],
+    ids=["a name", "a number of a name", "one too many", "-1", "-1.0", "nan", "inf"],
+)  # fmt: skip
+@pytest.mark.parametrize("level", ["O4", "O5"])
+@pytest.mark.parametrize("kind", ["torch.AdamW", "torch.Adagrad", "preamp.AdamW", "preamp.LAMB"])
+def test_states_of_no_parameter_and_steps_that_nobody_takes(
+    tmp_path: Path, kind: str, level: str, change: Callable[[Any], Any]
+) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = of(kind)(model.parameters())
+    session = preamp.prepare(model, optimizer, level=level)
+
+    def step() -> None:
+        with session.autocast():
+            loss = model(torch.ones(2, 4)).float().sum()
+        session.backward(loss)
+        session.step()
+        session.zero_grad()
+
+    step()
+    given: Any = Given(change(copy.deepcopy(optimizer.state_dict())))
+    checkpoint.save(tmp_path / "a.pt", model=model, optimizer=given, session=session)
+    before = str([model.state_dict(), optimizer.state_dict(), session.state_dict()])
+    with pytest.raises(CheckpointError, match="nothing was loaded"):
+        checkpoint.load(tmp_path / "a.pt", model=model, optimizer=optimizer, session=session)
+    assert before == str([model.state_dict(), optimizer.state_dict(), session.state_dict()])
+    step()
+    session.close()
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
 class Several(nn.Module):
     """A model with an entry called as checkpoints call several objects."""
 
@@ -295,3 +340,22 @@ def test_what_is_saved_under_a_name_is_loaded(tmp_path: Path, name: str) -> None
 def test_names_that_cannot_be_loaded_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match=name):
         checkpoint.save(tmp_path / "a.pt", model=nn.Linear(2, 2), **{name: 1})
+
+
+def test_lists_have_the_names_that_prepare_gives_them(tmp_path: Path) -> None:
+    models = [nn.Linear(2, 2) for _ in range(3)]
+    optimizers = [torch.optim.AdamW(model.parameters(), 0.1 + number) for number, model in enumerate(models)]
+    session = preamp.prepare(models, optimizers, level="O0")
+    assert list(session.optimizers) == ["0", "1", "2"]
+    checkpoint.save(tmp_path / "a.pt", model=models, optimizer=tuple(optimizers))
+    fresh = [nn.Linear(2, 2) for _ in range(3)]
+    again = [torch.optim.AdamW(model.parameters()) for model in fresh]
+    checkpoint.load(tmp_path / "a.pt", model=fresh, optimizer=again)
+    assert all(torch.equal(one.weight, other.weight) for one, other in zip(models, fresh, strict=True))
+    assert [each.param_groups[0]["lr"] for each in again] == [0.1, 1.1, 2.1]
+    checkpoint.load(tmp_path / "a.pt", model=session.models, optimizer=session.optimizers)
+    with pytest.raises(CheckpointError, match=r"holds 0, 1, 2; asked for: 0, 1"):
+        checkpoint.load(tmp_path / "a.pt", optimizer=again[:2])
+    checkpoint.save(tmp_path / "one.pt", model=models[:1], optimizer=optimizers[:1])
+    checkpoint.load(tmp_path / "one.pt", model=fresh[2], optimizer=again[2:])
+    assert torch.equal(models[0].weight, fresh[2].weight)

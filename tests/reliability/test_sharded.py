@@ -124,6 +124,21 @@ def test_states_that_are_not_there_yet(level: str, maker: str, steps: int, tmp_p
     assert all(alike(ends[0], end) for end in ends[1:])
 
 
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_prepared_model_is_its_masters_without_its_session(level: str, tmp_path: Path) -> None:
+    run, other = Run(level, "torch AdamW"), Run(level, "torch AdamW")
+    run.train(0, 2)
+    other.train(50, 52)
+    for each, work in ((run, save_sharded), (other, load_sharded)):
+        work(tmp_path / "parts", model=each.model, optimizer=each.optimizer)
+    assert alike(run.everything(), other.everything())
+    save_sharded(tmp_path / "parts", **run.parts)
+    with pytest.warns(preamp.PreampWarning, match="after 2 steps"):
+        load_sharded(tmp_path / "parts", model=other.model, optimizer=other.optimizer)
+    run.session.close()
+    other.session.close()
+
+
 @pytest.mark.parametrize("level", ["O0", "O5"])
 def test_gradients_that_wait_for_their_step(level: str, tmp_path: Path) -> None:
     """They stay where they are, also where there are no states yet."""

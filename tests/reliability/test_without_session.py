@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -103,27 +104,93 @@ def test_of_several_models(tmp_path: Path) -> None:
     session.close()
 
 
-def test_into_a_model_of_a_session_that_is_not_told(tmp_path: Path) -> None:
-    """Its weights round the masters, and the next step says so; told of the session, all is exact."""
-    model, session = trained("O5", MAKERS["torch"])
-    checkpoint.save(tmp_path / "a.pt", model=model, session=session)
-    other, another = trained("O5", MAKERS["torch"])
+def equal_in_full(model: nn.Module, session: preamp.Session, wanted: dict[str, Tensor]) -> bool:
+    found = true(model, session)
+    return all(torch.equal(found[name], wanted[name]) for name in wanted)
 
-    def step() -> None:
-        another.backward(other(torch.arange(5)).float().square().sum())
-        another.step()
-        another.zero_grad()
 
-    step()
-    checkpoint.load(tmp_path / "a.pt", model=other)
-    assert equal(other, model.state_dict())
-    with pytest.warns(preamp.PreampWarning, match="in 16 bits"):
-        step()
-    checkpoint.load(tmp_path / "a.pt", model=other, session=another)
-    wanted = true(model, session)
-    assert all(torch.equal(value, wanted[name]) for name, value in true(other, another).items())
+def wrapped(model: nn.Module) -> nn.Module:
+    return nn.DataParallel(torch.compile(model, backend="eager"))
+
+
+@pytest.mark.parametrize("around", [lambda model: model, wrapped], ids=["bare", "wrapped"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("saved_with", [True, False])
+def test_a_prepared_model_is_its_masters(tmp_path: Path, kind: str, level: str, around: Any, saved_with: bool) -> None:
+    """Saved and loaded without its session as with it."""
+    if kind == "split" and level == "O2":
+        pytest.skip("bfloat16 only")
+    model, session = trained(level, MAKERS[kind])
+    low, wanted = copy.deepcopy(model.state_dict()), true(model, session)
+    checkpoint.save(tmp_path / "a.pt", model=around(model), session=session if saved_with else None)
+    assert equal(model, low)
+    assert equal_in_full(model, session, wanted)
     session.close()
+    other, another = trained(level, MAKERS[kind])
+    with torch.no_grad():
+        other.first.weight.mul_(2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*16.bit")
+        warnings.simplefilter("ignore", preamp.PreampWarning) if saved_with else None
+        checkpoint.load(tmp_path / "a.pt", model=around(other))
+    assert equal(other, low)
+    assert equal_in_full(other, another, wanted)
     another.close()
+    assert equal(other, wanted)
+    plain = Net()
+    checkpoint.load(tmp_path / "a.pt", model=around(plain))
+    assert equal(plain, wanted)
+
+
+def test_masters_of_a_session_beside_the_one_that_is_saved(tmp_path: Path) -> None:
+    models, sessions = zip(*(trained("O5", MAKERS[kind]) for kind in ("torch", "split")), strict=True)
+    checkpoint.save(tmp_path / "a.pt", model=dict(zip("ab", models, strict=True)), session=sessions[0])
+    wanted = [true(*pair) for pair in zip(models, sessions, strict=True)]
+    fresh = {"a": Net(), "b": Net()}
+    checkpoint.load(tmp_path / "a.pt", model=fresh)
+    assert equal(fresh["a"], wanted[0]) and equal(fresh["b"], wanted[1])
+    with torch.no_grad():
+        for model in models:
+            model.first.weight.mul_(3)
+    checkpoint.load(tmp_path / "a.pt", model=dict(zip("ab", models, strict=True)), session=sessions[0])
+    for pair, state in zip(zip(models, sessions, strict=True), wanted, strict=True):
+        assert equal_in_full(*pair, state)
+        pair[1].close()
+
+
+class Refuses:
+    """Does not accept what it has saved."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, int], seen: list[int] = []) -> None:  # noqa: B006
+        seen.append(1)
+        if len(seen) % 2:
+            raise ValueError("no")
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_prepared_model_gets_back_the_masters_that_it_had(tmp_path: Path, kind: str) -> None:
+    model, session = trained("O5", MAKERS[kind])
+    checkpoint.save(tmp_path / "a.pt", model=model, other=Refuses())
+    with torch.no_grad(), session.full_precision(values_only=True):
+        model.first.weight.mul_(1.001)
+    wanted = true(model, session)
+    with pytest.raises(preamp.errors.CheckpointError, match="nothing was loaded"):
+        checkpoint.load(tmp_path / "a.pt", model=model, other=Refuses())
+    assert equal_in_full(model, session, wanted)
+    session.close()
+
+
+def test_16_bit_weights_for_masters_are_told(tmp_path: Path) -> None:
+    model, session = trained("O5", MAKERS["torch"])
+    checkpoint.save(tmp_path / "a.pt", model=Net().to(torch.bfloat16))
+    with pytest.warns(preamp.PreampWarning, match="no float32 values .* 16-bit numbers"):
+        checkpoint.load(tmp_path / "a.pt", model=model)
+    assert equal_in_full(model, session, Net().to(torch.bfloat16).float().state_dict())
+    session.close()
 
 
 def test_of_an_average_there_are_no_masters(tmp_path: Path) -> None:
@@ -140,3 +207,51 @@ def test_of_an_average_there_are_no_masters(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "a.pt", model=fresh)
     assert equal(fresh, true(model, session))
     session.close()
+
+
+def of_apex() -> dict[str, Any]:
+    return {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 3}}
+
+
+@pytest.mark.parametrize("amp", ["session", "apex"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("prepared", [True, False])
+def test_a_scale_that_is_left_in_the_file_is_told(tmp_path: Path, level: str, amp: str, prepared: bool) -> None:
+    """Where a run goes on from it: with an optimizer, or in a prepared model."""
+    model, session = trained(level, MAKERS["torch"])
+    optimizer = session.optimizers[""]
+    given: dict[str, Any] = {"session": session} if amp == "session" else {"amp": of_apex()}
+    checkpoint.save(tmp_path / "a.pt", model=model, optimizer=optimizer, **given)
+    checkpoint.save(tmp_path / "plain.pt", model=model, optimizer=optimizer)
+    if not prepared:
+        session.close()
+    wanted = r"after 3 steps.*give session=session" if amp == "session" else "a loss scaler.*adopt_scale"
+    for objects in ({"model": model, "optimizer": optimizer}, {"optimizer": optimizer}, {"model": model}):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            checkpoint.load(tmp_path / "plain.pt", **objects)
+            assert not seen
+            content = checkpoint.load(tmp_path / "a.pt", **objects)
+        told = [each for each in seen if re.search(wanted, str(each.message))]
+        assert len(told) == len(seen) == (prepared or "optimizer" in objects)
+        assert all(each.filename == __file__ and each.category is preamp.PreampWarning for each in told)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.load(tmp_path / "a.pt")
+        checkpoint.load(tmp_path / "a.pt", optimizer=optimizer, amp=Keeps())
+        if prepared and amp == "session":
+            checkpoint.load(tmp_path / "a.pt", model=model, optimizer=optimizer, session=session)
+    if amp == "apex" and level != "O5" and prepared:
+        checkpoint.adopt_scale(session, content["amp"])
+        assert session.loss_scale() == 512
+    session.close()
+
+
+class Keeps:
+    """Takes any state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass

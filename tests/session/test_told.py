@@ -255,12 +255,40 @@ def test_powersgd_over_two_dtypes_is_told_before_it_hangs(tmp_path: Path, level:
         else:
             ddp.register_comm_hook(None, default_hooks.allreduce_hook)
         if hook == "power" and level in ("O2", "O5"):
-            with session.autocast():
-                loss = loss_of(model, 0)
+            loss = loss_of(model, 0)
             with pytest.raises(SessionError, match=r"PowerSGD hook.*wait for each other"):
                 session.backward(loss)
         else:
             check_hooks(session.models)
+        session.close()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrapper", [lambda hook: hook, default_hooks.fp16_compress_wrapper], ids=["bare", "wrapped"])
+@pytest.mark.parametrize("when", [0, 2])
+@pytest.mark.parametrize("level", ["O2", "O4", "O5"])
+def test_powersgd_is_told_as_the_next_region_begins(tmp_path: Path, level: str, when: int, wrapper: Any) -> None:
+    """Also around another hook, registered late, and without session.backward."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = mlp()
+        session = preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level=level, scale=1.0)
+        ddp, told = DistributedDataParallel(model), None
+        for step in range(4):
+            if step == when:
+                ddp.register_comm_hook(powerSGD_hook.PowerSGDState(None), wrapper(powerSGD_hook.powerSGD_hook))
+            try:
+                with session.autocast():
+                    loss = loss_of(ddp, step)
+            except SessionError as error:
+                assert "wait for each other" in str(error)
+                told = step
+                break
+            loss.backward()
+            session.step()
+            session.zero_grad()
+        assert told == (None if level == "O4" else when)
         session.close()
     finally:
         torch.distributed.destroy_process_group()

@@ -6,7 +6,7 @@ import copy
 import os
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +22,16 @@ _LISTS = (list, tuple, torch.Size)
 _DICTS = (dict, OrderedDict, Counter)
 
 AnyPath = str | os.PathLike[str]
-Models = nn.Module | Mapping[str, nn.Module]
-Optimizers = Optimizer | Mapping[str, Optimizer]
-"""One, or several by name."""
+Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
+Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
+"""One, several, or several by name."""
+
+
+def by_name(value: Any) -> Any:
+    """Several objects by name: those of a list are "0", "1", ..., as `prepare` names them; one alone has no name."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    return value[0] if len(value) == 1 else {str(index): each for index, each in enumerate(value)}
 
 
 def states_of(value: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +13,11 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, MissingExtra, kind_of
 from ..formats import LOW_DTYPES
 from ..modules import unwrapped
-from ..session import Session
+from ..session import Session, sessions_of
 from ..sharding import full_tensor, is_sharded, rank
 from ._content import AnyPath, place
 from ._file import replacing
+from ._masters import in_float32
 from ._ranks import on_all_ranks
 from ._save import finish
 
@@ -25,9 +25,9 @@ from ._save import finish
 def export(path: AnyPath, model: nn.Module | Session, *, metadata: Mapping[str, str] | None = None) -> None:
     """Write parameters and buffers as a safetensors file, atomically, in float32 where they were lowered.
 
-    `model`: a session, whose masters are written where there are masters; or a model, whose 16-bit entries are
-    widened. Names are those of `state_dict()` of the bare model, without what parallel and compiled wrappers add; with
-    several models in a session, each begins with its model's name and a dot. Tied weights are written once, as
+    `model`: a session or a model. Masters are written where there are masters; other 16-bit entries are widened. Names
+    are those of `state_dict()` of the bare model, without what parallel and compiled wrappers add; with several models
+    in a session, each begins with its model's name and a dot. Tied weights are written once, as
     `safetensors.torch.save_model` does, and its `load_model` ties them again. `metadata`: further strings for the file.
 
     Sharded models (FSDP2, tensor parallelism) are gathered, one entry at a time, on rank 0, which writes: all ranks
@@ -72,7 +72,7 @@ def _gathered(source: nn.Module | Session) -> tuple[dict[str, Tensor], bool]:
         _check_dense(state)
     sharded = any(is_sharded(value) for state in states for value in state.values())
     tensors: dict[str, Tensor] = {}
-    with source.full_precision(values_only=True) if isinstance(source, Session) else nullcontext():
+    with in_float32([source] if isinstance(source, Session) else sessions_of(source)):
         for prefix, model in models.items():
             made: dict[Any, Tensor] = {}
             for name, value in unwrapped(model).state_dict(keep_vars=True).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..errors import CheckpointError, OptimizerError, kind_of
 from ..optim import FusedOptimizer, float32_states
 from ..sharding import is_sharded
+from ._masters import WithMasters
 
 _LIKE_THE_PARAMETER = frozenset({
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta", "grad_avg", "sum",
@@ -33,7 +35,7 @@ def fitting(what: str, target: Any, state: Any, path: Any) -> Any:
             else:
                 state = float32_states(state)
             _check_optimizer(target, state)
-        if isinstance(target, nn.Module):
+        if isinstance(target, (nn.Module, WithMasters)):
             _check_model(target, state)
         elif isinstance(target, LRScheduler):
             own = target.state_dict()
@@ -54,7 +56,7 @@ class _Misfit(Exception):
     """What is wrong with a state."""
 
 
-def _check_model(model: nn.Module, state: Any) -> None:
+def _check_model(model: nn.Module | WithMasters, state: Any) -> None:
     if not isinstance(state, Mapping):
         raise _Misfit(f"the state of a model is a dict, and this is {kind_of(state)}")
     for name, own in model.state_dict().items():
@@ -80,6 +82,11 @@ def _check_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     if len(set(params)) == len(params) and len(set(numbers)) < len(numbers):
         raise _Misfit(f"its groups name a parameter twice: {numbers!r:.80}")
+    strange = state["state"].keys() - set(numbers)
+    if strange and (torchs or isinstance(optimizer, FusedOptimizer)):  # which keep states of parameters only
+        raise _Misfit(
+            f"it has states of {', '.join(map(repr, strange))[:80]}, and parameters are numbered {numbers!r:.80}"
+        )
     named: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = defaultdict(list)
     for param, number in zip(params, numbers, strict=False):
         row = state["state"].get(number, {})
@@ -90,6 +97,8 @@ def _check_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         for name, value in row.items():
             if name == "step":
                 _check_alike(0, value, "the state 'step'")
+                if not 0 <= float(value) < math.inf:
+                    raise _Misfit(f"the state 'step' is {value!r:.60}, and counts a parameter's steps")
             elif not (torchs and name in _LIKE_THE_PARAMETER) or isinstance(value, Tensor):
                 pass
             elif value is not None or name != "momentum_buffer":

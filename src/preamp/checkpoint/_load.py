@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..errors import CheckpointError, OptimizerError, PreampError, kind_of
-from ..session import Session
-from ._content import AnyPath, Models, Optimizers, kept_on_host, several_in
+from torch import nn
+
+from ..errors import CheckpointError, OptimizerError, PreampError, PreampWarning, kind_of
+from ..session import Session, sessions_of
+from ._content import AnyPath, Models, Optimizers, by_name, kept_on_host, several_in
 from ._file import read
 from ._fitting import fitting
-from ._masters import in_full
+from ._masters import in_full, with_masters
 from ._save import finish
 
 
@@ -20,16 +23,21 @@ def load(
 ) -> dict[str, Any]:  # fmt: skip
     """Read a checkpoint, load what is named into the objects given, and return the whole content.
 
-    All or nothing: if one object does not accept its state, those before it get back what they had; for that, copies
-    of their states are kept in host memory during the call. Waits for a `save_async`. `extra`: further
-    objects, by the names they were saved under, with `state_dict` and `load_state_dict` (an LR scheduler); None is left
-    out. Without `session`, a float32 model gets the values of the masters in the file, where that has them, and not the
-    16-bit weights. Optimizers that are not preamp's get moments in 8 bits as float32.
+    All or nothing: if one object does not accept its state, those before it get back what they had; for that, copies of
+    their states are kept in host memory during the call. Waits for a `save_async`. `extra`: further objects, by the
+    names they were saved under, with `state_dict` and `load_state_dict` (an LR scheduler); None is left out. Without
+    `session`, a float32 model and the masters of a prepared one get the values of the masters in the file, where that
+    has them, and not the 16-bit weights; a `PreampWarning` says that the rest of a session's state stays in the file,
+    where a run would go on from it (with `optimizer`, or a prepared model). Optimizers that are not preamp's get
+    moments in 8 bits as float32.
 
     Raises `CheckpointError` for a file that is not one, is damaged, lacks what an object needs or does not fit it;
     `StateError` when it does not fit the session; `FileNotFoundError` when there is none.
     """
     finish()
+    model, optimizer = by_name(model), by_name(optimizer)
+    models = model.values() if isinstance(model, Mapping) else [model]
+    model = with_masters(model, session)
     content = read(path, map_location)
     extra = {key: target for key, target in extra.items() if target is not None}
     if session is not None and "amp" in extra:
@@ -55,7 +63,24 @@ def load(
         *((key, target, content[key]) for key, target in extra.items()),
     ]
     _load_together([(what, target, fitting(what, target, state, path)) for what, target, state in parts], path)
+    if optimizer is not None or sessions_of(*(each for each in models if isinstance(each, nn.Module))):
+        tell_left(None if session is not None or "amp" in extra else content.get("amp"), path)
     return content
+
+
+def tell_left(amp: Any, path: Any) -> None:
+    """A `PreampWarning` for the state of a session, or of a scaler, that the run does not go on with."""
+    if not isinstance(amp, Mapping) or {"losses", "loss_scaler0", "growth_factor", "loss_scaler"}.isdisjoint(amp):
+        return
+    whose, instead = "a loss scaler", "call preamp.checkpoint.adopt_scale(session, content['amp']) with what it returns"
+    if "losses" in amp:
+        whose, instead = f"a session after {amp.get('steps')} steps", "prepare() first, and give session=session"
+    warnings.warn(
+        f"{path} has the state of {whose}, and was given nothing to load it into: loss scales and counts of "
+        f"steps begin anew. To go on with them, {instead}",
+        PreampWarning,
+        stacklevel=3,
+    )
 
 
 def _paired(what: str, value: Any, state: Any, path: Any) -> Iterator[tuple[str, Any, Any]]:

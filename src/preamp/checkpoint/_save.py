@@ -11,8 +11,9 @@ from typing import Any
 
 from ..errors import CheckpointError, PreampWarning
 from ..session import Session
-from ._content import AnyPath, Models, Optimizers, check_loadable, kept_on_host, states_of
+from ._content import AnyPath, Models, Optimizers, by_name, check_loadable, kept_on_host, states_of
 from ._file import write
+from ._masters import with_masters
 
 
 def save(
@@ -20,9 +21,10 @@ def save(
 ) -> None:
     """Write a checkpoint, atomically: the file is complete, or it is the one that was there before.
 
-    `model`, `optimizer`: one, or a mapping of several. `extra`: further states to keep, of tensors, numbers, strings,
-    lists and dicts, or objects with a `state_dict` (an LR scheduler). Parallel wrappers are saved as they are named.
-    The folder must exist. Returns when file and name are on the disk.
+    `model`, `optimizer`: one, or a list or mapping of several. `extra`: further states to keep, of tensors, numbers,
+    strings, lists and dicts, or objects with a `state_dict` (an LR scheduler). Parallel wrappers are saved as they are
+    named. Without `session`, the state of a prepared model has its float32 masters in place of the 16-bit weights. The
+    folder must exist. Returns when file and name are on the disk.
 
     Raises `CheckpointError` for content that could not be loaded, and `OSError`, with the path and the system's reason
     (a full disk), when it cannot be written; the old file stays, and no other is left.
@@ -52,9 +54,9 @@ def save_async(
 
 
 def _content(model: Any, optimizer: Any, session: Session | None, extra: Mapping[str, Any]) -> dict[str, Any]:
-    content: dict[str, Any] = {"model": states_of(model)}
+    content: dict[str, Any] = {"model": states_of(with_masters(by_name(model), session))}
     if optimizer is not None:
-        content["optimizer"] = states_of(optimizer)
+        content["optimizer"] = states_of(by_name(optimizer))
     if session is not None:
         content["amp"] = session.state_dict()
     for name, value in extra.items():

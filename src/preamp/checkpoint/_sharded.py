@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
-from ..session import Session
+from ..session import Session, sessions_of
 from ..sharding import rank, ranks
 from ..tree import map_tensors
 from ._content import AnyPath, kept_on_host
 from ._file import read, sha256_of, write
+from ._load import tell_left
+from ._masters import in_float32
 from ._ranks import named_states, on_all_ranks, own_group, states_for
 from ._save import finish, in_background
 
@@ -91,7 +93,7 @@ def _saving(
         return amp, name
 
     amp, name = on_all_ranks(begin, _UNWRITTEN)[0]
-    with _in_float32(session):
+    with in_float32(sessions_of(model)):
         states, steps = named_states(model, optimizer)
         parts = held({"model": states, "optimizer": steps})
 
@@ -139,7 +141,8 @@ def load_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, ses
     """Read what `save_sharded` wrote, on any number of ranks: every one gets the shards that it has now, bit for bit.
 
     All ranks call it, after `fully_shard`, the optimizer and `prepare`. All or nothing, for which the shards are held
-    twice meanwhile. `CheckpointError` when there is none, or it does not fit; `StateError` when of another policy.
+    twice meanwhile. A `PreampWarning` if a session's state stays in the folder. `CheckpointError` when there is none,
+    or it does not fit; `StateError` when of another policy.
     """
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict, set_optimizer_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load as load_parts
@@ -167,7 +170,9 @@ def load_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, ses
     with _torchs_own(refused):
         stated = on_all_ranks(reader.params_with_states, refused)[0]
     with states_for(model, optimizer, stated):
-        with _in_float32(session):  # an optimizer that has no state yet makes it here, of its parameters' dtype
+        with in_float32(
+            sessions_of(model)
+        ):  # an optimizer that has no state yet makes it here, of its parameters' dtype
             states, steps = get_state_dict(model, optimizer)
             made: Any = steps["state"]
             of_steps = {name: state for name, state in made.items() if name in stated}
@@ -177,11 +182,12 @@ def load_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, ses
             load_parts(parts, storage_reader=reader, planner=Planner())
         if session is not None:
             session.load_state_dict({**latest["amp"], "masters": session.state_dict()["masters"]})
-        with _in_float32(session):
+        with in_float32(sessions_of(model)):
             set_model_state_dict(model, parts["model"])
-        stepped_wide = session is not None and session.policy.masters  # else its state has the parameters' dtype
-        with _in_float32(session if stepped_wide else None):  # which an optimizer leaves as it ends to load
+        stepped_wide = [each for each in sessions_of(model) if each.policy.masters]  # else of the parameters' dtype
+        with in_float32(stepped_wide):  # which an optimizer leaves as it ends to load
             set_optimizer_state_dict(model, optimizer, parts["optimizer"])
+    tell_left(latest["amp"] if session is None else None, source)
 
 
 def _added(session: Session | None) -> dict[str, Any] | None:
@@ -194,10 +200,6 @@ def _added(session: Session | None) -> dict[str, Any] | None:
             "each stage with preamp.checkpoint.save, into a file of its own"
         )
     return {**session.state_dict(), "masters": {}}
-
-
-def _in_float32(session: Session | None) -> AbstractContextManager[None]:
-    return nullcontext() if session is None else session.full_precision(values_only=True)
 
 
 def _check_files(folder: Path, latest: dict[str, Any]) -> None:

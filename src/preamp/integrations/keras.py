@@ -30,7 +30,8 @@ class Attachment:
         self._region: Any = None
         self._is_own = type(model).train_step is not keras.Model.train_step
         self._ran = False
-        self._one: Any = None  # times the loss scale, or NaN: once a backward pass has made gradients true
+        self._true = False  # whether gradients in the parameters are so, of a backward pass that was not applied yet
+        self._fine: Any = None  # 1 or, after an overflow, NaN: of the backward pass whose gradients are applied
         self._given = optimizer
         self._own = model.optimizer if optimizer is None else _Rates(optimizer)
         if optimizer is not None:
@@ -91,6 +92,8 @@ class Attachment:
                 raise SessionError("the model was compiled after attach(): close() the attachment, and attach() again")
             if self._session is None:
                 self._begin()
+            if trains and not self._true:
+                self._fine = None
             region = self.session.autocast()
             self._region = region
             region.__enter__()
@@ -133,11 +136,11 @@ class Attachment:
     def _begin_backward(self, _: torch.Tensor) -> None:
         """Gradients that are there are scaled, to be added to: by the session if it knows them, else here."""
         users = {parameter: parameter.grad for parameter in self._known}
-        one, self._one = self._one, self._scale_one()
-        for parameter, gradient in users.items() if one is None else ():
-            parameter.grad = None if gradient is None else gradient * self._one
+        true, self._true, one = self._true, True, self._scale_one()
+        for parameter, gradient in users.items() if not true else ():
+            parameter.grad = None if gradient is None else gradient * one
         found = [(p, p.grad, None if p.grad is None else p.grad._version) for p in self._known]
-        end = functools.partial(self._end_backward, users if one is None else None, found)
+        end = functools.partial(self._end_backward, None if true else users, found)
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _end_backward(self, users: dict[Any, Any] | None, found: list[tuple[Any, Any, Any]]) -> None:
@@ -154,7 +157,7 @@ class Attachment:
                 "without a loss scale (O4, O0)"
             )
         finite = [parameter.grad.isfinite().all() for parameter in self._known if parameter.grad is not None]
-        self._one = self._one.masked_fill(torch.stack(finite).all().logical_not(), torch.nan)
+        self._fine = torch.where(torch.stack(finite).all(), 1.0, torch.nan)
         self.session.unscale_()
 
     def _scale_one(self) -> torch.Tensor:
@@ -175,18 +178,18 @@ class Attachment:
             )
         if not handed:
             return
-        if self._scales and (self._one is None if self._is_own else not self._ran):
+        if self._scales and (self._fine is None if self._is_own else not self._ran):
             raise SessionError(
                 "this train_step called optimizer.apply with gradients that were taken without optimizer.scale_loss, "
                 "and float16 gradients underflow without a loss scale: write optimizer.scale_loss(loss).backward()"
             )
-        if self._one is not None:  # NaN after an overflow, also where an edit has hidden that
-            handed = {p: None if gradient is None else gradient * self._one for p, gradient in handed.items()}
         kept = {parameter: parameter.grad for parameter in self._known}
-        if self._one is not None or not self._ran:
+        if self._fine is not None or not self._ran:
             for parameter in kept:
                 parameter.grad = None
-            self._scale_one()  # the session forgets that they were true
+            one = self._scale_one()  # the session forgets that they were true
+            if self._fine is not None:  # NaN after an overflow, also where an edit has hidden that
+                handed = {p: None if g is None else g * (one * self._fine) for p, g in handed.items()}
         for parameter in kept:
             parameter.grad = handed.get(parameter)
         if isinstance(self._optimizer, KerasOptimizer):
@@ -194,7 +197,7 @@ class Attachment:
         try:
             self.session.step()
         finally:
-            self._one, self._ran = None, False
+            self._true = self._ran = False
             for parameter, gradient in kept.items():
                 parameter.grad = gradient
 

@@ -2,10 +2,12 @@
 
 from ._memory import Memory, MemoryRow, memory_of
 from ._prepare import masters_for, prepare
+from ._prepared import sessions_of
 from ._report import StepReport
 from ._scaler import SessionScaler
 from ._session import Session
 
 __all__ = [
     "Memory", "MemoryRow", "Session", "SessionScaler", "StepReport", "masters_for", "memory_of", "prepare",
+    "sessions_of",
 ]  # fmt: skip

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..errors import PreampError, PreampWarning, SessionError, StateError, kind_of
@@ -71,17 +73,25 @@ def _syncs(part: Any) -> bool:
     return group is not None and bool(group.reduce_grads)
 
 
-def check_hooks(models: Mapping[str, nn.Module]) -> None:
-    """PowerSGD over buckets of two dtypes never returns, with torch's own models as well: they wait for each other."""
-    for wrapper in wrappers_of({p for model in models.values() for p in model.parameters()}):
-        names = [getattr(hook, "__module__", "") for hook, _ in wrapper._comm_hooks]
-        dtypes = {p.dtype for p in wrapper.parameters() if p.requires_grad}
-        if len(dtypes) > 1 and any(name.endswith("powerSGD_hook") for name in names):
+def check_hooks(
+    models: Mapping[str, nn.Module], wrappers: Collection[DistributedDataParallel] | None = None
+) -> Collection[DistributedDataParallel]:
+    """PowerSGD over buckets of two dtypes never returns, with torch's own models as well: they wait for each other.
+
+    Returns the models' wrappers, the search for which takes long; give them the next time.
+    """
+    if wrappers is None:
+        wrappers = weakref.WeakSet(wrappers_of({p for model in models.values() for p in model.parameters()}))
+    for wrapper in wrappers:
+        compresses = any(type(state).__name__ == "PowerSGDState" for _, state in wrapper._comm_hooks)
+        dtypes = {p.dtype for p in wrapper.parameters() if p.requires_grad} if compresses else ()
+        if len(dtypes) > 1:
             raise SessionError(
                 "this DistributedDataParallel has torch's PowerSGD hook, and parameters of "
                 f"{' and '.join(sorted(map(name_of, dtypes)))}, whose buckets would wait for each other for ever: use "
                 "level='O1' or 'O4', or preamp.parallel.compress_hook in its place"
             )
+    return wrappers
 
 
 def check_gathered_full(models: Iterable[nn.Module]) -> None:

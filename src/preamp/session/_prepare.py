@@ -31,6 +31,7 @@ from ..scaling import LOG, LossScale, loss_scale
 from ..sharding import flat_group, reshard
 from ._checks import named_parameters
 from ._losses import Losses, named_values
+from ._prepared import remember
 from ._session import Session
 from ._step import SKIPS
 
@@ -127,6 +128,7 @@ def prepare(
         for parameter, gradient in earlier.items():
             parameter.grad = gradient
         raise
+    remember(session)
     _warn_of_float64(models, chosen)
     for each_optimizer in optimizers.values():
         if not chosen.masters:

@@ -7,7 +7,7 @@ import itertools
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from ..ledger import Gradients, Masters, rebuild_reducers
 from ..modules import Conversion, give_programs_own_values
 from ..policy import Policy
 from ..sharding import sharded_parts
+from ._checks import check_hooks
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -224,15 +225,21 @@ class FullPrecision:
 
 
 class Joining:
-    """Brings parameters under the policy that were frozen, or in no optimizer, and are stepped from now on."""
+    """Brings parameters under the policy that were frozen, or in no optimizer, and are stepped from now on.
+
+    Refuses hooks that came to a DistributedDataParallel in between, and with which it would never return.
+    """
 
     def __init__(
-        self, optimizers: Sequence[Optimizer], conversions: Sequence[Conversion], gradients: Gradients
-    ) -> None:
-        self._optimizers, self._conversions, self._gradients = optimizers, conversions, gradients
+        self, optimizers: Sequence[Optimizer], models: Mapping[str, nn.Module], conversions: Sequence[Conversion],
+        gradients: Gradients,
+    ) -> None:  # fmt: skip
+        self._optimizers, self._models, self._conversions, self._gradients = optimizers, models, conversions, gradients
         self._seen = (0, 0)  # before the first region
+        self._wrappers: Any = None
 
     def __call__(self) -> None:
+        self._wrappers = check_hooks(self._models, self._wrappers)
         groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
         seen = sum(conversion.learning for conversion in self._conversions), sum(map(len, groups))
         if seen != self._seen:

@@ -94,7 +94,7 @@ class Session:
         self._parts = [part for model in models.values() for part in sharded_parts(model)]
         self._shards = list(named_parameters(models)) if self._sharded else None
         self._attempts, self._closed, self._in_regions = 0, False, False
-        self._joining = Joining(own, self._conversions, self._gradients)
+        self._joining = Joining(own, self._models, self._conversions, self._gradients)
         self._gradients.carry(earlier or {})
         # released by close(), or with a session that is lost before it
         self._release_kernels = weakref.finalize(self, held_kernels(policy, device_type))

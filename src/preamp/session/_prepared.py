@@ -1,0 +1,24 @@
+"""Which sessions a model was prepared for."""
+
+from __future__ import annotations
+
+import weakref
+
+from torch import nn
+
+from ._session import Session
+
+_SESSIONS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
+"""The last session that each module was prepared for."""
+
+
+def remember(session: Session) -> None:
+    """A session's models are known from now on."""
+    every = (module for model in session.models.values() for module in model.modules())
+    _SESSIONS.update(dict.fromkeys(every, weakref.ref(session)))
+
+
+def sessions_of(*models: nn.Module) -> list[Session]:
+    """The open sessions that models, or parts of them, were prepared for."""
+    found = dict.fromkeys(_SESSIONS[each]() for model in models for each in model.modules() if each in _SESSIONS)
+    return [session for session in found if session is not None and not session._closed]
