@@ -50,6 +50,7 @@ def torch_stays_as_it_was() -> Iterator[None]:
     assert not torch.is_autocast_enabled("cpu")
     assert not torch.is_autocast_enabled("ipu")
     assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+    assert torch.get_autocast_dtype("ipu") is torch.float16
     assert torch.get_default_dtype() is torch.float32
     assert torch.is_grad_enabled()
     left_open = list(REGISTRY._holders)

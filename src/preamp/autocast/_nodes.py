@@ -74,6 +74,12 @@ class RegionNodes:
             if len(self._ends) > KEPT:
                 del self._begins[0], self._ends[0]
 
+    def clear(self) -> None:
+        """Forget all: nothing rules them any more, and another thread's nodes may have the same numbers."""
+        with self._lock:
+            self._begins.clear()
+            self._ends.clear()
+
     def note(self, compiled: bool) -> None:
         """A ruled operator is called in a region of preamp's in compiled code, or in one of torch's.
 

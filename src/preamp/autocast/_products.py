@@ -132,6 +132,12 @@ class Products:
                 if key not in self._libraries:
                     self._libraries[key] = _install(key, dtypes)
 
+    def forget_nodes(self) -> None:
+        """No rules are held any more: nodes of the past are not preamp's, unless a session widens products still."""
+        NODES.clear()
+        if not self._holders:
+            WIDENED_NODES.clear()
+
     def _clear(self) -> None:
         for library in self._libraries.values():
             library._destroy()

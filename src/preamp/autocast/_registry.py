@@ -84,6 +84,7 @@ class Registry:
                 self._holders.remove(holder)
                 if not self._holders and not self._lingering:
                     self._clear()
+                    PRODUCTS.forget_nodes()
 
     @contextmanager
     def away(self) -> Iterator[None]:
@@ -107,6 +108,7 @@ class Registry:
             if self._holders:
                 raise PolicyError(f"{len(self._holders)} open session(s) need the operator rules: close them first")
             self._clear()
+            PRODUCTS.forget_nodes()
 
     def _ensure(self, rules: OpRules | None, device_type: str) -> None:
         wanted = rules if rules is not None else (self.rules or OpRules())
