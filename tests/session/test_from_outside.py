@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -286,3 +287,29 @@ def test_gradients_that_nobody_clears_add_up_as_without_a_scale(level: str, libr
 
     exact = moved("O0", torch.optim, run)
     assert (moved(level, library, run) - exact).norm() < 0.02 * exact.norm()
+
+
+class Keeping(torch.optim.SGD):
+    """As K-FAC, Shampoo and their kin: it keeps something for all parameters beside the states of each."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["whole"]["steps"] = self.state["whole"].get("steps", 0) + 1
+        self.state.setdefault("name", "own")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_an_optimizer_that_keeps_states_under_names(level: str, tmp_path: Path) -> None:
+    model = Parted()
+    optimizer = Keeping(model.parameters(), lr=0.1, momentum=0.9)
+    with preamp.prepare(model, optimizer, level=level) as session:
+        for seed in range(2):
+            with session.autocast():
+                loss = model(batch(seed))
+            session.backward(loss)
+            session.step()
+            session.zero_grad()
+        file = tmp_path / "run.pt"
+        preamp.checkpoint.save(file, model=model, optimizer=optimizer, session=session)
+        preamp.checkpoint.load(file, model=model, optimizer=optimizer, session=session)
+    assert optimizer.state["name"] == "own" and optimizer.state["whole"] == {"steps": 2}

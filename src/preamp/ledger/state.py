@@ -20,6 +20,8 @@ def state_like_parameters(optimizer: Optimizer) -> None:
         state_like_parameters(inner)
     castable = (torch.float16, torch.bfloat16, torch.float32)
     for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, Tensor) or not isinstance(state, dict):
+            continue  # what some keep for all parameters, under a name
         for key, value in state.items():
             fits = isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype in castable
             if fits and parameter.dtype in castable and value.dtype is not parameter.dtype:
