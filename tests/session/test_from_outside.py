@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,8 +66,8 @@ def test_a_backward_after_unscaling_of_a_forward_before_it_counts(level: str, li
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_loss_scaled_before_unscaling_comes_too_late(level: str, library: Any) -> None:
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_loss_scaled_before_unscaling_and_gone_back_from_after_it(level: str, library: Any) -> None:
     def run(session: preamp.Session, model: Parted) -> None:
         loss, second = forward(session, model)
         scaled = session.scale(second)
@@ -76,8 +75,8 @@ def test_a_loss_scaled_before_unscaling_comes_too_late(level: str, library: Any)
         session.unscale_()
         scaled.backward()
 
-    with pytest.raises(SessionError, match=r"scaled before unscale_\(\)"):
-        moved(level, library, run)
+    exact = moved("O0", torch.optim, run)
+    assert (moved(level, library, run) - exact).norm() < 0.02 * exact.norm()
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -245,33 +244,6 @@ def test_a_module_that_is_added_gets_what_its_level_says(level: str) -> None:
             assert {p.dtype for p in model.parameters()} == {torch.float32}
             model(batch(1))
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-@pytest.mark.parametrize("how", ["data =", "vector_to_parameters"])
-def test_whole_weights_that_are_exchanged_in_16_bits_are_told_once(how: str, level: str) -> None:
-    model = Parted()
-    vector = nn.utils.parameters_to_vector
-    with preamp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level=level) as session:
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            for _ in range(3):
-                if how == "data =":
-                    for parameter in model.parameters():
-                        parameter.data = parameter.data * 0.9
-                else:
-                    nn.utils.vector_to_parameters(vector(model.parameters()).detach() * 0.9, model.parameters())
-                with session.autocast():
-                    loss = model(batch(1))
-                session.backward(loss)
-                session.step()
-        assert ["full_precision(values_only=True)" in str(one.message) for one in told] == [True]
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            with session.full_precision(values_only=True), torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.data = parameter.data * 0.9
-            session.state_dict()
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

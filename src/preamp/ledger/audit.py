@@ -29,7 +29,6 @@ class Audit:
     def __init__(self) -> None:
         self._steps, self._always = 0, False
         self._flags: list[FlagOnItsWay] = []
-        self._tells = True
 
     def due(self, leaves: Leaves) -> bool:
         """Whether the step that follows is to be compared: it is its turn, or a parameter whose turn it is was written.
@@ -70,19 +69,6 @@ class Audit:
                 PreampWarning,
                 stacklevel=2,
             )
-
-    def exchanged(self, name: str) -> None:
-        """A parameter has got another tensor with other values."""
-        if not self._tells:
-            return
-        self._tells = False
-        warnings.warn(
-            f"{name} was given other values by `p.data = ...`, as vector_to_parameters does: they have 16 bits, and "
-            "its float32 master gets no more. Exchange whole weights (averages, say) inside "
-            "`with session.full_precision(values_only=True):`, where they are float32",
-            PreampWarning,
-            stacklevel=2,
-        )
 
     def _on_device(self, pairs: Sequence[tuple[Parameter, Leaf]]) -> None:
         """Compare and update without a host sync: the flag is read once it has arrived."""

@@ -115,11 +115,8 @@ class Masters:
         master = leaf.stored.to(data.device)
         # one that was cast to float32 holds what its master rounds to, and gets the bits that its master has
         kept = data == master.to(data.dtype if data.dtype in LOW_DTYPES else leaf.low.dtype)
-        moved = data.data_ptr() != leaf.low.data_ptr() and data.dtype in LOW_DTYPES
         if self._loaded and not bool(held_here(kept).all()):
             self.rounded = leaf.name
-        elif moved and bool(held_here(~kept & (data != 0)).any()):  # zeros, as pruning writes, are exact
-            self._audit.exchanged(leaf.name)
         written = torch.where(kept, master, data.float())
         leaf.stored = master.detach().copy_(written)  # in place: an optimizer's state may hold it too
         if data.dtype is torch.float32:

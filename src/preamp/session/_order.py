@@ -96,19 +96,15 @@ class CallOrder:
         )
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """A loss that the session has scaled and gives out; told when its backward pass comes too late."""
+        """A loss that the session has scaled and gives out: gradients rest as its backward pass begins."""
         self._scaled_by_hand = True
         if loss.requires_grad and self._losses.scaled:
-            loss.register_hook(self._check_scaled_backward)
+            loss.register_hook(self._scaled_goes_back)
         return loss
 
-    def _check_scaled_backward(self, _: Tensor) -> None:
-        if any(each in self._gradients and self._gradients[each].true for each in self._optimizers):
-            raise SessionError(
-                "backward() of a loss that session.scale() has scaled before unscale_(): its gradients are multiplied "
-                "by the loss scale, and would be added to true ones. Run it before session.unscale_() and clipping, or "
-                "scale the loss after them"
-            )
+    def _scaled_goes_back(self, _: Tensor) -> None:
+        if not self._full.depth:
+            self._gradients.rest()
 
     def _gradient_came(self, optimizer: Optimizer, parameter: Parameter) -> None:
         if self._ours or self._scaled_by_hand or self._full.depth or parameter.grad is None:
