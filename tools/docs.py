@@ -29,6 +29,7 @@ from .docs_results import (
     option_losses,
     option_times,
     sessions,
+    shadowed_step,
     step,
 )
 from .docs_simulation import host_time, simulated_kernels, simulated_steps
@@ -88,6 +89,7 @@ GENERATORS: dict[str, Callable[[Path], str]] = {
     "cpu_story": cpu_story,
     "demo": demo,
     "doctor_versus": doctor_versus,
+    "shadowed_step": shadowed_step,
     "figures": figures,
     "formats": formats,
     "host_time": host_time,

@@ -146,6 +146,29 @@ def doctor_overhead(results: dict[str, Any]) -> tuple[Table, str]:
     return Table("", columns, rows), text
 
 
+@committed("shadowed-step", "python -m benchmarks.shadowed_step")
+def shadowed_step(results: dict[str, Any]) -> tuple[Table, str]:
+    """What a step costs that is followed with shadows."""
+    rows = []
+    for row in results["rows"]:
+        alone, followed, counted = (row["seconds"][which] for which in ("alone", "followed", "counted"))
+        held = [row["bytes"][who] / 2**20 for who in ("alone", "watched")]
+        rows.append((row["network"], 1e3 * alone, 1e3 * followed, followed / alone, counted / alone, *held))
+    columns = (
+        "network", Column("alone", "ms", 0), Column("followed", "ms", 0), Column("ratio", digits=1),
+        Column("only counted", digits=1), Column("memory alone", "MiB", 0), Column("followed", "MiB", 0),
+    )  # fmt: skip
+    machine = results["environment"]
+    same = "the losses are the same bits" if all(row["losses alike"] for row in results["rows"]) else "LOSSES DIFFER"
+    text = (
+        "Medians of a step's time without the doctor, in steps that it follows with shadows, and in steps in which it "
+        "only counts magnitudes, as a multiple of the time alone; memory is the peak of ten steps beyond what the "
+        f"process held before. Size {results['size']}, level {results['level']}, 1 thread; {same}. {machine['cpu']}, "
+        f"torch {machine['torch']}, preamp at {machine['commit']}, {results['rounds']} rounds"
+    )
+    return Table("", columns, rows), text
+
+
 @committed("apex-levels", "python -m benchmarks.apex_levels")
 def apex_levels(results: dict[str, Any]) -> tuple[Table, str]:
     """Final losses of networks trained through preamp.compat.apex, by level."""
