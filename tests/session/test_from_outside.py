@@ -228,6 +228,7 @@ def test_a_module_that_is_added_gets_what_its_level_says(level: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with preamp.prepare(model, optimizer, level=level) as session:
         model.extend([nn.LayerNorm(8), nn.Linear(8, 4), nn.Linear(4, 4).requires_grad_(False)])
+        model[2].register_parameter("wide", nn.Parameter(torch.zeros(2, dtype=torch.float64)))
         optimizer.add_param_group({"params": [p for p in model[1:].parameters() if p.requires_grad]})
         before = model[2].weight.detach().float().clone()
         for _ in range(2):
@@ -238,12 +239,13 @@ def test_a_module_that_is_added_gets_what_its_level_says(level: str) -> None:
             session.zero_grad()
         low = session.policy.params
         assert [model[at].weight.dtype for at in range(4)] == [low, torch.float32, low, torch.float32]
+        assert model[2].wide.dtype is torch.float64
         assert ("2.weight" in session.state_dict()["masters"]) == session.policy.masters
         assert not torch.equal(model[2].weight.detach().float(), before)
         with session.full_precision():
-            assert {p.dtype for p in model.parameters()} == {torch.float32}
+            assert {p.dtype for p in model.parameters()} == {torch.float32, torch.float64}
             model(batch(1))
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.dtype for p in model.parameters()} == {torch.float32, torch.float64}
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

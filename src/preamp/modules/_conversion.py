@@ -105,6 +105,8 @@ class Conversion:
             for key, parameter in module._parameters.items():
                 if parameter is None or parameter in self._known or not parameter.is_floating_point():
                     continue
+                if parameter.dtype is torch.float64:
+                    continue  # as when a model is prepared
                 name = f"{self._prefix}{path}.{key}" if path else f"{self._prefix}{key}"
                 self._left[parameter] = (name, dtype)
                 if module in before and parameter.dtype is dtype and dtype in LOW_DTYPES:
