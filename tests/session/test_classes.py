@@ -210,14 +210,15 @@ def test_a_foreign_region_of_another_dtype_is_told(level: str) -> None:
 
 
 class Rope(nn.Module):
-    """Rotary positions, a counter, an average, a mask and a table, as buffers."""
+    """Rotary positions, a counter, averages and a mask, as buffers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("inv_freq", 1 / (10000 ** (torch.arange(0, 64, 2).float() / 64)), persistent=False)
         self.register_buffer("steps", torch.zeros(1))
         self.register_buffer("average", torch.zeros(4))
-        self.register_buffer("mask", torch.full((4, 4), -float("inf")).triu(1))
+        self.register_buffer("covariance", torch.eye(4))
+        self.register_buffer("mask", torch.full((4, 4), -float("inf")).triu(1), persistent=False)
         self.query = nn.Linear(64, 64)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -238,7 +239,7 @@ def test_float32_buffers_that_rounding_would_change_stay(level: str) -> None:
     with preamp.prepare(model, None, level=level) as session:
         assert {name: b.dtype for name, b in model.named_buffers()} == {
             "inv_freq": torch.float32, "steps": torch.float32, "average": torch.float32,
-            "mask": session.policy.params,
+            "covariance": torch.float32, "mask": session.policy.params,
         }  # fmt: skip
         for _ in range(300):
             model.steps += 1

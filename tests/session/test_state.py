@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 import preamp
 from preamp.errors import PolicyError, PreampWarning, SessionError, StateError
 
+from .. import forks
 from .toys import LEVELS, loss_of, mlp, same, step, train, weights
 
 
@@ -38,6 +41,51 @@ def test_a_float32_state_reaches_the_masters_whole(level: str, kind: str) -> Non
         assert torch.equal(mine, theirs.to(mine.dtype))
     session.close()
     assert same(weights(model), weights(pretrained))
+
+
+LOADERS: dict[str, Callable[[nn.Sequential, nn.Sequential], object]] = {
+    "a part": lambda model, other: [
+        mine.load_state_dict(of.state_dict()) for mine, of in zip(model, other, strict=True)
+    ],
+    "a wrapper": lambda model, other: nn.Sequential(model).load_state_dict(nn.Sequential(other).state_dict()),
+    "compiled": lambda model, other: torch.compile(model, backend="aot_eager").load_state_dict(
+        torch.compile(other, backend="aot_eager").state_dict()
+    ),
+    "one by one": lambda model, other: [
+        model.load_state_dict({name: value}, strict=False) for name, value in other.state_dict().items()
+    ],
+}
+
+
+@pytest.mark.parametrize(("level", "kind"), [("O2", "torch"), ("O5", "torch"), ("O5", "split")])
+@pytest.mark.parametrize("through", LOADERS)
+def test_whatever_a_float32_state_is_loaded_through_masters_take_it_whole(level: str, kind: str, through: str) -> None:
+    model, _, session = prepared(level, kind)
+    train(session, model, [0])
+    pretrained = mlp(3)
+    LOADERS[through](model, pretrained)
+    assert all(p.dtype is session.policy.params for name, p in model.named_parameters() if p.dtype is not torch.float32)
+    session.close()
+    assert same(weights(model), weights(pretrained))
+
+
+def test_torch_loads_by_itself_once_there_are_no_masters(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("""
+import gc, preamp, torch
+torchs = torch.nn.Module._load_from_state_dict
+def prepared(level):
+    model = torch.nn.Linear(2, 2)
+    return preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level=level)
+first, second, lost = prepared("O2"), prepared("O5"), prepared("O5")
+first.close()
+second.close()
+assert torch.nn.Module._load_from_state_dict is not torchs
+del lost
+gc.collect()
+assert torch.nn.Module._load_from_state_dict is torchs
+""")
+    done = forks.run(["script.py"], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,8 +46,6 @@ class Casting:
     """The dtype of a region that a whole model enters where there is none, since float32 buffers meet its weights."""
     around: Callable[[], Any] | None = None
     """Makes a context for each call of a whole model."""
-    keeper: weakref.ref[Any] | None = None
-    """The holder of a whole model's masters, which must be informed of states that are loaded into it."""
 
     wide_weights: bool = False
     """A batch norm computes with its weights in float32, as its statistics are: FSDP2 has given it 16-bit ones."""
@@ -104,13 +101,6 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     return result if outputs is None else cast_floating(result, outputs)
 
 
-def _load_state_dict(self: Any, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """The original's, with masters in place of parameters for which the state has float32 values."""
-    keeper = None if self._preamp_casting.keeper is None else self._preamp_casting.keeper()
-    with nullcontext() if keeper is None else keeper.loading(dict(self.named_parameters()), state_dict):
-        return self._preamp_original.load_state_dict(self, state_dict, *args, **kwargs)
-
-
 def _reduce_ex(self: Any, protocol: Any) -> Any:
     """Pickle as the original class, which preamp is not needed to read; with its casts where weights are 16-bit."""
     state = {key: value for key, value in self.__dict__.items() if key != "_preamp_casting"}
@@ -119,12 +109,7 @@ def _reduce_ex(self: Any, protocol: Any) -> Any:
     make, args, *rest = plain.__reduce_ex__(min(protocol, 1))  # newer forms insist on the pickled object's own class
     if not self._preamp_casting.stays:
         return make, args, *rest
-    return _unpickled, (_alone(self._preamp_casting), make, args), *rest
-
-
-def _alone(casting: Casting) -> Casting:
-    """What a module casts that belongs to no session."""
-    return replace(casting, around=None, keeper=None)
+    return _unpickled, (replace(self._preamp_casting, around=None), make, args), *rest
 
 
 def _unpickled(casting: Casting, make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
@@ -234,7 +219,7 @@ def _tell_foreign_region(wanted: torch.dtype, device_type: str, module: nn.Modul
 
 
 _SUBCLASSES = Subclasses(
-    CastingModule, "_preamp_original", forward=_forward, load_state_dict=_load_state_dict, __reduce_ex__=_reduce_ex,
+    CastingModule, "_preamp_original", forward=_forward, __reduce_ex__=_reduce_ex,
     __deepcopy__=_deepcopy, __prepare_scriptable__=_prepare_scriptable,
 )  # fmt: skip
 casting_class = _SUBCLASSES.of

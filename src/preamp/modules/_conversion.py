@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
@@ -22,10 +21,8 @@ from ..policy import Policy
 from ..sharding import gathered_as
 from ._casting import BYPASSED, NOTHING, Casting, CastingModule, casting_class, uncast
 from ._norms import NORMS, is_norm, mixes, refuse_keras, refuse_scripted
+from ._owned import check_free, disown, own
 from ._precisions import precisions_of, unwrapped
-
-_OWNED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Conversion]] = weakref.WeakKeyDictionary()
-"""The modules of open sessions."""
 
 _LEARNS = attrgetter("requires_grad")
 
@@ -89,7 +86,7 @@ class Conversion:
     def _own(self, root: nn.Module) -> None:
         self._owned = list(root.modules())
         self._known = set(root.parameters())
-        _OWNED.update(dict.fromkeys(self._owned, weakref.ref(self)))
+        own(self._owned, self._keeper)
 
     def _meet(self) -> None:
         """Know parameters that the model has got since: those of a module that was added, and those that the removal of
@@ -195,7 +192,9 @@ class Conversion:
             for key, buffer in module._buffers.items():
                 if buffer is None or buffer.dtype is not torch.float32 or dtype not in LOW_DTYPES:
                     continue
-                if not self._policy.has_regions or is_norm(module) or loses_nothing(buffer, dtype):
+                # what is saved may be an average that begins as a table does, and would stop moving in 16 bits
+                table = key in module._non_persistent_buffers_set and loses_nothing(buffer, dtype)
+                if not self._policy.has_regions or is_norm(module) or table:
                     low = buffer.to(dtype)
                     module._buffers[key] = low
                     self._buffers.append((module, key, buffer, low))
@@ -234,6 +233,7 @@ class Conversion:
             casting = self._casting(module, self._precisions[path], parent, is_root=path == "")
             if module in self._changed or casting != NOTHING:
                 self._wrap(module, casting)
+        own(self._owned, self._keeper)
         return joining
 
     def kept_buffers(self) -> Iterator[Tensor]:
@@ -277,7 +277,7 @@ class Conversion:
                 casting = replace(casting, inputs=low)
             if low and precision is None:
                 device_type = next((p.device.type for p in module.parameters()), "cpu")
-                casting = replace(casting, computes=low, device_type=device_type, keeper=weakref.ref(self._keeper))
+                casting = replace(casting, computes=low, device_type=device_type)
                 wide = self._wide_buffers or any(p.dtype is not low for p in self._left)
                 casting = replace(casting, ambient=low if wide else None)
             if low:
@@ -373,8 +373,7 @@ class Conversion:
         for module in self._changed:
             uncast(module)
         self._changed.clear()
-        for owned in self._owned:
-            _OWNED.pop(owned, None)
+        disown(self._owned)
         self._owned.clear()
         self._buffers_to_float()
         self._buffers.clear()
@@ -390,18 +389,6 @@ def _sparse_embeddings(root: nn.Module) -> set[nn.Module]:
     uses: Counter[Tensor] = Counter(p for module in root.modules() for p in module.parameters(recurse=False))
     kinds = (nn.Embedding, nn.EmbeddingBag)
     return {m for m in root.modules() if isinstance(m, kinds) and m.sparse and uses[m.weight] == 1}
-
-
-def check_free(root: nn.Module) -> None:
-    """`SessionError` for a model of which an open session has a part; they may share what neither of them changes."""
-    for path, module in root.named_modules():
-        known = _OWNED.get(module)
-        learns = any(p.requires_grad for p in module.parameters(recurse=False))
-        if known is not None and known() is not None and (learns or isinstance(module, CastingModule)):
-            raise SessionError(
-                f"this model is already prepared by an open session ({path or 'all of it'} is); close that session "
-                "first (session.close()), or give one prepare() all models and optimizers that share parameters"
-            )
 
 
 def loses_nothing(buffer: Tensor, dtype: torch.dtype) -> bool:

@@ -1,0 +1,70 @@
+"""The modules of open sessions, and the states that are loaded into them.
+
+`load_state_dict` of a model, of a part of it or of a wrapper around it comes down to `_load_from_state_dict` of each
+module, which copies values into that module's own parameters. While there are masters, that method is ours: masters
+take float32 values, which 16-bit parameters would round.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+from torch import nn
+
+from ..errors import SessionError
+from ..ledger import Masters
+from ._casting import CastingModule
+
+_OWNED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Masters]] = weakref.WeakKeyDictionary()
+"""The modules of open sessions, with what keeps the masters of their parameters."""
+
+_LOAD = "_load_from_state_dict"
+_torchs = getattr(nn.Module, _LOAD)
+
+
+def own(modules: Iterable[nn.Module], masters: Masters) -> None:
+    """An open session has these modules from now on."""
+    _OWNED.update(dict.fromkeys(modules, weakref.ref(masters)))
+    if len(masters) and getattr(nn.Module, _LOAD) is _torchs:
+        setattr(nn.Module, _LOAD, _load_from_state_dict)
+    if len(masters):
+        weakref.finalize(masters, _give_back).atexit = False
+
+
+def disown(modules: Iterable[nn.Module]) -> None:
+    """Their session is closed."""
+    for module in modules:
+        _OWNED.pop(module, None)
+    _give_back()
+
+
+def _give_back() -> None:
+    """Have modules load as torch does, once there are no masters."""
+    if getattr(nn.Module, _LOAD) is _load_from_state_dict and not any(map(_masters_of, list(_OWNED))):
+        setattr(nn.Module, _LOAD, _torchs)
+
+
+def _masters_of(module: nn.Module) -> Masters | None:
+    known = _OWNED.get(module)
+    return None if known is None else known()
+
+
+def _load_from_state_dict(self: Any, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> Any:
+    masters = _masters_of(self)
+    mine = {} if masters is None else {f"{prefix}{k}": p for k, p in self._parameters.items() if p is not None}
+    with masters.loading(mine, state_dict) if masters and mine else nullcontext():
+        return _torchs(self, state_dict, prefix, *args, **kwargs)
+
+
+def check_free(root: nn.Module) -> None:
+    """`SessionError` for a model of which an open session has a part; they may share what neither of them changes."""
+    for path, module in root.named_modules():
+        learns = any(p.requires_grad for p in module.parameters(recurse=False))
+        if _masters_of(module) is not None and (learns or isinstance(module, CastingModule)):
+            raise SessionError(
+                f"this model is already prepared by an open session ({path or 'all of it'} is); close that session "
+                "first (session.close()), or give one prepare() all models and optimizers that share parameters"
+            )
