@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...formats import FP16, name_of
 from ...tree import map_tensors, tensors
@@ -47,6 +47,9 @@ _ADD_UP = frozenset({
 """Operators that add up terms of both signs: what is left may be of no weight beside them."""
 
 
+_LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
+"""Modules whose products are with their own weights, and no difference of two products: float32 does for these."""
+_PRODUCTS = frozenset({"mm", "addmm", "convolution", "convolution_backward"})
 _ENLARGE = {"sqrt": 0, "rsqrt": 0, "reciprocal": 0, "log": 0, "log2": 0, "log10": 0, "div": 1}
 """Operators that make much of what is nearly nothing, and which argument that is."""
 
@@ -67,6 +70,9 @@ class Shadowed(Observer):
         self.operators = 0
         self._wide: tuple[list[Tensor], list[tuple[Tensor, Tensor]], float] | None = None
         """What the shadows gave, the new shadows of what is changed in place, and the error of these before."""
+        self._layers: set[str] = set()
+        self._given: set[int] = set()
+        """Storages that the operator was given, which its results may have, too."""
         self._module: str | None = None
         self.causes: dict[int, Fact] = {}
         """By storage, what made it as wrong as it is."""
@@ -85,6 +91,10 @@ class Shadowed(Observer):
         self._trail: dict[int, tuple[Line, tuple[int, ...]]] = {}
         """By storage, the line that wrote it last and the storages that it read."""
         self._reported: set[Any] = set()
+
+    def begin(self, modules: Mapping[str, nn.Module]) -> None:
+        """Know the layers that multiply by their weights."""
+        self._layers = {path for path, module in modules.items() if isinstance(module, _LAYERS)}
 
     def before(self, call: Call) -> None:
         """Run the operator on the shadows of what it is about to read."""
@@ -106,8 +116,16 @@ class Shadowed(Observer):
             self.constants.setdefault(line, []).extend(numbers[:4] if len(self.constants.get(line, ())) < 64 else ())
         changed = {id(t): self.shadows.of(t).clone() for t in call.written if has_shadow(t)}
         error = max((self._error_of(t) for t in call.written if has_shadow(t)), default=0.0)
+        self._given.clear()
+
+        def shadow(tensor: Tensor) -> Tensor:
+            found = changed[id(tensor)] if id(tensor) in changed else self.shadows.of(tensor)
+            self._given.add(key_of(found))
+            return found
+
         try:
-            out = self._run(call, lambda t: changed[id(t)] if id(t) in changed else self.shadows.of(t), WIDE)
+            of_layer = call.base in _PRODUCTS and call.module in self._layers and not call.written
+            out = self._product(call, shadow) if of_layer else self._run(call, shadow, WIDE)
         except Exception:
             self.skipped[call.base] += 1
         else:
@@ -134,7 +152,7 @@ class Shadowed(Observer):
                 continue
             if has_shadow(out) and exact.dtype is WIDE:
                 self._judge(call, out, exact, 0.0)
-                self.shadows.of(out).copy_(exact)
+                self.shadows.give(out, exact, own=key_of(exact) not in self._given)
             elif out.dtype is exact.dtype and not out.is_floating_point() and call.base in _DECIDING:
                 self._judge_decision(call, out, exact)
 
@@ -142,6 +160,11 @@ class Shadowed(Observer):
         """What was followed, for the record."""
         skipped = {spelled(name): count for name, count in self.skipped.most_common()}
         return {"operators": self.operators, "skipped": skipped, "whole": self.shadows.whole}
+
+    def _product(self, call: Call, shadow: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """A layer's product, in float32: torch multiplies float64 slowly, and convolves it several times as slowly."""
+        found = self._run(call, lambda tensor: shadow(tensor).to(torch.float32), torch.float32)
+        return [tensor.to(WIDE) for tensor in found]
 
     @staticmethod
     def _run(call: Call, shadow: Callable[[Tensor], Tensor], dtype: torch.dtype) -> list[Tensor]:

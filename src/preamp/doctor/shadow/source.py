@@ -114,6 +114,7 @@ def _parsed(file: str) -> ast.Module | None:
         return None
 
 
+@lru_cache(maxsize=1024)
 def statement_at(line: Line) -> Statement | None:
     """The simple statement at a line; None where there is none, or no source."""
     file, number = line

@@ -61,16 +61,28 @@ class Shadows:
         found = self.find(tensor)
         if found is not None:
             return found
+        flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        flat = flat.set_(tensor.untyped_storage(), 0, (_size(tensor),), (1,)).to(WIDE, copy=True)
+        self._keep(tensor, flat)
+        return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def _keep(self, tensor: Tensor, flat: Tensor) -> None:
         if self._limit is None:
             self._limit = free_bytes(tensor.device) / 2
-        storage = tensor.untyped_storage()
-        flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        flat = flat.set_(storage, 0, (_size(tensor),), (1,)).to(WIDE, copy=True)
-        self._of[key_of(tensor)] = tensor.dtype, flat, StorageWeakRef(storage)
+        self._of[key_of(tensor)] = tensor.dtype, flat, StorageWeakRef(tensor.untyped_storage())
         self._bytes += flat.nbytes
         if len(self._of) >= self._sweep_at or self._bytes > self._limit:
             self._sweep(self._limit)
-        return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def give(self, tensor: Tensor, exact: Tensor, *, own: bool) -> None:
+        """What a tensor's shadow is from now on. `own`: nobody else has its storage, so that it need not be copied."""
+        found, storage = self.find(tensor), exact.untyped_storage()
+        size = _size(tensor)
+        alike = tensor.stride() == exact.stride() and tensor.storage_offset() == exact.storage_offset()
+        if found is not None or not own or not alike or storage.nbytes() != size * exact.element_size():
+            (self.of(tensor) if found is None else found).copy_(exact)
+            return
+        self._keep(tensor, torch.empty(0, dtype=WIDE, device=exact.device).set_(storage, 0, (size,), (1,)))
 
     def forget(self, tensor: Tensor) -> None:
         """What a tensor holds is not known to be wrong: its shadow begins anew."""
@@ -119,7 +131,7 @@ def relative_error(value: Tensor, shadow: Tensor) -> float:
     size = float(torch.linalg.vector_norm(shadow))
     if not math.isfinite(size):
         return 0.0
-    off = float(torch.linalg.vector_norm(value.detach().to(shadow.dtype) - shadow))
+    off = float(torch.linalg.vector_norm(value.detach().to(shadow.dtype, copy=True).sub_(shadow)))
     if math.isnan(off):
         return math.inf
     return off / size if size else (0.0 if off == 0 else math.inf)
