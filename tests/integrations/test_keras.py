@@ -214,6 +214,7 @@ EDITS: dict[str, Any] = {
     "signs": lambda gradients: [gradient.sign() for gradient in gradients],
     "by norm": clip_by_norm, "in place": clip_in_place, "last layer": lambda gradients: gradients[2:],
     "none": lambda gradients: [None, None, *gradients[2:]],
+    "float64": lambda gradients: [gradient.double() for gradient in gradients],
 }  # fmt: skip
 
 

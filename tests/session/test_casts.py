@@ -65,11 +65,11 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 
 
 def fused_step(model: nn.Module) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), 1.0, maximize=True, fused=True)
-    for parameter in model.parameters():
-        parameter.grad = parameter.detach().clone()
-    optimizer.step()
-    optimizer.zero_grad()
+    """An optimizer's kernel changes weights without counting their versions up."""
+    parameters = [p.detach() for p in model.parameters()]
+    gradients = [p.clone() for p in parameters]
+    options = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "is_first_step": False}
+    torch._fused_sgd_(parameters, gradients, [], lr=1.0, maximize=True, **options)
 
 
 @pytest.mark.parametrize("whose", ["the session's", "a stranger's"])

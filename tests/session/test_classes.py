@@ -147,11 +147,12 @@ def test_a_copy_of_a_prepared_model_may_be_prepared(level: str) -> None:
         session.backward(session.autocast()(loss_of)(model, 0))
         session.step()
         best = copy.deepcopy(model)
+        dtypes = [p.dtype for p in best.parameters()]
         with prepared(best, level) as other:
             assert not other.backward(other.autocast()(loss_of)(best, 1))
             other.step()
             assert not same(weights(best), weights(model))
-        assert level == "O3" or all(p.dtype is torch.float32 for p in best.parameters())
+        assert [p.dtype for p in best.parameters()] == dtypes
         assert [type(m) for m in best.modules()] == [type(m) for m in mlp().modules()]
 
 
@@ -231,7 +232,7 @@ class Rope(nn.Module):
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_float32_buffers_that_rounding_would_change_stay(level: str) -> None:
+def test_float32_buffers_stay(level: str) -> None:
     torch.manual_seed(0)
     model, x = Rope(), torch.randn(1, 4096, 64)
     with torch.no_grad():
@@ -239,7 +240,7 @@ def test_float32_buffers_that_rounding_would_change_stay(level: str) -> None:
     with preamp.prepare(model, None, level=level) as session:
         assert {name: b.dtype for name, b in model.named_buffers()} == {
             "inv_freq": torch.float32, "steps": torch.float32, "average": torch.float32,
-            "covariance": torch.float32, "mask": session.policy.params,
+            "covariance": torch.float32, "mask": torch.float32,
         }  # fmt: skip
         for _ in range(300):
             model.steps += 1

@@ -170,7 +170,8 @@ class Attachment:
         """
         self._leave()
         variables = self._variables if trainable_variables is None else list(trainable_variables)
-        handed = {variable.value: gradient for variable, gradient in zip(variables, grads, strict=True)}
+        values = [variable.value for variable in variables]
+        handed = {p: None if g is None else g.to(p.dtype) for p, g in zip(values, grads, strict=True)}
         if any(parameter not in self._known for parameter in handed):
             raise SessionError(
                 "a layer was made trainable after attach(), and the optimizer has none of its variables: close() the "

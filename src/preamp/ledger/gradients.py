@@ -26,6 +26,7 @@ from .leaves import gradients_of, parameters_of
 from .masters import Masters
 from .record import Owned, Record
 from .sums import WideSums, dtype_of_gradient
+from .swap import hand_over
 
 _LAYOUT, _VERSION = attrgetter("layout"), attrgetter("_version")
 
@@ -44,9 +45,6 @@ class Gradients:
         self._known: dict[Optimizer, Owned] = {}
         self._sums = WideSums()
         self._records: dict[Optimizer, Record] = {}
-        self._strays: list[tuple[Parameter, Parameter]] = []
-        """Parameters that have just held masters, and what they were: a forward pass may have run in between, and its
-        gradients go there."""
         self.carried: list[Parameter] = []
         """Parameters with true gradients from before the session, until the first backward pass."""
 
@@ -92,8 +90,6 @@ class Gradients:
 
         Gradients that were cleared stay cleared, whatever cleared them. A later step reads them again.
         """
-        if self._strays:
-            self.collect_strays()
         for optimizer in self._optimizers if self._records else ():
             record = self._records.pop(optimizer, None)
             if record is not None and record.true:
@@ -108,7 +104,8 @@ class Gradients:
         totals = {p: p.grad for p in record.kept if p.grad is not None}
         others = [p for p in record.parameters if p not in self._masters]
         changed = record.clip is not None  # and a backward pass may be due still, for which weights are as they were
-        self._strays += self._masters.swap_out(record.parameters, scale, changed, lazily=True)
+        for parameter, other in self._masters.swap_out(record.parameters, scale, changed, lazily=True):
+            hand_over(parameter, other)  # a forward pass may have run in between
         if scale is not None:
             multiply_(present_in(others)[1], scale)
         for parameter, total in totals.items():
@@ -127,14 +124,6 @@ class Gradients:
             else:
                 rest.append(grad)
         multiply_(rest, clip)
-
-    def collect_strays(self) -> None:
-        """Add gradients that a backward pass left where a parameter was when its forward pass ran."""
-        for parameter, other in self._strays:
-            if other.grad is not None:
-                late, other.grad = other.grad.to(parameter.dtype), None
-                parameter.grad = late if parameter.grad is None else parameter.grad + late
-        self._strays.clear()
 
     def carry(self, gradients: Mapping[Parameter, Tensor]) -> None:
         """Take over true gradients from before the session; those of low parameters also in float32."""
@@ -181,7 +170,6 @@ class Gradients:
             for parameter, grad in before.items():
                 parameter.grad = grad
             raise
-        self.collect_strays()
         added: dict[Parameter, Tensor] = {}
         for parameter in parameters:
             grad = parameter.grad
@@ -217,7 +205,6 @@ class Gradients:
         the last bit of the norm depends on their layout, so do not use it for clipping.
         """
         if optimizer not in self._records:
-            self.collect_strays()
             own = self._of(optimizer)
             record = None
             if own.agreement is None and not self._sums:
@@ -383,4 +370,3 @@ class Gradients:
         if self._masters.swapped_in:
             scale = None if record is None or record.inverse is None else reciprocal(record.inverse)
             self._masters.swap_out(parameters_of(optimizer), scale)
-        self._strays.clear()

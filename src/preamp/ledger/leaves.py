@@ -73,7 +73,8 @@ class Leaf:
     def take_back(self, parameter: Parameter, scale: Tensor | None, changed: bool) -> None:
         """Set the 16-bit gradient to the present float32 one times `scale`; if that was cleared, clear it."""
         assert self.other is not None
-        late, self.other.grad, self.aside = self.other.grad, self.aside, None
+        late, aside, self.aside = self.other.grad, self.aside, None
+        self.other.grad = None if aside is None else aside.to(self.other.dtype)  # `.data` may have become float32
         self._take_shown(parameter, scale, changed)
         if late is not None:
             late = late if scale is None else (late * scale.to(late.device)).to(late.dtype)

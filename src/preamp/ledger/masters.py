@@ -25,7 +25,9 @@ from ..kernels import Storage, Tensors
 from ..sharding import held_here, is_sharded
 from .audit import Audit, agrees
 from .leaves import Agreed, Leaf, Leaves
-from .swap import rebuild_reducers, set_data, swap
+from .swap import hand_over, rebuild_reducers, set_data, swap
+
+_WIDE = frozenset({torch.float32, torch.float64})
 
 
 class Masters:
@@ -42,6 +44,8 @@ class Masters:
         self._every: Leaves | None = None
         self._agreed = Agreed()
         self._audit = Audit()
+        self._adopted: set[Parameter] = set()
+        """Those that came in 16 bits."""
         self._loaded = False
         self.rounded: str | None = None
         """A parameter whose master was replaced by 16-bit values that were loaded, if there is one."""
@@ -76,6 +80,7 @@ class Masters:
 
     def adopt(self, name: str, parameter: Parameter, master: Tensor | None = None) -> None:
         """Make a master for a parameter that is already low, or take the one that was kept for it."""
+        self._adopted.add(parameter)
         self._know(name, parameter, parameter.data.float() if master is None else master)
 
     def _know(self, name: str, parameter: Parameter, stored: Tensor) -> None:
@@ -255,25 +260,29 @@ class Masters:
     def low(self) -> None:
         """Undo `full`, keeping what was written into the parameters in between.
 
-        A backward pass may still be due: 16-bit parameters that have not changed must not be written.
+        A backward pass may still be due: of 16-bit parameters, which must not be written unless they have changed, or
+        of float32 ones.
         """
-        self.swap_out(lazily=True)
+        for parameter, other in self.swap_out(lazily=True):
+            hand_over(parameter, other)
 
     def restore(self) -> None:
-        """Give every parameter its master for good, and forget it."""
+        """Give every parameter its master for good, and forget it; those that came in 16 bits keep what they hold."""
         self.swap_out()
         self.compare()
         for parameter, leaf in self._leaves.items():
-            set_data(parameter, self._in_float32(parameter, leaf))
+            if parameter not in self._adopted:
+                set_data(parameter, self._in_float32(parameter, leaf))
         rebuild_reducers(self._leaves)
         self._leaves.clear()
+        self._adopted.clear()
         self._every = None
 
     @contextmanager
     def loading(self, named: Mapping[str, Parameter], state: Mapping[str, Any]) -> Iterator[None]:
-        """Wrap the loading of a model's state: masters take float32 values, which the parameters would round."""
+        """Wrap the loading of a model's state: masters take wider values, which the parameters would round."""
         known = [(p, state[name]) for name, p in named.items() if p in self._leaves and name in state]
-        wide = [p for p, value in known if getattr(value, "dtype", None) is torch.float32 and p not in self._inside]
+        wide = [p for p, value in known if getattr(value, "dtype", None) in _WIDE and p not in self._inside]
         self._loaded = self._loaded or len(wide) < len(known)
         self.swap_in(wide)
         try:

@@ -38,6 +38,7 @@ class SplitMasters(Masters):
                 f"master='split' keeps the lower half of float32 beside bfloat16 weights, and a parameter is "
                 f"{parameter.dtype}: use master='float32'"
             )
+        self._adopted.add(parameter)
         self._know(name, parameter, torch.zeros_like(parameter, dtype=torch.int16) if master is None else master)
 
     def _follow(self, parameter: Parameter, leaf: Leaf) -> None:

@@ -54,6 +54,19 @@ def swap(parameter: Parameter, other: Parameter) -> None:
         one._spec, two._spec = two._spec, one._spec
 
 
+def hand_over(parameter: Parameter, other: Parameter) -> None:
+    """Have `parameter` get the gradients of passes that ran while the tensor of `other` was behind it."""
+
+    def came(other: Tensor) -> None:
+        grad, other.grad = other.grad, None
+        if grad is not None:
+            grad = grad.to(parameter.dtype)
+            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+
+    if other.requires_grad:
+        other.register_post_accumulate_grad_hook(came)
+
+
 _GIVEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Wrappers passed to sessions: the search for others does not see objects made before `gc.freeze()`."""
 

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import PreampWarning, SessionError
-from ..formats import name_of
-from ..tree import cast_floating, tensors
+from ..formats import LOW_DTYPES, name_of
+from ..tree import cast_floating, map_tensors, tensors
 from ._subclasses import Subclasses
 
 
@@ -82,8 +82,8 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     casting, original = self._preamp_casting, self._preamp_original.forward
     if type(args) is not tuple or (args and type(args[0]) is not Tensor and isinstance(args[0], torch.fx.Proxy)):
         raise SessionError(f"torch.fx traces {_NO_COPY}, torch.fx.symbolic_trace(copied)")
-    if casting.bypassed:
-        return original(self, *args, **kwargs)
+    if casting.bypassed:  # a model that came in 16 bits is given such inputs, and is float32 now
+        return original(self, *map_tensors(_widened, args), **map_tensors(_widened, kwargs))
     region = casting.region
     if casting.ambient is not None and region is None and not _in_region(casting.device_type):
         region = casting.ambient
@@ -146,6 +146,10 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
     if kind is type(self):
         clone.__dict__["_preamp_casting"] = casting
     return clone
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in LOW_DTYPES else tensor
 
 
 def _in_region(device_type: str) -> bool:

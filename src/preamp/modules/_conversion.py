@@ -145,7 +145,8 @@ class Conversion:
                     raise PolicyError(
                         f"the parameter {name} is {name_of(parameter.dtype)} and the policy wants {name_of(dtype)}: "
                         "prepare() casts by itself and needs the float32 model; remove .half() or .to(...) before it, "
-                        "or load it with from_pretrained(..., dtype=torch.float32)"
+                        "or load it with from_pretrained(..., dtype=torch.float32). In a 16-bit model that is frozen "
+                        "but for some layers, make those float32: layer.float()"
                     )
 
     def _check_gathered(self, name: str, parameter: nn.Parameter, wanted: torch.dtype) -> None:
@@ -192,13 +193,11 @@ class Conversion:
             for key, buffer in module._buffers.items():
                 if buffer is None or buffer.dtype is not torch.float32 or dtype not in LOW_DTYPES:
                     continue
-                # what is saved may be an average that begins as a table does, and would stop moving in 16 bits
-                table = key in module._non_persistent_buffers_set and loses_nothing(buffer, dtype)
-                if not self._policy.has_regions or is_norm(module) or table:
+                if not self._policy.has_regions or is_norm(module):
                     low = buffer.to(dtype)
                     module._buffers[key] = low
                     self._buffers.append((module, key, buffer, low))
-                else:
+                else:  # a counter or an average would stop moving, and frequencies become other angles
                     self._wide_buffers = True
 
     def _is_left(self, module: nn.Module) -> torch.dtype | None:
@@ -335,6 +334,11 @@ class Conversion:
             module._preamp_casting = casting
 
     @property
+    def unstepped(self) -> list[nn.Parameter]:
+        """The parameters that were left as they are."""
+        return list(self._left)
+
+    @property
     def learning(self) -> int:
         """How many of the parameters that were left as they are want a gradient."""
         return sum(map(_LEARNS, self._left))
@@ -389,15 +393,3 @@ def _sparse_embeddings(root: nn.Module) -> set[nn.Module]:
     uses: Counter[Tensor] = Counter(p for module in root.modules() for p in module.parameters(recurse=False))
     kinds = (nn.Embedding, nn.EmbeddingBag)
     return {m for m in root.modules() if isinstance(m, kinds) and m.sparse and uses[m.weight] == 1}
-
-
-def loses_nothing(buffer: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a float32 buffer may be a 16-bit one: no entry is rounded, and it looks like a table, say a mask.
-
-    Frequencies and positions must not be rounded, as errors grow with what they are multiplied by. One whose entries
-    are all alike may be a counter or an average that is yet to begin, and would stop moving in 16 bits.
-    """
-    if buffer.numel() < 2 or buffer.is_meta:
-        return False
-    same = buffer == buffer.to(dtype)
-    return bool((same | buffer.isnan()).all()) and not bool((buffer == buffer.flatten()[0]).all())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 from collections.abc import Iterable, Iterator
@@ -10,20 +11,38 @@ from typing import Any
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+_TRACE = "torch.export._trace"
 
-def give_programs_own_values(models: Iterable[nn.Module]) -> None:
-    """Have every exported program that holds tensors of these models keep copies of the values they have now.
 
-    torch keeps no list of programs: they are looked for among all objects, once this process has exported anything.
+class Exports:
+    """Notices programs that are exported while a model has its float32 weights, until `end`.
+
+    torch keeps no list of programs. To look for them among all objects takes half a second in a large process, so that
+    it is only done where one was made.
     """
-    if "torch.export._trace" not in sys.modules:  # torch imports it with the first export
-        return
-    shared = {id(t) for model in models for t in (*model.parameters(), *model.buffers())}
-    copies: dict[int, Tensor] = {}
-    for table in _tables():
-        for name, tensor in table.items():
-            if id(tensor) in shared:
-                table[name] = copies.setdefault(id(tensor), _copy(tensor))
+
+    def __init__(self) -> None:
+        self._made = _TRACE not in sys.modules  # torch imports it with the first export
+        self._init = init = ExportedProgram.__init__
+
+        @functools.wraps(init)
+        def counted(program: Any, *args: Any, **kwargs: Any) -> None:
+            self._made = True
+            init(program, *args, **kwargs)
+
+        ExportedProgram.__init__ = counted  # type: ignore[assignment, method-assign]
+
+    def end(self, models: Iterable[nn.Module]) -> None:
+        """Have programs that hold tensors of these models keep copies of the values they have now."""
+        ExportedProgram.__init__ = self._init  # type: ignore[method-assign]
+        if not self._made or _TRACE not in sys.modules:
+            return
+        shared = {id(t) for model in models for t in (*model.parameters(), *model.buffers())}
+        copies: dict[int, Tensor] = {}
+        for table in _tables():
+            for name, tensor in table.items():
+                if id(tensor) in shared:
+                    table[name] = copies.setdefault(id(tensor), _copy(tensor))
 
 
 def _tables() -> Iterator[dict[str, Any]]:

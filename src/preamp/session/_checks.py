@@ -145,6 +145,26 @@ def check_own_step(optimizer: Optimizer, masters: Masters, scaled: bool, running
         )
 
 
+def check_step_of_another(optimizer: Optimizer, masters: Masters, scaled: Collection[nn.Parameter]) -> None:
+    """Refuse the step of an optimizer that the session does not have, of 16-bit copies or with scaled gradients."""
+    stepping = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if any(p in masters and p.dtype in LOW_DTYPES for p in stepping):
+        why = "would step 16-bit copies of weights whose float32 masters the session's optimizer steps"
+    elif any(p in scaled for p in stepping):
+        why = "would take gradients as they are, and session.backward() has multiplied them by the loss scale"
+    else:
+        return
+    raise SessionError(
+        f"step() of an optimizer ({type(optimizer).__name__}) that the session of this model does not have: it {why}. "
+        "Nothing has been stepped: give prepare() all optimizers of the model, in a list, and write session.step()"
+    )
+
+
+def is_marked(gradient: Tensor | None, mark: str) -> bool:
+    """Whether a gradient has a mark, and has not been changed since it got it."""
+    return gradient is not None and bool(getattr(gradient, mark, None) == gradient._version)
+
+
 def selected(optimizers: Mapping[str, Optimizer], optimizer: Any) -> list[Optimizer]:
     """All optimizers for None, else the one named, which must be the session's."""
     if optimizer is None:

@@ -17,7 +17,7 @@ from ..kernels import multiply_, present_in
 from ..ledger import Gradients, Masters, parameters_of
 from ..scaling import LossScale
 from ..sharding import agreed_largest
-from ._checks import check_hooks
+from ._checks import check_hooks, is_marked
 from ._losses import Losses, PendingScales
 from ._regions import FullPrecision
 
@@ -67,7 +67,7 @@ class CallOrder:
         if not self._optimizers and (self._losses.scaled or len(self._masters)):
             self._nobody_steps()
         for parameter, _ in () if self._full.depth else self._seen:
-            if parameter.grad is not None and _is(parameter.grad, "_preamp_plain"):
+            if is_marked(parameter.grad, "_preamp_plain"):
                 raise SessionError(
                     "there are gradients of a loss.backward() that is not the session's, and those of "
                     "session.backward() are multiplied by the loss scale: added to them the former would vanish when "
@@ -214,7 +214,7 @@ class CallOrder:
 
     def scale_used(self, scale: LossScale) -> None:
         """Gradients that a step has used, and unscaled, and that nobody has cleared: more is about to be added."""
-        used = {p for p, _ in self._seen if p.grad is not None and _is(p.grad, "_preamp_used")}
+        used = {p for p, _ in self._seen if is_marked(p.grad, "_preamp_used")}
         for each in self._optimizers if used else ():
             own = list(parameters_of(each))
             if not used.isdisjoint(own):
@@ -231,11 +231,6 @@ class CallOrder:
                 "are unscaled. Where the loss is computed, write session.backward(loss), or have the schedule's "
                 "loss_fn return session.scale(loss)"
             )
-
-
-def _is(gradient: Tensor, mark: str) -> bool:
-    """Whether a gradient has a mark, and has not been changed since it got it."""
-    return bool(getattr(gradient, mark, None) == gradient._version)
 
 
 def _some(parameters: Iterable[Parameter]) -> list[Parameter]:

@@ -21,7 +21,7 @@ from ..compiling import traced_by_callers, uncompiled
 from ..errors import PreampWarning
 from ..formats import LOW_DTYPES, name_of
 from ..ledger import Gradients, Masters, rebuild_reducers
-from ..modules import Conversion, give_programs_own_values
+from ..modules import Conversion, Exports
 from ..policy import Policy
 from ..sharding import sharded_parts
 from ._checks import check_hooks
@@ -173,7 +173,9 @@ def warn_outside(loss: Tensor, policy: Policy) -> None:
 
 
 class FullPrecision:
-    """Runs models with their masters and float32 buffers, without casts; their gradients are put aside.
+    """Runs models with their masters and float32 buffers, without casts.
+
+    Their gradients are put aside. Those that come inside end with it, unless the session's backward pass made some.
 
     `enter` and `leave` may be interrupted at any line. `leave` then finishes what was begun, and undoes it.
     """
@@ -181,15 +183,20 @@ class FullPrecision:
     def __init__(self, models: Iterable[nn.Module], masters: Masters, conversions: Sequence[Conversion]) -> None:
         self._models, self._masters, self._conversions = list(models), masters, conversions
         self._aside: dict[Parameter, Tensor] = {}
+        self._inside: dict[Parameter, Tensor | None] = {}
+        self._exports: Exports | None = None
         self.depth = 0
         """How many are inside now."""
         self.begun = False
         """Whether `leave` has anything to undo."""
+        self.counts = False
+        """Whether the session's backward pass ran inside."""
 
     def enter(self) -> None:
         """Turn models to float32. `SessionError` if masters cannot be swapped in; call `leave` then."""
         self._aside = {p: p.grad for model in self._models for p in model.parameters() if p.grad is not None}
         self.begun = True
+        self._exports = Exports()
         self._masters.full()
         for parameter in self._aside:
             parameter.grad = None
@@ -201,15 +208,21 @@ class FullPrecision:
         """Undo `enter`, as far as it came."""
         if not self.begun:
             return
-        give_programs_own_values(self._models)
+        if self._exports is not None:
+            self._exports.end(self._models)
         for conversion in self._conversions:
             conversion.to_low()
+        self._inside = self._inside or {p: p.grad for model in self._models for p in model.parameters()}
         self._masters.low()
         for conversion in self._conversions:
             conversion.resume()
-        for parameter, gradient in self._aside.items():
-            parameter.grad = gradient
-        self.begun, self._aside = False, {}
+        for parameter, gradient in self._inside.items():
+            parameter.grad = before = self._aside.get(parameter)
+            if gradient is not None and self.counts:
+                gradient = gradient.to(parameter.dtype)
+                parameter.grad = gradient if before is None else before + gradient
+        self.begun, self.counts, self._exports = False, False, None
+        self._aside, self._inside = {}, {}
 
     def __enter__(self) -> None:
         self.depth += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from ..errors import SessionError
 from ..formats import LOW_DTYPES
 from ..frameworks import unwrap
 from ..kernels import Reading, clip_values_
-from ..ledger import Gradients, Masters, clear_gradients, gradients_of, state_like_parameters
+from ..ledger import Gradients, Masters, clear_gradients, gradients_of
 from ..modules import Conversion
 from ..policy import Policy
 from ..sharding import flat_group, is_sharded, sharded_parts
@@ -83,7 +84,9 @@ class Session:
         self._gradients = Gradients(masters, own, device_type, group)
         self._pending = PendingScales(losses, self._gradients, own)
         self._full = FullPrecision(models.values(), masters, conversions)
-        self._steps = OptimizerSteps(own, self._gradients, masters, losses, self._pending, self._full, skip)
+        self._steps = OptimizerSteps(
+            own, self._gradients, masters, losses, self._pending, self._full, self._conversions, skip
+        )
         self._steps.wrappers = {optimizers[k]: v for k, v in (given or {}).items() if v is not optimizers[k]}
         self._order = CallOrder(
             optimizers, self._gradients, masters, losses, self._pending, self._full, group, self.is_stage
@@ -94,6 +97,8 @@ class Session:
         self._parts = [part for model in models.values() for part in sharded_parts(model)]
         self._shards = list(named_parameters(models)) if self._sharded else None
         self._attempts, self._closed, self._in_regions = 0, False, False
+        self._trains: int | None = None
+        """The thread of the last backward pass."""
         self._joining = Joining(own, self._models, self._conversions, self._gradients)
         self._gradients.carry(earlier or {})
         # released by close(), or with a session that is lost before it
@@ -114,8 +119,10 @@ class Session:
     @uncompiled
     def _entering(self) -> None:
         """A region begins: the forward pass is to see 16-bit parameters."""
+        self._check_open()
         self._in_regions = True
-        if torch.is_grad_enabled() and not self._full.depth:
+        # not by a thread that evaluates while another one trains, and may be about to step
+        if torch.is_grad_enabled() and not self._full.depth and self._trains in (None, threading.get_ident()):
             self._gradients.rest()
             self._joining()
 
@@ -123,7 +130,8 @@ class Session:
     def full_precision(self, *, values_only: bool = False) -> Iterator[None]:
         """Inside, the model runs in float32, with its master weights: for validation, or an export.
 
-        Between steps only: gradients of low parameters are put aside while it lasts. Not in compiled code.
+        Between steps only: gradients are put aside while it lasts. To these `session.backward` inside adds; those of a
+        plain `loss.backward()` inside end with it. Not in compiled code.
         `values_only=True`: parameters and buffers are to be read, and the model will not run. A model that FSDP2
         gathers in 16 bits can only be read: `SessionError` without it.
         """
@@ -176,17 +184,19 @@ class Session:
                 self._pending.record(name, readings)
             else:
                 run()
-                self._gradients.collect_strays()
 
     def _begin_backward(self, loss: Tensor, name: str | None) -> str:
         """Check before a backward pass, and apply the loss scale's pending update; returns the loss's name."""
         self._check_open()
+        self._trains = threading.get_ident()
         check_loss(loss)
         name = self._losses.named(name)
-        if not self._in_regions:  # of the first loss only
+        if not self._in_regions and not self._full.depth:  # of the first loss only
             self._in_regions = True
             warn_outside(loss, self.policy)
-        if not self._full.depth:
+        if self._full.depth:
+            self._full.counts = True
+        else:
             self._gradients.rest()
         self._order.check_backward(self._models if not self._attempts and self.policy.params in LOW_DTYPES else None)
         self._settle(name)
@@ -307,6 +317,7 @@ class Session:
                 self._gradients.forget(each)
             self._reshard()  # weights that an evaluation since backward has gathered are out of date
         self._order.stepped(chosen)
+        self._steps.mark_unstepped()
         warn_rounded(self._masters)
         read = functools.reduce(Reading.merged, readings)
         names = functools.partial(names_of, parameters, self._named)
@@ -435,10 +446,8 @@ class Session:
             conversion.undo()
         self._masters.restore()
         for parameter, gradient in true.items():
-            parameter.grad = gradient
-        for each in self._optimizers.values():
-            state_like_parameters(each)
-        self._steps.take_masters_back()
+            parameter.grad = gradient.to(parameter.dtype)
+        self._steps.take_states_back()
         self._release_kernels()
         self._rates.restore()
 

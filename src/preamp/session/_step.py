@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import SessionError
 from ..formats import LOW_DTYPES
 from ..frameworks import framework_hooks, tell_skipped
-from ..ledger import Gradients, Masters, parameters_of
+from ..ledger import Gradients, Masters, parameters_of, state_like_parameters
+from ..modules import Conversion
 from ..optim import FusedOptimizer
 from ..sharding import held_here
-from ._checks import check_own_step
+from ._checks import check_own_step, check_step_of_another, is_marked
 from ._losses import Losses, PendingScales
 from ._regions import FullPrecision
 
@@ -30,8 +34,9 @@ class OptimizerSteps:
 
     def __init__(
         self, optimizers: Sequence[Optimizer], gradients: Gradients, masters: Masters, losses: Losses,
-        pending: PendingScales, full: FullPrecision, skip: str,
+        pending: PendingScales, full: FullPrecision, conversions: Sequence[Conversion], skip: str,
     ) -> None:  # fmt: skip
+        self._conversions = conversions
         self._optimizers, self._gradients, self._masters = list(optimizers), gradients, masters
         self._losses, self._pending, self._full = losses, pending, full
         self.skip = skip
@@ -54,6 +59,10 @@ class OptimizerSteps:
             )
         ]
 
+        # for any other optimizer, too: weak, as torch keeps it for all of the process
+        if losses.scaled or masters.wanted:
+            self._handles.append(register_optimizer_step_pre_hook(partial(_of_another, weakref.ref(self))))
+            weakref.finalize(self, self._handles[-1].remove).atexit = False
         self._modes = [
             (each, name, *self._in_float32(each, name)) for each in self._optimizers for name in modes_of(each)
         ]
@@ -137,6 +146,24 @@ class OptimizerSteps:
 
     _before_step.changes_nothing = True  # type: ignore[attr-defined]
 
+    def before_step_of_another(self, optimizer: Optimizer) -> None:
+        """Refuse the step of an optimizer that the session does not have if it would do harm."""
+        if optimizer in self._optimizers or self._stepping is not None or self._full.depth:
+            return
+        scaled = {p for p in self._unstepped() if is_marked(p.grad, "_preamp_scaled") or self._pending.running}
+        for each in self._optimizers if self._pending.running and not self._losses.separate_scales else ():
+            if each not in self._gradients or not self._gradients[each].true:
+                scaled.update(parameters_of(each))
+        check_step_of_another(optimizer, self._masters, scaled if self._losses.scaled else ())
+
+    def mark_unstepped(self) -> None:
+        """A step is done. Gradients of the models' parameters that no optimizer of the session has stay scaled."""
+        for parameter in self._unstepped() if self._losses.scaled else ():
+            parameter.grad._preamp_scaled = parameter.grad._version  # type: ignore[union-attr]
+
+    def _unstepped(self) -> list[Parameter]:
+        return [p for conversion in self._conversions for p in conversion.unstepped if p.grad is not None]
+
     def _before_load(self, optimizer: Optimizer, state: Any) -> None:
         """Torch casts loaded state to the parameters' dtype: let it find float32 masters, not 16-bit parameters."""
         if list(map(_size, optimizer.param_groups)) != list(map(_size, state["param_groups"])):
@@ -151,7 +178,7 @@ class OptimizerSteps:
         self.loads += 1
 
     def close(self) -> None:
-        """Release the optimizers; those of `preamp.optim` get their own masters again by `take_masters_back`."""
+        """Release the optimizers; those of `preamp.optim` get their own masters again by `take_states_back`."""
         for handle in self._handles:
             handle.remove()
         for optimizer, name, ours, before in self._modes:
@@ -160,11 +187,20 @@ class OptimizerSteps:
                 if before is not None:
                     setattr(optimizer, name, before)
 
-    def take_masters_back(self) -> None:
-        """Call it once masters are back in the parameters."""
+    def take_states_back(self) -> None:
+        """Call it once masters are back in the parameters, whose dtype torch's states take."""
         for each in self._optimizers:
             if isinstance(each, FusedOptimizer):
                 each.lend(None)
+            else:
+                state_like_parameters(each)
+
+
+def _of_another(steps: weakref.ref[OptimizerSteps], optimizer: Optimizer, *_: Any) -> None:
+    """What torch calls before any optimizer's step."""
+    alive = steps()
+    if alive is not None:
+        alive.before_step_of_another(optimizer)
 
 
 def modes_of(optimizer: Optimizer) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from ...formats import LOW_DTYPES, format_of, name_of
-from ...modules import CastingModule, is_norm, loses_nothing
+from ...modules import CastingModule, is_norm
 from ...policy import Policy, policy
 from ...report import Finding
 from ...report.finding import Severity
@@ -101,7 +101,7 @@ class PA111(Check):
             for name, buffer in module._buffers.items():
                 if buffer is None or buffer.dtype is not torch.float32 or is_norm(module):
                     continue
-                if kept_full(path, under) or loses_nothing(buffer, under.params):
+                if kept_full(path, under) or _loses_nothing(buffer, under.params):
                     continue
                 dtype, exact = name_of(under.params), buffer.detach()
                 off = ((exact.to(under.params).float() - exact).abs() / exact.abs()).nan_to_num(0.0).max().item()
@@ -296,3 +296,15 @@ def _listed(names: Sequence[str]) -> str:
 
 def _spell(path: str) -> str:
     return f"model.get_submodule({path!r})" if path else "model"
+
+
+def _loses_nothing(buffer: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a float32 buffer may be a 16-bit one: no entry is rounded, and it looks like a table, say a mask.
+
+    Frequencies and positions must not be rounded, as errors grow with what they are multiplied by. One whose entries
+    are all alike may be a counter or an average that is yet to begin, and would stop moving in 16 bits.
+    """
+    if buffer.numel() < 2 or buffer.is_meta:
+        return False
+    same = buffer == buffer.to(dtype)
+    return bool((same | buffer.isnan()).all()) and not bool((buffer == buffer.flatten()[0]).all())

@@ -41,10 +41,10 @@ NO_CLOSURE = (
 )
 
 UNREAD = (
-    "gradients of the model's 16-bit parameters were changed after amp.scale_loss, by clipping model.parameters(), or "
-    "by zeros written by hand. That is without effect, as with NVIDIA's Apex: the step takes those of the float32 "
-    "masters. Write torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm), and to clear gradients "
-    "optimizer.zero_grad()"
+    "gradients of the model's 16-bit parameters were changed after amp.scale_loss, by clipping model.parameters(), by "
+    "zeros written by hand or by a Reducer. That is without effect, as with NVIDIA's Apex: the step takes those of the "
+    "float32 masters. Write torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm), to clear gradients "
+    "optimizer.zero_grad(), and reducer.reduce() inside the block of scale_loss"
 )
 
 

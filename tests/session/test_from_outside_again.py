@@ -1,0 +1,262 @@
+"""Passes in full precision, other optimizers, other threads, 16-bit models: right beside a session, or an error."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+import preamp
+from preamp.errors import SessionError
+
+LEVELS = ("O1", "O2", "O4", "O5")
+LIBRARIES = (torch.optim, preamp.optim)
+
+
+def two_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def batch(seed: int = 0) -> Tensor:
+    return torch.randn(16, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().float().flatten() for p in model.parameters()])
+
+
+def whole(session: preamp.Session, model: nn.Sequential) -> None:
+    with session.full_precision():
+        loss = model(batch()).square().mean()
+    session.backward(loss)
+
+
+def last_layer(session: preamp.Session, model: nn.Sequential) -> None:
+    with session.autocast():
+        hidden = model[1](model[0](batch()))
+        with session.full_precision():
+            loss = model[2](hidden.float()).square().mean()
+    session.backward(loss)
+
+
+def penalty(session: preamp.Session, model: nn.Sequential) -> None:
+    with session.full_precision(values_only=True):
+        size = torch.stack([p.square().sum() for p in model.parameters()]).sum()
+    with session.autocast():
+        loss = model(batch()).float().square().mean()
+    session.backward(loss)
+    session.backward(0.01 * size)
+
+
+def one_of_two(session: preamp.Session, model: nn.Sequential) -> None:
+    with session.autocast():
+        session.backward(model(batch()).float().square().mean())
+    with session.full_precision():
+        loss = model(batch(1)).square().mean()
+    session.unscale_()
+    session.backward(loss)
+
+
+def backward_inside(session: preamp.Session, model: nn.Sequential) -> None:
+    with session.autocast():
+        session.backward(model(batch()).float().square().mean())
+    with session.full_precision():
+        session.backward(model(batch(1)).square().mean())
+
+
+@pytest.mark.parametrize("run", [whole, last_layer, penalty, one_of_two, backward_inside])
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("level", [*LEVELS, "O5,masters=no"])
+@pytest.mark.filterwarnings("ignore:the session computes in", "ignore:SGD steps bf16 weights without masters")
+def test_gradients_of_a_pass_in_full_precision_are_stepped(
+    level: str, library: Any, run: Callable[[preamp.Session, nn.Sequential], None]
+) -> None:
+    found = {}
+    for each in ("O0", level):
+        model = two_layers()
+        before = weights(model)
+        with preamp.prepare(model, library.SGD(model.parameters(), lr=0.5), level=each) as session:
+            run(session, model)
+            session.step()
+        found[each] = weights(model) - before
+    off = (found[level] - found["O0"]).norm() / found["O0"].norm()
+    assert off < (0.05 if "masters" not in level else 0.3)
+
+
+def heads(level: str, library: Any) -> tuple[nn.Sequential, preamp.Session, Optimizer]:
+    """A session of the body, and the optimizer of the head, which it does not know."""
+    model = two_layers()
+    session = preamp.prepare(model, library.SGD(model[0].parameters(), lr=0.1), level=level)
+    return model, session, library.SGD(model[2].parameters(), lr=0.1)
+
+
+def pass_of(session: preamp.Session, model: nn.Module) -> None:
+    with session.autocast():
+        loss = model(batch()).float().square().mean()
+    session.backward(loss)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_optimizer_that_the_session_does_not_have_takes_no_scaled_gradients(
+    level: str, library: Any, first: bool
+) -> None:
+    model, session, own = heads(level, library)
+    pass_of(session, model)
+    if not first:
+        session.step()
+    before = weights(model[2])
+    with pytest.raises(SessionError, match=r"does not have: .* the loss scale.*give prepare\(\) all optimizers"):
+        own.step()
+    assert torch.equal(weights(model[2]), before)
+    session.zero_grad()
+    model[2](torch.ones(1, 8).to(model[2].weight.dtype)).float().sum().backward()
+    own.step()  # of a plain backward pass
+    assert not torch.equal(weights(model[2]), before)
+    session.close()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_without_a_scale_it_may_step_what_nobody_else_steps(level: str, library: Any) -> None:
+    model, session, own = heads(level, library)
+    before = weights(model[2])
+    pass_of(session, model)
+    own.step()
+    session.step()
+    session.close()
+    assert not torch.equal(weights(model[2]), before)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_nor_does_it_step_16_bit_copies(level: str) -> None:
+    model = two_layers()
+    with preamp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level=level) as session:
+        pass_of(session, model)
+        own = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(SessionError, match="16-bit copies of weights"):
+            own.step()
+        session.unscale_()
+        own.step()  # now they hold their masters
+        session.step()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_optimizer_around_another_steps_it(level: str) -> None:
+    class Around(Optimizer):
+        def __init__(self, inner: Optimizer) -> None:
+            super().__init__(inner.param_groups, {})
+            self.inner = inner
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.inner.step()
+
+    model = two_layers()
+    before = weights(model)
+    with preamp.prepare(model, Around(torch.optim.SGD(model.parameters(), lr=0.1)), level=level) as session:
+        pass_of(session, model)
+        session.step()
+    assert not torch.equal(weights(model), before)
+
+
+def test_closed_and_lost_sessions_look_at_no_optimizer() -> None:
+    before = len(_global_optimizer_pre_hooks)
+    sessions = [heads(level, torch.optim)[1] for level in LEVELS]
+    assert len(_global_optimizer_pre_hooks) == before + 3  # O4 has neither scale nor masters
+    for session in sessions:
+        session.close()
+    assert len(_global_optimizer_pre_hooks) == before
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("level", ["O0", *LEVELS])
+def test_another_thread_enters_regions_while_this_one_trains(level: str, library: Any) -> None:
+    def train(beside: bool) -> Tensor:
+        model, stop = two_layers(), threading.Event()
+        with preamp.prepare(model, library.SGD(model.parameters(), lr=0.1), level=level) as session:
+            pass_of(session, model)
+
+            def evaluate() -> None:
+                while not stop.is_set():
+                    with session.autocast(), torch.no_grad():
+                        pass
+
+            thread = threading.Thread(target=evaluate)
+            if beside:
+                thread.start()
+            try:
+                for _ in range(50):
+                    pass_of(session, model)
+                    session.unscale_()
+                    session.step()
+                    session.zero_grad()
+            finally:
+                stop.set()
+                if beside:
+                    thread.join()
+        return weights(model)
+
+    assert torch.equal(train(beside=True), train(beside=False))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_16_bit_model_of_which_a_layer_is_trained(library: Any) -> None:
+    model, x = two_layers().bfloat16(), batch().bfloat16()
+    model[0].requires_grad_(False)
+    before = weights(model)
+    optimizer = library.AdamW(model[2].parameters(), lr=1e-2)
+    session = preamp.prepare(model, optimizer, level="O5")
+    for _ in range(3):
+        with session.autocast():
+            loss = model(x).float().square().mean()
+        session.backward(loss)
+        session.step()
+        session.zero_grad()
+    with session.full_precision():
+        assert model(x).dtype is torch.float32
+    session.close()
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and model(x).dtype is torch.bfloat16
+    assert not torch.equal(weights(model), before)
+    model(x).float().square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("then", ["step", "zero_grad", "close"])
+def test_float32_data_put_into_a_parameter_that_has_a_gradient(level: str, library: Any, then: str) -> None:
+    model = two_layers()
+    session = preamp.prepare(model, library.SGD(model.parameters(), lr=0.0), level=level)
+    pass_of(session, model)
+    saved = torch.randn(8, 8)
+    model[0].weight.data = saved.clone()
+    getattr(session, then)()
+    session.close()
+    assert torch.equal(model[0].weight.detach(), saved)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_float64_state_reaches_the_masters(level: str) -> None:
+    model, other = two_layers(), nn.Linear(8, 8)
+    with preamp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level=level):
+        model[0].load_state_dict({name: value.double() for name, value in other.state_dict().items()})
+    assert torch.equal(model[0].weight, other.weight)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_region_that_was_kept_is_not_entered_after_close(level: str) -> None:
+    model = two_layers()
+    session = preamp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level=level)
+    region = session.autocast()
+    session.close()
+    with pytest.raises(SessionError, match="this session is closed"), region:
+        pass
+    assert not torch.is_autocast_enabled("cpu")
