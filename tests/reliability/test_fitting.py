@@ -359,13 +359,15 @@ def test_sparse_momentum_of_sparse_gradients_loads(tmp_path: Path) -> None:
 MOMENTS = ("Adam", "AdamW", "NAdam", "RAdam")
 TAKEN: dict[str, tuple[str, ...]] = {
     "Adam": MOMENTS, "AdamW": MOMENTS, "LAMB": (*MOMENTS, "LAMB"), "Lion": (*MOMENTS, "Adamax", "NovoGrad", "Lion"),
-    "torch.Adam": (*MOMENTS, "LAMB"),
+    "torch.Adam": (*MOMENTS, "LAMB"), "torch.Adagrad": ("Adagrad",),
 }  # fmt: skip
 """What has the states that an optimizer steps with; of the others it is the one of the same name."""
 
 
 @pytest.mark.parametrize("steps", [3, 0], ids=["stepped", "new"])
-@pytest.mark.parametrize("wanted", [kind for kind in KINDS if "preamp" in kind] + ["preamp.SGD0", "torch.Adam"])
+@pytest.mark.parametrize(
+    "wanted", [kind for kind in KINDS if "preamp" in kind] + ["preamp.SGD0", "torch.Adam", "torch.Adagrad"]
+)
 def test_states_of_another_optimizer(tmp_path: Path, wanted: str, steps: int) -> None:
     """Refused by optimizers of preamp as by torch's; the same algorithm's of the other library are taken."""
     name = wanted.partition(".")[2].rstrip("0")

@@ -46,7 +46,7 @@ def check_kind(what: str, value: Any, method: str = "state_dict", verb: str = "i
     known = isinstance(value, Session) if what == "session" else hasattr(value, method)
     if not known or isinstance(value, (type, LRScheduler, *(_KINDS[name] for name in _KINDS.keys() - {what}))):
         raise CheckpointError(
-            f"{what}= {verb} {kind_of(value)}, which has not the state of a {what}. Give model= a module, optimizer= "
+            f"{what}= {verb} {kind_of(value)}, which is no {what} of a run. Give model= a module, optimizer= "
             "its optimizer, session= what prepare() returned; several in a flat list, or a dict by name; anything else "
             "to save() under another name, as step=step"
         )

@@ -70,8 +70,10 @@ def _check_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     torchs = type(optimizer).__module__.startswith("torch.optim.")
     for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):  # torch counts them
         options = {name: value for name, value in own.items() if name in optimizer.defaults}
-        if torchs or isinstance(optimizer, FusedOptimizer):
+        if torchs:
             _check_options(options, saved)
+        elif isinstance(optimizer, FusedOptimizer):
+            _check_options({name: options[name] for name in options.keys() - _DEFAULTED}, saved)
         _check_alike(options, {name: saved[name] for name in options.keys() & saved if saved[name] is not None}, "it")
     params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -120,7 +122,7 @@ def _check_options(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         kept: Any = saved.get(name)
         if name in ("foreach", "fused"):  # None, or a flag
             _check_alike(own=False, saved=False if kept is None else kept, where=f"its {name!r}")
-        elif kept is None and name not in _DEFAULTED and _is_number(value[0] if isinstance(value, tuple) else value):
+        elif kept is None and _is_number(value[0] if isinstance(value, tuple) else value):
             raise _Misfit(f"its groups have no {name!r}")
         for each in kept if isinstance(kept, (list, tuple)) else [kept]:
             if _is_number(each) and (math.isnan(each) or (name == "lr" and not 0 <= each < math.inf)):

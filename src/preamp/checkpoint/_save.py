@@ -27,8 +27,9 @@ def save(
     named. Without `session`, the state of a prepared model has its float32 masters in place of the 16-bit weights. The
     folder must exist. Returns when file and name are on the disk.
 
-    Raises `CheckpointError` for content that could not be loaded and the session of other models, and `OSError`, with the path and the system's reason
-    (a full disk), when it cannot be written; the old file stays, and no other is left.
+    Raises `CheckpointError` for content that could not be loaded and for the session of other models, and `OSError`,
+    with the path and the system's reason (a full disk), when it cannot be written; the old file stays, and no other is
+    left.
     """
     content = _content(path, model, optimizer, session, extra)
     finish()
