@@ -228,7 +228,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "running norms": (AdamW, {"exp_avg_sq": NORMS}),
     "which norm is whose": (NovoGrad, {"exp_avg_sq": [torch.ones(1), torch.ones(1)]}),
     "two tensors": (NovoGrad, {"exp_avg_sq": torch.ones(1)}),
-    "no running norm": (NovoGrad, {}),
+    "another optimizer's": (NovoGrad, {}),
 }
 
 

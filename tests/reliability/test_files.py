@@ -185,7 +185,7 @@ def test_loading_is_all_or_nothing(level: str, kind: str, wrong: str, told: bool
         def __init__(self, state: Any) -> None:
             self.state_dict = lambda: state
 
-    save(path, **{name: Told(state) for name, state in content.items()})
+    save(path, **{name.replace("session", "amp"): Told(state) for name, state in content.items()})
     objects = run.objects if told else {name: run.objects[name] for name in ("model", "optimizer")}
     with pytest.raises(PreampError):
         load(path, **objects)

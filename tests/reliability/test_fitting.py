@@ -236,7 +236,9 @@ def test_parts_of_a_wrong_kind(tmp_path: Path, kind: str) -> None:
         schedule.step()
 
     step()
-    states = {name: Given(copy.deepcopy(each.state_dict())) for name, each in objects.items()}
+    states = {  # "amp" is the name that a session's state has in a file
+        name.replace("session", "amp"): Given(copy.deepcopy(each.state_dict())) for name, each in objects.items()
+    }
     checkpoint.save(tmp_path / "whole.pt", **states)  # type: ignore[arg-type]
     refused = 0
     for name, given in states.items():
@@ -300,6 +302,94 @@ def test_states_of_no_parameter_and_steps_that_nobody_takes(
     step()
     session.close()
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+def with_moment(name: str, change: Callable[[Tensor], Any]) -> Callable[[Any], Any]:
+    def changed(state: Any) -> Any:
+        state["state"][0] = {**state["state"][0], name: change(state["state"][0][name])}
+        return state
+
+    return changed
+
+
+def with_option(name: str, value: Any) -> Callable[[Any], Any]:
+    return lambda state: {**state, "param_groups": [{**state["param_groups"][0], name: value}]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(
+            with_moment("exp_avg", change)
+            for change in (Tensor.to_sparse, Tensor.long, Tensor.bool, lambda t: t + 0j, lambda t: t.to("meta"))
+        ),
+        *(with_moment("step", change) for change in (lambda t: t + 1j, Tensor.to_sparse, lambda t: t.to("meta"))),
+        *(with_option("lr", lr) for lr in (-1.0, float("nan"), float("inf"), torch.tensor(-1.0))),
+        with_option("weight_decay", float("nan")),
+        with_option("betas", (float("nan"), 0.9)),
+    ],
+)
+@pytest.mark.parametrize("kind", ["torch.AdamW", "preamp.AdamW"])
+def test_moments_and_options_that_no_step_can_be_made_with(
+    tmp_path: Path, kind: str, change: Callable[[Any], Any]
+) -> None:
+    model = Old(4)
+    optimizer = of(kind)(model.parameters())
+    train(model, optimizer)
+    given: Any = Given(change(copy.deepcopy(optimizer.state_dict())))
+    checkpoint.save(tmp_path / "a.pt", model=model, optimizer=given)
+    before = str([model.state_dict(), optimizer.state_dict()])
+    with pytest.raises(CheckpointError, match="nothing was loaded"):
+        checkpoint.load(tmp_path / "a.pt", model=model, optimizer=optimizer)
+    assert before == str([model.state_dict(), optimizer.state_dict()])
+
+
+def test_sparse_momentum_of_sparse_gradients_loads(tmp_path: Path) -> None:
+    model = nn.Embedding(5, 3, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for _ in range(2):
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+    assert optimizer.state[model.weight]["momentum_buffer"].is_sparse
+    checkpoint.save(tmp_path / "a.pt", model=model, optimizer=optimizer)
+    checkpoint.load(tmp_path / "a.pt", model=model, optimizer=optimizer)
+    optimizer.step()
+
+
+MOMENTS = ("Adam", "AdamW", "NAdam", "RAdam")
+TAKEN: dict[str, tuple[str, ...]] = {
+    "Adam": MOMENTS, "AdamW": MOMENTS, "LAMB": (*MOMENTS, "LAMB"), "Lion": (*MOMENTS, "Adamax", "NovoGrad", "Lion"),
+    "torch.Adam": (*MOMENTS, "LAMB"), "torch.Adagrad": ("Adagrad",),
+}  # fmt: skip
+"""What has the states that an optimizer steps with; of the others it is the one of the same name."""
+
+
+@pytest.mark.parametrize("steps", [3, 0], ids=["stepped", "new"])
+@pytest.mark.parametrize(
+    "wanted", [kind for kind in KINDS if "preamp" in kind] + ["preamp.SGD0", "torch.Adam", "torch.Adagrad"]
+)
+def test_states_of_another_optimizer(tmp_path: Path, wanted: str, steps: int) -> None:
+    """Refused by optimizers of preamp as by torch's; the same algorithm's of the other library are taken."""
+    name = wanted.partition(".")[2].rstrip("0")
+    taken = TAKEN.get(wanted, TAKEN.get(name, (name,)))
+    for saved in KINDS:
+        model, other = Old(4), Old(4)
+        optimizer = of(saved)(model.parameters())
+        train(model, optimizer, steps)
+        checkpoint.save(tmp_path / "a.pt", model=model, optimizer=optimizer)
+        plain = wanted.endswith("SGD0")
+        fresh = preamp.optim.SGD(other.parameters(), 0.1) if plain else of(wanted)(other.parameters())
+        before = str([other.state_dict(), fresh.state_dict()])
+        if saved.partition(".")[2] not in taken:
+            try:
+                checkpoint.load(tmp_path / "a.pt", model=other, optimizer=fresh)
+            except CheckpointError:
+                assert before == str([other.state_dict(), fresh.state_dict()])
+            else:
+                assert not steps, f"{saved} into {wanted}"
+        else:
+            checkpoint.load(tmp_path / "a.pt", model=other, optimizer=fresh)
+            train(other, fresh)
 
 
 class Several(nn.Module):

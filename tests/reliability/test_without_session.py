@@ -196,7 +196,7 @@ def test_16_bit_weights_for_masters_are_told(tmp_path: Path) -> None:
 def test_of_an_average_there_are_no_masters(tmp_path: Path) -> None:
     model, session = trained("O5", MAKERS["torch"])
     average = Net().to(torch.bfloat16)
-    checkpoint.save(tmp_path / "a.pt", model=average, session=session)
+    checkpoint.save(tmp_path / "a.pt", model=average, amp=session)
     fresh = Net()
     with pytest.warns(preamp.PreampWarning, match="of other weights"):
         checkpoint.load(tmp_path / "a.pt", model=fresh)

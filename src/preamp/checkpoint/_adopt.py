@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ..errors import CheckpointError, kind_of
 from ..session import Session
+from ._arguments import check_kind
 
 
 class _Found(NamedTuple):
@@ -31,6 +32,7 @@ def adopt_scale(session: Session, state: Mapping[str, Any], *, name: str | None 
 
     >>> preamp.checkpoint.adopt_scale(session, torch.load("old.pt", weights_only=True)["scaler"])
     """
+    check_kind("session", session)
     own = session.state_dict()
     losses = own["losses"]
     found = _recognised(state)

@@ -27,13 +27,6 @@ Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 """One, several, or several by name."""
 
 
-def by_name(value: Any) -> Any:
-    """Several objects by name: those of a list are "0", "1", ..., as `prepare` names them; one alone has no name."""
-    if not isinstance(value, (list, tuple)):
-        return value
-    return value[0] if len(value) == 1 else {str(index): each for index, each in enumerate(value)}
-
-
 def states_of(value: Any) -> Any:
     """The state_dict of an object, or {"several": their state_dicts by name} of a mapping of objects."""
     if isinstance(value, Mapping):
@@ -137,8 +130,9 @@ def _check(value: Any, where: str) -> None:
         if attributes := getattr(value, "__dict__", None):  # versions of modules, which steer how a state is loaded
             _check(attributes, f"attributes of {where}")
     elif not any(kind is (each[0] if isinstance(each, tuple) else each) for each in get_safe_globals()):
+        shown = kind_of(value) if kind is type else f"a {kind.__module__}.{kind.__qualname__}"
         raise CheckpointError(
-            f"{where} is a {kind.__module__}.{kind.__qualname__}, which load() could only read by running code from "
+            f"{where} is {shown}, which load() could only read by running code from "
             "the file, and refuses to: save tensors, numbers, strings, lists and dicts (float(...) of a NumPy number), "
             "or allow the class before saving and loading with torch.serialization.add_safe_globals"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from itertools import chain, repeat
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..formats import LOW_DTYPES
 from ..modules import unwrapped
 from ..session import Session, sessions_of
 from ..sharding import full_tensor, is_sharded, rank
+from ._arguments import check_kind, check_path
 from ._content import AnyPath, place
 from ._file import replacing
 from ._masters import in_float32
@@ -36,6 +38,15 @@ def export(path: AnyPath, model: nn.Module | Session, *, metadata: Mapping[str, 
     Raises `MissingExtra` without the package safetensors, `CheckpointError` for entries that are no dense tensors,
     `SessionError` between unscale_() or clipping and step(), `OSError` when the file cannot be written.
     """
+    check_path(path)
+    if not isinstance(model, Session):
+        check_kind("model", model, "modules")
+    if not isinstance(metadata or {}, Mapping) or not all(
+        map(isinstance, chain(*(metadata or {}).items()), repeat(str))
+    ):
+        raise CheckpointError(
+            f"metadata={metadata!r:.60}: safetensors holds a dict of strings by strings; write numbers as str(number)"
+        )
     try:
         from safetensors import SafetensorError
         from safetensors.torch import save_model

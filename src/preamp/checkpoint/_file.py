@@ -101,20 +101,22 @@ def write(path: AnyPath, content: Mapping[str, Any]) -> None:
 
 
 def read(path: AnyPath, map_location: Any) -> dict[str, Any]:
-    """The content of a file, proven to be what was written; `CheckpointError`, or `FileNotFoundError`."""
-    try:
-        with open(path, "rb") as file:
+    """The content of a file, proven to be what was written; `CheckpointError`, or an `OSError` if it does not open."""
+    if os.path.isdir(path):
+        raise CheckpointError(f"{path} is a folder: what save_sharded wrote to one is read by load_sharded")
+    with open(path, "rb") as file:
+        try:
             _check_seal(file, path)
             size = _check_archive(file, path)
             content: Any = torch.load(file, map_location=map_location, weights_only=True)
             check_extents(content, size, path)
-    except (FileNotFoundError, CheckpointError):
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"{path} cannot be read as a checkpoint: its parts are not as torch.save writes them, or would have to run "
-            f"code to load ({type(error).__name__}: {str(error)[:200]})"
-        ) from error
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"{path} cannot be read as a checkpoint: its parts are not as torch.save writes them, or would have to "
+                f"run code to load ({type(error).__name__}: {str(error)[:200]})"
+            ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         seen = repr(content.get("format")) if isinstance(content, dict) else f"of {kind_of(content)}"
         raise CheckpointError(f"{path} is no checkpoint of this preamp: its format is {seen:.60}, not {FORMAT!r}")

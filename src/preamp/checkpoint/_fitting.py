@@ -7,8 +7,9 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adamax, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import CheckpointError, OptimizerError, kind_of
@@ -16,11 +17,8 @@ from ..optim import FusedOptimizer, float32_states
 from ..sharding import is_sharded
 from ._masters import WithMasters
 
-_LIKE_THE_PARAMETER = frozenset({
-    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta", "grad_avg", "sum",
-    "exp_inf", "prev", "step_size", "ax",
-})  # fmt: skip
-"""States of `torch.optim` that have the shape of their parameter."""
+_DEFAULTED = frozenset({"max_grad_norm", "lr_decay", "initial_accumulator_value"})
+"""Options of preamp.optim that groups of its siblings in torch or Apex lack."""
 
 
 def fitting(what: str, target: Any, state: Any, path: Any) -> Any:
@@ -49,9 +47,6 @@ def fitting(what: str, target: Any, state: Any, path: Any) -> Any:
     return state
 
 
-_SECOND = frozenset({"exp_avg_sq", "exp_inf"})
-
-
 class _Misfit(Exception):
     """What is wrong with a state."""
 
@@ -77,6 +72,8 @@ def _check_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         options = {name: value for name, value in own.items() if name in optimizer.defaults}
         if torchs:
             _check_options(options, saved)
+        elif isinstance(optimizer, FusedOptimizer):
+            _check_options({name: options[name] for name in options.keys() - _DEFAULTED}, saved)
         _check_alike(options, {name: saved[name] for name in options.keys() & saved if saved[name] is not None}, "it")
     params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -90,7 +87,8 @@ def _check_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     named: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = defaultdict(list)
     for param, number in zip(params, numbers, strict=False):
         row = state["state"].get(number, {})
-        if torchs and row and "betas" in optimizer.defaults and not ("exp_avg" in row and _SECOND & row.keys()):
+        second = "exp_inf" if isinstance(optimizer, Adamax) else "exp_avg_sq"
+        if torchs and row and "betas" in optimizer.defaults and not {"exp_avg", second} <= row.keys():
             raise _Misfit(
                 f"the state of a parameter has {', '.join(map(str, row))}, and {type(optimizer).__name__} needs moments"
             )
@@ -99,10 +97,9 @@ def _check_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
                 _check_alike(0, value, "the state 'step'")
                 if not 0 <= float(value) < math.inf:
                     raise _Misfit(f"the state 'step' is {value!r:.60}, and counts a parameter's steps")
-            elif not (torchs and name in _LIKE_THE_PARAMETER) or isinstance(value, Tensor):
-                pass
-            elif value is not None or name != "momentum_buffer":
-                raise _Misfit(f"the state {name!r} of a parameter is {kind_of(value)}, not a tensor")
+            elif torchs and name in FusedOptimizer.known and not _is_state(name, value, param):
+                what = f"{value.layout}, {value.dtype}" if isinstance(value, Tensor) else kind_of(value)
+                raise _Misfit(f"the state {name!r} of a parameter is {what}, not a tensor of floating numbers")
             if isinstance(value, Tensor) and is_sharded(value) == is_sharded(param):
                 named[name].append((tuple(param.shape), tuple(value.shape)))
     for name, pairs in named.items():
@@ -114,18 +111,22 @@ def _check_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
                 "the order of layers changed since it was saved? Give the optimizer its parameters in the order in "
                 "which they were"
             )
-        for shape, seen in pairs if torchs and name in _LIKE_THE_PARAMETER else ():
+        for shape, seen in pairs if torchs and name in FusedOptimizer.known else ():
             if seen != shape:
                 raise _Misfit(f"its {name!r} for a parameter of shape {shape} has shape {seen}")
 
 
 def _check_options(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """`_Misfit` for a group of `torch.optim` that lacks what a step needs: all but flags, which torch itself adds."""
+    """`_Misfit` for a group that lacks what a step needs, all but flags, which torch itself adds, or has NaN for it."""
     for name, value in own.items():
+        kept: Any = saved.get(name)
         if name in ("foreach", "fused"):  # None, or a flag
-            _check_alike(own=False, saved=False if saved.get(name) is None else saved[name], where=f"its {name!r}")
-        elif isinstance(value, (int, float, Tensor, tuple)) and not isinstance(value, bool) and saved.get(name) is None:
+            _check_alike(own=False, saved=False if kept is None else kept, where=f"its {name!r}")
+        elif kept is None and _is_number(value[0] if isinstance(value, tuple) else value):
             raise _Misfit(f"its groups have no {name!r}")
+        for each in kept if isinstance(kept, (list, tuple)) else [kept]:
+            if _is_number(each) and (math.isnan(each) or (name == "lr" and not 0 <= each < math.inf)):
+                raise _Misfit(f"its {name!r} is {kept!r:.60}, and no step can be made with that")
 
 
 def _check_alike(own: Any, saved: Any, where: str) -> None:
@@ -150,7 +151,15 @@ def _check_alike(own: Any, saved: Any, where: str) -> None:
         raise _Misfit(f"{where} is {saved!r:.60}, and here it is {own!r:.60}")
 
 
+def _is_state(name: str, value: Any, param: Tensor) -> bool:
+    """Whether a value is a moment of floating numbers; momentum may be none yet, and of sparse gradients is sparse."""
+    if not isinstance(value, Tensor):
+        return value is None and name == "momentum_buffer"
+    dense = value.layout is torch.strided or name == "momentum_buffer"
+    return dense and (value.is_floating_point() or not param.is_floating_point())
+
+
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return value.numel() == 1
+        return value.numel() == 1 and value.layout is torch.strided and not value.is_complex() and not value.is_meta
     return isinstance(value, (int, float)) and not isinstance(value, bool)

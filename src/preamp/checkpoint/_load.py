@@ -10,7 +10,8 @@ from torch import nn
 
 from ..errors import CheckpointError, OptimizerError, PreampError, PreampWarning, kind_of
 from ..session import Session, sessions_of
-from ._content import AnyPath, Models, Optimizers, by_name, kept_on_host, several_in
+from ._arguments import by_name, check_devices, check_path, check_session
+from ._content import AnyPath, Models, Optimizers, kept_on_host, several_in
 from ._file import read
 from ._fitting import fitting
 from ._masters import in_full, with_masters
@@ -32,10 +33,14 @@ def load(
     moments in 8 bits as float32.
 
     Raises `CheckpointError` for a file that is not one, is damaged, lacks what an object needs or does not fit it;
-    `StateError` when it does not fit the session; `FileNotFoundError` when there is none.
+    `StateError` when it does not fit the session; `OSError` when it cannot be opened.
     """
+    check_path(path)
+    check_devices(map_location)
+    model = None if model is None else by_name("model", model, "load_state_dict")
+    optimizer = None if optimizer is None else by_name("optimizer", optimizer, "load_state_dict")
+    check_session(session, model)
     finish()
-    model, optimizer = by_name(model), by_name(optimizer)
     models = model.values() if isinstance(model, Mapping) else [model]
     model = with_masters(model, session)
     content = read(path, map_location)
@@ -43,7 +48,7 @@ def load(
     if session is not None and "amp" in extra:
         raise CheckpointError("'amp' is the name of the session's own state: give session= or amp=, not both")
     for key, target in extra.items():
-        if not (hasattr(target, "state_dict") and hasattr(target, "load_state_dict")):
+        if isinstance(target, type) or not (hasattr(target, "state_dict") and hasattr(target, "load_state_dict")):
             raise CheckpointError(
                 f"{key}= is an object to load into, with a load_state_dict; got {kind_of(target)}: read such a "
                 f"value from what load() returns, load(path)[{key!r}]"

@@ -11,7 +11,8 @@ from typing import Any
 
 from ..errors import CheckpointError, PreampWarning
 from ..session import Session
-from ._content import AnyPath, Models, Optimizers, by_name, check_loadable, kept_on_host, states_of
+from ._arguments import by_name, check_path, check_session
+from ._content import AnyPath, Models, Optimizers, check_loadable, kept_on_host, states_of
 from ._file import write
 from ._masters import with_masters
 
@@ -26,10 +27,11 @@ def save(
     named. Without `session`, the state of a prepared model has its float32 masters in place of the 16-bit weights. The
     folder must exist. Returns when file and name are on the disk.
 
-    Raises `CheckpointError` for content that could not be loaded, and `OSError`, with the path and the system's reason
-    (a full disk), when it cannot be written; the old file stays, and no other is left.
+    Raises `CheckpointError` for content that could not be loaded and for the session of other models, and `OSError`,
+    with the path and the system's reason (a full disk), when it cannot be written; the old file stays, and no other is
+    left.
     """
-    content = _content(model, optimizer, session, extra)
+    content = _content(path, model, optimizer, session, extra)
     finish()
     write(path, content)
 
@@ -47,22 +49,27 @@ def save_async(
     >>> train_another_epoch()
     >>> saving.result()
     """
-    content = _content(model, optimizer, session, extra)
+    content = _content(path, model, optimizer, session, extra)
     finish()
     kept = kept_on_host(content)
     return in_background(path, lambda: write(path, kept))
 
 
-def _content(model: Any, optimizer: Any, session: Session | None, extra: Mapping[str, Any]) -> dict[str, Any]:
-    content: dict[str, Any] = {"model": states_of(with_masters(by_name(model), session))}
+def _content(
+    path: Any, model: Any, optimizer: Any, session: Session | None, extra: Mapping[str, Any]
+) -> dict[str, Any]:
+    check_path(path)
+    model, optimizer = by_name("model", model), None if optimizer is None else by_name("optimizer", optimizer)
+    check_session(session, model)
+    content: dict[str, Any] = {"model": states_of(with_masters(model, session))}
     if optimizer is not None:
-        content["optimizer"] = states_of(by_name(optimizer))
+        content["optimizer"] = states_of(optimizer)
     if session is not None:
         content["amp"] = session.state_dict()
     for name, value in extra.items():
         if name in ("format", "map_location") or (name == "amp" and session is not None):
             raise CheckpointError(f"{name!r} is a name that checkpoints use themselves; choose another")
-        content[name] = value.state_dict() if hasattr(value, "state_dict") else value
+        content[name] = value.state_dict() if hasattr(value, "state_dict") and not isinstance(value, type) else value
     check_loadable(content)
     return content
 

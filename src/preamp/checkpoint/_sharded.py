@@ -23,6 +23,7 @@ from ..errors import CheckpointError
 from ..session import Session, sessions_of
 from ..sharding import rank, ranks
 from ..tree import map_tensors
+from ._arguments import check_kind, check_path, check_session
 from ._content import AnyPath, kept_on_host
 from ._file import read, sha256_of, write
 from ._load import tell_left
@@ -49,6 +50,7 @@ def save_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, ses
     it is gone. Where it fails on one rank it fails on all, and the one before it stays. `CheckpointError` for a folder
     that the ranks do not share, and for pipeline stages; `SessionError` between unscale_() or clipping and step().
     """
+    check_path(folder)
     finish()
     _saving(Path(folder), model, optimizer, session, lambda state: state, None)()
 
@@ -62,6 +64,7 @@ def save_sharded_async(
     before the process group is destroyed, and before relying on the checkpoint; a failure is a `PreampWarning` too.
     Without a process group it writes before it returns.
     """
+    check_path(folder)
     finish()
     group = own_group() if ranks() > 1 else None
     write = _saving(Path(folder), model, optimizer, session, kept_on_host, group)
@@ -85,7 +88,7 @@ def _saving(
     from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 
     def begin() -> tuple[dict[str, Any] | None, str]:
-        amp, name = _added(session), _next_name(target)
+        amp, name = _added(model, optimizer, session), _next_name(target)
         if rank() == 0:
             shutil.rmtree(target / name, ignore_errors=True)  # of a save that was killed
             (target / name).mkdir(parents=True)
@@ -149,10 +152,12 @@ def load_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, ses
 
     from ._parts import Planner, Reader
 
+    check_path(folder)
     source = Path(folder)
     finish()
 
     def first() -> dict[str, Any]:
+        _added(model, optimizer, session)
         latest = _latest(source)
         if latest is None:
             raise CheckpointError(
@@ -160,7 +165,6 @@ def load_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, ses
             )
         if session is not None and latest["amp"] is None:
             raise CheckpointError(f"{source} was saved without a session")
-        _added(session)
         return latest
 
     latest = on_all_ranks(first, f"{source} was not loaded")[0]
@@ -190,8 +194,11 @@ def load_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, ses
     tell_left(latest["amp"] if session is None else None, source)
 
 
-def _added(session: Session | None) -> dict[str, Any] | None:
+def _added(model: Any, optimizer: Any, session: Session | None) -> dict[str, Any] | None:
     """What a session adds, alike on all ranks; its masters are what parameters are written as."""
+    check_kind("model", model, "modules")
+    check_kind("optimizer", optimizer)
+    check_session(session, model)
     if session is None:
         return None
     if session.is_stage:

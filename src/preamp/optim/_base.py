@@ -88,10 +88,6 @@ class FusedOptimizer(Loading):
 
     # -- what a subclass defines
 
-    @abstractmethod
-    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Names of the states that have a parameter's shape."""
-
     def names_for(self, group: dict[str, Any], param: Parameter) -> tuple[str, ...]:
         """Names of all states of one parameter; those of `state_names` unless it is an exception."""
         return self.state_names(group)

@@ -138,15 +138,6 @@ class NovoGrad(FusedOptimizer):
         """One number for the norm."""
         return 1 if name == "norm" else super().state_form(name, param)
 
-    def _check_states(self, state_dict: dict[str, Any]) -> None:
-        super()._check_states(state_dict)
-        for row in state_dict["state"].values():
-            if "exp_avg" in row and row.get("norm") is None:
-                raise OptimizerError(
-                    "a saved state has a first moment and no running norm, so it is none of NovoGrad's, which divides "
-                    "gradients by that norm before they enter the moment: give it a state of NovoGrad, or none"
-                )
-
     def _has_wide_states(self, param: Parameter) -> bool:
         return True  # the norm
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -39,6 +40,15 @@ class Loading(Optimizer):
 
     kept: tuple[str, ...] = ()
     """Names of all states that it may have."""
+    known: ClassVar[frozenset[str]] = frozenset({
+        "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta", "grad_avg", "sum",
+        "exp_inf", "prev", "step_size", "ax",
+    })  # fmt: skip
+    """States of `torch.optim` that have the shape of their parameter."""
+
+    @abstractmethod
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Names of the states that a step needs."""
 
     def _prepare(self) -> None:
         """Start without buckets, and with its own masters."""
@@ -119,12 +129,22 @@ class Loading(Optimizer):
         return as_float32(row)
 
     def _check_states(self, state_dict: dict[str, Any]) -> None:
+        needed: dict[Any, tuple[str, ...]] = {}
         for own, group in zip(self.param_groups, state_dict["param_groups"], strict=False):
             self.check_options({**group, "params": own["params"]})
+            needed.update(dict.fromkeys(group["params"], self.state_names(group)))
         names = (*self.kept, "master", "master_bits")
         for param, number in self._saved(state_dict):
             saved = state_dict["state"].get(number, {})
             coded = is_8bit(saved)
+            there = {name: value for name, value in saved.items() if value is not None}.keys()
+            wanted = needed.get(number, ())
+            if not coded and there & self.known and (there.isdisjoint(self.kept) or not there >= set(wanted)):
+                raise OptimizerError(
+                    f"a parameter has the states {', '.join(map(str, there))}, and {type(self).__name__} steps with "
+                    f"{', '.join(wanted) or 'none'}: they are another optimizer's, and the run would go on from zeros. "
+                    "Load them into an optimizer of the kind that saved them, or go on without them"
+                )
             for name in names:
                 if saved.get(name) is None and not (coded and name in NAMES):
                     continue
