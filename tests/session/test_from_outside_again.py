@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
@@ -71,7 +72,15 @@ def backward_inside(session: preamp.Session, model: nn.Sequential) -> None:
         session.backward(model(batch(1)).square().mean())
 
 
-@pytest.mark.parametrize("run", [whole, last_layer, penalty, one_of_two, backward_inside])
+def loss_from_outside(session: preamp.Session, model: nn.Sequential) -> None:
+    with session.autocast():
+        first, second = (model(batch(seed)).float().square().mean() for seed in (0, 1))
+    session.backward(first)
+    with session.full_precision():
+        session.backward(second)
+
+
+@pytest.mark.parametrize("run", [whole, last_layer, penalty, one_of_two, backward_inside, loss_from_outside])
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("level", [*LEVELS, "O5,masters=no"])
 @pytest.mark.filterwarnings("ignore:the session computes in", "ignore:SGD steps bf16 weights without masters")
@@ -121,6 +130,20 @@ def test_an_optimizer_that_the_session_does_not_have_takes_no_scaled_gradients(
     model[2](torch.ones(1, 8).to(model[2].weight.dtype)).float().sum().backward()
     own.step()  # of a plain backward pass
     assert not torch.equal(weights(model[2]), before)
+    session.close()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_its_own_gradients_from_before_a_scaled_pass_are_true(level: str) -> None:
+    """A probe of detached features, in the model."""
+    model, session, own = heads(level, torch.optim)
+    probe = model[2](torch.ones(1, 8).to(model[2].weight.dtype)).float().sum()
+    probe.backward()
+    with session.autocast():
+        loss = model[0](batch()).float().square().mean()
+    session.backward(loss)
+    own.step()
+    session.step()
     session.close()
 
 
@@ -260,3 +283,77 @@ def test_a_region_that_was_kept_is_not_entered_after_close(level: str) -> None:
     with pytest.raises(SessionError, match="this session is closed"), region:
         pass
     assert not torch.is_autocast_enabled("cpu")
+
+
+class Switching(torch.optim.SGD):
+    """Exchanges weights of training and of evaluation, as schedule-free optimizers do."""
+
+    def train(self) -> None:
+        self._switch(training=True)
+
+    def eval(self) -> None:
+        self._switch(training=False)
+
+    def _switch(self, *, training: bool) -> None:
+        for group in self.param_groups:
+            group["train_mode"] = training
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_an_optimizer_that_switches_inside_full_precision_does_not_end_it(level: str) -> None:
+    model = two_layers()
+    optimizer = Switching(model.parameters(), lr=0.1)
+    with preamp.prepare(model, optimizer, level=level) as session:
+        pass_of(session, model)
+        with session.full_precision():
+            optimizer.eval()
+            assert {p.dtype for p in model.parameters()} == {torch.float32}
+            optimizer.train()
+        assert all(p.grad is not None for p in model.parameters())
+        session.step()
+
+
+class Renamed(nn.Linear):
+    """Reads states of a release in which its parameters had other names."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self._register_load_state_dict_pre_hook(self._rename)
+
+    def _rename(self, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name in ("weight", "bias"):
+            state[prefix + name] = state.pop(f"{prefix}old_{name}")
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_masters_take_states_that_a_module_renames(level: str) -> None:
+    model, other = nn.Sequential(Renamed()), nn.Linear(4, 4)
+    with preamp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level=level):
+        model.load_state_dict({f"0.old_{name}": value for name, value in other.state_dict().items()})
+    assert torch.equal(model[0].weight, other.weight) and torch.equal(model[0].bias, other.bias)
+
+
+def test_torch_makes_programs_by_itself_after_passes_in_full_precision() -> None:
+    before = ExportedProgram.__init__
+    sessions = [heads("O5", torch.optim)[1] for _ in range(2)]
+    passes = [session.full_precision() for session in sessions]
+    for each in passes:
+        each.__enter__()
+    for each in passes:  # in the order in which they were entered, as threads may
+        each.__exit__(None, None, None)
+    assert ExportedProgram.__init__ is before
+    for session in sessions:
+        session.close()
+
+
+@pytest.mark.filterwarnings("ignore:AdamW. param_groups")
+def test_an_optimizer_of_preamp_steps_on_after_a_session_without_masters() -> None:
+    model = two_layers()
+    optimizer = preamp.optim.AdamW(model.parameters(), lr=0.01)
+    with preamp.prepare(model, optimizer, level="O3", scale=1.0) as session:
+        pass_of(session, model)
+        session.step()
+        session.zero_grad()
+    model(batch()).square().mean().backward()
+    optimizer.step()
+    assert {v.dtype for s in optimizer.state.values() for k, v in s.items() if k != "step"} == {torch.float32}

@@ -27,8 +27,6 @@ from .audit import Audit, agrees
 from .leaves import Agreed, Leaf, Leaves
 from .swap import hand_over, rebuild_reducers, set_data, swap
 
-_WIDE = frozenset({torch.float32, torch.float64})
-
 
 class Masters:
     """The masters of a session's low parameters, by parameter."""
@@ -281,9 +279,10 @@ class Masters:
     @contextmanager
     def loading(self, named: Mapping[str, Parameter], state: Mapping[str, Any]) -> Iterator[None]:
         """Wrap the loading of a model's state: masters take wider values, which the parameters would round."""
-        known = [(p, state[name]) for name, p in named.items() if p in self._leaves and name in state]
-        wide = [p for p, value in known if getattr(value, "dtype", None) in _WIDE and p not in self._inside]
-        self._loaded = self._loaded or len(wide) < len(known)
+        dtypes = {p: getattr(state.get(name), "dtype", None) for name, p in named.items() if p in self._leaves}
+        # what has another name in the state may be renamed by a hook of the module's
+        wide = [p for p, dtype in dtypes.items() if dtype not in LOW_DTYPES and p not in self._inside]
+        self._loaded = self._loaded or not LOW_DTYPES.isdisjoint(dtypes.values())
         self.swap_in(wide)
         try:
             yield

@@ -6,7 +6,7 @@ import functools
 import gc
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.export import ExportedProgram
@@ -21,20 +21,18 @@ class Exports:
     it is only done where one was made.
     """
 
+    _open: ClassVar[set[Exports]] = set()
+
     def __init__(self) -> None:
         self._made = _TRACE not in sys.modules  # torch imports it with the first export
-        self._init = init = ExportedProgram.__init__
-
-        @functools.wraps(init)
-        def counted(program: Any, *args: Any, **kwargs: Any) -> None:
-            self._made = True
-            init(program, *args, **kwargs)
-
-        ExportedProgram.__init__ = counted  # type: ignore[assignment, method-assign]
+        self._open.add(self)
+        ExportedProgram.__init__ = _counted  # type: ignore[assignment, method-assign]
 
     def end(self, models: Iterable[nn.Module]) -> None:
         """Have programs that hold tensors of these models keep copies of the values they have now."""
-        ExportedProgram.__init__ = self._init  # type: ignore[method-assign]
+        self._open.discard(self)
+        if not self._open:
+            ExportedProgram.__init__ = _init  # type: ignore[method-assign]
         if not self._made or _TRACE not in sys.modules:
             return
         shared = {id(t) for model in models for t in (*model.parameters(), *model.buffers())}
@@ -43,6 +41,16 @@ class Exports:
             for name, tensor in table.items():
                 if id(tensor) in shared:
                     table[name] = copies.setdefault(id(tensor), _copy(tensor))
+
+
+_init = ExportedProgram.__init__
+
+
+@functools.wraps(_init)
+def _counted(program: Any, *args: Any, **kwargs: Any) -> None:
+    for each in Exports._open:
+        each._made = True
+    _init(program, *args, **kwargs)
 
 
 def _tables() -> Iterator[dict[str, Any]]:

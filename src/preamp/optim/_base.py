@@ -17,6 +17,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from ..compiling import uncompiled
 from ..errors import OptimizerError
+from ..formats import LOW_DTYPES
 from ..kernels import present_in, reciprocal
 from ..ledger import (
     Bucket,
@@ -292,11 +293,18 @@ class FusedOptimizer(Loading):
     # -- masters
 
     def lend(self, masters: Masters | None) -> None:
-        """Step with the masters of a session, which saves them itself; None gives them back."""
+        """Step with the masters of a session, which saves them itself; None gives them back.
+
+        States that a session without masters had in 16 bits are float32 then, as a step with masters needs them.
+        """
         self._masters, self._lent = (self._own_masters(), False) if masters is None else (masters, True)
         self._buckets = None
-        for state in self.state.values():
+        for parameter, state in self.state.items():
             state.pop(self._master_key, None)
+            for name, value in state.items() if masters is None else ():
+                low = isinstance(value, Tensor) and value.dtype in LOW_DTYPES and value.shape == parameter.shape
+                if low and (self._masters.wanted or parameter.dtype is torch.float32):
+                    state[name] = value.float()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "master": self.master}

@@ -184,13 +184,18 @@ class FullPrecision:
         self._models, self._masters, self._conversions = list(models), masters, conversions
         self._aside: dict[Parameter, Tensor] = {}
         self._inside: dict[Parameter, Tensor | None] = {}
+        self._low: dict[Parameter, Tensor | None] = {}
         self._exports: Exports | None = None
         self.depth = 0
         """How many are inside now."""
         self.begun = False
         """Whether `leave` has anything to undo."""
-        self.counts = False
-        """Whether the session's backward pass ran inside."""
+        self._counts = False
+
+    def counted(self) -> bool:
+        """The session's backward pass begins: whether that is inside, and its gradients are to count afterwards."""
+        self._counts = self._counts or self.depth > 0
+        return self.depth > 0
 
     def enter(self) -> None:
         """Turn models to float32. `SessionError` if masters cannot be swapped in; call `leave` then."""
@@ -212,17 +217,20 @@ class FullPrecision:
             self._exports.end(self._models)
         for conversion in self._conversions:
             conversion.to_low()
-        self._inside = self._inside or {p: p.grad for model in self._models for p in model.parameters()}
+        every = [p for model in self._models for p in model.parameters()]
+        self._inside = self._inside or {p: p.grad for p in every}
         self._masters.low()
         for conversion in self._conversions:
             conversion.resume()
-        for parameter, gradient in self._inside.items():
-            parameter.grad = before = self._aside.get(parameter)
-            if gradient is not None and self.counts:
-                gradient = gradient.to(parameter.dtype)
-                parameter.grad = gradient if before is None else before + gradient
-        self.begun, self.counts, self._exports = False, False, None
-        self._aside, self._inside = {}, {}
+        # 16-bit ones are back with their gradients, and with those that have come to them since
+        self._low = self._low or {p: p.grad for p in every if p.grad is not self._inside[p]}
+        for parameter, inside in self._inside.items():
+            before = self._aside.get(parameter)
+            gradients = [self._low.get(parameter, before), inside] if self._counts else [before]
+            present = [gradient.to(parameter.dtype) for gradient in gradients if gradient is not None]
+            parameter.grad = present[0] + present[1] if len(present) == 2 else (present[0] if present else None)
+        self.begun, self._counts, self._exports = False, False, None
+        self._aside, self._inside, self._low = {}, {}, {}
 
     def __enter__(self) -> None:
         self.depth += 1
@@ -250,6 +258,8 @@ class Joining:
         self._optimizers, self._models, self._conversions, self._gradients = optimizers, models, conversions, gradients
         self._seen = (0, 0)  # before the first region
         self._wrappers: Any = None
+        self.thread: int | None = None
+        """That of the last backward pass."""
 
     def __call__(self) -> None:
         self._wrappers = check_hooks(self._models, self._wrappers)

@@ -83,22 +83,15 @@ class Session:
         own = list(optimizers.values())
         self._gradients = Gradients(masters, own, device_type, group)
         self._pending = PendingScales(losses, self._gradients, own)
-        self._full = FullPrecision(models.values(), masters, conversions)
-        self._steps = OptimizerSteps(
-            own, self._gradients, masters, losses, self._pending, self._full, self._conversions, skip
-        )
+        self._full = full = FullPrecision(models.values(), masters, conversions)
+        self._steps = OptimizerSteps(own, self._gradients, masters, losses, self._pending, full, conversions, skip)
         self._steps.wrappers = {optimizers[k]: v for k, v in (given or {}).items() if v is not optimizers[k]}
-        self._order = CallOrder(
-            optimizers, self._gradients, masters, losses, self._pending, self._full, group, self.is_stage
-        )
-        self._regions = OpenRegions()
-        self._rates = Rates()
+        self._order = CallOrder(optimizers, self._gradients, masters, losses, self._pending, full, group, self.is_stage)
+        self._regions, self._rates = OpenRegions(), Rates()
         self._sharded = any(is_sharded(p) for model in models.values() for p in model.parameters())
         self._parts = [part for model in models.values() for part in sharded_parts(model)]
         self._shards = list(named_parameters(models)) if self._sharded else None
         self._attempts, self._closed, self._in_regions = 0, False, False
-        self._trains: int | None = None
-        """The thread of the last backward pass."""
         self._joining = Joining(own, self._models, self._conversions, self._gradients)
         self._gradients.carry(earlier or {})
         # released by close(), or with a session that is lost before it
@@ -122,7 +115,7 @@ class Session:
         self._check_open()
         self._in_regions = True
         # not by a thread that evaluates while another one trains, and may be about to step
-        if torch.is_grad_enabled() and not self._full.depth and self._trains in (None, threading.get_ident()):
+        if torch.is_grad_enabled() and not self._full.depth and self._joining.thread in (None, threading.get_ident()):
             self._gradients.rest()
             self._joining()
 
@@ -188,17 +181,16 @@ class Session:
     def _begin_backward(self, loss: Tensor, name: str | None) -> str:
         """Check before a backward pass, and apply the loss scale's pending update; returns the loss's name."""
         self._check_open()
-        self._trains = threading.get_ident()
+        self._joining.thread = threading.get_ident()
         check_loss(loss)
         name = self._losses.named(name)
         if not self._in_regions and not self._full.depth:  # of the first loss only
             self._in_regions = True
             warn_outside(loss, self.policy)
-        if self._full.depth:
-            self._full.counts = True
-        else:
+        if not self._full.counted():
             self._gradients.rest()
         self._order.check_backward(self._models if not self._attempts and self.policy.params in LOW_DTYPES else None)
+        self._steps.before_backward()
         self._settle(name)
         if self._losses.scaled and not self._losses.separate_scales:
             self._order.scale_used(self._losses[name])
@@ -317,7 +309,7 @@ class Session:
                 self._gradients.forget(each)
             self._reshard()  # weights that an evaluation since backward has gathered are out of date
         self._order.stepped(chosen)
-        self._steps.mark_unstepped()
+        self._steps.after_step()
         warn_rounded(self._masters)
         read = functools.reduce(Reading.merged, readings)
         names = functools.partial(names_of, parameters, self._named)

@@ -79,6 +79,8 @@ class OptimizerSteps:
         def run(*args: Any, **kwargs: Any) -> Any:
             if {group.get("train_mode") for group in optimizer.param_groups} == {name == "train"}:
                 return method(*args, **kwargs)  # nothing to exchange: trainers call it before each step
+            if self._full.depth and not low:
+                return method(*args, **kwargs)  # they are in the parameters already
             if low:  # without masters its states are 16-bit, as the parameters are
                 if self._full.depth:
                     raise SessionError(
@@ -86,8 +88,7 @@ class OptimizerSteps:
                         "and without masters its states are 16-bit: call it outside"
                     )
                 return method(*args, **kwargs)
-            if not self._full.depth:
-                self._gradients.rest()
+            self._gradients.rest()
             with self._full:
                 return method(*args, **kwargs)
 
@@ -150,16 +151,26 @@ class OptimizerSteps:
         """Refuse the step of an optimizer that the session does not have if it would do harm."""
         if optimizer in self._optimizers or self._stepping is not None or self._full.depth:
             return
-        scaled = {p for p in self._unstepped() if is_marked(p.grad, "_preamp_scaled") or self._pending.running}
+        scaled = {p for p in self._unstepped() if not is_marked(p.grad, "_preamp_true") and self._pending.running}
+        scaled.update(p for p in self._unstepped() if is_marked(p.grad, "_preamp_scaled"))
         for each in self._optimizers if self._pending.running and not self._losses.separate_scales else ():
             if each not in self._gradients or not self._gradients[each].true:
                 scaled.update(parameters_of(each))
         check_step_of_another(optimizer, self._masters, scaled if self._losses.scaled else ())
 
-    def mark_unstepped(self) -> None:
-        """A step is done. Gradients of the models' parameters that no optimizer of the session has stay scaled."""
+    def before_backward(self) -> None:
+        """A backward pass begins. Gradients of parameters that no optimizer of the session has are true so far."""
+        if not self._pending.running:
+            self._mark_unstepped("_preamp_true")
+
+    def after_step(self) -> None:
+        """A step is done. Those that have come since stay scaled."""
+        self._mark_unstepped("_preamp_scaled")
+
+    def _mark_unstepped(self, mark: str) -> None:
         for parameter in self._unstepped() if self._losses.scaled else ():
-            parameter.grad._preamp_scaled = parameter.grad._version  # type: ignore[union-attr]
+            if not is_marked(parameter.grad, "_preamp_scaled") and not is_marked(parameter.grad, "_preamp_true"):
+                setattr(parameter.grad, mark, parameter.grad._version)  # type: ignore[union-attr]
 
     def _unstepped(self) -> list[Parameter]:
         return [p for conversion in self._conversions for p in conversion.unstepped if p.grad is not None]
@@ -188,7 +199,7 @@ class OptimizerSteps:
                     setattr(optimizer, name, before)
 
     def take_states_back(self) -> None:
-        """Call it once masters are back in the parameters, whose dtype torch's states take."""
+        """Call it once masters are back in the parameters."""
         for each in self._optimizers:
             if isinstance(each, FusedOptimizer):
                 each.lend(None)

@@ -9,8 +9,8 @@ torch.manual_seed(41)
 class Standardise(nn.Module):
     def forward(self, x):
         mean = x.mean(dim=-1, keepdim=True)
-        var = (x * x).mean(dim=-1, keepdim=True) - mean * mean
-        std = torch.sqrt(var)  # sick: PA201 module=encoder.norm
+        var = (x * x).mean(dim=-1, keepdim=True) - mean * mean  # sick: PA201 module=encoder.norm
+        std = torch.sqrt(var)
         return (x - mean) / (std + 1e-3)
 
 
