@@ -37,7 +37,7 @@ def test_the_session_of_another_model(tmp_path: Path, level: str, sharded: bool)
     assert not list(tmp_path.iterdir())
     saves[0](tmp_path / "a", **own.objects)
     before = own.state(), other.state()
-    for swapped in ("session", "model"):
+    for swapped in ("session", "model", "optimizer"):
         with pytest.raises(CheckpointError, match=r"prepared for other models"):
             load(tmp_path / "a", **{**own.objects, swapped: other.objects[swapped]})
     assert alike([own.state(), other.state()], list(before))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 import preamp
 from preamp.errors import SessionError
@@ -190,10 +192,10 @@ def test_an_optimizer_around_another_steps_it(level: str) -> None:
     assert not torch.equal(weights(model), before)
 
 
-def test_closed_and_lost_sessions_look_at_no_optimizer() -> None:
+def test_closed_sessions_look_at_no_optimizer() -> None:
     before = len(_global_optimizer_pre_hooks)
     sessions = [heads(level, torch.optim)[1] for level in LEVELS]
-    assert len(_global_optimizer_pre_hooks) == before + 3  # O4 has neither scale nor masters
+    assert len(_global_optimizer_pre_hooks) == before + 1
     for session in sessions:
         session.close()
     assert len(_global_optimizer_pre_hooks) == before
@@ -357,3 +359,84 @@ def test_an_optimizer_of_preamp_steps_on_after_a_session_without_masters() -> No
     model(batch()).square().mean().backward()
     optimizer.step()
     assert {v.dtype for s in optimizer.state.values() for k, v in s.items() if k != "step"} == {torch.float32}
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("kept", LIBRARIES)
+def test_a_pass_in_full_precision_is_refused_once_its_weights_have_been_stepped(level: str, kept: Any) -> None:
+    model = two_layers()
+    with preamp.prepare(model, kept.SGD(model.parameters(), lr=0.1), level=level, scale=1.0) as session:
+        with session.full_precision():
+            late = model(batch()).square().mean()
+        pass_of(session, model)
+        session.step()
+        session.zero_grad()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            session.backward(late)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("alone", [True, False])
+def test_inputs_of_a_backward_are_reached_in_a_pass_in_full_precision(level: str, alone: bool) -> None:
+    model = two_layers()
+    wanted = model[0].weight
+    with preamp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level=level, scale=1.0) as session:
+        with session.full_precision():
+            loss = model(batch()).square().mean()
+        session.backward(loss, inputs=wanted if alone else [wanted])
+        session.unscale_()
+        assert [p.grad is None for p in model.parameters()] == [False, True, True, True]
+        plain = two_layers()
+        plain(batch()).square().mean().backward()
+        torch.testing.assert_close(wanted.grad, plain[0].weight.grad, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_what_was_frozen_since_a_pass_in_full_precision_gets_no_gradient(level: str) -> None:
+    model = two_layers()
+    with preamp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level=level, scale=1.0) as session:
+        with session.full_precision():
+            loss = model(batch()).square().mean()
+        model[0].weight.requires_grad_(False)
+        session.backward(loss)
+        assert model[0].weight.grad is None and model[2].weight.grad is not None
+
+
+def test_a_session_that_is_lost_while_another_optimizer_steps_disturbs_nothing() -> None:
+    """The collector may let go of it at any line, also while torch goes through the hooks of all optimizers."""
+    other = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([other], lr=0.1)
+    other.grad = torch.ones(2)
+    lost: list[preamp.Session] = []
+
+    def let_go(*_: Any) -> None:
+        lost.clear()
+        gc.collect()
+
+    handle = register_optimizer_step_pre_hook(let_go)  # comes before the session's
+    model = two_layers()
+    lost.append(preamp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O5"))
+    del model
+    try:
+        optimizer.step()
+    finally:
+        handle.remove()
+    assert not lost and torch.allclose(other, torch.full_like(other, 0.9))
+
+
+@pytest.mark.parametrize("level", ["O0", *LEVELS])
+@pytest.mark.parametrize("kept", LIBRARIES)
+def test_a_lost_session_is_let_go_with_its_model_and_optimizer(level: str, kept: Any) -> None:
+    def train() -> list[weakref.ref[Any]]:
+        model = two_layers()
+        optimizer = kept.SGD(model.parameters(), lr=0.1)
+        session = preamp.prepare(model, optimizer, level=level)
+        pass_of(session, model)
+        session.step()
+        with session.full_precision():
+            model(batch())
+        return [weakref.ref(each) for each in (model, optimizer, session)]
+
+    known = train()
+    gc.collect()
+    assert [each() for each in known] == [None, None, None]

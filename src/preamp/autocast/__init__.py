@@ -1,6 +1,7 @@
 """Regions of mixed precision: which operation runs in which dtype."""
 
 from ._decorators import float_function, half_function, promote_function
+from ._nodes import RegionNodes
 from ._products import MARKER, PRODUCTS, widened
 from ._region import autocast, decorated
 from ._registry import REGISTRY
@@ -11,6 +12,7 @@ __all__ = [
     "PRODUCTS",
     "REGISTRY",
     "VMAPPED",
+    "RegionNodes",
     "autocast",
     "decorated",
     "float_function",

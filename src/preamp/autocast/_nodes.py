@@ -102,10 +102,12 @@ class RegionNodes:
             passes[task] = _Pass(within)
             _engine.queue_callback(lambda: passes.pop(task, None))
         this, node = passes[task], torch._C._current_autograd_node()
-        this.holds = this.within or (node is not None and self._has(node._sequence_nr()))
+        this.holds = this.within or (node is not None and self.has(node))
         return this.holds
 
-    def _has(self, number: int) -> bool:
+    def has(self, node: Any) -> bool:
+        """Whether a node was made in one of the intervals."""
+        number = node._sequence_nr()
         with self._lock:
             place = bisect_right(self._ends, number)
             return place < len(self._begins) and self._begins[place] <= number

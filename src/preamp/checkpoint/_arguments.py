@@ -65,18 +65,28 @@ def by_name(what: str, value: Any, method: str = "state_dict") -> Any:
     return value
 
 
-def check_session(session: Any, model: Any) -> None:
-    """`CheckpointError` unless the session was prepared for a part of the models, or for what they are parts of."""
+def check_session(session: Any, model: Any, optimizer: Any = None) -> None:
+    """`CheckpointError` unless the session was prepared for a part of the models, or for what they are parts of.
+
+    So for the optimizers: it has a part of the parameters that they step.
+    """
     if session is None:
         return
     check_kind("session", session)
-    given = _parts(model.values() if isinstance(model, Mapping) else [model])
-    if given and given.isdisjoint(_parts(session.models.values())):
-        raise CheckpointError(
-            "session= was prepared for other models than those given: its masters would take the place of their "
-            "weights. Give the session that prepare() returned for them; weights that are in no session (an average) "
-            "are saved beside the model's, under a name of their own: average=average"
-        )
+    held = _parts(session.models.values())
+    groups = [group for each in _each(optimizer) for group in getattr(each, "param_groups", ())]
+    stepped = {parameter for group in groups for parameter in group["params"]}
+    for what, given in (("model", _parts(_each(model))), ("optimizer", stepped)):
+        if given and given.isdisjoint(held):
+            raise CheckpointError(
+                f"session= was prepared for other models than {what}= is or steps: its masters would take the place of "
+                "other weights. Give the session that prepare() returned for them; weights that are in no session (an "
+                "average) are saved beside the model's, under a name of their own: average=average"
+            )
+
+
+def _each(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, Mapping) else [value]
 
 
 def _parts(models: Iterable[Any]) -> set[Any]:

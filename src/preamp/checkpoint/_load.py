@@ -39,7 +39,7 @@ def load(
     check_devices(map_location)
     model = None if model is None else by_name("model", model, "load_state_dict")
     optimizer = None if optimizer is None else by_name("optimizer", optimizer, "load_state_dict")
-    check_session(session, model)
+    check_session(session, model, optimizer)
     finish()
     models = model.values() if isinstance(model, Mapping) else [model]
     model = with_masters(model, session)

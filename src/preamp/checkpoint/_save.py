@@ -60,7 +60,7 @@ def _content(
 ) -> dict[str, Any]:
     check_path(path)
     model, optimizer = by_name("model", model), None if optimizer is None else by_name("optimizer", optimizer)
-    check_session(session, model)
+    check_session(session, model, optimizer)
     content: dict[str, Any] = {"model": states_of(with_masters(model, session))}
     if optimizer is not None:
         content["optimizer"] = states_of(optimizer)

@@ -198,7 +198,7 @@ def _added(model: Any, optimizer: Any, session: Session | None) -> dict[str, Any
     """What a session adds, alike on all ranks; its masters are what parameters are written as."""
     check_kind("model", model, "modules")
     check_kind("optimizer", optimizer)
-    check_session(session, model)
+    check_session(session, model, optimizer)
     if session is None:
         return None
     if session.is_stage:

@@ -107,6 +107,8 @@ class Agreed:
         """The parameters' version counters."""
         self.addresses: list[int] = []
         """Their addresses."""
+        self.in_graphs = False
+        """Whether autograd may use what is stored: a master was in its parameter's place, for a forward pass."""
 
     def add(self, parameter: Parameter) -> int:
         """Add a parameter; returns its number."""
@@ -163,9 +165,9 @@ class Leaves:
             self._agreed.versions[number] = version
 
     def stored(self) -> TensorList:
-        """The masters or low bits of `parameters`, for one step; writes are not counted: autograd never uses these."""
+        """The masters or low bits of `parameters`, for one step; writes are counted where autograd may use these."""
         now = list(map(_STORED, self.leaves))
         if not all(map(is_, now, self._stored)) or not self._snapshot.holds(now):
             self._stored, self._snapshot = TensorList(now), Snapshot(now)
-            self._stored.owners = ()
+            self._stored.owners = None if self._agreed.in_graphs else ()
         return self._stored

@@ -11,6 +11,7 @@ entries that changed, and keeps its own bits where the written value is what the
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -42,6 +43,8 @@ class Masters:
         self._every: Leaves | None = None
         self._agreed = Agreed()
         self._audit = Audit()
+        self._wide: dict[Parameter, weakref.ref[Parameter]] = {}
+        """The tensors that were last behind parameters in `full`, of which a graph may still be made."""
         self._adopted: set[Parameter] = set()
         """Those that came in 16 bits."""
         self._loaded = False
@@ -216,7 +219,8 @@ class Masters:
         for parameter in parameters:
             leaf = self._leaves[parameter]
             if leaf.other is not None:
-                leaf.stored = leaf.other.data  # an optimizer may have put another tensor there
+                # an optimizer may have put another tensor there; not `.data`, whose writes autograd would not notice
+                leaf.stored = leaf.other.detach()
         written = [p for p in parameters if not lazily or not agrees(p, self._leaves[p])]
         if written:
             masters = [held_here(self._leaves[p].stored) for p in written]
@@ -262,7 +266,21 @@ class Masters:
         of float32 ones.
         """
         for parameter, other in self.swap_out(lazily=True):
-            hand_over(parameter, other)
+            self._handed_over(parameter, other)
+
+    def _handed_over(self, parameter: Parameter, other: Parameter) -> None:
+        hand_over(parameter, other)
+        self._agreed.in_graphs = True
+        self._wide[parameter] = weakref.ref(other)
+
+    def inputs(self, inputs: Tensor | Sequence[Tensor]) -> list[Tensor]:
+        """The inputs of a backward pass: with each parameter also the one that a graph made in `full` has in its place.
+
+        Its gradients reach the parameter by `hand_over`.
+        """
+        given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        wide = [self._wide[each]() for each in given if isinstance(each, Parameter) and each in self._wide]
+        return [*given, *(other for other in wide if other is not None)]
 
     def restore(self) -> None:
         """Give every parameter its master for good, and forget it; those that came in 16 bits keep what they hold."""
@@ -273,6 +291,7 @@ class Masters:
                 set_data(parameter, self._in_float32(parameter, leaf))
         rebuild_reducers(self._leaves)
         self._leaves.clear()
+        self._wide.clear()
         self._adopted.clear()
         self._every = None
 

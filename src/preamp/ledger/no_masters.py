@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from ..formats import LOW_DTYPES
 from ..sharding import held_here
 from .masters import Masters
-from .swap import hand_over, rebuild_reducers, set_data, swap
+from .swap import rebuild_reducers, set_data, swap
 
 
 class NoMasters(Masters):
@@ -53,7 +53,7 @@ class NoMasters(Masters):
             if other.dtype is not torch.float32:  # not so where an interrupt came before they changed places
                 other.requires_grad_(parameter.requires_grad)
                 swap(parameter, other)
-                hand_over(parameter, other)
+                self._handed_over(parameter, other)
             with torch.no_grad():
                 if not torch.equal(held_here(parameter), held_here(other.to(parameter.dtype))):
                     parameter.copy_(other)

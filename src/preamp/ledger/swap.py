@@ -59,7 +59,7 @@ def hand_over(parameter: Parameter, other: Parameter) -> None:
 
     def came(other: Tensor) -> None:
         grad, other.grad = other.grad, None
-        if grad is not None:
+        if grad is not None and parameter.requires_grad:  # else it was frozen since
             grad = grad.to(parameter.dtype)
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 

@@ -240,12 +240,15 @@ def _some(parameters: Iterable[Parameter]) -> list[Parameter]:
 
 
 def _weakly(order: CallOrder, method: Callable[..., None], *args: Any) -> Callable[[Parameter], None]:
-    """A hook that keeps no session alive: one that was lost is let go with it."""
-    known = weakref.ref(order)
+    """A hook that keeps no session alive: one that was lost is let go with it, and so is its optimizer.
+
+    What a hook on a tensor holds, which may hold the tensor, Python's collector cannot see.
+    """
+    known = [weakref.ref(each) for each in (order, *args)]
 
     def came(parameter: Parameter) -> None:
-        alive = known()
+        alive, *others = (each() for each in known)
         if alive is not None:
-            method(alive, *args, parameter)
+            method(alive, *others, parameter)
 
     return came

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ..autocast import MARKER, PRODUCTS, REGISTRY, VMAPPED, autocast, decorated
+from ..autocast import MARKER, PRODUCTS, REGISTRY, VMAPPED, RegionNodes, autocast, decorated
 from ..compiling import traced_by_callers, uncompiled
 from ..errors import PreampWarning
 from ..formats import LOW_DTYPES, name_of
@@ -191,6 +191,11 @@ class FullPrecision:
         self.begun = False
         """Whether `leave` has anything to undo."""
         self._counts = False
+        self._nodes, self._first_node = RegionNodes(), 0
+
+    def made(self, loss: Tensor) -> bool:
+        """Whether a loss was computed inside."""
+        return loss.grad_fn is not None and self._nodes.has(loss.grad_fn)
 
     def counted(self) -> bool:
         """The session's backward pass begins: whether that is inside, and its gradients are to count afterwards."""
@@ -234,6 +239,7 @@ class FullPrecision:
 
     def __enter__(self) -> None:
         self.depth += 1
+        self._first_node = self._nodes.now()
         try:
             self.enter()
         except BaseException:
@@ -242,6 +248,7 @@ class FullPrecision:
 
     def __exit__(self, *_: object) -> None:
         self.depth = 0
+        self._nodes.add(self._first_node)
         self.leave()
 
 

@@ -164,6 +164,8 @@ class Session:
         name = self._begin_backward(loss, name)
         if not sync:
             check_no_sync(self._models.values())
+        if kwargs.get("inputs") is not None:
+            kwargs["inputs"] = self._masters.inputs(kwargs["inputs"])
         scale = self._losses[name]
         seed = scale.seed(loss) if kwargs.get("gradient") is None else None  # saves the product, and its backward
         if seed is None:
@@ -186,7 +188,8 @@ class Session:
         name = self._losses.named(name)
         if not self._in_regions and not self._full.depth:  # of the first loss only
             self._in_regions = True
-            warn_outside(loss, self.policy)
+            if not self._full.made(loss):
+                warn_outside(loss, self.policy)
         if not self._full.counted():
             self._gradients.rest()
         self._order.check_backward(self._models if not self._attempts and self.policy.params in LOW_DTYPES else None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -58,11 +58,8 @@ class OptimizerSteps:
                 each.register_load_state_dict_post_hook(self._after_load),
             )
         ]
-
-        # for any other optimizer, too: weak, as torch keeps it for all of the process
         if losses.scaled or masters.wanted:
-            self._handles.append(register_optimizer_step_pre_hook(partial(_of_another, weakref.ref(self))))
-            weakref.finalize(self, self._handles[-1].remove).atexit = False
+            _OTHERS.add(self)
         self._modes = [
             (each, name, *self._in_float32(each, name)) for each in self._optimizers for name in modes_of(each)
         ]
@@ -190,6 +187,7 @@ class OptimizerSteps:
 
     def close(self) -> None:
         """Release the optimizers; those of `preamp.optim` get their own masters again by `take_states_back`."""
+        _OTHERS.discard(self)
         for handle in self._handles:
             handle.remove()
         for optimizer, name, ours, before in self._modes:
@@ -207,11 +205,33 @@ class OptimizerSteps:
                 state_like_parameters(each)
 
 
-def _of_another(steps: weakref.ref[OptimizerSteps], optimizer: Optimizer, *_: Any) -> None:
-    """What torch calls before any optimizer's step."""
-    alive = steps()
-    if alive is not None:
-        alive.before_step_of_another(optimizer)
+class _StepsOfOthers:
+    """Asks open sessions before any optimizer of the process steps: theirs, or another.
+
+    One hook for all. A session that is lost goes silently, and never takes a hook of torch's out: that may happen at
+    any line, also while torch goes through its hooks.
+    """
+
+    def __init__(self) -> None:
+        self._open: weakref.WeakSet[OptimizerSteps] = weakref.WeakSet()
+        self._handle: Any = None
+
+    def add(self, steps: OptimizerSteps) -> None:
+        self._open.add(steps)
+        self._handle = self._handle or register_optimizer_step_pre_hook(self._before_step)
+
+    def discard(self, steps: OptimizerSteps) -> None:
+        self._open.discard(steps)
+        if self._handle is not None and not self._open:
+            self._handle.remove()
+            self._handle = None
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        for steps in list(self._open):
+            steps.before_step_of_another(optimizer)
+
+
+_OTHERS = _StepsOfOthers()
 
 
 def modes_of(optimizer: Optimizer) -> tuple[str, ...]:
