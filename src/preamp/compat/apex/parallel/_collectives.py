@@ -169,10 +169,6 @@ def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, bucket, strict=True)]
 
 
-def import_flatten_impl() -> None:
-    """Nothing: there is only one implementation, and it needs no extension. Kept because scripts call it."""
-
-
 def apply_flat_dist_call(bucket: Sequence[Tensor], call: Collective, extra_args: Iterable[Any] | None = None) -> None:
     """Run the collective `call(flat, *extra_args)` on the tensors of `bucket` together, in place.
 
@@ -201,22 +197,3 @@ def split_by_type(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
     for tensor in tensors:
         buckets.setdefault(tensor.type(), []).append(tensor)
     return buckets
-
-
-def split_half_float_double(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The float16, float32, float64 and bfloat16 tensors as separate lists, in this order; empty lists are left out."""
-    listed = list(tensors)
-    dtypes = (torch.float16, torch.float32, torch.float64, torch.bfloat16)
-    buckets = [[tensor for tensor in listed if tensor.dtype == dtype] for dtype in dtypes]
-    return [bucket for bucket in buckets if bucket]
-
-
-def extract_tensors(maybe_tensor: Any, tensor_list: list[Tensor]) -> None:
-    """Append every tensor in a nesting of iterables to `tensor_list`, in order; what is no tensor is passed over."""
-    if isinstance(maybe_tensor, Tensor):
-        tensor_list.append(maybe_tensor)
-    elif isinstance(maybe_tensor, dict):
-        extract_tensors(maybe_tensor.values(), tensor_list)
-    elif isinstance(maybe_tensor, Iterable) and not isinstance(maybe_tensor, (str, bytes)):
-        for item in maybe_tensor:
-            extract_tensors(item, tensor_list)
