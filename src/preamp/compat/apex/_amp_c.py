@@ -164,11 +164,12 @@ def multi_tensor_novograd(
     # a first step starts from what the caller put there: the gradients' own norms, or zeros
     init_zero = step == 1 and not bool(grad_norms.any())
     with torch.no_grad():
-        _steps.novograd(
-            params, grads, exp_avgs, grad_norms, step=step, lr=lr, betas=(beta1, beta2), eps=epsilon,
-            weight_decay=weight_decay, bias_correction=bool(bias_correction), grad_averaging=bool(grad_averaging),
-            reg_inside_moment=moment_mode == 0, norm_type=norm_type, init_zero=init_zero, found=_found(noop_flag),
+        o = kernels.NovoGradOptions(
+            lr=lr, betas=(beta1, beta2), eps=epsilon, weight_decay=weight_decay, bias_correction=bool(bias_correction),
+            grad_averaging=bool(grad_averaging), reg_inside_moment=moment_mode == 0, norm_type=norm_type,
+            init_zero=init_zero, found=_found(noop_flag),
         )  # fmt: skip
+        _steps.take(_steps.novograd, o, params, grads, [exp_avgs, list(grad_norms.unbind())], step=step)
 
 
 def _checked(name: str, tensor_lists: Lists, number: int) -> list[list[Tensor]]:
