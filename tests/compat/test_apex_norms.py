@@ -139,14 +139,12 @@ def test_functions_take_apexs_positions() -> None:
         "fused_rms_norm_affine": "input weight normalized_shape eps memory_efficient",
         "fused_rms_norm": "input normalized_shape eps memory_efficient",
         "mixed_dtype_fused_rms_norm_affine": "input weight normalized_shape eps memory_efficient",
-        "manual_rms_norm": "input normalized_shape weight eps",
     }
     for name, arguments in names.items():
         parameters = inspect.signature(getattr(module, name)).parameters
         assert list(parameters) == arguments.split()
-        if name != "manual_rms_norm":
-            assert parameters["eps"].default == 1e-6
-            assert parameters["memory_efficient"].default is False
+        assert parameters["eps"].default == 1e-6
+        assert parameters["memory_efficient"].default is False
 
 
 def test_functions_are_what_the_layers_compute() -> None:
@@ -161,9 +159,6 @@ def test_functions_are_what_the_layers_compute() -> None:
     rms = nn.functional.rms_norm(x, SHAPE, eps=1e-6)
     torch.testing.assert_close(module.fused_rms_norm(x, SHAPE), rms)
     torch.testing.assert_close(module.fused_rms_norm_affine(x, weight, SHAPE), rms * weight)
-    torch.testing.assert_close(module.manual_rms_norm(x, SHAPE, weight, 1e-6), rms * weight)
-    torch.testing.assert_close(module.manual_rms_norm(x, SHAPE, None, 1e-6), rms)
-    assert module.manual_rms_norm(x.half(), SHAPE, weight.half(), 1e-6).dtype is torch.float16
     assert module.mixed_dtype_fused_rms_norm_affine(x, weight.bfloat16(), SHAPE).dtype is torch.bfloat16
 
 

@@ -99,6 +99,6 @@ def _owners(norms: list[Tensor], keys: list[Any], are_low: list[bool], states: d
         return [keys[i] for i in started]
     raise StateError(
         f"group['exp_avg_sq'] holds running norms of {sizes} 16-bit and other parameters, of which the group "
-        f"has {[len(low), len(full)]} that have been stepped: which norm is whose cannot be told. Load the state before "
-        "dtypes of parameters change, or drop it with del group['exp_avg_sq']"
+        f"has {[len(low), len(full)]} that have been stepped: which norm is whose cannot be told. Load the state "
+        "before dtypes of parameters change, or drop it with del group['exp_avg_sq']"
     )
