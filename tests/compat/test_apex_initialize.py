@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from preamp.compat import apex
 from preamp.compat.apex import DeprecatedFeatureWarning, amp
 from preamp.compat.apex.amp import _amp_state
 from preamp.compat.apex.fp16_utils import FP16_Optimizer

@@ -78,6 +78,7 @@ def _taken(step: int | Tensor, device: torch.device) -> Tensor:
     return torch.full((), step - 1, dtype=torch.float32, device=device)
 
 
+@torch.no_grad()
 def take(
     kernel: Callable[[Storage, Any, Any], None], options: Options, params: Sequence[Tensor], grads: Sequence[Tensor],
     states: Lists, *, step: int | Tensor | None = None, masters: Masters = None, shrinks: bool = False,

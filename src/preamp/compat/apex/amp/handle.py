@@ -107,12 +107,17 @@ class AmpHandle(Casts):
                 "after handle.wrap_optimizer(), scale losses with the wrapped optimizer: "
                 "`with optimizer.scale_loss(loss) as scaled_loss:`"
             )
-        chosen = as_list(optimizer)
-        for each in chosen:
-            adopt(each, self)
+        with self._scaled(loss, self._default_scaler, as_list(optimizer), 0) as scaled:
+            yield scaled
+
+    @contextmanager
+    def _scaled(self, loss: Tensor, scaler: LossScaler, optimizers: list[Any], loss_id: int) -> Iterator[Tensor]:
+        """The loss times its scale, for optimizers that `initialize` need not have seen."""
+        for optimizer in optimizers:
+            adopt(optimizer, self)
         try:
-            with scaled_backward(self._default_scaler, chosen, 0):
-                yield loss.float() * self._default_scaler.loss_scale()
+            with scaled_backward(scaler, optimizers, loss_id):
+                yield loss.float() * scaler.loss_scale()
         finally:
             self._clear_cache()
 
