@@ -228,8 +228,6 @@ def what_cannot_work_says_so(rank: int, world: int) -> None:
             DDP(net(), **bad)
     with pytest.raises(ValueError, match="pair"):
         DDP(net(), allreduce_communicators=([None], [None, None]))
-    with pytest.warns(UserWarning, match="gradient_predivide_factor"):
-        DDP(net(), gradient_average_split_factor=2.0)
 
 
 @check

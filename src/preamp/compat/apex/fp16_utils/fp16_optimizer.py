@@ -139,19 +139,6 @@ class FP16_Optimizer(Masters):
             return -1
         return self.clip_grad_norm(list(parameters_of(self.optimizer)), max_norm, norm_type)
 
-    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
-        """The gradients of the optimizer's parameters, by group; None, and a line on stdout, on overflow."""
-        if self.overflow:
-            print(
-                "Warning:  calling FP16_Optimizer.inspect_master_grad_data while in an overflow state.  "
-                "Gradients are currently invalid (may be inf, nan, or stale).  Returning None."
-            )
-            return None
-        return [
-            [None if param.grad is None else param.grad.detach() for param in group["params"]]
-            for group in self.optimizer.param_groups
-        ]
-
     # -- stepping
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

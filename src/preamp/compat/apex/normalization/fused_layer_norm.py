@@ -97,29 +97,27 @@ def mixed_dtype_fused_rms_norm_affine(
 # -- under the names of Apex's autograd functions
 
 
-class FusedLayerNormFunction(OperatorFunction, function=fused_layer_norm, tensors=1):
+class FusedLayerNormFunction(OperatorFunction, function=fused_layer_norm):
     """`fused_layer_norm`."""
 
 
-class FusedLayerNormAffineFunction(OperatorFunction, function=fused_layer_norm_affine, tensors=3):
+class FusedLayerNormAffineFunction(OperatorFunction, function=fused_layer_norm_affine):
     """`fused_layer_norm_affine`."""
 
 
-class FusedLayerNormAffineMixedDtypesFunction(
-    OperatorFunction, function=mixed_dtype_fused_layer_norm_affine, tensors=3
-):
+class FusedLayerNormAffineMixedDtypesFunction(OperatorFunction, function=mixed_dtype_fused_layer_norm_affine):
     """`mixed_dtype_fused_layer_norm_affine`."""
 
 
-class FusedRMSNormFunction(OperatorFunction, function=fused_rms_norm, tensors=1):
+class FusedRMSNormFunction(OperatorFunction, function=fused_rms_norm):
     """`fused_rms_norm`."""
 
 
-class FusedRMSNormAffineFunction(OperatorFunction, function=fused_rms_norm_affine, tensors=2):
+class FusedRMSNormAffineFunction(OperatorFunction, function=fused_rms_norm_affine):
     """`fused_rms_norm_affine`."""
 
 
-class FusedRMSNormAffineMixedDtypesFunction(OperatorFunction, function=mixed_dtype_fused_rms_norm_affine, tensors=2):
+class FusedRMSNormAffineMixedDtypesFunction(OperatorFunction, function=mixed_dtype_fused_rms_norm_affine):
     """`mixed_dtype_fused_rms_norm_affine`."""
 
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....tree import tensors
-from .._notice import warn
 from ._collectives import (
     Group,
     Reduction,
@@ -131,10 +130,6 @@ class DistributedDataParallel(nn.Module):
                 f"message_size={message_size}, gradient_predivide_factor={gradient_predivide_factor} and "
                 f"num_allreduce_streams={num_allreduce_streams} must be positive: they are elements per message, a "
                 "divisor and a count."
-            )
-        if gradient_average_split_factor is not None:
-            warn(
-                "gradient_average_split_factor does nothing; write gradient_predivide_factor to divide before the sum."
             )
         self.module = module
         self.message_size, self.delay_allreduce = message_size, delay_allreduce

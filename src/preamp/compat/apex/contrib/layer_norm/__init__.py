@@ -15,7 +15,7 @@ def _fast_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, me
     return mixed_dtype_fused_layer_norm_affine(x, weight, bias, weight.shape, epsilon, memory_efficient)
 
 
-class FastLayerNormFN(OperatorFunction, function=_fast_layer_norm, tensors=3):
+class FastLayerNormFN(OperatorFunction, function=_fast_layer_norm):
     """Layer norm over the last dimension: `FastLayerNormFN.apply(x, gamma, beta, epsilon)`."""
 
 
