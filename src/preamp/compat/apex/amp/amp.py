@@ -22,13 +22,13 @@ _UNMIXED: list[tuple[Any, list[str]]] = [
 """Functions in none of Apex's lists that fail where some arguments are 16-bit: they compute at the widest type."""
 _FLOAT32_ONLY: list[tuple[Any, list[str]]] = [(torch, ["cdist", "pdist"]), (torch.nn.functional, ["pdist"])]
 """Functions in none of Apex's lists that torch does not have in 16 bits."""
-_DECORATOR_HANDLE: AmpHandle | NoOpHandle | None = None
+_DECORATOR_HANDLE: AmpHandle | None = None
 _USER_CAST_REGISTRY: set[tuple[Any, str, str]] = set()
 """(module, name, "half" or "float") to patch at the next `init` or `initialize`."""
 _USER_PROMOTE_REGISTRY: set[tuple[Any, str]] = set()
 
 
-def _current() -> AmpHandle | NoOpHandle | None:
+def _current() -> AmpHandle | None:
     return _DECORATOR_HANDLE
 
 
@@ -93,7 +93,7 @@ def init(
     *,
     patch_type: torch.dtype = torch.float16,
     takes_cpu: bool = True,
-) -> AmpHandle | NoOpHandle:
+) -> AmpHandle:
     """Patch torch's functions, methods and recurrent layers to cast; the handle undoes it by `_deactivate()`.
 
     `loss_scale`: "dynamic" or a number, for `handle.scale_loss`. `enable_caching`: cast a parameter once between two

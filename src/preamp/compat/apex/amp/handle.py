@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -130,28 +130,9 @@ class AmpHandle(Casts):
         super()._deactivate()
 
 
-class NoOpHandle:
-    """What `init(enabled=False)` returns: the same names, without effects."""
+class NoOpHandle(AmpHandle):
+    """What `init(enabled=False)` returns: a handle that is never active, so that losses stay as they are."""
 
-    has_cache = verbose = False
-
-    def is_active(self) -> bool:
-        """Never."""
-        return False
-
-    def _disable_casts(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """A wrapper that leaves losses as they are."""
-        return OptimWrapper(optimizer, self, num_loss)
-
-    def scale_loss(self, loss: Any, optimizer: Any) -> AbstractContextManager[Any]:
-        """The loss itself."""
-        return nullcontext(loss)
-
-    def _clear_cache(self) -> None:
-        pass
-
-    def _deactivate(self) -> None:
-        pass
+    def __init__(self) -> None:
+        super().__init__(enable_caching=False, takes_cpu=False)
+        self._is_active = False
