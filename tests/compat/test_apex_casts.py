@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from preamp.compat.apex import amp
-from preamp.compat.apex.amp import _amp_state, utils
+from preamp.compat.apex.amp import _amp_state
 from preamp.compat.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 
 pytestmark = pytest.mark.filterwarnings("ignore::preamp.compat.apex.DeprecatedFeatureWarning")
@@ -403,14 +403,12 @@ def test_weights_are_cast_once_an_iteration(monkeypatch: pytest.MonkeyPatch) -> 
     assert not _amp_state.handle.cache
 
 
-def test_own_wrappers_cast_once_for_a_cache() -> None:
-    weight, data, cache = nn.Parameter(torch.randn(3)), torch.randn(3), {}
-    with torch.no_grad():
-        blind = utils.cached_cast(utils.maybe_half, weight, cache)
-    first = utils.cached_cast(utils.maybe_half, [weight, (data, None)], cache)
-    again = utils.cached_cast(utils.maybe_half, [weight, (data, None)], cache)
-    assert first[0] is again[0] is not blind and first[1][0] is again[1][0] and first[1][1] is None
-    assert first[0].requires_grad and first[0].dtype is first[1][0].dtype is torch.float16
+def test_both_16_bit_formats_of_one_parameter() -> None:
+    """A cast that is kept for one is not handed out for the other."""
+    weight = nn.Parameter(torch.randn(3))
+    amp.init()
+    for function, dtype in ((amp.half_function, HALF), (amp.bfloat16_function, BF16)):
+        assert function(lambda x: x)(weight).dtype is dtype
 
 
 @pytest.mark.parametrize("change", ["step", "in place", "data", "assigned", "loaded"])

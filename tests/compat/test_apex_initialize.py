@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from preamp.compat import apex
 from preamp.compat.apex import DeprecatedFeatureWarning, amp
 from preamp.compat.apex.amp import _amp_state
 from preamp.compat.apex.fp16_utils import FP16_Optimizer
@@ -217,14 +216,6 @@ def test_disabled_leaves_all_alone() -> None:
         assert scaled is loss
     with pytest.raises(AttributeError):
         amp.state_dict()
-
-
-def test_the_question_about_cudnns_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 8500)
-    assert apex.check_cudnn_version_and_warn("--bnp", 8400)
-    with pytest.warns(UserWarning, match="needs cuDNN 9000 or newer, here is 8500"):
-        assert not apex.check_cudnn_version_and_warn("--bnp", 9000)
 
 
 def test_cudnn_has_to_be_on() -> None:

@@ -226,12 +226,8 @@ def what_cannot_work_says_so(rank: int, world: int) -> None:
     for bad in ({"message_size": 0}, {"gradient_predivide_factor": 0.0}, {"num_allreduce_streams": 0}):
         with pytest.raises(ValueError, match="positive"):
             DDP(net(), **bad)
-    with pytest.raises(ValueError, match="no parameters of the wrapped"):
-        DDP(net(), allreduce_trigger_params=[nn.Parameter(torch.ones(1))])
     with pytest.raises(ValueError, match="pair"):
         DDP(net(), allreduce_communicators=([None], [None, None]))
-    with pytest.warns(UserWarning, match="gradient_predivide_factor"):
-        DDP(net(), gradient_average_split_factor=2.0)
 
 
 @check
@@ -313,10 +309,6 @@ def test_flat_helpers() -> None:
         flat.flatten([])
     mixed = [torch.ones(1), torch.ones(1).half(), torch.ones(1).double(), torch.ones(2)]
     assert [len(v) for v in flat.split_by_type(mixed).values()] == [2, 1, 1]
-    assert [v[0].dtype for v in flat.split_half_float_double(mixed)] == [torch.float16, torch.float32, torch.float64]
-    found: list[torch.Tensor] = []
-    flat.extract_tensors([mixed[0], {"a": (mixed[1], "text", 3)}, iter([mixed[2]])], found)
-    assert [a is b for a, b in zip(found, mixed[:3], strict=True)] == [True] * 3
 
 
 @pytest.mark.slow
@@ -339,5 +331,5 @@ def test_multiproc_starts_ranks_and_reports_failure(tmp_path: Path) -> None:
     first = run(str(script), "--lr", "1", "--rank", "7", WORLD_SIZE="2")
     assert (first.returncode, first.stdout.split()) == (0, ["--lr", "1", "--world-size", "2", "--rank", "0"])
     assert (tmp_path / "GPU_1.log").read_text().split() == ["--lr", "1", "--world-size", "2", "--rank", "1"]
-    assert run("--nproc", "2", str(script), "--fail").returncode == 3
+    assert run(str(script), "--world-size=2", "--fail").returncode == 3
     assert "no script" in run().stderr

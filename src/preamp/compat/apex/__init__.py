@@ -9,12 +9,11 @@ from functools import partial as _partial
 
 from ._modules import find_by_import as _find_by_import
 from ._modules import module_of as _module_of
-from ._notice import DeprecatedFeatureWarning, check_cudnn_version_and_warn, deprecated_warning
+from ._notice import DeprecatedFeatureWarning, deprecated_warning
 
 __all__ = [
     "DeprecatedFeatureWarning",
     "amp",
-    "check_cudnn_version_and_warn",
     "contrib",
     "deprecated_warning",
     "fp16_utils",

@@ -89,13 +89,12 @@ def multi_tensor_adam(
     `step`: its number, from 1. `mode`: 0 adds weight decay to the gradient, 1 shrinks the parameter (AdamW).
     """
     grads, params, exp_avgs, exp_avg_sqs = _checked("multi_tensor_adam", tensor_lists, 4)
-    with torch.no_grad():
-        o = kernels.AdamOptions(
-            lr=lr, betas=(beta1, beta2), eps=epsilon, weight_decay=weight_decay, decoupled_weight_decay=mode == 1,
-            found=_found(noop_flag),
-        )  # fmt: skip
-        number = step if bias_correction else _steps.LATE
-        _steps.take(kernels.adam, o, params, grads, [exp_avgs, exp_avg_sqs], step=number)
+    o = kernels.AdamOptions(
+        lr=lr, betas=(beta1, beta2), eps=epsilon, weight_decay=weight_decay, decoupled_weight_decay=mode == 1,
+        found=_found(noop_flag),
+    )  # fmt: skip
+    number = step if bias_correction else _steps.LATE
+    _steps.take(kernels.adam, o, params, grads, [exp_avgs, exp_avg_sqs], step=number)
 
 
 def multi_tensor_adagrad(
@@ -103,9 +102,8 @@ def multi_tensor_adagrad(
 ) -> None:
     """One step of Adagrad for lists `[grads, params, sums]`; `mode` as in `multi_tensor_adam`."""
     grads, params, sums = _checked("multi_tensor_adagrad", tensor_lists, 3)
-    with torch.no_grad():
-        o = kernels.AdagradOptions(lr=lr, eps=epsilon, weight_decay=weight_decay, found=_found(noop_flag))
-        _steps.take(kernels.adagrad, o, params, grads, [sums], step=1, shrinks=mode == 1)
+    o = kernels.AdagradOptions(lr=lr, eps=epsilon, weight_decay=weight_decay, found=_found(noop_flag))
+    _steps.take(kernels.adagrad, o, params, grads, [sums], step=1, shrinks=mode == 1)
 
 
 def multi_tensor_sgd(
@@ -120,15 +118,14 @@ def multi_tensor_sgd(
     if not params:
         return
     factor = None if scale == 1.0 else torch.full((), scale, dtype=torch.float32, device=params[0].device)
-    with torch.no_grad():
-        o = kernels.SGDOptions(
-            lr=lr, momentum=momentum, dampening=dampening, weight_decay=wd, nesterov=nesterov, first=first_run,
-            factor=factor, found=_found(noop_flag),
-        )  # fmt: skip
-        states = [momentum_buffers] if momentum else [[]]
-        _steps.take(kernels.sgd, o, params, grads, states, shrinks=wd_after_momentum)
-        for copies in lists[3:]:
-            _store(copies, params)
+    o = kernels.SGDOptions(
+        lr=lr, momentum=momentum, dampening=dampening, weight_decay=wd, nesterov=nesterov, first=first_run,
+        factor=factor, found=_found(noop_flag),
+    )  # fmt: skip
+    states = [momentum_buffers] if momentum else [[]]
+    _steps.take(kernels.sgd, o, params, grads, states, shrinks=wd_after_momentum)
+    for copies in lists[3:]:
+        _store(copies, params)
 
 
 def multi_tensor_lamb(
@@ -141,13 +138,12 @@ def multi_tensor_lamb(
     `global_grad_norm`: of one entry, what clipping to `max_grad_norm` goes by. `mode` as in `multi_tensor_adam`.
     """
     grads, params, exp_avgs, exp_avg_sqs = _checked("multi_tensor_lamb", tensor_lists, 4)
-    with torch.no_grad():
-        o = kernels.LambOptions(
-            grad_norm=global_grad_norm.reshape(()).float(), lr=lr, betas=(beta1, beta2), eps=epsilon,
-            weight_decay=weight_decay, bias_correction=bool(bias_correction), grad_averaging=bool(grad_averaging),
-            adam_w_mode=mode == 1, max_grad_norm=max_grad_norm, use_nvlamb=bool(use_nvlamb), found=_found(noop_flag),
-        )  # fmt: skip
-        _steps.take(kernels.lamb, o, params, grads, [exp_avgs, exp_avg_sqs], step=step)
+    o = kernels.LambOptions(
+        grad_norm=global_grad_norm.reshape(()).float(), lr=lr, betas=(beta1, beta2), eps=epsilon,
+        weight_decay=weight_decay, bias_correction=bool(bias_correction), grad_averaging=bool(grad_averaging),
+        adam_w_mode=mode == 1, max_grad_norm=max_grad_norm, use_nvlamb=bool(use_nvlamb), found=_found(noop_flag),
+    )  # fmt: skip
+    _steps.take(kernels.lamb, o, params, grads, [exp_avgs, exp_avg_sqs], step=step)
 
 
 def multi_tensor_novograd(
@@ -163,12 +159,12 @@ def multi_tensor_novograd(
     grads, params, exp_avgs = _checked("multi_tensor_novograd", tensor_lists, 3)
     # a first step starts from what the caller put there: the gradients' own norms, or zeros
     init_zero = step == 1 and not bool(grad_norms.any())
-    with torch.no_grad():
-        _steps.novograd(
-            params, grads, exp_avgs, grad_norms, step=step, lr=lr, betas=(beta1, beta2), eps=epsilon,
-            weight_decay=weight_decay, bias_correction=bool(bias_correction), grad_averaging=bool(grad_averaging),
-            reg_inside_moment=moment_mode == 0, norm_type=norm_type, init_zero=init_zero, found=_found(noop_flag),
-        )  # fmt: skip
+    o = kernels.NovoGradOptions(
+        lr=lr, betas=(beta1, beta2), eps=epsilon, weight_decay=weight_decay, bias_correction=bool(bias_correction),
+        grad_averaging=bool(grad_averaging), reg_inside_moment=moment_mode == 0, norm_type=norm_type,
+        init_zero=init_zero, found=_found(noop_flag),
+    )  # fmt: skip
+    _steps.take(_steps.novograd, o, params, grads, [exp_avgs, list(grad_norms.unbind())], step=step)
 
 
 def _checked(name: str, tensor_lists: Lists, number: int) -> list[list[Tensor]]:

@@ -32,15 +32,3 @@ def deprecated_warning(message: str) -> None:
     """Warn with `DeprecatedFeatureWarning`, on rank 0 only."""
     if is_rank_zero():
         warn(message, DeprecatedFeatureWarning)
-
-
-def check_cudnn_version_and_warn(global_option: str, required_cudnn_version: int) -> bool:
-    """Whether cuDNN is at least `required_cudnn_version` (8400 is 8.4.0); if not, warn that an option goes without."""
-    found = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
-    if found is not None and found >= required_cudnn_version:
-        return True
-    warnings.warn(
-        f"{global_option} needs cuDNN {required_cudnn_version} or newer, here is {found or 'none'}: it goes without",
-        stacklevel=2,
-    )
-    return False

@@ -78,6 +78,7 @@ def _taken(step: int | Tensor, device: torch.device) -> Tensor:
     return torch.full((), step - 1, dtype=torch.float32, device=device)
 
 
+@torch.no_grad()
 def take(
     kernel: Callable[[Storage, Any, Any], None], options: Options, params: Sequence[Tensor], grads: Sequence[Tensor],
     states: Lists, *, step: int | Tensor | None = None, masters: Masters = None, shrinks: bool = False,
@@ -100,17 +101,9 @@ def _shrink(params: list[Tensor], lr: float | Tensor, weight_decay: float, found
     torch._foreach_mul_(params, keep)
 
 
-def novograd(
-    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], norms: Tensor, *, step: int,
-    **options: Any,
-) -> None:  # fmt: skip
-    """NovoGrad. `norms`: (number of parameters,) float32, written; `options`: of `kernels.NovoGradOptions`."""
-    for places, storage in storages(params, [exp_avgs], step):
-        device = storage.params[0].device
-        whole = len(places) == len(params) and device == norms.device
-        index = slice(None) if whole else torch.tensor(places, device=norms.device)  # this copy is a host sync
-        own = norms[index].to(device)
-        storage.states = [*storage.states, [own]]
-        kernels.novograd(storage, [grads[i] for i in places], kernels.NovoGradOptions(**options))
-        if not whole:
-            norms[index] = own.to(norms.device)
+def novograd(storage: Storage, gradients: Sequence[Tensor], options: Any) -> None:
+    """`kernels.novograd` by running norms that lie in one tensor each, 0-d float32."""
+    exp_avgs, shown = storage.states
+    norms = torch.stack(list(shown))
+    kernels.novograd(replace(storage, states=(exp_avgs, [norms])), gradients, options)
+    torch._foreach_copy_(list(shown), norms.unbind())

@@ -11,7 +11,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ....autocast import PRODUCTS
-from .utils import Caster, caster_to, verbosify
+from .utils import Caster
+
+_NAMES = {
+    torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Float", torch.float64: "Double",
+}  # fmt: skip
+"""What Apex called dtypes, in what it printed."""
 
 
 class Casts:
@@ -33,7 +38,6 @@ class Casts:
         self.takes_cpu = takes_cpu
         self._products = PRODUCTS.hold_while(self, everywhere=True) if takes_cpu else None
         """Ends the hold on products of the CPU: functions of torch are patched for all code, so it is for all, too."""
-        self._casters = {dtype: self.only(caster_to(dtype)) for dtype in (half_type, torch.float32, torch.float64)}
 
     def dtype_of(self, kind: str) -> torch.dtype:
         """The dtype that a user calls "half", "bfloat16" or "float"."""
@@ -55,43 +59,31 @@ class Casts:
         """Whether a tensor is on a device where casts happen."""
         return self.takes_cpu or x.device.type != "cpu"
 
-    def only(self, cast: Caster) -> Caster:
-        """`cast`, of those tensors that casts are for."""
-        if self.takes_cpu:
-            return cast
-        return lambda x: cast(x) if x.device.type != "cpu" else x
+    def caster(self, dtype: torch.dtype, name: str = "") -> Caster:
+        """A cast of a floating tensor to `dtype`, if casts are for it. `name`: the function that they are told of with.
 
-    def caster(self, dtype: torch.dtype) -> Caster:
-        """A cast to `dtype` of those tensors that casts are for."""
-        if dtype not in self._casters:
-            self._casters[dtype] = self.only(caster_to(dtype))
-        return self._casters[dtype]
-
-    def low_caster(self, name: str) -> Caster:
-        """A cast to 16 bits that keeps parameters' casts and tells of them if it is to."""
-        told = verbosify(self.caster(self.half_type), name, self.verbose)
-        return self.cached(told) if self.has_cache else told
-
-    def cached(self, cast: Caster) -> Caster:
-        """`cast`, made once for each float32 parameter until it is written, stepped, or `scale_loss` ends.
-
-        Not kept where no gradient is recorded: such a copy would be found by the next training pass, without its
-        gradient; and weights that are swapped for evaluation are written in ways that leave no trace.
+        That of a float32 parameter to 16 bits is made once until it is written, stepped, or `scale_loss` ends. Not kept
+        where no gradient is recorded: such a copy would be found by the next training pass, without its gradient; and
+        weights that are swapped for evaluation are written in ways that leave no trace.
         """
-        cache, stamps = self.cache, self._stamps
+        keeps = self.has_cache and dtype is self.half_type
 
-        def kept(x: Tensor) -> Tensor:
-            if x.dtype is not torch.float32 or not isinstance(x, Parameter):
-                return cast(x)
-            if not x.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-                return cast(x)
-            stamp = (x._version, x.data_ptr())
-            if stamps.get(x) == stamp:
-                return cache[x]
-            cache[x], stamps[x] = result, _ = cast(x), stamp
+        def cast(x: Tensor) -> Tensor:
+            if x.dtype is dtype or not self.takes(x):
+                return x
+            kept = keeps and isinstance(x, Parameter) and x.dtype is torch.float32 and x.requires_grad
+            kept = kept and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+            stamp = (x._version, x.data_ptr()) if kept else None
+            if kept and self._stamps.get(x) == stamp:
+                return self.cache[x]
+            result = x.to(dtype)
+            if self.verbose and name:
+                print(f"{_NAMES.get(x.dtype, x.dtype)}->{_NAMES.get(dtype, dtype)} ({name})")
+            if stamp is not None:
+                self.cache[x], self._stamps[x] = result, stamp
             return result
 
-        return kept
+        return cast
 
     def _clear_cache(self) -> None:
         self.cache.clear()

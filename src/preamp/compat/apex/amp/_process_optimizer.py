@@ -24,7 +24,7 @@ from .._notice import warn
 from .._scaler import LossScaler
 from ._amp_state import maybe_print
 from ._gradient_versions import GradientVersions
-from ._scaled_backward import Stash, put_aside, put_back, unscale_and_add
+from ._scaled_backward import Stash, add_pairwise, put_aside, put_back, unscale_and_add
 
 _PLANTED = {
     "_lazy_init_maybe_master_weights": "lazy_init",
@@ -115,21 +115,15 @@ class AmpOptimizerState(Masters):
 
     def _unscale_low(self, scaler: LossScaler) -> None:
         """Unscale the model's gradients into the masters', added to what those hold."""
-        fresh: list[tuple[Tensor, Tensor]] = []
-        added: list[tuple[Tensor, Tensor]] = []
-        for parameter, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True):
-            given: Tensor | None = parameter.grad
-            if given is None:
-                continue
-            given = given.coalesce().to_dense() if given.layout is torch.sparse_coo else given
-            if master.grad is None:
-                master.grad = torch.empty_like(master)
-                fresh.append((given, master.grad))
-            else:
-                added.append((given, master.grad))
-        scaler.unscale([g for g, _ in fresh], [m for _, m in fresh])
-        totals = [m for _, m in added]
-        scaler.unscale_with_stashed([g for g, _ in added], totals, totals)
+        low = [p.grad for p in self.all_fp16_params if p.grad is not None]
+        masters = [
+            m for p, m in zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True) if p.grad is not None
+        ]
+        true = [torch.empty_like(master) for master in masters]
+        scaler.unscale([g.coalesce().to_dense() if g.layout is torch.sparse_coo else g for g in low], true)
+        add_pairwise([(m.grad, t) for m, t in zip(masters, true, strict=True) if m.grad is not None])
+        for master, gradient in zip(masters, true, strict=True):
+            master.grad = gradient if master.grad is None else master.grad
 
     def abandon_backward(self) -> None:
         """The backward pass failed: its gradients are dropped, and those from before it are back."""

@@ -89,23 +89,31 @@ def put_back(parameters: Sequence[Parameter], stash: Stash) -> None:
 def unscale_and_add(parameters: Sequence[Parameter], stash: Stash, scaler: LossScaler) -> None:
     """Unscale gradients in place, and add what was put aside; only the new ones are judged."""
     fresh: list[Tensor] = []
-    added: list[tuple[Tensor, Tensor]] = []
+    sums: list[tuple[Parameter, Tensor, Tensor]] = []
     for parameter, kept in zip(parameters, _taken(parameters, stash), strict=False):
         new = parameter.grad
         if new is None:
             parameter.grad = kept
-        elif kept is None:
-            parameter.grad = new if new.layout is torch.strided else new.coalesce()
-            fresh.append(parameter.grad)
-        elif new.layout is torch.strided and kept.layout is torch.strided:
-            added.append((new, kept))
-        else:
-            parameter.grad = new = new if new.layout is torch.strided else new.coalesce()
-            scaler.unscale([new], [new], models_are_masters=True)
-            parameter.grad = _sum(new, kept)
+            continue
+        parameter.grad = new = new if new.layout is torch.strided else new.coalesce()
+        fresh.append(new)
+        if kept is not None:
+            sums.append((parameter, new, kept))
     scaler.unscale(fresh, fresh, models_are_masters=True)
-    new_ones = [new for new, _ in added]
-    scaler.unscale_with_stashed(new_ones, [kept for _, kept in added], new_ones)
+    dense: list[tuple[Tensor, Tensor]] = []
+    for parameter, new, kept in sums:
+        if new.layout is kept.layout is torch.strided:
+            dense.append((new, kept))
+        else:
+            parameter.grad = _sum(new, kept)
+    add_pairwise(dense)
+
+
+@torch.no_grad()
+def add_pairwise(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Add the second of each pair to the first, in place."""
+    if pairs:
+        torch._foreach_add_([into for into, _ in pairs], [added for _, added in pairs])
 
 
 def _taken(parameters: Sequence[Parameter], stash: Stash) -> Stash:

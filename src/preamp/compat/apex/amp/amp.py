@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ....formats import LOW_DTYPES
-from . import rnn_compat, utils, wrap
+from . import rnn_compat, wrap
 from ._amp_state import _amp_state
 from .handle import AmpHandle, NoOpHandle
 from .lists import functional_overrides, tensor_overrides, torch_overrides
@@ -22,13 +22,13 @@ _UNMIXED: list[tuple[Any, list[str]]] = [
 """Functions in none of Apex's lists that fail where some arguments are 16-bit: they compute at the widest type."""
 _FLOAT32_ONLY: list[tuple[Any, list[str]]] = [(torch, ["cdist", "pdist"]), (torch.nn.functional, ["pdist"])]
 """Functions in none of Apex's lists that torch does not have in 16 bits."""
-_DECORATOR_HANDLE: AmpHandle | NoOpHandle | None = None
+_DECORATOR_HANDLE: AmpHandle | None = None
 _USER_CAST_REGISTRY: set[tuple[Any, str, str]] = set()
 """(module, name, "half" or "float") to patch at the next `init` or `initialize`."""
 _USER_PROMOTE_REGISTRY: set[tuple[Any, str]] = set()
 
 
-def _current() -> AmpHandle | NoOpHandle | None:
+def _current() -> AmpHandle | None:
     return _DECORATOR_HANDLE
 
 
@@ -93,7 +93,7 @@ def init(
     *,
     patch_type: torch.dtype = torch.float16,
     takes_cpu: bool = True,
-) -> AmpHandle | NoOpHandle:
+) -> AmpHandle:
     """Patch torch's functions, methods and recurrent layers to cast; the handle undoes it by `_deactivate()`.
 
     `loss_scale`: "dynamic" or a number, for `handle.scale_loss`. `enable_caching`: cast a parameter once between two
@@ -113,7 +113,7 @@ def init(
         before._deactivate()
     handle = AmpHandle(loss_scale, enable_caching, verbose, patch_type, takes_cpu)
     try:
-        _patch(handle, verbose, allow_banned)
+        _patch(handle, allow_banned)
     except BaseException:
         handle._deactivate()
         raise
@@ -121,58 +121,57 @@ def init(
     return handle
 
 
-def _patch(handle: AmpHandle, verbose: bool, allow_banned: bool) -> None:
+def _patch(handle: AmpHandle, allow_banned: bool) -> None:
     """In the order in which wrappers must lie over one another: a user's own choice outermost.
 
     Names of `torch` that stand for the same function in `torch.nn.functional` are patched there, too.
     """
     functional, tensor = torch.nn.functional, tensor_overrides.MODULE
     both = {name for name in dir(functional) if getattr(functional, name) is getattr(torch, name, None)}
-    low, full = utils.caster_to(handle.half_type), utils.caster_to(torch.float32)
-    chosen = _take_registered(handle, verbose)
+    low, full = handle.half_type, torch.float32
+    chosen = _take_registered(handle)
     lists: tuple[Any, ...] = (functional_overrides, torch_overrides, tensor_overrides)
 
-    def put(patch: Any, module: Any, names: Iterable[str], *options: Any) -> None:
+    def put(way: Any, module: Any, names: Iterable[str], *options: Any) -> None:
         for name in dict.fromkeys(names):
             if (module, name) not in chosen:
-                patch(module, name, *options)
+                wrap.patch(module, name, way(handle, name, *options), handle)
 
     for each in lists:
-        put(wrap.cached_cast, each.MODULE, each.FP16_FUNCS, low, handle, True, verbose)
-        put(wrap.cached_cast, each.MODULE, each.FP32_FUNCS, full, handle, False, verbose)
+        put(wrap.casting, each.MODULE, each.FP16_FUNCS, low)
+        put(wrap.casting, each.MODULE, each.FP32_FUNCS, full)
     only_torchs = both.intersection(torch_overrides.FP16_FUNCS).difference(functional_overrides.FP16_FUNCS)
-    put(wrap.cached_cast, functional, only_torchs, low, handle, True, verbose)
-    put(wrap.promote, functional, both.intersection(torch_overrides.CASTS), handle)
+    put(wrap.casting, functional, only_torchs, low)
+    put(wrap.widening, functional, both.intersection(torch_overrides.CASTS))
     for module, names in _FLOAT32_ONLY:
-        put(wrap.cached_cast, module, names, full, handle, False, verbose)
+        put(wrap.casting, module, names, full)
     for module, names in _UNMIXED:
-        put(wrap.promote, module, names, handle)
+        put(wrap.widening, module, names)
     for each in lists[1:]:
-        put(wrap.promote, each.MODULE, [*each.CASTS, *each.SEQUENCE_CASTS], handle)
-    put(wrap.err_if_any_half, torch, utils.as_inplace(torch_overrides.FP32_FUNCS), handle)
-    put(wrap.err_if_arg0_half, tensor, utils.as_inplace(tensor_overrides.FP32_FUNCS), handle)
-    matched = [*tensor_overrides.FP16_FUNCS, *tensor_overrides.CASTS, *_UNMIXED[-1][1]]
-    put(wrap.promote_match_arg0, tensor, utils.as_inplace(matched), handle)
-    rnn_compat.whitelist_rnn_cells(handle, verbose)
+        put(wrap.widening, each.MODULE, [*each.CASTS, *each.SEQUENCE_CASTS])
+    put(wrap.refusing, torch, _in_place(torch_overrides.FP32_FUNCS))
+    put(wrap.writing, tensor, _in_place(tensor_overrides.FP32_FUNCS), full)
+    put(wrap.writing, tensor, _in_place([*tensor_overrides.FP16_FUNCS, *tensor_overrides.CASTS, *_UNMIXED[-1][1]]))
+    rnn_compat.whitelist_rnn_cells(handle)
     for each in lists:
         for name, message in each.BANNED_FUNCS:
-            if allow_banned:
-                put(wrap.cached_cast, each.MODULE, [name], full, handle, False, verbose)
-            else:
-                put(wrap.err_if_any_half, each.MODULE, [name], handle, message)
+            way, option = (wrap.casting, full) if allow_banned else (wrap.refusing, message)
+            put(way, each.MODULE, [name], option)
 
 
-def _take_registered(handle: AmpHandle, verbose: bool) -> set[tuple[Any, str]]:
+def _in_place(names: Iterable[str]) -> list[str]:
+    return [f"{name}_" for name in names]
+
+
+def _take_registered(handle: AmpHandle) -> set[tuple[Any, str]]:
     """Patch what users registered, and forget it; returns (module, name) pairs, which the lists then leave alone."""
-    chosen: set[tuple[Any, str]] = set()
-    for module, name, kind in _USER_CAST_REGISTRY:
-        if (module, name) not in chosen:
-            wrap.cached_cast(module, name, utils.caster_to(handle.dtype_of(kind)), handle, kind != "float", verbose)
-            chosen.add((module, name))
+    ways = {
+        (module, name): wrap.casting(handle, name, handle.dtype_of(kind)) for module, name, kind in _USER_CAST_REGISTRY
+    }
     for module, name in _USER_PROMOTE_REGISTRY:
-        if (module, name) not in chosen:
-            wrap.promote(module, name, handle)
-            chosen.add((module, name))
+        ways.setdefault((module, name), wrap.widening(handle, name))
+    for (module, name), prepare in ways.items():
+        wrap.patch(module, name, prepare, handle)
     _USER_CAST_REGISTRY.clear()
     _USER_PROMOTE_REGISTRY.clear()
-    return chosen
+    return set(ways)

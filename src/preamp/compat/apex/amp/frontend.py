@@ -32,12 +32,6 @@ class Properties:
         self.__dict__["options"] = dict(_OPTIONS)
         self.__dict__["patch_torch_functions_type"] = None
 
-    def _update_options_dict(self, new_options: dict[str, Any]) -> None:
-        for name, value in new_options.items():
-            if name not in self.options:
-                raise ValueError(f"Tried to set unexpected option {name}; options are {', '.join(self.options)}")
-            self.options[name] = value
-
     def __getattr__(self, name: str) -> Any:
         options = self.__dict__.get("options", {})
         if name in options:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -107,12 +107,17 @@ class AmpHandle(Casts):
                 "after handle.wrap_optimizer(), scale losses with the wrapped optimizer: "
                 "`with optimizer.scale_loss(loss) as scaled_loss:`"
             )
-        chosen = as_list(optimizer)
-        for each in chosen:
-            adopt(each, self)
+        with self._scaled(loss, self._default_scaler, as_list(optimizer), 0) as scaled:
+            yield scaled
+
+    @contextmanager
+    def _scaled(self, loss: Tensor, scaler: LossScaler, optimizers: list[Any], loss_id: int) -> Iterator[Tensor]:
+        """The loss times its scale, for optimizers that `initialize` need not have seen."""
+        for optimizer in optimizers:
+            adopt(optimizer, self)
         try:
-            with scaled_backward(self._default_scaler, chosen, 0):
-                yield loss.float() * self._default_scaler.loss_scale()
+            with scaled_backward(scaler, optimizers, loss_id):
+                yield loss.float() * scaler.loss_scale()
         finally:
             self._clear_cache()
 
@@ -125,28 +130,9 @@ class AmpHandle(Casts):
         super()._deactivate()
 
 
-class NoOpHandle:
-    """What `init(enabled=False)` returns: the same names, without effects."""
+class NoOpHandle(AmpHandle):
+    """What `init(enabled=False)` returns: a handle that is never active, so that losses stay as they are."""
 
-    has_cache = verbose = False
-
-    def is_active(self) -> bool:
-        """Never."""
-        return False
-
-    def _disable_casts(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """A wrapper that leaves losses as they are."""
-        return OptimWrapper(optimizer, self, num_loss)
-
-    def scale_loss(self, loss: Any, optimizer: Any) -> AbstractContextManager[Any]:
-        """The loss itself."""
-        return nullcontext(loss)
-
-    def _clear_cache(self) -> None:
-        pass
-
-    def _deactivate(self) -> None:
-        pass
+    def __init__(self) -> None:
+        super().__init__(enable_caching=False, takes_cpu=False)
+        self._is_active = False

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from .._scaler import LossScaler
-from ._process_optimizer import adopt
-from ._scaled_backward import scaled_backward
 
 
 class OptimWrapper:
@@ -41,12 +39,8 @@ class OptimWrapper:
                 "handle.wrap_optimizer(optimizer, num_loss=...)"
             )
         scaler = self._loss_scaler[self._loss_idx]
-        adopt(self._optimizer, self._amp_handle)
-        try:
-            with scaled_backward(scaler, [self._optimizer], self._loss_idx):
-                yield loss.float() * scaler.loss_scale()
-        finally:
-            self._amp_handle._clear_cache()
+        with self._amp_handle._scaled(loss, scaler, [self._optimizer], self._loss_idx) as scaled:
+            yield scaled
         self._loss_idx += 1
 
     def step(self, closure: Any = None) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules import rnn as _rnn
 
 from ._casts import Casts
-from .utils import Caster, mapped
+from .utils import mapped
 
 RNN_NAMES = ["rnn_relu", "rnn_tanh", "gru", "lstm"]
 CELL_NAMES = [name + "_cell" for name in ("rnn_relu", "rnn_tanh", "gru", "lstm")]
@@ -21,7 +21,7 @@ def has_old_rnns() -> bool:
     return False
 
 
-def whitelist_rnn_cells(handle: Casts, verbose: bool) -> None:
+def whitelist_rnn_cells(handle: Casts) -> None:
     """Have all recurrent layers and cells compute in 16 bits, until `handle._deactivate()`."""
     handle._save_func(_rnn, "_VF")
     setattr(_rnn, "_VF", _Functions(handle))  # noqa: B010  (torch's annotations call it a module)
@@ -45,7 +45,7 @@ def _in_low(function: Any, handle: Casts) -> Any:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not handle._is_active or not handle.takes(args[0]):
             return function(*args, **kwargs)
-        cast: Caster = handle.low_caster(function.__name__)
+        cast = handle.caster(handle.half_type, function.__name__)
         if args[0].is_cuda and function.__name__ in RNN_NAMES:
             # cuDNN wants the weights of a layer in one piece of memory. torch's own autocast lays out such a piece in
             # 16 bits, differentiably; the rest is cast here so that the result is in 16 bits for sure.

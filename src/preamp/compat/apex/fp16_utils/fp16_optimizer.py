@@ -18,7 +18,7 @@ from ....ledger import parameters_of
 from .._masters import Masters, multiply_gradients
 from .._notice import deprecated_warning
 from .._scaler import LossScaler, scaler_of, state_of
-from .fp16util import clip_grad_norm
+from .fp16util import clip_grad_norm, model_grads_to_master_grads
 
 RETRIES = 64
 """How often a closure is called again because it overflowed: a scale of 2**16 falls to 2**-48 meanwhile, far below
@@ -123,22 +123,13 @@ class FP16_Optimizer(Masters):
     def update_master_grads(self) -> None:
         """Copy the model's gradients to the masters in float32, divided by the scale; note overflow, move the scale."""
         self.loss_scaler.clear_overflow_state()
-        model_grads: list[Tensor] = []
-        master_grads: list[Tensor] = []
-        for param, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True):
-            if param.grad is None:
-                master.grad = None
-                continue
-            if master.grad is None:
-                master.grad = torch.empty_like(master)
-            model_grads.append(param.grad if param.grad.layout is torch.strided else param.grad.to_dense())
-            master_grads.append(master.grad)
+        model_grads_to_master_grads(self.all_fp16_params, self.all_fp32_from_fp16_params)
         scale = self.loss_scaler.loss_scale() if self._scale_on_fp16 is None else self._scale_on_fp16
+        scaled = [master.grad for master in self.all_fp32_from_fp16_params if master.grad is not None]
+        if not self._fp32_are_true:
+            scaled += [_dense_grad(param) for param in self.all_fp32_from_fp32_params if param.grad is not None]
         with torch.no_grad():
-            self.loss_scaler.unscale(model_grads, master_grads, scale, scale_override=scale)
-            if not self._fp32_are_true:
-                own = [_dense_grad(p) for p in self.all_fp32_from_fp32_params if p.grad is not None]
-                self.loss_scaler.unscale(own, own, scale, scale_override=scale)
+            self.loss_scaler.unscale(scaled, scaled, scale, scale_override=scale)
         self._fp32_are_true = True
         self.overflow = self.loss_scaler.update_scale()
 
@@ -147,19 +138,6 @@ class FP16_Optimizer(Masters):
         if self.overflow:
             return -1
         return self.clip_grad_norm(list(parameters_of(self.optimizer)), max_norm, norm_type)
-
-    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
-        """The gradients of the optimizer's parameters, by group; None, and a line on stdout, on overflow."""
-        if self.overflow:
-            print(
-                "Warning:  calling FP16_Optimizer.inspect_master_grad_data while in an overflow state.  "
-                "Gradients are currently invalid (may be inf, nan, or stale).  Returning None."
-            )
-            return None
-        return [
-            [None if param.grad is None else param.grad.detach() for param in group["params"]]
-            for group in self.optimizer.param_groups
-        ]
 
     # -- stepping
 

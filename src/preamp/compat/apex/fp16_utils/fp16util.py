@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_
 
 from ....autocast import PRODUCTS, widened
+from ..parallel.distributed import flatten, unflatten
 
 clip_grad_norm = clip_grad_norm_
 
@@ -116,6 +117,8 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
     model_params = [param for param in model.parameters() if param.requires_grad]
     if not flat_master:
         return model_params, [Parameter(param.detach().clone().float()) for param in model_params]
+    if not model_params:
+        raise ValueError("flat_master=True, and no parameter requires a gradient: there is nothing to make it of")
     dtypes = {param.dtype for param in model_params}
     if len(dtypes) > 1:
         print(
@@ -126,7 +129,7 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
             f"flat_master=True with parameters of {sorted(map(str, dtypes))}: one tensor has one dtype, and the way "
             "back would round some of them. Write flat_master=False"
         )
-    master = Parameter(_flat([param.detach() for param in model_params]).float())
+    master = Parameter(flatten([param.detach() for param in model_params]).float())
     master.grad = torch.zeros_like(master)
     return model_params, [master]
 
@@ -144,7 +147,7 @@ def model_grads_to_master_grads(
             grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in model_params]
             if master.grad is None:
                 master.grad = torch.empty_like(master)
-            master.grad.copy_(_flat(grads))
+            master.grad.copy_(flatten(grads))
             return
         pairs = list(zip(model_params, master_params, strict=True))
         for model, master in pairs:
@@ -162,8 +165,7 @@ def master_params_to_model_params(
     with torch.no_grad():
         if flat_master:
             (master,) = master_params
-            masters = torch._C._nn.unflatten_dense_tensors(master.detach(), [p.detach() for p in model_params])
-            _copy(list(model_params), list(masters))
+            _copy(list(model_params), unflatten(master.detach(), model_params))
         else:
             _copy(list(model_params), [master.detach() for master in master_params])
 
@@ -172,13 +174,6 @@ def to_python_float(t: Any) -> float:
     """The number in a tensor of one entry; of anything else without `item`, its first entry."""
     number: float = t.item() if hasattr(t, "item") else t[0]
     return number
-
-
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    if not tensors:
-        raise ValueError("flat_master=True, and no parameter requires a gradient: there is nothing to make it of")
-    flat: Tensor = torch._C._nn.flatten_dense_tensors([tensor.contiguous() for tensor in tensors])
-    return flat
 
 
 def _copy(into: list[Tensor], values: list[Tensor]) -> None:

@@ -7,13 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-__all__ = [
-    "FusedDense",
-    "FusedDenseGeluDense",
-    "dense_no_bias_function",
-    "fused_dense_function",
-    "fused_dense_gelu_dense_function",
-]
+__all__ = ["FusedDense", "FusedDenseGeluDense", "fused_dense_function"]
 
 
 def fused_dense_function(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -21,23 +15,8 @@ def fused_dense_function(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.linear(input, weight, bias)
 
 
-def dense_no_bias_function(input: Tensor, weight: Tensor) -> Tensor:
-    """`input @ weight.T`."""
-    return F.linear(input, weight)
-
-
-def fused_dense_gelu_dense_function(
-    input: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor
-) -> Tensor:
-    """A linear layer, GELU in its approximation by tanh, and another linear layer."""
-    return F.linear(F.gelu(F.linear(input, weight1, bias1), approximate="tanh"), weight2, bias2)
-
-
 class FusedDense(nn.Linear):
-    """`torch.nn.Linear(in_features, out_features, bias)`."""
-
-    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
-        super().__init__(in_features, out_features, bias)
+    """`torch.nn.Linear`."""
 
 
 class FusedDenseGeluDense(nn.Module):
@@ -67,4 +46,5 @@ class FusedDenseGeluDense(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input`, (..., in_features), through both layers."""
-        return fused_dense_gelu_dense_function(input, self.weight1, self.bias1, self.weight2, self.bias2)
+        inner = F.gelu(F.linear(input, self.weight1, self.bias1), approximate="tanh")
+        return F.linear(inner, self.weight2, self.bias2)

@@ -18,14 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ....formats import LOW_DTYPES
 from .._operator_function import OperatorFunction
 
 __all__ = [
     "FusedLayerNorm", "FusedLayerNormAffineFunction", "FusedLayerNormAffineMixedDtypesFunction",
     "FusedLayerNormFunction", "FusedRMSNorm", "FusedRMSNormAffineFunction", "FusedRMSNormAffineMixedDtypesFunction",
     "FusedRMSNormFunction", "MixedFusedLayerNorm", "MixedFusedRMSNorm", "fused_layer_norm",
-    "fused_layer_norm_affine", "fused_rms_norm", "fused_rms_norm_affine", "manual_rms_norm",
+    "fused_layer_norm_affine", "fused_rms_norm", "fused_rms_norm_affine",
     "mixed_dtype_fused_layer_norm_affine", "mixed_dtype_fused_rms_norm_affine",
 ]  # fmt: skip
 
@@ -98,43 +97,28 @@ def mixed_dtype_fused_rms_norm_affine(
 # -- under the names of Apex's autograd functions
 
 
-class FusedLayerNormFunction(OperatorFunction, function=fused_layer_norm, tensors=1):
+class FusedLayerNormFunction(OperatorFunction, function=fused_layer_norm):
     """`fused_layer_norm`."""
 
 
-class FusedLayerNormAffineFunction(OperatorFunction, function=fused_layer_norm_affine, tensors=3):
+class FusedLayerNormAffineFunction(OperatorFunction, function=fused_layer_norm_affine):
     """`fused_layer_norm_affine`."""
 
 
-class FusedLayerNormAffineMixedDtypesFunction(
-    OperatorFunction, function=mixed_dtype_fused_layer_norm_affine, tensors=3
-):
+class FusedLayerNormAffineMixedDtypesFunction(OperatorFunction, function=mixed_dtype_fused_layer_norm_affine):
     """`mixed_dtype_fused_layer_norm_affine`."""
 
 
-class FusedRMSNormFunction(OperatorFunction, function=fused_rms_norm, tensors=1):
+class FusedRMSNormFunction(OperatorFunction, function=fused_rms_norm):
     """`fused_rms_norm`."""
 
 
-class FusedRMSNormAffineFunction(OperatorFunction, function=fused_rms_norm_affine, tensors=2):
+class FusedRMSNormAffineFunction(OperatorFunction, function=fused_rms_norm_affine):
     """`fused_rms_norm_affine`."""
 
 
-class FusedRMSNormAffineMixedDtypesFunction(OperatorFunction, function=mixed_dtype_fused_rms_norm_affine, tensors=2):
+class FusedRMSNormAffineMixedDtypesFunction(OperatorFunction, function=mixed_dtype_fused_rms_norm_affine):
     """`mixed_dtype_fused_rms_norm_affine`."""
-
-
-def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float) -> Tensor:
-    """RMS norm written out: x / sqrt(mean(x^2) + eps), the mean in float32 over the last dimensions, times `weight`.
-
-    Without `weight` the result is at least float32; with a 16-bit one it has that dtype.
-    """
-    dims = tuple(range(-len(_shape_of(normalized_shape)), 0))
-    wide = input.to(torch.promote_types(input.dtype, torch.float32))
-    normed = input * torch.rsqrt(wide.pow(2).mean(dims, keepdim=True) + eps)
-    if weight is None:
-        return normed
-    return weight * (normed.to(weight.dtype) if weight.dtype in LOW_DTYPES else normed)
 
 
 def _shape_of(normalized_shape: Shape) -> torch.Size:

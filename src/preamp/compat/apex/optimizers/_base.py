@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import cached_property
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import required
@@ -107,13 +106,14 @@ class ApexOptimizer(Optimizer):
     # -- the step
 
     @torch.no_grad()
-    def step(self, closure: Closure = None, grad_scaler: Any = None) -> Any:
+    def step(self, closure: Closure = None) -> Any:
         """One step of every parameter that has a gradient; returns the closure's loss.
 
-        `grad_scaler`: given by `torch.amp.GradScaler.step` to those that skip and unscale by themselves.
+        Scalers tell those that skip and unscale by themselves, in the attributes `grad_scale` and `found_inf`.
         """
         loss = evaluated(closure)
-        self._advance(*scaling_of(self, grad_scaler))
+        scale = getattr(self, "grad_scale", None)
+        self._advance(None if scale is None else reciprocal(scale.reshape(())), getattr(self, "found_inf", None))
         return loss
 
     def _advance(self, factor: Tensor | None = None, found: Tensor | None = None) -> None:
@@ -250,40 +250,6 @@ class ApexOptimizer(Optimizer):
         super().__setstate__(state)
         self._own = tuple(state.keys() - {"defaults", "state", "param_groups"})
         self._masters = Masters()
-
-
-class Scaling(NamedTuple):
-    """What a GradScaler tells an optimizer that skips and unscales by itself, on the device.
-
-    `factor`: what gradients have to be multiplied by; `found`: above 0, the step is skipped. 0-d float32 or None.
-    """
-
-    factor: Tensor | None
-    found: Tensor | None
-
-
-def scaling_of(optimizer: Any, grad_scaler: Any) -> Scaling:
-    """How the gradients of `optimizer` are scaled.
-
-    `grad_scaler`: the `torch.amp.GradScaler` whose step this is, or None: then the attributes `grad_scale` and
-    `found_inf`, torch's newer protocol, speak. Gradients that the scaler has unscaled already are not divided again.
-    """
-    if grad_scaler is None:
-        scale: Tensor | None = getattr(optimizer, "grad_scale", None)
-        return Scaling(None if scale is None else reciprocal(scale.reshape(())), getattr(optimizer, "found_inf", None))
-    state = grad_scaler._per_optimizer_states[id(optimizer)]
-    if state["stage"] is OptState.UNSCALED:
-        return Scaling(None, _any(state["found_inf_per_device"]))
-    found = _any(grad_scaler._check_inf_per_device(optimizer))
-    return Scaling(reciprocal(grad_scaler._get_scale_async().reshape(())), found)
-
-
-def _any(flags: dict[Any, Tensor]) -> Tensor | None:
-    found = None
-    for flag in flags.values():
-        flag = flag.reshape(())
-        found = flag if found is None else found + flag.to(found.device)
-    return found
 
 
 def evaluated(closure: Closure) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ....formats import LOW_DTYPES
 from ....kernels import AdamOptions, Tensors, adam, global_norm
 from .. import _amp_c, _steps
-from ._base import ApexOptimizer, Closure, Group, Parameters, constructor, evaluated, scaling_of
+from ._base import ApexOptimizer, Closure, Group, Parameters, constructor, evaluated
 
 OF_2018 = frozenset(("amp_scale_adjustment", "eps_inside_sqrt", "max_grad_norm", "use_mt"))
 
@@ -81,27 +81,20 @@ class FusedAdam(ApexOptimizer):
         """16-bit parameters, with `master_weights`."""
         return self.master_weights and param.dtype in LOW_DTYPES
 
-    @torch.no_grad()
-    def step(  # type: ignore[override]
+    def step(
         self, closure: Closure = None, grads: Any = None, output_params: Any = None, scale: Any = None,
-        grad_norms: Any = None, grad_scaler: Any = None,
+        grad_norms: Any = None,
     ) -> Any:  # fmt: skip
         """One step of every parameter that has a gradient; returns the closure's loss.
 
-        `grad_scaler`: given by `torch.amp.GradScaler.step` when `capturable`. The other arguments are those of 2018:
-        RuntimeError, if this is not that optimizer.
+        The other arguments are those of 2018: RuntimeError, if this is not that optimizer.
         """
-        loss = evaluated(closure)
-        self._step_all((grads, output_params, scale, grad_norms), grad_scaler)
-        return loss
-
-    def _step_all(self, old: tuple[Any, Any, Any, Any], grad_scaler: Any) -> None:
-        if any(argument is not None for argument in old):
+        if any(argument is not None for argument in (grads, output_params, scale, grad_norms)):
             raise RuntimeError(
                 "FusedAdam.step() no longer takes grads, output_params, scale or grad_norms, which an Apex of 2018 "
                 "did: construct it like torch.optim.Adam, leave the gradients in .grad and call step() without them"
             )
-        self._advance(*scaling_of(self, grad_scaler if self.capturable else None))
+        return super().step(closure)
 
     def step_group(self, group: Group, params: Parameters, grads: Tensors, **more: Any) -> None:
         """With bias corrections, or without."""
@@ -144,8 +137,13 @@ class FusedAdam2018(FusedAdam):
             )
         super()._begin(params, defaults)
 
-    def _step_all(self, old: tuple[Any, Any, Any, Any], grad_scaler: Any) -> None:
-        grads, output_params, scale, grad_norms = old
+    @torch.no_grad()
+    def step(
+        self, closure: Closure = None, grads: Any = None, output_params: Any = None, scale: Any = None,
+        grad_norms: Any = None,
+    ) -> Any:  # fmt: skip
+        """One step; the class says by what. Returns the closure's loss."""
+        loss = evaluated(closure)
         scale = 1.0 if scale is None else scale
         groups = self.param_groups
         norms = [None] * len(groups) if grad_norms is None else list(grad_norms)
@@ -163,6 +161,7 @@ class FusedAdam2018(FusedAdam):
             self._step(group, [group["params"][i] for i in there], [gradients[i] for i in there], scale, norm)
             if outs is not None:
                 torch._foreach_copy_(outs, [p.detach() for p in group["params"]])
+        return loss
 
     def _step(
         self, group: dict[str, Any], params: Sequence[Any], grads: Sequence[Any], scale: float, norm: Any

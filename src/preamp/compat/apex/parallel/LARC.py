@@ -50,27 +50,16 @@ class LARC:
 
     param_groups = _forwarded("param_groups", "The optimizer's parameter groups, themselves.")
     state = _forwarded("state", "The optimizer's state, itself.")
-    defaults = property(attrgetter("optim.defaults"), doc="The optimizer's defaults, themselves.")
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else that is public is the optimizer's: state_dict, zero_grad, add_param_group, defaults, ..."""
+        if name.startswith("_") or name == "optim":  # what amp and torch put on an optimizer; while unpickling
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        return getattr(self.optim, name)
 
     def __repr__(self) -> str:
         settings = f"trust_coefficient={self.trust_coefficient}, clip={self.clip}, eps={self.eps}"
         return f"LARC({settings}, optimizer={self.optim!r})"
-
-    def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state_dict; LARC has no state of its own."""
-        return self.optim.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` of this or of the bare optimizer gave."""
-        self.optim.load_state_dict(state_dict)
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """The optimizer's own, with its arguments."""
-        self.optim.zero_grad(*args, **kwargs)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Give the optimizer one more group of parameters."""
-        self.optim.add_param_group(param_group)
 
     def step(self) -> None:
         """Rescale the gradients and step. It takes no closure: LARC changes the gradients that a closure would remake.

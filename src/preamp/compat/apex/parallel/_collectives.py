@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -57,28 +58,21 @@ def default_timeout() -> timedelta | None:
 
 
 def check_same_model(parameters: Sequence[tuple[str, Tensor]], group: Group) -> None:
-    """ValueError, on every rank alike, unless the ranks' parameters agree in number, shape, dtype and requires_grad.
+    """ValueError, on every rank alike, unless the ranks' parameters agree in name, shape, dtype and requires_grad.
 
     Without this a broadcast of buffers of different sizes hangs, or fills one rank's weights with another's bytes.
     """
-    listing = repr([(tuple(p.shape), str(p.dtype), p.requires_grad) for _, p in parameters])
-    digest = int.from_bytes(hashlib.sha256(listing.encode()).digest()[:7], "big")
-    elements = sum(p.numel() for _, p in parameters)
-    if parameters:
-        device = parameters[0][1].device
-    else:
-        device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    mine = torch.tensor([digest, len(parameters), elements], device=device)
-    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, mine, group=group)
-    rows = [row.tolist() for row in gathered]
+    own = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in parameters]
+    rows: list[Any] = [None] * dist.get_world_size(group)
+    with torch.cuda.device_of(parameters[0][1]) if parameters else nullcontext():  # where nccl puts what it sends
+        dist.all_gather_object(rows, own, group=group)
     for rank, row in enumerate(rows):
         if row != rows[0]:
+            first, other = next((a, b) for a, b in zip_longest(rows[0], row) if a != b)
             raise ValueError(
-                f"the ranks hold different models: rank 0 has {rows[0][1]} parameters with {rows[0][2]} elements, "
-                f"rank {rank} has {row[1]} with {row[2]}, or they differ in shapes, dtypes or requires_grad. Their "
-                "gradients cannot be added. Build the same model, and freeze the same layers, on every rank before "
-                "wrapping it."
+                f"the ranks hold different models: rank 0 has {len(rows[0])} parameters, rank {rank} has {len(row)}. "
+                f"The first to differ are {first} and {other} (name, shape, dtype, requires_grad). Their gradients "
+                "cannot be added. Build the same model, and freeze the same layers, on every rank before wrapping it."
             )
 
 
@@ -169,10 +163,6 @@ def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, bucket, strict=True)]
 
 
-def import_flatten_impl() -> None:
-    """Nothing: there is only one implementation, and it needs no extension. Kept because scripts call it."""
-
-
 def apply_flat_dist_call(bucket: Sequence[Tensor], call: Collective, extra_args: Iterable[Any] | None = None) -> None:
     """Run the collective `call(flat, *extra_args)` on the tensors of `bucket` together, in place.
 
@@ -201,22 +191,3 @@ def split_by_type(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
     for tensor in tensors:
         buckets.setdefault(tensor.type(), []).append(tensor)
     return buckets
-
-
-def split_half_float_double(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The float16, float32, float64 and bfloat16 tensors as separate lists, in this order; empty lists are left out."""
-    listed = list(tensors)
-    dtypes = (torch.float16, torch.float32, torch.float64, torch.bfloat16)
-    buckets = [[tensor for tensor in listed if tensor.dtype == dtype] for dtype in dtypes]
-    return [bucket for bucket in buckets if bucket]
-
-
-def extract_tensors(maybe_tensor: Any, tensor_list: list[Tensor]) -> None:
-    """Append every tensor in a nesting of iterables to `tensor_list`, in order; what is no tensor is passed over."""
-    if isinstance(maybe_tensor, Tensor):
-        tensor_list.append(maybe_tensor)
-    elif isinstance(maybe_tensor, dict):
-        extract_tensors(maybe_tensor.values(), tensor_list)
-    elif isinstance(maybe_tensor, Iterable) and not isinstance(maybe_tensor, (str, bytes)):
-        for item in maybe_tensor:
-            extract_tensors(item, tensor_list)

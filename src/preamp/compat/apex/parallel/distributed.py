@@ -15,22 +15,18 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....tree import tensors
-from .._notice import warn
 from ._collectives import (
     Group,
     Reduction,
     apply_flat_dist_call,
     broadcast_parameters,
     check_same_model,
-    extract_tensors,
     flat_dist_call,
     flatten,
     has_group,
-    import_flatten_impl,
     own_group,
     require_group,
     split_by_type,
-    split_half_float_double,
     unflatten,
 )
 
@@ -38,12 +34,9 @@ __all__ = [
     "DistributedDataParallel",
     "Reducer",
     "apply_flat_dist_call",
-    "extract_tensors",
     "flat_dist_call",
     "flatten",
-    "import_flatten_impl",
     "split_by_type",
-    "split_half_float_double",
     "unflatten",
 ]
 
@@ -52,7 +45,7 @@ class Reducer:
     """Averages gradients over all ranks when `reduce()` is called, and never by itself.
 
     `module_or_grads_list`: a module, whose parameters are set to rank 0's at once and whose `.grad` are averaged; or
-    a tensor or any nesting of iterables of tensors, which are averaged in place. RuntimeError without a process group.
+    a tensor, or an iterable with tensors in it, which are averaged in place. RuntimeError without a process group.
     """
 
     def __init__(self, module_or_grads_list: nn.Module | Tensor | Iterable[Any]) -> None:
@@ -64,7 +57,8 @@ class Reducer:
             check_same_model(list(self.module.named_parameters()), None)
             broadcast_parameters(list(self.module.parameters()))
         else:
-            extract_tensors(module_or_grads_list, self.grads)
+            given = module_or_grads_list
+            self.grads = list(tensors(given if isinstance(given, (Tensor, dict)) else list(given)))
 
     def reduce(self) -> None:
         """Average in place, in the gradients' own dtype. Every rank has to call this.
@@ -137,10 +131,6 @@ class DistributedDataParallel(nn.Module):
                 f"num_allreduce_streams={num_allreduce_streams} must be positive: they are elements per message, a "
                 "divisor and a count."
             )
-        if gradient_average_split_factor is not None:
-            warn(
-                "gradient_average_split_factor does nothing; write gradient_predivide_factor to divide before the sum."
-            )
         self.module = module
         self.message_size, self.delay_allreduce = message_size, delay_allreduce
         self.retain_allreduce_buffers, self.allreduce_always_fp32 = retain_allreduce_buffers, allreduce_always_fp32
@@ -148,7 +138,6 @@ class DistributedDataParallel(nn.Module):
         self.gradient_average, self.gradient_predivide_factor = gradient_average, gradient_predivide_factor
         self.world_size = float(dist.get_world_size())
         named = list(module.named_parameters())
-        _check_triggers(allreduce_trigger_params or (), [p for _, p in named])
         for name, parameter in named:
             _check_parameter(name, parameter)
         self._enabled = True
@@ -319,16 +308,6 @@ def _refuse_sparse(name: str, parameter: Tensor) -> None:
             f"the gradient of {name} is {parameter.grad.layout}: flat buffers hold dense gradients only, and ranks "
             "have different rows. Build the embedding with sparse=False, or wrap the model in "
             "torch.nn.parallel.DistributedDataParallel."
-        )
-
-
-def _check_triggers(chosen: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-    own = set(map(id, parameters))
-    others = sum(id(p) not in own for p in chosen)
-    if others:
-        raise ValueError(
-            f"{others} of the {len(chosen)} allreduce_trigger_params are no parameters of the wrapped module, so no "
-            "gradient of theirs will ever arrive. Pass parameters out of module.parameters()."
         )
 
 

@@ -1,12 +1,13 @@
-"""Start one process of a script per GPU: `python -m preamp.compat.apex.parallel.multiproc [--nproc N] script args...`.
+"""Start one process of a script per GPU: `python -m preamp.compat.apex.parallel.multiproc script args...`.
 
 Every process gets `--world-size N --rank i` appended to its arguments, in place of what it says there already. Rank 0
-writes to the terminal, the others to GPU_i.log. N is, in this order: `--nproc`, a `--world-size` among the script's
-arguments, the environment's WORLD_SIZE, the number of GPUs, 1.
+writes to the terminal, the others to GPU_i.log. N is, in this order: a `--world-size` among the arguments,
+the environment's WORLD_SIZE, the number of GPUs, 1.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -22,33 +23,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     ValueError for a number of processes that is none, and when no script is given.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    world = None
-    if arguments and (arguments[0] == "--nproc" or arguments[0].startswith("--nproc=")):
-        world, arguments = _taken(arguments, "--nproc")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for option in ("--world-size", "--rank"):
+        parser.add_argument(option)
+    given, arguments = parser.parse_known_args(argv)
     if not arguments:
-        raise ValueError("no script to start: python -m preamp.compat.apex.parallel.multiproc [--nproc N] script args")
-    given, arguments = _taken(arguments, "--world-size")
-    _, arguments = _taken(arguments, "--rank")
-    source = world or given or os.environ.get("WORLD_SIZE") or str(torch.cuda.device_count() or 1)
-    if not source.isdigit() or int(source) < 1:
-        raise ValueError(f"the number of processes is {source!r}: pass --nproc with a whole number from 1 up.")
-    return _run([sys.executable, *arguments], int(source))
-
-
-def _taken(arguments: Sequence[str], option: str) -> tuple[str | None, list[str]]:
-    """The value of `option`, given as two words or with "=", and the arguments without it."""
-    rest, value = list(arguments), None
-    for place, word in enumerate(rest):
-        if word.startswith(option + "="):
-            value = word.partition("=")[2]
-            del rest[place]
-            break
-        if word == option:
-            value = rest[place + 1] if place + 1 < len(rest) else ""
-            del rest[place : place + 2]
-            break
-    return value, rest
+        raise ValueError("no script to start: python -m preamp.compat.apex.parallel.multiproc script args...")
+    number = given.world_size or os.environ.get("WORLD_SIZE") or str(torch.cuda.device_count() or 1)
+    if not number.isdigit() or int(number) < 1:
+        raise ValueError(f"the number of processes is {number!r}: pass --world-size with a whole number from 1 up.")
+    return _run([sys.executable, *arguments], int(number))
 
 
 def _run(command: Sequence[str], world: int) -> int:

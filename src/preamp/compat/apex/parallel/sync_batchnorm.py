@@ -205,10 +205,5 @@ def create_syncbn_process_group(group_size: int) -> Group:
             f"{world} ranks do not divide into groups of {group_size}, so some rank would be without partners. "
             "Choose a group_size that divides the world size, or 0 for one group of all."
         )
-    mine = None
-    for first in range(0, world, group_size):  # new_group wants every rank to make every group
-        ranks = list(range(first, first + group_size))
-        group = dist.new_group(ranks, timeout=default_timeout())
-        if dist.get_rank() in ranks:
-            mine = group
-    return mine
+    group, _ = dist.new_subgroups(group_size, timeout=default_timeout())
+    return group

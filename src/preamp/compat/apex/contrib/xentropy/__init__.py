@@ -25,5 +25,5 @@ def _losses(
     return losses if half_to_float else losses.to(logits.dtype)
 
 
-class SoftmaxCrossEntropyLoss(OperatorFunction, function=_losses, tensors=1):
+class SoftmaxCrossEntropyLoss(OperatorFunction, function=_losses):
     """Cross entropy: `SoftmaxCrossEntropyLoss.apply(logits, labels, smoothing, padding_idx, half_to_float)`."""
