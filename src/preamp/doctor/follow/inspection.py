@@ -17,15 +17,14 @@ from ..findings.check import without_repeats
 from ..findings.events import Deviated, GradientSpread, GradientsRead, Observed, Prepared, RanInThread
 from ..findings.pa202 import row_of
 from ..hooks import leave
-from ..measure import spread_of, values_here
 from ..names import unwrapped
 from ..places import key_of
-from ..replay.diagnose import compare_gradients
 from ..replay.trials import Trials
 from ..shadow.absorbed import Changes
 from ..shadow.remedies import Remedy
 from .audit import ChangesObservation, Held, Recomputation, StepObservation, audit, dtypes_of, owned
 from .evaluation import Evaluation
+from .gradients import as_stored, beside_shadows
 from .magnitudes import Pending, Telemetry
 from .precision import Precision, regions_entered
 from .run import Run
@@ -36,8 +35,6 @@ ENOUGH = 64
 _ABOUT_A_LINE = frozenset({"PA101", "PA205"})
 FACTS = 6
 """Facts of one step for which fixes are tried."""
-_SMALL = 16
-"""Gradients of fewer values are not judged."""
 
 
 class Inspection:
@@ -73,6 +70,8 @@ class Inspection:
         """16-bit dtypes of matrix products seen."""
         self.low_now: set[torch.dtype] = set()
         """The same, of this step only; empty where operators were not observed."""
+        self._exact: dict[int, GradientSpread] = {}
+        """What float16 lost of each gradient of this step, by the parameter's id, as far as shadows show it."""
         self._dtypes: dict[str, int] = {}
         """Numbers of the parameters by dtype, when the gradients of the observed step arrived."""
 
@@ -157,8 +156,8 @@ class Inspection:
         observation.autocast_on, ours = self._regions
         observation.torchs_own = observation.autocast_on and not ours
 
-    def _replay_observed(self, loss: Tensor) -> None:
-        """Replay a step of compiled code, as written and with autograd, and observe that."""
+    def _replay_observed(self, loss: Tensor, scale: float) -> None:
+        """Replay a step of compiled code, as written and with autograd, and observe that; `scale`: on this loss."""
         tape, names = self._run.tape, self._run.names
         observation = StepObservation(self._run, lambda: False, Inspection._replay_observed.__code__)
         self._note_regions(observation)
@@ -170,7 +169,11 @@ class Inspection:
                     again = tape.replay(loss, observation.places, names.get)
                     if self._telemetry is not None and again.requires_grad:
                         self._telemetry.in_backward = True
-                        torch.autograd.grad(again, names.parameters(), torch.ones_like(again), allow_unused=True)
+                        grads = torch.autograd.grad(
+                            again, names.parameters(), torch.ones_like(again), allow_unused=True
+                        )
+                        observation.paused = True
+                        self._compare_gradients(observation, scale, grads)
                 else:
                     tape.replay_calls(observation.places, names.get)
         except Exception:  # a model that cannot be called a second time
@@ -185,7 +188,7 @@ class Inspection:
         """A backward pass from these losses begins, with this scale on them."""
         if self._again and losses:
             self._again = False
-            self._replay_observed(losses[0])
+            self._replay_observed(losses[0], scale / self._scales.seed_of(list(losses)))
         self.gradients_are_true()  # what autograd and we do with gradients is no reading of the script's
         if self._observation is not None:
             self._observation.backward_scale = scale
@@ -197,6 +200,7 @@ class Inspection:
         """Gradients have arrived; code that reads them may read scaled ones."""
         if self._observation is not None:
             self._dtypes = dtypes_of(self._run.names)  # before an unscaling lets the parameters hold masters
+            self._compare_gradients(self._observation, self._scales.of_backward)
         if self._telemetry is not None:
             self._telemetry.close()
             for path in self._telemetry.outside[:1]:
@@ -204,6 +208,17 @@ class Inspection:
         if self._observation is not None and self._scales.on_gradients != 1:
             grads = (p.grad for p in self._run.names.parameters() if p.grad is not None)
             self._observation.gradients = frozenset(key_of(grad) for grad in grads)
+
+    def _compare_gradients(
+        self, observation: StepObservation, scale: float, grads: Sequence[Tensor | None] | None = None
+    ) -> None:
+        """Gradients of the models' parameters, or these, have just been computed, with this scale on them."""
+        names, shadows, low = self._run.names, observation.shadowed.shadows, observation.products.low
+        if any(product.dtype is torch.float16 for product in low) and shadows.whole:
+            parameters = names.parameters()
+            given = zip(parameters, [p.grad for p in parameters] if grads is None else grads, strict=True)
+            with torch.no_grad():
+                self._exact |= beside_shadows(given, shadows, names, scale)
 
     def gradients_are_true(self) -> None:
         """They have been unscaled, or are about to be: code that reads them now reads true gradients."""
@@ -244,6 +259,7 @@ class Inspection:
             self._held.before_step(run.names)
         if was_close and torch.float16 in self.low and not run.bad:
             self._read_gradients()
+        self._exact.clear()
         telemetry = self._telemetry
         if telemetry is not None and not telemetry.has_weights:
             known = {id(p) for p in run.names.parameters()}
@@ -252,28 +268,14 @@ class Inspection:
             telemetry.weights(own or run.names.parameters(), self._scales.on_gradients)
 
     def _read_gradients(self) -> None:
-        """What float16 lost of them: measured where the step can be replayed, else estimated from what is left."""
-        run, scale, stored = self._run, self._scales.of_backward, self._scales.on_gradients
-        rows = None
-        if self._replay and len(run.losses) == 1 and not run.names.is_sharded:
-            rows = compare_gradients(run.tape, run.names, run.losses[0], scale / self._scales.seed, stored)
-        if rows is None:
-            run.emit(GradientsRead(self._spreads(stored), scale, is_exact=False))
+        """Tell what float16 lost of them: seen beside their shadows, else told from what is left."""
+        run, scale = self._run, self._scales.of_backward
+        rows = sorted(self._exact.values(), key=lambda one: (-one.lost, -one.relative))
+        if not rows:
+            run.emit(GradientsRead(as_stored(run.names, self._scales.on_gradients), scale, is_exact=False))
             return
         run.emit(GradientsRead(rows, scale, is_exact=True))
         run.recorder.write("underflow", step=run.step, scale=scale, rows=list(map(row_of, rows)))
-
-    def _spreads(self, stored: float) -> list[GradientSpread]:
-        """Of the parameters whose gradients are float16 or, where none is, of all: they passed through it."""
-        names, parameters = self._run.names, self._run.names.parameters()
-        halves = [p for p in parameters if p.dtype is torch.float16]  # norms kept in float32 have float32 gradients
-        found = []
-        for parameter in halves or parameters:
-            grad = parameter.grad
-            if grad is not None and grad.layout is torch.strided and grad.numel() >= _SMALL:
-                spread = spread_of(values_here(grad)).times(1 / stored)
-                found.append(GradientSpread(*names.parameter(parameter), spread, parameter.dim() < 2))
-        return found
 
     def attempted(self, taken: bool) -> None:
         """The step was taken or skipped. What it changed is counted later: masters may not be copied back yet."""

@@ -12,6 +12,7 @@ from ..findings.pa201 import Diagnosed, Diagnosis
 from ..measure import all_finite
 from ..replay.diagnose import diagnose, samples
 from ..replay.trials import Trials
+from ..shadow.remedies import Remedy
 from .run import Run
 from .scales import Scales
 
@@ -84,7 +85,7 @@ class Soundness:
             return
         for fact in trials.plain.facts:
             run.emit(Deviated(fact, *trials.cure(fact, bool(self._scales.sessions))))
-        run.recorder.write("in_float32", raises=not run.tape.runs_in_full())
+        run.recorder.write("in_float32", raises=trials.again(Remedy(everything=True)).raised)
 
     def before_step(self) -> None:
         """The step is about to be tried."""

@@ -109,10 +109,10 @@ class Steps:
         self._scales.after_backward(losses)
         self._soundness.check(losses)
         self._went_back = True
+        self._inspection.after_backward()
         if not run.optimizers:  # the script, or a library, steps by other means, which no hook sees
             self._close_step(None)
             self._versions = self._versions_now()
-        self._inspection.after_backward()
         if run.tape.is_long and not run.bad and not keeps_graph:
             run.tape.clear()  # of a long accumulation: the inputs of sound micro-batches are the script's memory
 

@@ -34,7 +34,6 @@ from .entries import (
     Ref,
     call_again,
     identity_of,
-    in_full,
     schema_name,
     tensor_key,
 )
@@ -223,18 +222,16 @@ class Tape:
         loss: Tensor,
         places: Places | None = None,
         named: Named | None = None,
-        *,
-        full: bool = False,
         remedy: Remedy | None = None,
     ) -> Tensor:
         """Do it all again up to the loss, and return the new one.
 
-        `places` and `named`, the path of a module of the models', are told where each operator is run; `full`: in
-        float32, whatever was cast and kept in 16 bits; `remedy`: with these lines computed otherwise.
+        `places` and `named`, the path of a module of the models', are told where each operator is run; `remedy`: with
+        these lines computed otherwise.
         """
         wanted = tensor_key(loss)
         last = max(i for i, e in enumerate(self._entries) if wanted in getattr(e, "outputs", ()))
-        return self._again(last, places, named, full, remedy)[wanted]
+        return self._again(last, places, named, remedy)[wanted]
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
@@ -258,16 +255,7 @@ class Tape:
     def replay_calls(self, places: Places, named: Named, remedy: Remedy | None = None) -> None:
         """Do again all that is kept, without a loss: calls of models, and operators on what they gave."""
         if self._entries and self.whole:
-            self._again(len(self._entries) - 1, places, named, remedy=remedy)
-
-    def runs_in_full(self) -> bool:
-        """Whether all that is kept runs in float32, without autocast."""
-        try:
-            with self.done_again():
-                self._again(len(self._entries) - 1, None, None, full=True)
-        except Exception:
-            return False
-        return True
+            self._again(len(self._entries) - 1, places, named, remedy)
 
     @property
     def is_empty(self) -> bool:
@@ -280,14 +268,11 @@ class Tape:
         kinds = {t.device.type for model in self.models() for t in model.parameters()} - {"cpu"}
         return next(iter(kinds), "cpu")
 
-    def _again(
-        self, last: int, places: Places | None, named: Named | None, full: bool = False, remedy: Remedy | None = None
-    ) -> dict[Key, Tensor]:
+    def _again(self, last: int, places: Places | None, named: Named | None, remedy: Remedy | None) -> dict[Key, Tensor]:
         env: dict[Key, Tensor] = {}
 
         def look_up(leaf: Any) -> Any:
-            found = env[leaf.key] if isinstance(leaf, Ref) else leaf
-            return in_full(found) if full else found
+            return env[leaf.key] if isinstance(leaf, Ref) else leaf
 
         for entry in self._entries[: last + 1]:
             if isinstance(entry, RandomState):
@@ -297,7 +282,7 @@ class Tape:
             elif isinstance(entry, ModelCall):
                 given = tree_map(look_up, entry.args), tree_map(look_up, entry.kwargs)
                 with restore.unheard(), applied(remedy, places):
-                    out = list(tensors(call_again(entry, *given, full=full)))
+                    out = list(tensors(call_again(entry, *given)))
                 env.update({key: t for key, t in zip(entry.outputs, out, strict=False) if key is not None})
             else:
                 args, kwargs = tree_map(look_up, entry.args), tree_map(look_up, entry.kwargs)

@@ -36,6 +36,8 @@ class Remedy:
     constants: tuple[tuple[float, float], ...] = ()
     module: str | None = None
     """In place of lines: all that runs in this module."""
+    everything: bool = False
+    """In place of lines: all that runs. This is a question, and nothing to paste."""
 
     def constant(self, value: Any) -> Any:
         """What stands in place of a number."""
@@ -47,6 +49,8 @@ class Remedy:
 
     def covers(self, line: Line, module: str | None) -> bool:
         """Whether it is about what runs here."""
+        if self.everything:
+            return True
         if self.module is not None:
             return module is not None and (module == self.module or module.startswith(f"{self.module}."))
         return line in self.lines
