@@ -220,7 +220,7 @@ class Scalers:
 
     @contextmanager
     def _scale_loss(self, original: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        scales, paused = self._scales, self._inspection.paused
+        scales, paused = self._scales, self._run.stream.paused
         scales.in_apex = True
         region = original(*args, **kwargs)
         try:

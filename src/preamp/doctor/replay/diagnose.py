@@ -41,7 +41,7 @@ def diagnose(
 
     def origin_at(seed: float) -> Origin | None:
         def run(places: Places) -> list[Tensor]:
-            return [tape.replay(loss, places, names.get) for loss in known]
+            return [tape.replay(loss, places) for loss in known]
 
         return trace(run, models, lambda loss: _backward(loss, seed, parameters))
 

@@ -56,8 +56,6 @@ class Op:
     outputs: list[Key]
     grad: bool
     place: Place
-    modules: tuple[nn.Module, ...]
-    """Modules that were running, the innermost first: one without parameters is not kept as a call."""
 
 
 class RandomState(NamedTuple):

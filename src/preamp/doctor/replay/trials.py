@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..hooks import Clock
 from ..names import Names
-from ..operators import Observation
+from ..operators import Stream
 from ..places import Places
 from ..records import Line
 from ..shadow.execution import OFF, Shadowed
@@ -80,25 +80,24 @@ class Trials:
         tape, names, facts = self._tape, self._names, list[Fact]()
         shadowed = Shadowed(lambda fact, _: facts.append(fact))
         places = Places(names.get, names.owners, Trials.again.__code__)
-        observation = Observation(places, {}, [shadowed], Clock())
+        stream = Stream(lambda: places, Clock())
         made: list[Tensor] = []
         grads: list[Tensor] = []
         raised = False
-        with tape.done_again(), torch.autograd.set_multithreading_enabled(False), observation:
+        with tape.done_again(), torch.autograd.set_multithreading_enabled(False):
             try:
-                if self._losses:
-                    made = [tape.replay(loss, places, names.get, remedy=remedy) for loss in self._losses]
-                else:
-                    tape.replay_calls(places, names.get, remedy)
-                back = [loss for loss in made if loss.requires_grad]
-                wanted = [p for p in names.parameters() if p.requires_grad]
-                seeds = [torch.full_like(loss, self._seed) for loss in back]
-                found = torch.autograd.grad(back, wanted, seeds, allow_unused=True) if back else ()
-                grads = [grad for grad in found if grad is not None]
+                with stream.shown_to(shadowed):
+                    if self._losses:
+                        made = [tape.replay(loss, places, remedy) for loss in self._losses]
+                    else:
+                        tape.replay_calls(places, remedy)
+                    back = [loss for loss in made if loss.requires_grad]
+                    wanted = [p for p in names.parameters() if p.requires_grad]
+                    seeds = [torch.full_like(loss, self._seed) for loss in back]
+                    found = torch.autograd.grad(back, wanted, seeds, allow_unused=True) if back else ()
+                    grads = [grad for grad in found if grad is not None]
             except Exception:
                 raised = True
-            observation.paused = True
-            places.close()
             return _judged(made, grads, shadowed, tuple(facts), raised)
 
     def cure(self, fact: Fact, in_session: bool) -> tuple[str | None, str]:

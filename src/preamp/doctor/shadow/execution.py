@@ -57,12 +57,17 @@ _ENLARGE = {"sqrt": 0, "rsqrt": 0, "reciprocal": 0, "log": 0, "log2": 0, "log10"
 class Shadowed(Observer):
     """Follows every operator with shadows and hands facts on, each with its call.
 
-    `limit`: bytes that shadows may take, as `Shadows` has it.
+    `limit`: bytes that shadows may take, as `Shadows` has it; `readings`: what statements read, where it is known.
     """
 
     everywhere = True
 
-    def __init__(self, found: Callable[[Fact, Call], None], limit: float | None = None) -> None:
+    def __init__(
+        self,
+        found: Callable[[Fact, Call], None],
+        limit: float | None = None,
+        readings: dict[Line, Reading] | None = None,
+    ) -> None:
         super().__init__()
         self._found, self.shadows = found, Shadows(limit)
         self.skipped: Counter[str] = Counter()
@@ -82,7 +87,7 @@ class Shadowed(Observer):
         """Where something not finite came of finite numbers, and the fact behind it."""
         self.errors: dict[Place, float] = {}
         """The largest relative error of what was computed in a place."""
-        self.readings: dict[Line, Reading] = {}
+        self.readings = {} if readings is None else readings
         """What the statement at a line reads."""
         self.constants: dict[Line, list[float]] = {}
         """Numbers that operators of a line were given."""

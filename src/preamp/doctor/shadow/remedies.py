@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from ...formats import LOW_DTYPES
 from ...tree import map_tensors, tensors
 from ..operators import base_of
-from ..places import Places, is_users
+from ..places import Place, Places, is_users
 from ..records import NOWHERE, Line
 from .source import Reading, in_float32, reading_of, statement_at
 
@@ -147,18 +147,16 @@ def no_autocast() -> ExitStack:
     return stack
 
 
-def applied(remedy: Remedy | None, places: Places | None) -> AbstractContextManager[Any]:
+def applied(remedy: Remedy | None, places: Places) -> AbstractContextManager[Any]:
     """A model runs inside with the remedy."""
-    if remedy is None:
-        return nullcontext()
-    return Applied(remedy, lambda: None if places is None else places.module)
+    return nullcontext() if remedy is None else Applied(remedy, lambda: places.module)
 
 
-def run_kept(func: Any, args: Any, kwargs: Any, remedy: Remedy | None, line: Line, module: str | None) -> Any:
+def run_kept(func: Any, args: Any, kwargs: Any, remedy: Remedy | None, place: Place) -> Any:
     """Run an operator that was kept on a tape: under the remedy, or after what is float32 because of it."""
     if remedy is None:
         return func(*args, **kwargs)
-    if remedy.covers(line, module):
+    if remedy.covers((place.file, place.line), place.module):
         args = [map_tensors(wide, remedy.constant(each)) for each in args]
         kwargs = {key: map_tensors(wide, remedy.constant(each)) for key, each in kwargs.items()}
         if base_of(func) == "_to_copy" and kwargs.get("dtype") in LOW_DTYPES:
