@@ -363,10 +363,11 @@ def test_memory_that_is_used_again_is_not_taken_for_what_was_there() -> None:
     from preamp.doctor.places import Places
     from preamp.doctor.replay.entries import tensor_key
     from preamp.doctor.replay.tape import Tape
+    from preamp.doctor.shadow.source import Readings
 
     def keys(kept: bool) -> set[Any]:
         stream = Stream(lambda: Places(lambda module, default: default, {}), Clock())
-        tape, seen = Tape(stream), set()
+        tape, seen = Tape(stream, Readings()), set()
         for _ in range(50):
             tensor = torch.randn(1000)
             seen.add(tensor_key(tensor))

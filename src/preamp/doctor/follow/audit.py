@@ -90,7 +90,7 @@ class Look:
         """What the shadows showed."""
         self.modules = dict(run.names.items())
         self.products, self.outputs, self.handled = Products(), Outputs(), Handled(run.names, keeps_casts)
-        self.shadowed = Shadowed(lambda fact, _: self.facts.append(fact), readings=run.readings)
+        self.shadowed = Shadowed(lambda fact, _: self.facts.append(fact), readings=run.tape.readings)
         finders: list[Observer] = [kind() for kind in kinds_of(Observer)]
         self.observers = [*finders, self.products, self.outputs, self.handled, self.shadowed]
         for observer in self.observers:

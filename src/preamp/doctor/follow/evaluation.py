@@ -27,7 +27,7 @@ class Evaluation:
         self._run, self._replay = run, replay
         self._looks = self._calls = 0
         self._shadowed: Shadowed | None = None
-        self._tape = Tape(run.stream)
+        self._tape = Tape(run.stream, run.tape.readings)
         self._facts: list[Fact] = []
         self._turn = -1
         """The turn of the last one."""
@@ -38,7 +38,7 @@ class Evaluation:
             if self._looks >= LOOKS or self._run.turn == self._turn:
                 return None
             self._looks, self._calls, self._turn = self._looks + 1, 0, self._run.turn
-            self._shadowed = Shadowed(lambda fact, _: self._facts.append(fact))
+            self._shadowed = Shadowed(lambda fact, _: self._facts.append(fact), readings=self._tape.readings)
             self._run.stream.add(self._shadowed, inside=module)
         self._calls += 1
         if self._calls > CALLS:
@@ -60,7 +60,7 @@ class Evaluation:
         run, facts = self._run, [*self._facts, *shadowed.read_out]
         self._tape.close_window()
         run.stream.remove(shadowed)
-        trials = Trials(self._tape, run.names, [], 1.0, shadowed.readings) if facts and self._replay else None
+        trials = Trials(self._tape, run.names) if facts and self._replay else None
         for fact in facts:
             cured = (None, None) if trials is None else trials.cure(fact, in_session=False)
             run.emit(Deviated(fact, *cured))

@@ -293,7 +293,7 @@ class Inspection:
         line = finding.file, finding.line
         if finding.code not in _ABOUT_A_LINE or line[0] is None or finding.severity == "info":
             return finding
-        text = Remedy((line,)).text(self._run.tape.device, self._run.readings)
+        text = Remedy((line,)).text(self._run.tape.device, self._run.tape.readings)
         return (
             finding if text is None else replace(finding, fix=f"{text}\n# not tried: nothing is wrong in this step yet")
         )
@@ -322,8 +322,7 @@ class Inspection:
         facts = [one for one in seen.facts if one.place.direction == "forward" or one.kind == "made"]
         facts = facts[:FACTS]
         run.recorder.write("shadow", step=run.step, **seen.shadowed.told())
-        given = run.tape, run.names, run.losses, scales.seed, run.readings
-        trials = Trials(*given) if facts and self._replay else None
+        trials = Trials(run.tape, run.names, run.losses, scales.seed) if facts and self._replay else None
         for fact in facts:
             cured = (None, None) if trials is None else trials.cure(fact, bool(scales.sessions))
             run.emit(Deviated(fact, *cured))

@@ -24,7 +24,7 @@ from ..operators import Stream
 from ..places import Places, in_library, is_users, users_line
 from ..records import NOWHERE, Line, Recorder, shown_path
 from ..replay.tape import Tape
-from ..shadow.source import Reading
+from ..shadow.source import Readings
 
 
 class Run:
@@ -34,7 +34,7 @@ class Run:
         self.recorder, self.names = recorder, names or Names()
         self.patches, self.clock = Patches(), Clock(self._failed)
         self.stream = Stream(self._places, self.clock)
-        self.tape = Tape(self.stream, self.raised)
+        self.tape = Tape(self.stream, Readings(), self.raised)
         self.emit = Listeners(checks(), self.report)
         self.optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
         """By their ids. The script decides how long they and the models live."""
@@ -44,8 +44,6 @@ class Run:
         """Attempts to step, taken or skipped, by the optimizer's id."""
         self.losses: list[Tensor] = []
         """What went back in this step."""
-        self.readings: dict[Line, Reading] = {}
-        """What statements read where they were seen to run."""
         self.backward_at = self.stepped_at = NOWHERE
         self.in_model = self.in_backward = False
         self.bad: str | None = None

@@ -57,7 +57,7 @@ class Soundness:
         if not run.names.is_sharded:
             seed = self._scales.seed_of(losses)
             given = run.tape, run.names, losses, scale, run.parameters(), seed
-            found = diagnose(*given, readings=run.readings, in_session=bool(self._scales.sessions))
+            found = diagnose(*given, in_session=bool(self._scales.sessions))
         if rows:
             run.emit(BatchNotFinite(rows, run.tape.called()))
         elif found is None:
@@ -80,7 +80,7 @@ class Soundness:
         run = self._run
         if not self._replay or not low or run.names.is_sharded or run.tape.is_empty:
             return
-        trials = Trials(run.tape, run.names, [], 1.0, run.readings)
+        trials = Trials(run.tape, run.names)
         if trials.plain is None or not trials.plain.raised:
             return
         for fact in trials.plain.facts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -11,8 +11,6 @@ from torch import Tensor
 from ..findings.pa201 import Diagnosis, Origin
 from ..names import Names
 from ..places import Places, graph_of
-from ..records import Line
-from ..shadow.source import Reading
 from .origin import trace
 from .tape import Tape
 from .trials import Trials
@@ -26,7 +24,6 @@ def diagnose(
     parameters: Sequence[Tensor],
     seed: float = 1.0,
     *,
-    readings: Mapping[Line, Reading],
     in_session: bool = False,
 ) -> Diagnosis | None:
     """Replay the step that led to `losses`; None where it cannot be replayed or is sound when it is.
@@ -62,7 +59,7 @@ def diagnose(
         origin = replace(origin, file=file, line=line)
     if origin.from_data or by_scale:
         return Diagnosis(origin, by_scale, samples(tape) if origin.from_data else ())
-    return _with_cause(Diagnosis(origin, by_scale), Trials(tape, names, losses, seed, readings), in_session)
+    return _with_cause(Diagnosis(origin, by_scale), Trials(tape, names, losses, seed), in_session)
 
 
 def _with_cause(found: Diagnosis, trials: Trials, in_session: bool) -> Diagnosis:

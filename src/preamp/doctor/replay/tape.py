@@ -22,6 +22,7 @@ from ..operators import Call, Observer, Stream
 from ..places import Place, Places, users_line
 from ..records import NOWHERE, Line
 from ..shadow.remedies import Remedy, applied, run_kept
+from ..shadow.source import Readings
 from . import restore
 from .entries import (
     KeptTensor,
@@ -48,12 +49,14 @@ LIMIT = 4000
 class Tape(Observer):
     """The step's calls and operators, from its first model call on.
 
-    `raised`: takes errors of the operators that are kept.
+    `readings`: where what statements read is kept; `raised`: takes errors of the operators that are kept.
     """
 
-    def __init__(self, stream: Stream, raised: Callable[[Exception], None] = lambda _: None) -> None:
+    def __init__(
+        self, stream: Stream, readings: Readings, raised: Callable[[Exception], None] = lambda _: None
+    ) -> None:
         super().__init__()
-        self._stream, self._raised = stream, raised
+        self._stream, self.readings, self._raised = stream, readings, raised
         self._entries: list[ModelCall | Op | RandomState | KeptTensor] = []
         self._known: dict[Key, StorageWeakRef | None] = {}
         """What a replay makes. The reference holds no numbers, but the identity: no other storage gets the same key."""
@@ -161,6 +164,7 @@ class Tape(Observer):
         if not self._drew and torch.Tag.nondeterministic_seeded in call.func.tags:
             self._drew = True  # the first that draws since a model returned; those after it go on from there
             self._entries.append(RandomState(restore.random_state()))
+        self.readings.note(call.at)
         args, kwargs = self._refer(call.args), self._refer(call.kwargs)
         op = Op(call.func, args, kwargs, [], call.grad_enabled, call.place)
         self._entries.append(op)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,6 @@ from ..records import Line
 from ..shadow.execution import OFF, Shadowed
 from ..shadow.facts import Fact
 from ..shadow.remedies import Remedy, candidates
-from ..shadow.source import Reading
 from .tape import Tape
 
 BETTER, MUCH_BETTER = 0.5, 0.1
@@ -59,26 +58,19 @@ class Outcome:
 
 
 class Trials:
-    """Of one step: `losses` with what is on them, `seed` the gradient that backward begins with.
+    """Of one step: `losses` with what is on them, `seed` the gradient that backward begins with."""
 
-    `readings`: what statements read where they were seen to run.
-    """
-
-    def __init__(
-        self, tape: Tape, names: Names, losses: Sequence[Tensor], seed: float, readings: Mapping[Line, Reading]
-    ) -> None:
+    def __init__(self, tape: Tape, names: Names, losses: Sequence[Tensor] = (), seed: float = 1.0) -> None:
         self._tape, self._names, self._seed = tape, names, seed
         self._device = losses[0].device.type if losses else tape.device
         self._losses = [loss for loss in losses if tape.knows(loss)]
         self.plain = self.again(None) if tape.whole and not tape.is_empty and (self._losses or not losses) else None
         """The step without a remedy; None where it cannot be done again."""
-        found = {} if self.plain is None else self.plain.shadowed.readings
-        self._readings = {**found, **readings}
 
     def again(self, remedy: Remedy | None) -> Outcome:
         """Do it again. What raises an error is not finite."""
         tape, names, facts = self._tape, self._names, list[Fact]()
-        shadowed = Shadowed(lambda fact, _: facts.append(fact))
+        shadowed = Shadowed(lambda fact, _: facts.append(fact), readings=tape.readings)
         places = Places(names.get, names.owners, Trials.again.__code__)
         stream = Stream(lambda: places, Clock())
         made: list[Tensor] = []
@@ -111,7 +103,7 @@ class Trials:
         tried = 0
         broken = [line, *sorted(p for p in self.plain.places if p != line and p[0] == line[0])]
         for remedy in candidates(lines, broken, constants, fact.place.module, in_session):
-            text = remedy.text(self._device, self._readings)
+            text = remedy.text(self._device, self._tape.readings)
             if text is None:
                 continue
             tried += 1

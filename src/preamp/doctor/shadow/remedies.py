@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from types import FrameType
@@ -19,7 +19,7 @@ from ...tree import map_tensors, tensors
 from ..operators import base_of
 from ..places import Place, Places, is_users
 from ..records import NOWHERE, Line
-from .source import Reading, in_float32, reading_of, statement_at
+from .source import Reading, in_float32, statement_at
 
 _CASTS = frozenset({"to", "half", "bfloat16", "float", "double", "type", "__get__", "__set__", "__set_item__"})
 """Functions that say a dtype, or ask for one: they mean it."""
@@ -55,17 +55,14 @@ class Remedy:
             return module is not None and (module == self.module or module.startswith(f"{self.module}."))
         return line in self.lines
 
-    def text(self, device: str, seen: dict[Line, Reading]) -> str | None:
-        """To paste in place of its lines; `seen`: what they read, where that was seen. None: it cannot be written."""
+    def text(self, device: str, seen: Mapping[Line, Reading]) -> str | None:
+        """To paste in place of its lines; `seen`: what they read. None: it cannot be written."""
         if self.module is not None:
             return f'session = preamp.prepare(model, optimizer, policy="{{level}}; {self.module} -> full")'
         parts = []
         for line in sorted(self.lines, key=lambda one: one[1] or 0):
-            statement = statement_at(line)
-            if statement is None or statement.goes_back:
-                return None
-            reading = seen[line] if line in seen else reading_of(statement)
-            if reading.calls_module:
+            statement, reading = statement_at(line), seen.get(line)
+            if statement is None or statement.goes_back or reading is None or reading.calls_module:
                 return None
             text = in_float32(statement, reading, dict(self.constants) if line == self.lines[0] else {})
             if text is None:
