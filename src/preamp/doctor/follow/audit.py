@@ -108,9 +108,9 @@ def owned(event: Absorbed, run: Run) -> Absorbed:
         for name, tensor in part._buffers.items():
             if tensor is not None and key_of(tensor) in event.storages:
                 module, buffer = path, name
-    made_at = (
-        run.place_of(event.optimizer) if event.optimizer is not None and is_well_known(event.optimizer) else NOWHERE
-    )
+    made_at, optimizer = NOWHERE, event.optimizer
+    if optimizer is not None and (event.is_moment or is_well_known(optimizer)):
+        made_at = run.place_of(optimizer)
     if event.is_gradient:
         made_at = run.backward_at
     return event._replace(parameters=parameters, module=module, buffer=buffer, made_at=made_at)
