@@ -242,6 +242,7 @@ class Watch:
         given = _with_closure(args, kwargs, lambda: self.steps.before_step(optimizer))
         if given is None:
             self.steps.before_step(optimizer)
+            self.scales.before_any(optimizer)
         return given
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
