@@ -62,7 +62,7 @@ def test_what_is_counted_is_what_happened_to_the_moments(kind: str) -> None:
                     stayed += int(((exact != old) & (optimizer.state[p][name] == old)).sum())
             optimizer.zero_grad()
     last = [event for event in looks if event.is_moment][-1]
-    assert (last.moved, last.optimizer, last.dtype) == (moved, optimizer, "bf16")
+    assert (last.step, last.moved, last.optimizer, last.dtype) == (20, moved, optimizer, "bf16")
     assert last.stayed == stayed
     assert last.parameters == list(model.parameters())
 

@@ -59,5 +59,6 @@ class PA211(Check):
             module=event.module,
             op=type(event.optimizer).__name__,
             at=event.at,
+            step=event.step,
             evidence={"moments unchanged": round(share, 3), "dtype": event.dtype},
         )

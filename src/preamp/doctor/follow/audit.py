@@ -97,8 +97,8 @@ class Look:
             observer.begin(self.modules)
 
 
-def owned(event: Absorbed, run: Run) -> Absorbed:
-    """The same, with the models' parameters and buffers that it is about, and the optimizer's line."""
+def owned(event: Absorbed, run: Run, step: int) -> Absorbed:
+    """The same, with its step, the models' parameters and buffers that it is about, and the optimizer's line."""
     names = run.names
     parameters = [p for p in names.parameters() if key_of(p) in event.storages]
     counts = {id(p): event.storages[key_of(p)] for p in parameters}
@@ -113,7 +113,7 @@ def owned(event: Absorbed, run: Run) -> Absorbed:
         made_at = run.place_of(optimizer)
     if event.is_gradient:
         made_at = run.backward_at
-    return event._replace(parameters=parameters, module=module, buffer=buffer, made_at=made_at)
+    return event._replace(parameters=parameters, module=module, buffer=buffer, made_at=made_at, step=step)
 
 
 class Recomputation:

@@ -49,6 +49,8 @@ class Inspection:
         self._recomputation: Recomputation | None = None
         self._changes: Changes | None = None
         """What is changed in place, from the first model call of a step to that of the next."""
+        self._changes_in = 0
+        """That step."""
         self._held: Held | None = None
         """Where operators were observed in this step."""
         self._telemetry: Telemetry | None = None
@@ -91,7 +93,7 @@ class Inspection:
         regions, compiled = regions_entered(), self._precision.compiled
         self._in_region = bool(regions) or torch.is_autocast_enabled(MARKER)
         if self._changes is None and turn % self.every == 0:
-            self._changes = Changes()
+            self._changes, self._changes_in = Changes(), run.step
         if self._look is None and self._is_close(turn):
             if not compiled:
                 self._look = Look(run, lambda: self._precision.keeps_casts)
@@ -255,7 +257,7 @@ class Inspection:
         if changes is not None:
             self._run.stream.remove(changes)
             for event in changes.events():
-                self._run.emit(owned(event, self._run))
+                self._run.emit(owned(event, self._run, self._changes_in))
 
     def close(self) -> None:
         """End the inspection, and record what there is."""

@@ -106,6 +106,8 @@ class Absorbed(NamedTuple):
     """The name of a buffer among them."""
     made_at: Line = NOWHERE
     """Where the optimizer was made, of one that is torch's."""
+    step: int | None = None
+    """The step in which it was seen."""
 
     @property
     def counts(self) -> bool:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
@@ -17,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from ...formats import LOW_DTYPES
 from ...tree import map_tensors, tensors
 from ..operators import base_of
-from ..places import Place, Places, is_users
-from ..records import NOWHERE, Line
+from ..places import Place, Places, walk
+from ..records import Line
 from .source import Reading, in_float32, statement_at
 
 _CASTS = frozenset({"to", "half", "bfloat16", "float", "double", "type", "__get__", "__set__", "__set_item__"})
@@ -111,7 +109,7 @@ class Applied(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         in_place = name.endswith("_") and not name.endswith("__")
-        if name in _CASTS or in_place or not self._remedy.covers(_line(), self._module()):
+        if name in _CASTS or in_place or not self._remedy.covers(walk(None).source, self._module()):
             return func(*args, **kwargs)
         args, kwargs = self._given(func, args, kwargs)
         with no_autocast():
@@ -170,13 +168,3 @@ def run_kept(func: Any, args: Any, kwargs: Any, remedy: Remedy | None, place: Pl
 def _low_of(args: Any) -> torch.dtype:
     """The 16-bit dtype among the arguments."""
     return next((t.dtype for t in tensors(args) if t.dtype in LOW_DTYPES), torch.float32)
-
-
-def _line() -> Line:
-    """The user's line that runs now."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            return frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back
-    return NOWHERE
