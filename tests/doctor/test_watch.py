@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -411,6 +412,28 @@ def test_an_error_of_the_doctor_s_own_never_reaches_the_script(monkeypatch: pyte
             assert "a fault of ours" in report.verdict, name
             assert _get_current_dispatch_mode() is None
             assert not nn.modules.module._global_forward_pre_hooks
+
+
+def test_training_that_moves_to_another_thread_is_followed_there() -> None:
+    model, kept = Net(), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def steps() -> None:
+        for _ in range(2):
+            loss = model(torch.randn(5, 6)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with preamp.doctor.watch(model, every=1, sinks=[kept]):
+        steps()
+        model(torch.randn(5, 6)).square()  # left without a backward pass
+        thread = threading.Thread(target=steps)
+        thread.start()
+        thread.join()
+    looks = kept.of("shadow")
+    assert [look["step"] for look in looks] == [0, 1, 2]
+    assert len({look["operators"] for look in looks[:2]}) == 1 and looks[2]["operators"] > 0
 
 
 @pytest.mark.skipif(TORCH < (2, 7), reason="under vmap of torch 2.6 the doctor stops, and says so")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -131,7 +132,9 @@ class Stream(TorchDispatchMode):
         self._make_places, self._clock = places, clock
         self._places: Places | None = None
         self._observers: list[Observer] = []
-        self._is_entered = self._is_given_up = False
+        self._threads: set[int] = set()
+        """Those in which the mode is there: each has modes of its own."""
+        self._is_given_up = False
         self._note_observers()
         self.autocast_on = False
         """As it is where the model calls a function; below autocast, where this looks, it cannot be seen."""
@@ -151,8 +154,8 @@ class Stream(TorchDispatchMode):
                 self._places.enter(inside)
         self._observers += new
         self._note_observers()
-        if not self._is_entered:
-            self._is_entered = True
+        if threading.get_ident() not in self._threads:
+            self._threads.add(threading.get_ident())
             self.__enter__()
 
     def remove(self, *observers: Observer) -> None:
@@ -171,8 +174,8 @@ class Stream(TorchDispatchMode):
 
     def leave(self) -> None:
         """Take the mode away where nobody observes, unless another one lies above it: Python's stack forbids that."""
-        if self._is_entered and not self._observers and _get_current_dispatch_mode() is self:
-            self._is_entered = False
+        if not self._observers and threading.get_ident() in self._threads and _get_current_dispatch_mode() is self:
+            self._threads.remove(threading.get_ident())
             self.__exit__(None, None, None)
 
     @property

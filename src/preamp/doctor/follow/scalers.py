@@ -203,7 +203,7 @@ class Scalers:
         scales.in_apex = True
         region = original(*args, **kwargs)
         try:
-            with paused():
+            with self._inspection.gradients_may_be_read():  # which it puts aside; the scaled loss is part of the step
                 scaled = region.__enter__()
             try:
                 self._note_apex(scaled, args[0] if args else None)

@@ -131,8 +131,9 @@ class Tape(Observer):
 
     def close_window(self) -> None:
         """Keep no more operators."""
-        self._is_open = False
-        self._stream.remove(self)
+        if self._is_open:
+            self._is_open = False
+            self._stream.remove(self)
 
     def wants(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Operators of the forward pass."""
