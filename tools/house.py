@@ -195,7 +195,7 @@ class Path202:
     The judgements of other findings are left out.
     """
 
-    READING, WRITING, JUDGING = ("_read_gradients", "_underflow"), "write", "judge"
+    READING, WRITING, JUDGING = ("_compare_gradients", "_read_gradients"), "write", "judge"
 
     def __init__(self, source: Path) -> None:
         self._root, self.files = f"{source}/", set[str]()

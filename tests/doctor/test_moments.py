@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 import preamp
-from preamp.doctor.follow import updates
-from preamp.doctor.records import Rank
-from preamp.doctor.tell.report import judge
-from tests.doctor._kept import Kept
+from preamp.doctor.findings.check import Check, Listeners, on
+from preamp.doctor.findings.pa211 import PA211
+from preamp.doctor.follow.watch import Watch
+from preamp.doctor.places import Place
+from preamp.doctor.shadow.facts import Absorbed
+from preamp.report import Finding
 
 MADE: dict[str, tuple[str, float, Callable[..., torch.optim.Optimizer]]] = {
     "AdamW": ("exp_avg_sq", 0.999, lambda p: torch.optim.AdamW(p, 1e-2)),
@@ -23,32 +25,46 @@ MADE: dict[str, tuple[str, float, Callable[..., torch.optim.Optimizer]]] = {
 }
 
 
+class Looking(Check):
+    def __init__(self, looks: list[Absorbed]) -> None:
+        self._looks = looks
+
+    @on(Absorbed)
+    def absorbed(self, event: Absorbed) -> tuple[Finding, ...]:
+        self._looks.append(event)
+        return ()
+
+
+def judged(events: list[Absorbed]) -> list[Finding]:
+    return [finding for event in events for finding in PA211().absorbed(event)]
+
+
 @pytest.mark.parametrize("kind", MADE)
-def test_counts_and_means_are_those_of_the_moments(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updates, "FOLLOWED", 10**6)
+def test_what_is_counted_is_what_happened_to_the_moments(kind: str) -> None:
     name, beta, make = MADE[kind]
     torch.manual_seed(0)
     model = nn.Linear(16, 8).bfloat16()
     optimizer = make(model.parameters())
-    kept, exact, same = Kept(), [torch.zeros(())] * 2, 0
-    with preamp.doctor.watch(model, every=5, sinks=[kept]):
+    looks: list[Absorbed] = []
+    moved = stayed = 0
+    with preamp.doctor.watch(model, every=5):
+        assert Watch.current is not None
+        Watch.current.run.emit = Listeners([Looking(looks)], lambda finding: None)
         for step in range(21):
             model(torch.randn(4, 16).bfloat16()).float().square().mean().backward()
             before = [optimizer.state[p][name].clone() if step else None for p in model.parameters()]
             optimizer.step()
             for index, p in enumerate(model.parameters()):
-                assert p.grad is not None
-                now = optimizer.state[p][name]
-                # The following begins with the moment that the first step has left.
-                exact[index] = exact[index].lerp(p.grad.float().square(), 1 - beta) if step else now.float()
-                if step == 20:
-                    same += int(((now == before[index]) & (p.grad != 0)).sum())
+                old = before[index]
+                if step == 20 and old is not None and p.grad is not None:
+                    exact = old.float().lerp(p.grad.float().square(), 1 - beta)
+                    moved += int((exact != old).sum())
+                    stayed += int(((exact != old) & (optimizer.state[p][name] == old)).sum())
             optimizer.zero_grad()
-    last = kept.of("moments")[-1]
-    assert last["step"] == 20 and last["total"] == 136 and last["same"] == same
-    assert last["exact"] == pytest.approx(sum(float(each.sum()) for each in exact), rel=1e-4)
-    stored = sum(float(optimizer.state[p][name].float().sum()) for p in model.parameters())
-    assert last["stored"] == pytest.approx(stored, rel=1e-4)
+    last = [event for event in looks if event.is_moment][-1]
+    assert (last.step, last.moved, last.optimizer, last.dtype) == (20, moved, optimizer, "bf16")
+    assert last.stayed == stayed
+    assert last.parameters == list(model.parameters())
 
 
 @pytest.mark.parametrize("make", [
@@ -56,25 +72,24 @@ def test_counts_and_means_are_those_of_the_moments(kind: str, monkeypatch: pytes
     lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9),
 ])  # fmt: skip
 def test_what_rounds_stochastically_or_has_no_second_moment_is_not_judged(make: Callable[..., Any]) -> None:
-    model, kept = nn.Linear(8, 8).bfloat16(), Kept()
+    model = nn.Linear(8, 8).bfloat16()
     optimizer = make(model.parameters())
-    with preamp.doctor.watch(model, every=1, sinks=[kept]):
+    with preamp.doctor.watch(model, every=1) as w:
         for _ in range(3):
             model(torch.randn(4, 8).bfloat16()).float().square().mean().backward()
             optimizer.step()
-    assert not kept.of("moments")
+    assert not [one for one in w.findings if one.code == "PA211"]
 
 
-@pytest.mark.parametrize(("shares", "first"), [((0.1, 0.4, 0.49), None), ((0.2, 0.6, 0.7), 50), ((0.6, 0.2), None)])
-def test_half_of_the_moments_at_the_last_look(shares: tuple[float, ...], first: int | None) -> None:
-    rank = Rank(0)
-    rank.write("step", {"step": 0, "scale": None, "skipped": False, "bad": None, "schedules": 0, "updates": 0})
-    for index, share in enumerate(shares):
-        rank.write("moments", {
-            "step": 50 * index, "optimizer": "AdamW", "file": "train.py", "line": 3, "module": "", "dtype": "bf16",
-            "same": int(1000 * share), "total": 1000, "stored": 3.0, "exact": 2.0,
-        })  # fmt: skip
-    found = [one for one in judge(rank) if one.code == "PA211"]
-    assert [one.step for one in found] == ([] if first is None else [first])
-    for one in found:
-        assert "1.5 times" in one.message and (one.file, one.line, one.op) == ("train.py", 3, "AdamW")
+@pytest.mark.parametrize(("stayed", "found"), [(10, False), (49, False), (50, True), (90, True)])
+def test_half_of_the_moments_that_a_step_would_move(stayed: int, found: bool) -> None:
+    optimizer = torch.optim.AdamW([torch.zeros(1)])
+    place = Place(None, None, None, "forward")
+    event = Absorbed(
+        "exp_avg_sq", "bf16", 100, stayed, 1, {}, False, False, optimizer, None, place, is_moment=True,
+        made_at=("train.py", 3),
+    )  # fmt: skip
+    assert bool(judged([event])) is found
+    assert not judged([event._replace(is_moment=False)])
+    for one in judged([event]):
+        assert (one.file, one.line, one.op) == ("train.py", 3, "AdamW")

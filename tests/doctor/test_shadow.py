@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import preamp
 from preamp.doctor.hooks import Clock
 from preamp.doctor.names import named_parts
-from preamp.doctor.operators import Observation, Observer
+from preamp.doctor.operators import Observer, Stream
 from preamp.doctor.places import Places, key_of
 from preamp.doctor.shadow.absorbed import Changes
 from preamp.doctor.shadow.execution import Shadowed
@@ -33,12 +33,9 @@ def observed(step: Callable[[], Any], observers: list[Observer], model: nn.Modul
     """What a step gives under observation. An error of the observers is an error here."""
     paths, owners, _ = named_parts(model if model is not None else nn.Module())
     places = Places(lambda module, default: paths.get(module, default), owners, observed.__code__)
-    observation = Observation(places, {}, observers, Clock())
-    try:
-        with torch.autograd.set_multithreading_enabled(False), observation:
-            return step()
-    finally:
-        places.close()
+    stream = Stream(lambda: places, Clock())
+    with torch.autograd.set_multithreading_enabled(False), stream.shown_to(*observers):
+        return step()
 
 
 def watched(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -359,11 +360,15 @@ def test_a_long_accumulation_is_let_go_of_as_it_goes() -> None:
 
 def test_memory_that_is_used_again_is_not_taken_for_what_was_there() -> None:
     from preamp.doctor.hooks import Clock
+    from preamp.doctor.operators import Stream
+    from preamp.doctor.places import Places
     from preamp.doctor.replay.entries import tensor_key
     from preamp.doctor.replay.tape import Tape
+    from preamp.doctor.shadow.source import Readings
 
     def keys(kept: bool) -> set[Any]:
-        tape, seen = Tape(Clock()), set()
+        stream = Stream(lambda: Places(lambda module, default: default, {}), Clock())
+        tape, seen = Tape(stream, Readings()), set()
         for _ in range(50):
             tensor = torch.randn(1000)
             seen.add(tensor_key(tensor))
@@ -380,14 +385,14 @@ def test_an_error_of_the_doctor_s_own_never_reaches_the_script(monkeypatch: pyte
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
     from preamp.doctor.follow import audit, magnitudes, soundness, steps
-    from preamp.doctor.operators import Observation
+    from preamp.doctor.operators import Stream
     from preamp.doctor.replay import tape
 
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("a fault of ours")
 
     for owner, name in (
-        (magnitudes, "count_each"), (tape.Tape, "keep"), (tape.Tape, "enter_model"), (Observation, "_before"),
+        (magnitudes, "count_each"), (tape.Tape, "keep"), (tape.Tape, "enter_model"), (Stream, "_before"),
         (audit.Outputs, "after"), (soundness.Soundness, "check"), (steps.Steps, "_first_step"),
         (steps.Steps, "before_backward"),
     ):  # fmt: skip
@@ -407,6 +412,28 @@ def test_an_error_of_the_doctor_s_own_never_reaches_the_script(monkeypatch: pyte
             assert "a fault of ours" in report.verdict, name
             assert _get_current_dispatch_mode() is None
             assert not nn.modules.module._global_forward_pre_hooks
+
+
+def test_training_that_moves_to_another_thread_is_followed_there() -> None:
+    model, kept = Net(), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def steps() -> None:
+        for _ in range(2):
+            loss = model(torch.randn(5, 6)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with preamp.doctor.watch(model, every=1, sinks=[kept]):
+        steps()
+        model(torch.randn(5, 6)).square()  # left without a backward pass
+        thread = threading.Thread(target=steps)
+        thread.start()
+        thread.join()
+    looks = kept.of("shadow")
+    assert [look["step"] for look in looks] == [0, 1, 2]
+    assert len({look["operators"] for look in looks[:2]}) == 1 and looks[2]["operators"] > 0
 
 
 @pytest.mark.skipif(TORCH < (2, 7), reason="under vmap of torch 2.6 the doctor stops, and says so")

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 
 class Patches:
@@ -70,14 +69,6 @@ def subclasses(kind: type) -> list[type]:
         left += [one for one in below if one not in found]
         found.update(dict.fromkeys(below))
     return list(found)
-
-
-def leave(mode: TorchDispatchMode) -> bool:
-    """Take a dispatch mode away; False where another one lies above it, which Python's stack of modes forbids."""
-    if _get_current_dispatch_mode() is not mode:
-        return False
-    mode.__exit__(None, None, None)
-    return True
 
 
 class Clock:

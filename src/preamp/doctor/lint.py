@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from ..autocast import MARKER, REGISTRY, autocast
+from ..autocast import REGISTRY, autocast
 from ..errors import PolicyError, SessionError, kind_of
 from ..formats import LOW_DTYPES
 from ..ledger import Masters, NoMasters
@@ -32,7 +32,7 @@ from .findings.check import Listeners, counted, without_repeats
 from .findings.events import Deviated, Examined
 from .hooks import Clock
 from .names import named_parts
-from .operators import Observation, Observer, Products
+from .operators import Observer, Products, Stream, found_by
 from .places import Places
 from .records import shown_path
 from .replay.origin import trace
@@ -204,15 +204,14 @@ def _fix_module(path: str, evidence: Mapping[str, Any], model: nn.Module | None)
 class _Functions(TorchFunctionMode):
     """Notes the autocast state, which the dispatch mode below autocast cannot see any more."""
 
-    def __init__(self, observation: Observation, device_type: str) -> None:
+    def __init__(self, stream: Stream, places: Places, device_type: str) -> None:
         super().__init__()
-        self._observation, self._device_type = observation, device_type
+        self._stream, self._places, self._device_type = stream, places, device_type
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, seen = kwargs or {}, self._observation
-        seen.autocast_on = torch.is_autocast_enabled(self._device_type)
-        seen.torchs_own = seen.autocast_on and not torch.is_autocast_enabled(MARKER)
-        if any(function(func, args, seen.places) for function in seen.functions):
+        kwargs = kwargs or {}
+        self._stream.autocast_on = torch.is_autocast_enabled(self._device_type)
+        if any(function(func, args, self._places) for function in self._stream.functions):
             with torch.autocast(self._device_type, enabled=False):
                 return func(*(map_tensors(_floated, a) for a in args), **map_tensors(_floated, kwargs))
         return func(*args, **kwargs)
@@ -241,13 +240,15 @@ def _observe(model: nn.Module, policy: Policy, example: Any, products: Products)
         report = Listeners(checks(), found.append)
         observers: list[Observer] = [kind() for kind in kinds_of(Observer)]
         observers += [products, Shadowed(lambda fact, _: report(Deviated(fact)))]
-        observation = Observation(places, {path: module for module, path in paths.items()}, observers, Clock())
-        observation.replaces = True
+        for observer in observers:
+            observer.begin({path: module for module, path in paths.items()})
+        stream = Stream(lambda: places, Clock())
+        stream.replaces = True
         region: Any = nullcontext()
         if policy.has_regions:
             region = autocast(device_type, dtype=policy.compute, rules=None if prepared else policy.ops)
         try:
-            with region, torch.enable_grad(), _Functions(observation, device_type), observation:
+            with region, torch.enable_grad(), _Functions(stream, places, device_type), stream.shown_to(*observers):
                 out = _called(twin, args, kwargs)
             if any(_left_the_range(tensor) for tensor in tensors(out)):
                 twin, _ = _twin(model, policy)  # the first one's statistics have seen it
@@ -263,10 +264,9 @@ def _observe(model: nn.Module, policy: Policy, example: Any, products: Products)
                 f"{type(error).__name__}: {error}"
             ) from error
         finally:
-            places.close()
             if policy.has_regions and not had_rules:
                 autocast.uninstall()
-        return out, found + observation.findings()
+        return out, found + found_by(observers)
 
 
 def _left_the_range(tensor: Tensor) -> bool:

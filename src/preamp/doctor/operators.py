@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from types import FrameType
@@ -16,13 +18,13 @@ from typing import Any, ClassVar
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from ..formats import LOW_DTYPES
 from ..report import Finding
 from ..tree import tensors
-from .hooks import Clock, leave
-from .places import UNINITIALISED, Place, Places, written_by
+from .hooks import Clock
+from .places import Place, Places, written_by
 from .records import Line
 
 _CHECKPOINT = torch.utils.checkpoint.__file__
@@ -40,9 +42,8 @@ class Call:
     place: Place
     written: list[Tensor]
     """The tensors that it changes."""
-    torchs_own: bool
-    """Whether it ran inside a plain torch.autocast, which has rules of its own."""
     autocast_on: bool
+    grad_enabled: bool
     out: Any = None
 
     @property
@@ -95,11 +96,21 @@ class Observer:
     def begin(self, modules: Mapping[str, nn.Module]) -> None:
         """Before the first call: all modules by path."""
 
+    def wants(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether an operator is worth a call, decided before anything is asked about its place.
+
+        What one observer wants all are shown.
+        """
+        return True
+
     def before(self, call: Call) -> None:
         """Before the operator runs; may put other values into `call.args`."""
 
     def after(self, call: Call) -> None:
         """After it ran; the result is in `call.out`."""
+
+    def failed(self, error: Exception) -> None:
+        """In place of `after`: the operator has raised this."""
 
     def end(self) -> None:
         """After the last call: what is found only then joins `findings`."""
@@ -109,42 +120,98 @@ class Observer:
         return False
 
 
-class Observation(TorchDispatchMode):
-    """Shows operators to observers. Errors of theirs are the clock's; those of operators are raised."""
+class Stream(TorchDispatchMode):
+    """Shows operators to observers, which come and go. Errors of theirs are the clock's; those of operators are raised.
 
-    def __init__(
-        self, places: Places, modules: Mapping[str, nn.Module], observers: Iterable[Observer], clock: Clock
-    ) -> None:
+    `places`: makes what knows where operators run, when the first observer comes. The mode is there as long as an
+    observer is.
+    """
+
+    def __init__(self, places: Callable[[], Places], clock: Clock) -> None:
         super().__init__()
-        self._observers = observers = list(observers)
-        for observer in observers:
-            observer.begin(modules)
-        self.places, self._clock = places, clock
-        everywhere = [one for one in observers if one.everywhere]
-        self._befores, self._befores_everywhere = _overridden(observers, "before"), _overridden(everywhere, "before")
-        self._afters, self._afters_everywhere = _overridden(observers, "after"), _overridden(everywhere, "after")
-        self.functions = [one.function for one in observers if type(one).function is not Observer.function]
-        self.autocast_on = self.torchs_own = False
+        self._make_places, self._clock = places, clock
+        self._places: Places | None = None
+        self._observers: list[Observer] = []
+        self._threads: set[int] = set()
+        """Those in which the mode is there: each has modes of its own."""
+        self._is_given_up = False
+        self._note_observers()
+        self.autocast_on = False
         """As it is where the model calls a function; below autocast, where this looks, it cannot be seen."""
-        self.paused = False
+        self.is_paused = False
         """Whether what runs now is a library's own business."""
         self.replaces = False
         """Whether operators run with the arguments that observers have put into their calls."""
 
-    def findings(self) -> list[Finding]:
-        """What the observers found, once nothing more comes."""
-        for observer in self._observers:
-            observer.end()
-        return [finding for observer in self._observers for finding in observer.findings]
+    def add(self, *observers: Observer, inside: nn.Module | None = None) -> None:
+        """Show operators to these, too, from here on; `inside`: the module whose call has just begun."""
+        new = [one for one in observers if one not in self._observers]
+        if self._is_given_up or not new:
+            return
+        if not self._observers:
+            self._places, self.is_paused = self._make_places(), False
+            if inside is not None:
+                self._places.enter(inside)
+        self._observers += new
+        self._note_observers()
+        if threading.get_ident() not in self._threads:
+            self._threads.add(threading.get_ident())
+            self.__enter__()
 
-    def stop(self) -> None:
-        """Observe no more."""
-        leave(self)
-        self.places.close()
+    def remove(self, *observers: Observer) -> None:
+        """Show nothing more to these."""
+        self._observers = [one for one in self._observers if one not in observers]
+        self._note_observers()
+        if not self._observers and self._places is not None:
+            self._places.close()
+            self._places = None
+            self.leave()
+
+    def give_up(self) -> None:
+        """Show nothing more to anyone."""
+        self._is_given_up = True
+        self.remove(*self._observers)
+
+    def leave(self) -> None:
+        """Take the mode away where nobody observes, unless another one lies above it: Python's stack forbids that."""
+        if not self._observers and threading.get_ident() in self._threads and _get_current_dispatch_mode() is self:
+            self._threads.remove(threading.get_ident())
+            self.__exit__(None, None, None)
+
+    @property
+    def module(self) -> str | None:
+        """The path of the innermost module that is running; None outside of all."""
+        return None if self._places is None else self._places.module
+
+    @contextmanager
+    def shown_to(self, *observers: Observer) -> Iterator[None]:
+        """Show operators to these inside."""
+        self.add(*observers)
+        try:
+            yield
+        finally:
+            self.remove(*observers)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs inside is neither the script's nor its model's."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+    def _note_observers(self) -> None:
+        everywhere = [one for one in self._observers if one.everywhere]
+        self._wants = _overridden(self._observers, "wants")
+        self._all = len(self._wants) < len(self._observers)
+        self._befores = [_overridden(many, "before") for many in (everywhere, self._observers)]
+        self._afters = [_overridden(many, "after") for many in (everywhere, self._observers)]
+        self.functions = _overridden(self._observers, "function")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.paused or not self._looks_at(func, args, kwargs):
+        if self.is_paused or not (self._all or any(wants(func, args, kwargs) for wants in self._wants)):
             return func(*args, **kwargs)
         call = None
         with self._clock:
@@ -153,50 +220,44 @@ class Observation(TorchDispatchMode):
             return func(*args, **kwargs)
         if self.replaces:
             args, kwargs = call.args, call.kwargs
-        call.out = out = func(*args, **kwargs)
+        try:
+            call.out = out = func(*args, **kwargs)
+        except Exception as error:
+            for one in self._observers:
+                one.failed(error)
+            raise
         with self._clock, torch.no_grad():
-            self._after(call)
+            for after in self._afters[call.place.direction == "forward"]:
+                after(call)
         return out
 
-    def _looks_at(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether an operator is looked at, decided before anything is asked about its place."""
-        return True
-
     def _before(self, func: Any, args: Any, kwargs: Any) -> Call | None:
-        """The operator that is about to run, as observers see it; None where none of them wants to."""
-        written = written_by(func, args, kwargs)
-        place = self.places.place(any(t._is_view() for t in written))
-        forward = place.direction == "forward"
-        if forward:
-            self._in_forward(place, args, kwargs, written)
-        else:
-            self._in_backward(func, place)
-        befores, afters = (
-            (self._befores, self._afters) if forward else (self._befores_everywhere, self._afters_everywhere)
-        )
-        if not befores and not afters:
+        """The operator that is about to run, as observers see it; None where none of them is shown it."""
+        if self._places is None:
             return None
-        call = Call(func, tuple(args), dict(kwargs), place, written, self.torchs_own, self.autocast_on)
+        written = written_by(func, args, kwargs)
+        place = self._places.place(any(t._is_view() for t in written))
+        forward = place.direction == "forward"
+        if not self._befores[forward] and not self._afters[forward]:
+            return None
+        call = Call(func, tuple(args), dict(kwargs), place, written, self.autocast_on, torch.is_grad_enabled())
         with torch.no_grad():
-            for before in befores:
+            for before in self._befores[forward]:
                 before(call)
         return call
 
-    def _after(self, call: Call) -> None:
-        afters = self._afters if call.place.direction == "forward" else self._afters_everywhere
-        for after in afters if call.base not in UNINITIALISED else ():
-            after(call)
 
-    def _in_forward(self, place: Place, args: Any, kwargs: Any, written: Sequence[Tensor]) -> None:
-        """An operator of the forward pass is about to run; `written`: the tensors that it changes."""
-
-    def _in_backward(self, func: Any, place: Place) -> None:
-        """An operator of the backward pass is about to run."""
-
-
-def _overridden(observers: Iterable[Observer], name: str) -> list[Callable[[Call], None]]:
+def _overridden(observers: Iterable[Observer], name: str) -> list[Callable[..., Any]]:
     """The methods of this name that do anything."""
     return [getattr(one, name) for one in observers if getattr(type(one), name) is not getattr(Observer, name)]
+
+
+def found_by(observers: Iterable[Observer]) -> list[Finding]:
+    """What observers found, once nothing more comes."""
+    observers = list(observers)
+    for observer in observers:
+        observer.end()
+    return [finding for observer in observers for finding in observer.findings]
 
 
 @dataclass(slots=True)

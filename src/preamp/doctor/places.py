@@ -40,7 +40,6 @@ _GENERATED = (
 _CHECKPOINT = _TORCH + "utils/checkpoint.py"
 _FUNCTION = _TORCH + "autograd/function.py"
 _ENGINE = "_engine_run_backward"
-_CALL = nn.Module._call_impl.__code__
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +53,8 @@ class Frames:
     ours: bool  # a session or an optimizer of preamp's asked for it
 
 
-def walk(stop: CodeType) -> Frames:
-    """Walk the frames of the caller's caller and above it, up to the function whose code is `stop`."""
+def walk(stop: CodeType | None) -> Frames:
+    """Walk the frames of the caller's caller and above it, up to the function whose code is `stop`, if any is."""
     source = applied = NOWHERE
     own: tuple[str, int] | None = None
     inner: tuple[str, int] | None = None  # the source, once found
@@ -93,21 +92,6 @@ def _is_function(code: CodeType) -> bool:
         if getattr(inspect.unwrap(getattr(forward, "__func__", forward)), "__code__", None) is code:
             return True
     return False
-
-
-def line_and_modules() -> tuple[Line, tuple[nn.Module, ...]]:
-    """The innermost frame that is neither torch's nor preamp's, and the modules that are running, innermost first."""
-    line = NOWHERE
-    modules: list[nn.Module] = []
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        code = frame.f_code
-        if code is _CALL:
-            modules.append(frame.f_locals["self"])
-        elif line[0] is None and is_users(code.co_filename):
-            line = code.co_filename, frame.f_lineno
-        frame = frame.f_back
-    return line, tuple(modules)
 
 
 def users_line() -> Line:
@@ -168,13 +152,16 @@ class Place:
 class Places:
     """Follows modules by hooks and autograd nodes by sequence number, so that any operator has a place.
 
-    `named`: the path of a module, or the default given with it; `stop`: code of the function at which a walk
-    up the stack ends. The observation begins when this is made (sequence numbers go on counting from there), and
-    `close` removes the hooks.
+    `named`: the path of a module, or the default given with it; `stop`: code of the function at which a walk up the
+    stack ends, of a step that is done again. The observation begins when this is made (sequence numbers go on counting
+    from there), and `close` removes the hooks.
     """
 
     def __init__(
-        self, named: Callable[[nn.Module, str | None], str | None], parameters: Mapping[int, str], stop: CodeType
+        self,
+        named: Callable[[nn.Module, str | None], str | None],
+        parameters: Mapping[int, str],
+        stop: CodeType | None = None,
     ) -> None:
         self._named = named
         self._parameters = parameters

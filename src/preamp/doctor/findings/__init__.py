@@ -19,7 +19,7 @@ _HERE = Path(__file__).parent
 _PAGES = (_HERE.parent / "pages", _HERE.parents[3] / "docs" / "findings")
 """Of an installed package, and of the repository."""
 _MEANING = ("What it is. ", "Why it hurts. ")
-_AT_END = ("PA107", "PA108", "PA201", "PA203", "PA211")
+_AT_END = ("PA107", "PA108", "PA201", "PA203")
 """What the report judges, from records: a process that does so loads no others, as they want torch."""
 
 

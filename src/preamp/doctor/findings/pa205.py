@@ -25,10 +25,12 @@ from torch import Tensor
 from ...formats import FP16
 from ...report import Finding
 from ..operators import Call, Observer
+from ..places import UNINITIALISED
 from .check import Check
 
 NEAR_TOP = FP16.max / 4
 """Two bits below float16's largest number."""
+_NO_RESULTS = UNINITIALISED | {"full", "fill"}
 _FILLS = frozenset({"masked_fill", "where", "clamp", "clamp_min", "clamp_max", "index_fill", "add", "mul", "sub"})
 
 
@@ -46,7 +48,7 @@ class Tops(Observer):
     def after(self, call: Call) -> None:
         """Compare one result."""
         out = call.out if isinstance(call.out, Tensor) else None
-        if out is None or out.dtype is not torch.float16 or not out.numel() or call.base in ("full", "fill"):
+        if out is None or out.dtype is not torch.float16 or not out.numel() or call.base in _NO_RESULTS:
             return
         if not any(t.dtype is torch.float16 for t in call.inputs):
             return  # a cast: the number is older than this line

@@ -6,8 +6,7 @@ Nothing is changed and nothing is run twice.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import CodeType
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,10 +20,9 @@ from ..findings.events import Recomputed
 from ..findings.pa105 import misfits
 from ..measure import values_here
 from ..names import Names
-from ..operators import Call, Observation, Observer, Product, Products, dimensions
-from ..places import Place, Places, key_of, users_line
+from ..operators import Call, Observer, Product, Products, dimensions
+from ..places import UNINITIALISED, Place, key_of, users_line
 from ..records import NOWHERE
-from ..shadow.absorbed import Changes
 from ..shadow.execution import Shadowed
 from ..shadow.facts import Absorbed, Fact
 from .precision import regions_entered
@@ -45,30 +43,19 @@ class Outputs(Observer):
 
     def after(self, call: Call) -> None:
         """Count one result."""
-        if call.module is not None and isinstance(call.out, Tensor) and call.out.is_floating_point():
+        if call.module is None or call.base in UNINITIALISED:
+            return
+        if isinstance(call.out, Tensor) and call.out.is_floating_point():
             self.dtypes.setdefault(call.module, Counter())[name_of(call.out.dtype)] += 1
 
 
-class StepObservation(Observation):
-    """Shows forward operators to all observers of findings; notes what the script does with weights and gradients."""
+class Handled(Observer):
+    """What the script does with weights and gradients by operators of its own."""
 
-    def __init__(
-        self, run: Run, keeps_casts: Callable[[], bool], stop: CodeType | None = None, changes: Changes | None = None
-    ) -> None:
-        """`stop`: code of the function at which walks up the stack end, of a step that is replayed."""
-        names = run.names
-        self.products, self.outputs, self.shadowed = Products(), Outputs(), Shadowed(self._fact)
-        observers: list[Observer] = [kind() for kind in kinds_of(Observer)]
-        many: list[Observer] = [] if changes is None else [changes]
-        super().__init__(
-            Places(names.get, names.owners, stop or Places.close.__code__),
-            dict(names.items()),
-            [*observers, self.products, self.outputs, self.shadowed, *many],
-            run.clock,
-        )
-        self.facts: list[Fact] = []
-        """What the shadows showed."""
-        self.modules = dict(names.items())
+    everywhere = True
+
+    def __init__(self, names: Names, keeps_casts: Callable[[], bool]) -> None:
+        super().__init__()
         self._keeps_casts, self._weights = keeps_casts, {key_of(p): p for p in names.parameters()}
         self.gradients: frozenset[int] = frozenset()
         """Storages of gradients that are still scaled."""
@@ -81,39 +68,37 @@ class StepObservation(Observation):
         self.writes: list[tuple[Place, Tensor]] = []
         """Where a weight was changed in place in the forward pass, while casts of it are kept."""
 
-    def _fact(self, fact: Fact, call: Call) -> None:
-        self.facts.append(fact)
-
-    def _in_forward(self, place: Place, args: Any, kwargs: Any, written: Sequence[Tensor]) -> None:
-        if self._keeps_casts():
-            self.writes += [(place, self._weights[key_of(t)]) for t in written if key_of(t) in self._weights]
-        if self.gradients and any(key_of(t) in self.gradients for t in tensors((args, kwargs))):
-            self.reads.append(place)
-
-    def _in_backward(self, func: Any, place: Place) -> None:
-        """An operator of the script's own in the backward pass. Autograd functions are left to mean what they do."""
-        if self.backward_scale == 1 or place.own is None:
-            return
-        base = func._schema.name.partition("::")[2].rstrip("_")
-        node = torch._C._current_autograd_node()
-        if base in _BOUNDS and node is not None and node.name() == "torch::autograd::AccumulateGrad":
-            self.bounded.append((place, base))
+    def before(self, call: Call) -> None:
+        """Note one operator. Autograd functions are left to mean what they do."""
+        place = call.place
+        if place.direction == "forward":
+            if self._keeps_casts():
+                self.writes += [(place, self._weights[key_of(t)]) for t in call.written if key_of(t) in self._weights]
+            if self.gradients and any(key_of(t) in self.gradients for t in tensors((call.args, call.kwargs))):
+                self.reads.append(place)
+        elif self.backward_scale != 1 and place.own is not None and call.base in _BOUNDS:
+            node = torch._C._current_autograd_node()
+            if node is not None and node.name() == "torch::autograd::AccumulateGrad":
+                self.bounded.append((place, call.base))
 
 
-class ChangesObservation(Observation):
-    """Shows what is changed in place, and looks at nothing else."""
+class Look:
+    """All observers of one step that is looked at operator by operator."""
 
-    def __init__(self, run: Run, changes: Changes) -> None:
-        places = Places(run.names.get, run.names.owners, Places.close.__code__)
-        super().__init__(places, {}, [changes], run.clock)
-        self._changes = changes
+    def __init__(self, run: Run, keeps_casts: Callable[[], bool]) -> None:
+        self.facts: list[Fact] = []
+        """What the shadows showed."""
+        self.modules = dict(run.names.items())
+        self.products, self.outputs, self.handled = Products(), Outputs(), Handled(run.names, keeps_casts)
+        self.shadowed = Shadowed(lambda fact, _: self.facts.append(fact), readings=run.tape.readings)
+        finders: list[Observer] = [kind() for kind in kinds_of(Observer)]
+        self.observers = [*finders, self.products, self.outputs, self.handled, self.shadowed]
+        for observer in self.observers:
+            observer.begin(self.modules)
 
-    def _looks_at(self, func: Any, args: Any, kwargs: Any) -> bool:
-        return self._changes.wants(func, args, kwargs)
 
-
-def owned(event: Absorbed, run: Run) -> Absorbed:
-    """The same, with the models' parameters and buffers that it is about, and the optimizer's line."""
+def owned(event: Absorbed, run: Run, step: int) -> Absorbed:
+    """The same, with its step, the models' parameters and buffers that it is about, and the optimizer's line."""
     names = run.names
     parameters = [p for p in names.parameters() if key_of(p) in event.storages]
     counts = {id(p): event.storages[key_of(p)] for p in parameters}
@@ -123,12 +108,12 @@ def owned(event: Absorbed, run: Run) -> Absorbed:
         for name, tensor in part._buffers.items():
             if tensor is not None and key_of(tensor) in event.storages:
                 module, buffer = path, name
-    made_at = (
-        run.place_of(event.optimizer) if event.optimizer is not None and is_well_known(event.optimizer) else NOWHERE
-    )
+    made_at, optimizer = NOWHERE, event.optimizer
+    if optimizer is not None and (event.is_moment or is_well_known(optimizer)):
+        made_at = run.place_of(optimizer)
     if event.is_gradient:
         made_at = run.backward_at
-    return event._replace(parameters=parameters, module=module, buffer=buffer, made_at=made_at)
+    return event._replace(parameters=parameters, module=module, buffer=buffer, made_at=made_at, step=step)
 
 
 class Recomputation:

@@ -8,8 +8,6 @@ from torch import nn
 
 from ...autocast import MARKER
 from ..findings.events import Deviated
-from ..operators import Observation
-from ..places import Places
 from ..replay.tape import Tape
 from ..replay.trials import Trials
 from ..shadow.execution import Shadowed
@@ -28,28 +26,24 @@ class Evaluation:
     def __init__(self, run: Run, replay: bool) -> None:
         self._run, self._replay = run, replay
         self._looks = self._calls = 0
-        self._observation: Observation | None = None
         self._shadowed: Shadowed | None = None
-        self._tape = Tape(run.clock)
+        self._tape = Tape(run.stream, run.tape.readings)
         self._facts: list[Fact] = []
         self._turn = -1
         """The turn of the last one."""
 
     def model_called(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A model is about to run without gradients; what is returned is handed to `model_returned`."""
-        if self._observation is None:
+        if self._shadowed is None:
             if self._looks >= LOOKS or self._run.turn == self._turn:
                 return None
             self._looks, self._calls, self._turn = self._looks + 1, 0, self._run.turn
-            self._shadowed = Shadowed(lambda fact, _: self._facts.append(fact))
-            places = Places(self._run.names.known, self._run.names.owners, Places.close.__code__)
-            self._observation = Observation(places, {}, [self._shadowed], self._run.clock)
-            places.enter(module)
-            self._observation.__enter__()
+            self._shadowed = Shadowed(lambda fact, _: self._facts.append(fact), readings=self._tape.readings)
+            self._run.stream.add(self._shadowed, inside=module)
         self._calls += 1
         if self._calls > CALLS:
             self._tape.close_window()
-            self._observation.paused = True
+            self._run.stream.remove(self._shadowed)
             return None
         return self._tape.enter_model(module, args, kwargs, ("cpu", "cuda", MARKER))
 
@@ -60,16 +54,16 @@ class Evaluation:
 
     def end(self) -> None:
         """A step of the training begins, or the script is over: report what there was."""
-        observation, self._observation = self._observation, None
-        if observation is None or self._shadowed is None:
+        shadowed, self._shadowed = self._shadowed, None
+        if shadowed is None:
             return
-        run, facts = self._run, [*self._facts, *self._shadowed.read_out]
+        run, facts = self._run, [*self._facts, *shadowed.read_out]
         self._tape.close_window()
-        observation.stop()
-        trials = Trials(self._tape, run.names, [], 1.0, self._shadowed.readings) if facts and self._replay else None
+        run.stream.remove(shadowed)
+        trials = Trials(self._tape, run.names) if facts and self._replay else None
         for fact in facts:
             cured = (None, None) if trials is None else trials.cure(fact, in_session=False)
             run.emit(Deviated(fact, *cured))
-        run.recorder.write("evaluation", step=run.step, **self._shadowed.told())
+        run.recorder.write("evaluation", step=run.step, **shadowed.told())
         self._tape.clear()
         self._facts.clear()

@@ -9,23 +9,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...autocast import MARKER
 from ...report import Finding
 from ..findings.check import without_repeats
 from ..findings.events import Deviated, GradientSpread, GradientsRead, Observed, Prepared, RanInThread
 from ..findings.pa202 import row_of
-from ..hooks import leave
-from ..measure import spread_of, values_here
 from ..names import unwrapped
-from ..places import key_of
-from ..replay.diagnose import compare_gradients
+from ..operators import Stream, found_by
+from ..places import Places, key_of
 from ..replay.trials import Trials
 from ..shadow.absorbed import Changes
 from ..shadow.remedies import Remedy
-from .audit import ChangesObservation, Held, Recomputation, StepObservation, audit, dtypes_of, owned
+from .audit import Held, Look, Recomputation, audit, dtypes_of, owned
 from .evaluation import Evaluation
+from .gradients import as_stored, beside_shadows
 from .magnitudes import Pending, Telemetry
 from .precision import Precision, regions_entered
 from .run import Run
@@ -36,8 +34,6 @@ ENOUGH = 64
 _ABOUT_A_LINE = frozenset({"PA101", "PA205"})
 FACTS = 6
 """Facts of one step for which fixes are tried."""
-_SMALL = 16
-"""Gradients of fewer values are not judged."""
 
 
 class Inspection:
@@ -48,12 +44,13 @@ class Inspection:
         self.every, self._replay = every, replay
         """Steps from one whose magnitudes are counted to the next; None: only losses are wanted."""
         self.evaluation = Evaluation(run, replay)
-        self._observation: StepObservation | None = None
+        self._look: Look | None = None
+        """What observes the operators of this step, where they are observed."""
         self._recomputation: Recomputation | None = None
         self._changes: Changes | None = None
         """What is changed in place, from the first model call of a step to that of the next."""
-        self._between: ChangesObservation | None = None
-        """The mode that shows it where operators are not observed."""
+        self._changes_in = 0
+        """That step."""
         self._held: Held | None = None
         """Where operators were observed in this step."""
         self._telemetry: Telemetry | None = None
@@ -61,18 +58,19 @@ class Inspection:
         """That of the last step, until the weights that it left are seen."""
         self._pending: Pending | None = None
         """Counts that are on their way to the host."""
-        self._left: list[TorchDispatchMode] = []
         self._taken = False
         self._turn, self._opened = -1, 0
         self._again, self._again_in, self._replayed = False, -1, False
         """Whether this step is to be replayed for observation, the last turn that was, and whether the observation is
         one of a replay."""
-        self._regions = False, False
-        """Whether the model was called in a region, and in one of preamp's."""
+        self._in_region = False
+        """Whether the model was called in an autocast region."""
         self.low: set[torch.dtype] = set()
         """16-bit dtypes of matrix products seen."""
         self.low_now: set[torch.dtype] = set()
         """The same, of this step only; empty where operators were not observed."""
+        self._exact: dict[int, GradientSpread] = {}
+        """What float16 lost of each gradient of this step, by the parameter's id, as far as shadows show it."""
         self._dtypes: dict[str, int] = {}
         """Numbers of the parameters by dtype, when the gradients of the observed step arrived."""
 
@@ -93,19 +91,18 @@ class Inspection:
                 self._telemetry.close()
             return
         regions, compiled = regions_entered(), self._precision.compiled
-        on = torch.is_autocast_enabled(MARKER)
-        self._regions = on or bool(regions), on
+        self._in_region = bool(regions) or torch.is_autocast_enabled(MARKER)
         if self._changes is None and turn % self.every == 0:
-            self._changes = Changes()
-        if self._observation is None and self._is_close(turn):
+            self._changes, self._changes_in = Changes(), run.step
+        if self._look is None and self._is_close(turn):
             if not compiled:
-                self._observe(module)
+                self._look = Look(run, lambda: self._precision.keeps_casts)
+                run.stream.add(*self._look.observers, inside=module)
+                self._recomputation = Recomputation(run.names)
             elif turn != self._again_in:
                 self._again_in, self._again = turn, True
-        if self._observation is not None:
-            self._note_regions(self._observation)
-        elif not compiled:
-            self._watch_changes()
+        if self._changes is not None and not compiled:
+            run.stream.add(self._changes, inside=module)
         if self._telemetry is None and turn % self.every == 0:
             self._telemetry = Telemetry(run.names, run.step, run.clock)
         if self._telemetry is not None and not compiled:
@@ -116,7 +113,7 @@ class Inspection:
     @property
     def evaluates(self) -> bool:
         """Whether a call without gradients is to be looked at by itself."""
-        return self.every is not None and self._observation is None and not self._precision.compiled
+        return self.every is not None and self._look is None and not self._precision.compiled
 
     def _is_close(self, turn: int) -> bool:
         """Whether operators are observed: in the first step, and then more and more rarely.
@@ -126,124 +123,107 @@ class Inspection:
         every = self.every or 1
         return turn == 0 or (turn % every == 0 and (turn // every).bit_count() == 1)
 
-    def _observe(self, module: nn.Module | None) -> None:
-        self._observation = StepObservation(self._run, lambda: self._precision.keeps_casts, changes=self._changes)
-        if module is not None:
-            self._observation.places.enter(module)
-        self._observation.__enter__()
-        self._recomputation = Recomputation(self._run.names)
-
-    def _watch_changes(self) -> None:
-        """What is changed in place is seen without the operators, too."""
-        if self._changes is not None and self._between is None:
-            self._between = ChangesObservation(self._run, self._changes)
-            self._between.__enter__()
-
     def steps(self, optimizer: Optimizer | None) -> None:
         """An optimizer begins to step; None: it has stepped."""
         if self._changes is None:
             return
         self._changes.steps(optimizer)
         if self._precision.compiled == "module":  # a compiled function may be called, or step, at any time
-            self._watch_changes()
+            self._run.stream.add(self._changes)
 
     def leave_compiled_alone(self) -> None:
         """A module is called: one that is compiled or called while a mode is on would run as written, and for good."""
-        if self._precision.compiled and self._between is not None:
-            self._between.stop()
-            self._between = None
+        if self._precision.compiled and self._changes is not None:
+            self._run.stream.remove(self._changes)
 
-    def _note_regions(self, observation: StepObservation) -> None:
-        observation.autocast_on, ours = self._regions
-        observation.torchs_own = observation.autocast_on and not ours
-
-    def _replay_observed(self, loss: Tensor) -> None:
-        """Replay a step of compiled code, as written and with autograd, and observe that."""
-        tape, names = self._run.tape, self._run.names
-        observation = StepObservation(self._run, lambda: False, Inspection._replay_observed.__code__)
-        self._note_regions(observation)
+    def _replay_observed(self, loss: Tensor, scale: float) -> None:
+        """Replay a step of compiled code, as written and with autograd, and observe that; `scale`: on this loss."""
+        tape, names, look = self._run.tape, self._run.names, Look(self._run, lambda: False)
+        places = Places(names.known, names.owners, Inspection._replay_observed.__code__)
+        stream = Stream(lambda: places, self._run.clock)
         if self._telemetry is not None:
             self._telemetry.open()
         try:
-            with tape.done_again(), observation:
+            with tape.done_again(), stream.shown_to(*look.observers):
                 if tape.knows(loss):
-                    again = tape.replay(loss, observation.places, names.get)
+                    again = tape.replay(loss, places)
                     if self._telemetry is not None and again.requires_grad:
                         self._telemetry.in_backward = True
-                        torch.autograd.grad(again, names.parameters(), torch.ones_like(again), allow_unused=True)
+                        seed = torch.ones_like(again)
+                        grads = torch.autograd.grad(again, names.parameters(), seed, allow_unused=True)
+                        with stream.paused():
+                            self._compare_gradients(look, scale, grads)
                 else:
-                    tape.replay_calls(observation.places, names.get)
+                    tape.replay_calls(places)
         except Exception:  # a model that cannot be called a second time
-            observation.places.close()
-        else:
-            self._observation, self._replayed = observation, True
+            return
         finally:
             if self._telemetry is not None:
                 self._telemetry.close()
+        self._look, self._replayed = look, True
 
     def before_backward(self, scale: float, losses: Sequence[Tensor]) -> None:
         """A backward pass from these losses begins, with this scale on them."""
         if self._again and losses:
             self._again = False
-            self._replay_observed(losses[0])
+            self._replay_observed(losses[0], scale / self._scales.seed_of(list(losses)))
         self.gradients_are_true()  # what autograd and we do with gradients is no reading of the script's
-        if self._observation is not None:
-            self._observation.backward_scale = scale
+        if self._look is not None:
+            self._look.handled.backward_scale = scale
         if self._telemetry is not None:
             self._telemetry.in_backward = True
             self._telemetry.backward_scale = scale
 
     def after_backward(self) -> None:
         """Gradients have arrived; code that reads them may read scaled ones."""
-        if self._observation is not None:
+        if self._look is not None:
             self._dtypes = dtypes_of(self._run.names)  # before an unscaling lets the parameters hold masters
+            self._compare_gradients(self._look, self._scales.of_backward)
         if self._telemetry is not None:
             self._telemetry.close()
             for path in self._telemetry.outside[:1]:
                 self._run.emit(RanInThread(path))
-        if self._observation is not None and self._scales.on_gradients != 1:
+        if self._look is not None and self._scales.on_gradients != 1:
             grads = (p.grad for p in self._run.names.parameters() if p.grad is not None)
-            self._observation.gradients = frozenset(key_of(grad) for grad in grads)
+            self._look.handled.gradients = frozenset(key_of(grad) for grad in grads)
+
+    def _compare_gradients(self, look: Look, scale: float, grads: Sequence[Tensor | None] | None = None) -> None:
+        """Gradients of the models' parameters, or these, have just been computed, with this scale on them."""
+        names, shadows, low = self._run.names, look.shadowed.shadows, look.products.low
+        if any(product.dtype is torch.float16 for product in low) and shadows.whole:
+            parameters = names.parameters()
+            given = zip(parameters, [p.grad for p in parameters] if grads is None else grads, strict=True)
+            with torch.no_grad():
+                self._exact |= beside_shadows(given, shadows, names, scale)
 
     def gradients_are_true(self) -> None:
         """They have been unscaled, or are about to be: code that reads them now reads true gradients."""
-        if self._observation is not None:
-            self._observation.gradients = frozenset()
+        if self._look is not None:
+            self._look.handled.gradients = frozenset()
 
     @contextmanager
     def gradients_may_be_read(self) -> Iterator[None]:
         """Code that reads them inside takes the scale into account."""
-        observation = self._observation
-        kept = observation.gradients if observation is not None else frozenset()
+        look = self._look
+        kept = look.handled.gradients if look is not None else frozenset()
         self.gradients_are_true()
         try:
             yield
         finally:
-            if observation is not None:
-                observation.gradients = kept
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """What runs inside is neither the script's nor its model's."""
-        observation = self._observation
-        if observation is not None:
-            observation.paused = True
-        try:
-            yield
-        finally:
-            if observation is not None:
-                observation.paused = False
+            if look is not None:
+                look.handled.gradients = kept
 
     def before_step(self, optimizer: Optimizer | None) -> None:
         """All gradients of the step have arrived."""
         run = self._run
-        was_close = self._observation is not None
+        was_close = self._look is not None
         self.low_now = set()
         self._judge()
         if self._held is not None:
             self._held.before_step(run.names)
         if was_close and torch.float16 in self.low and not run.bad:
             self._read_gradients()
+        self._exact.clear()
         telemetry = self._telemetry
         if telemetry is not None and not telemetry.has_weights:
             known = {id(p) for p in run.names.parameters()}
@@ -252,32 +232,18 @@ class Inspection:
             telemetry.weights(own or run.names.parameters(), self._scales.on_gradients)
 
     def _read_gradients(self) -> None:
-        """What float16 lost of them: measured where the step can be replayed, else estimated from what is left."""
-        run, scale, stored = self._run, self._scales.of_backward, self._scales.on_gradients
-        rows = None
-        if self._replay and len(run.losses) == 1 and not run.names.is_sharded:
-            rows = compare_gradients(run.tape, run.names, run.losses[0], scale / self._scales.seed, stored)
-        if rows is None:
-            run.emit(GradientsRead(self._spreads(stored), scale, is_exact=False))
+        """Tell what float16 lost of them: seen beside their shadows, else told from what is left."""
+        run, scale = self._run, self._scales.of_backward
+        rows = sorted(self._exact.values(), key=lambda one: (-one.lost, -one.relative))
+        if not rows:
+            run.emit(GradientsRead(as_stored(run.names, self._scales.on_gradients), scale, is_exact=False))
             return
         run.emit(GradientsRead(rows, scale, is_exact=True))
         run.recorder.write("underflow", step=run.step, scale=scale, rows=list(map(row_of, rows)))
 
-    def _spreads(self, stored: float) -> list[GradientSpread]:
-        """Of the parameters whose gradients are float16 or, where none is, of all: they passed through it."""
-        names, parameters = self._run.names, self._run.names.parameters()
-        halves = [p for p in parameters if p.dtype is torch.float16]  # norms kept in float32 have float32 gradients
-        found = []
-        for parameter in halves or parameters:
-            grad = parameter.grad
-            if grad is not None and grad.layout is torch.strided and grad.numel() >= _SMALL:
-                spread = spread_of(values_here(grad)).times(1 / stored)
-                found.append(GradientSpread(*names.parameter(parameter), spread, parameter.dim() < 2))
-        return found
-
     def attempted(self, taken: bool) -> None:
         """The step was taken or skipped. What it changed is counted later: masters may not be copied back yet."""
-        self._sweep()
+        self._run.stream.leave()
         if self._telemetry is not None:
             self._telemetry.close()
             self._done, self._telemetry, self._taken = self._telemetry, None, taken
@@ -287,16 +253,14 @@ class Inspection:
             self._run.recorder.write("held", step=self._run.step, rows=held.rows())
 
     def _close_changes(self) -> None:
-        between, self._between = self._between, None
         changes, self._changes = self._changes, None
-        if between is not None:
-            between.stop()
-        for event in () if changes is None else changes.events():
-            self._run.emit(owned(event, self._run))
+        if changes is not None:
+            self._run.stream.remove(changes)
+            for event in changes.events():
+                self._run.emit(owned(event, self._run, self._changes_in))
 
     def close(self) -> None:
         """End the inspection, and record what there is."""
-        self._sweep()
         self.evaluation.end()
         self._judge()
         self._close_changes()
@@ -307,26 +271,13 @@ class Inspection:
 
     def give_up(self) -> None:
         """End the inspection and judge nothing."""
-        observation, self._observation = self._observation, None
-        between, self._between = self._between, None
-        self._changes = None
+        self._look = self._changes = None
         recomputation, self._recomputation = self._recomputation, None
         telemetry, self._telemetry = self._telemetry, None
         self._done = self._pending = self.every = None
-        for mode in (observation, between):
-            if mode is not None:
-                mode.paused = True
-                mode.places.close()
-        self._left += [one for one in (between, observation) if one is not None]
-        self._sweep()
         for other in (recomputation, telemetry):
             if other is not None:
                 other.close()
-
-    def _sweep(self) -> None:
-        """Leave the modes that could not be left when an error of the doctor ended the observation inside them."""
-        for one in self._left:
-            leave(one)
 
     def settle(self) -> None:
         """Record the counts that have arrived, and send those of the last step."""
@@ -344,24 +295,22 @@ class Inspection:
         line = finding.file, finding.line
         if finding.code not in _ABOUT_A_LINE or line[0] is None or finding.severity == "info":
             return finding
-        text = Remedy((line,)).text(self._run.tape.device, self._run.readings)
+        text = Remedy((line,)).text(self._run.tape.device, self._run.tape.readings)
         return (
             finding if text is None else replace(finding, fix=f"{text}\n# not tried: nothing is wrong in this step yet")
         )
 
     def _judge(self) -> None:
         """Stop observing operators, and report what they showed."""
-        seen, self._observation = self._observation, None
+        seen, self._look = self._look, None
         if seen is None:
             return
         run, scales = self._run, self._scales
-        seen.stop()
-        if not self._precision.compiled:
-            self._watch_changes()
+        run.stream.remove(*seen.observers)
         recomputation, self._recomputation = self._recomputation, None
         for event in recomputation.close() if recomputation is not None else ():
             run.emit(event)
-        findings = without_repeats(seen.findings())
+        findings = without_repeats(found_by(seen.observers))
         if self._replayed:  # a replay has no lines of the script's inside of its models
             named, at = run.names.get, run.tape.called_at
             for product in seen.products.all:
@@ -370,28 +319,27 @@ class Inspection:
             placed = zip(findings, lines, strict=True)
             findings = tuple(replace(one, file=file, line=line) for one, (file, line) in placed)
             self._replayed = False
-        run.readings |= seen.shadowed.readings
         for finding in findings:
             run.report(self._pasteable(finding))
         facts = [one for one in seen.facts if one.place.direction == "forward" or one.kind == "made"]
         facts = facts[:FACTS]
         run.recorder.write("shadow", step=run.step, **seen.shadowed.told())
-        given = run.tape, run.names, run.losses, scales.seed, run.readings
-        trials = Trials(*given) if facts and self._replay else None
+        trials = Trials(run.tape, run.names, run.losses, scales.seed) if facts and self._replay else None
         for fact in facts:
             cured = (None, None) if trials is None else trials.cure(fact, bool(scales.sessions))
             run.emit(Deviated(fact, *cured))
         self.low_now = {product.dtype for product in seen.products.low if product.trained}
         self.low |= self.low_now
-        writes = seen.writes if seen.autocast_on else []
+        handled = seen.handled
+        writes = handled.writes if self._in_region else []
         run.emit(
             Observed(
                 seen.products,
                 seen.modules,
-                seen.reads,
+                handled.reads,
                 scales.scale or 1.0,
-                seen.bounded,
-                seen.backward_scale,
+                handled.bounded,
+                handled.backward_scale,
                 [place for place, _ in writes],
                 run.names.common(weight for _, weight in writes),
                 [*self._prepared()],

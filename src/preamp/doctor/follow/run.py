@@ -20,10 +20,11 @@ from ..findings.check import Listeners
 from ..findings.events import Raised
 from ..hooks import Clock, Patches
 from ..names import Names
-from ..places import in_library, is_users, users_line
+from ..operators import Stream
+from ..places import Places, in_library, is_users, users_line
 from ..records import NOWHERE, Line, Recorder, shown_path
 from ..replay.tape import Tape
-from ..shadow.source import Reading
+from ..shadow.source import Readings
 
 
 class Run:
@@ -32,7 +33,8 @@ class Run:
     def __init__(self, recorder: Recorder, base: Path, names: Names | None = None) -> None:
         self.recorder, self.names = recorder, names or Names()
         self.patches, self.clock = Patches(), Clock(self._failed)
-        self.tape = Tape(self.clock, self.raised)
+        self.stream = Stream(self._places, self.clock)
+        self.tape = Tape(self.stream, Readings(), self.raised)
         self.emit = Listeners(checks(), self.report)
         self.optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
         """By their ids. The script decides how long they and the models live."""
@@ -42,8 +44,6 @@ class Run:
         """Attempts to step, taken or skipped, by the optimizer's id."""
         self.losses: list[Tensor] = []
         """What went back in this step."""
-        self.readings: dict[Line, Reading] = {}
-        """What statements read where they were seen to run."""
         self.backward_at = self.stepped_at = NOWHERE
         self.in_model = self.in_backward = False
         self.bad: str | None = None
@@ -54,6 +54,9 @@ class Run:
         self._base = base
         self._most = 0  # attempts of an optimizer that is gone
         self._reported: set[Any] = set()
+
+    def _places(self) -> Places:
+        return Places(self.names.known, self.names.owners)
 
     @property
     def is_own(self) -> bool:
@@ -140,6 +143,7 @@ class Run:
             lines = traceback.format_exception(type(error), error, error.__traceback__)
             self.recorder.write("failed", step=self.step, error=repr(error)[:500], trace="".join(lines)[-4000:])
         self.is_given_up = True
+        self.stream.give_up()
         for stop in self.on_failure:
             stop()
 

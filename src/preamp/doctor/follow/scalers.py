@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from ...errors import PreampError
 from ...session import Session, SessionScaler
 from ...session import _step as session_step
-from ...tree import tensors
 from ..findings.events import Clipper, GradientsClipped
 from ..hooks import subclasses
 from ..places import users_line
@@ -33,21 +32,15 @@ class Scalers:
     def __init__(self, run: Run, scales: Scales, inspection: Inspection, attempt: Attempt) -> None:
         self._run, self._scales, self._inspection, self._attempt = run, scales, inspection, attempt
         self._followed: set[type] = set()
-        self._depth = 0
-        """Backward passes that are under way: checkpointing goes back inside of one."""
         self._apex: Any = None
 
     def start(self) -> None:
         """Hook scalers, sessions, schedulers and clipping."""
-        import torch.optim.optimizer as base
-
         patches = self._run.patches
         scaler = torch.amp.grad_scaler.GradScaler
         patches.wrap(scaler, "__init__", self._made_scaler)
         for kind in subclasses(scaler):
             self._follow(kind)
-        patches.wrap(torch.autograd, "backward", self._backward)
-        patches.on_close(base.register_optimizer_step_pre_hook(self._scales.before_any).remove)
         patches.wrap(Session, "__init__", self._made_session)
         # A session refuses a step that went past it: an error that is a finding.
         patches.wrap(session_step, "check_own_step", self._run.noting_errors(lambda original, *args: original(*args)))
@@ -72,20 +65,6 @@ class Scalers:
             yield
         finally:
             self._scales.is_library = before
-
-    def _backward(self, original: Any, tensors_: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._depth == 0:
-            with self._run.clock:
-                self._scales.gradients.before_backward(list(self._run.optimizers.values()))
-        self._depth += 1
-        try:
-            out = original(tensors_, *args, **kwargs)
-        finally:
-            self._depth -= 1
-        if self._depth == 0:
-            with self._run.clock:
-                self._scales.gradients_arrived(list(tensors(tensors_)))
-        return out
 
     def _clip(self, original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
         self._inspection.gradients_are_true()
@@ -220,11 +199,11 @@ class Scalers:
 
     @contextmanager
     def _scale_loss(self, original: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        scales, paused = self._scales, self._inspection.paused
+        scales, paused = self._scales, self._run.stream.paused
         scales.in_apex = True
         region = original(*args, **kwargs)
         try:
-            with paused():
+            with self._inspection.gradients_may_be_read():  # which it puts aside; the scaled loss is part of the step
                 scaled = region.__enter__()
             try:
                 self._note_apex(scaled, args[0] if args else None)

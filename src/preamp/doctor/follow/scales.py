@@ -105,6 +105,7 @@ class Scales:
 
     def before_backward(self, losses: list[Tensor], low: set[torch.dtype]) -> None:
         """The second loss of a step may have no model call of its own to be judged by: its graph is read instead."""
+        self.gradients.before_backward(list(self._run.optimizers.values()))
         if self._ever_scaled and not self.is_library and torch.float16 in low and self._run.step < 3:
             self._half_unscaled |= any(self.noted(loss) is None and goes_back_in_half(loss) for loss in losses)
 
@@ -124,9 +125,10 @@ class Scales:
             self.noted(loss) is None and self.of(loss) == 1 and (self._run.tape.factor_on(loss) or 0) >= _BY_HAND
             for loss in losses
         )
+        self._track(losses)
 
-    def gradients_arrived(self, losses: list[Tensor]) -> None:
-        """An outermost backward pass is over: what checkpointing does again inside of it changes gradients too."""
+    def _track(self, losses: list[Tensor]) -> None:
+        """Note which gradients have a scale on them now."""
         by_scaler = any(self.noted(loss) not in (None, 1.0) for loss in losses)
         by_scaler &= not self.in_apex and not self.by_session
         factor = None
@@ -173,9 +175,9 @@ class Scales:
         elif is_well_known(optimizer):  # another may divide by it inside
             self.step_begins(optimizer, factor=factor)
 
-    def before_any(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Before a step of any optimizer, also the second of a backward pass; a closure makes its own gradients."""
-        if self.is_library or self.in_apex or self.by_session or len(args) > 1 or kwargs.get("closure"):
+    def before_any(self, optimizer: Optimizer) -> None:
+        """Before a step of any optimizer, also the second of a backward pass, with gradients that are there already."""
+        if self.is_library or self.in_apex or self.by_session:
             return
         own = [p for group in optimizer.param_groups for p in group["params"]]
         if self._run.bad and self.scaler_at[0] and self.gradients.all_true(own):

@@ -12,6 +12,7 @@ from ..findings.pa201 import Diagnosed, Diagnosis
 from ..measure import all_finite
 from ..replay.diagnose import diagnose, samples
 from ..replay.trials import Trials
+from ..shadow.remedies import Remedy
 from .run import Run
 from .scales import Scales
 
@@ -56,7 +57,7 @@ class Soundness:
         if not run.names.is_sharded:
             seed = self._scales.seed_of(losses)
             given = run.tape, run.names, losses, scale, run.parameters(), seed
-            found = diagnose(*given, readings=run.readings, in_session=bool(self._scales.sessions))
+            found = diagnose(*given, in_session=bool(self._scales.sessions))
         if rows:
             run.emit(BatchNotFinite(rows, run.tape.called()))
         elif found is None:
@@ -79,12 +80,12 @@ class Soundness:
         run = self._run
         if not self._replay or not low or run.names.is_sharded or run.tape.is_empty:
             return
-        trials = Trials(run.tape, run.names, [], 1.0, run.readings)
+        trials = Trials(run.tape, run.names)
         if trials.plain is None or not trials.plain.raised:
             return
         for fact in trials.plain.facts:
             run.emit(Deviated(fact, *trials.cure(fact, bool(self._scales.sessions))))
-        run.recorder.write("in_float32", raises=not run.tape.runs_in_full())
+        run.recorder.write("in_float32", raises=trials.again(Remedy(everything=True)).raised)
 
     def before_step(self) -> None:
         """The step is about to be tried."""

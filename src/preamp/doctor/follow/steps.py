@@ -21,7 +21,6 @@ from .precision import Precision
 from .run import Run
 from .scales import Scales, is_well_known
 from .soundness import Soundness
-from .updates import Updates
 
 
 class Steps:
@@ -38,7 +37,7 @@ class Steps:
     ) -> None:
         self._run, self._scales, self._precision = run, scales, precision
         self._inspection, self._soundness = inspection, soundness
-        self._limit, self._updates = limit, Updates(run)
+        self._limit = limit
         self._examined: set[int] = set()
         """Optimizers whose first step was examined."""
         self._without_state: set[int] = set()
@@ -109,10 +108,10 @@ class Steps:
         self._scales.after_backward(losses)
         self._soundness.check(losses)
         self._went_back = True
+        self._inspection.after_backward()
         if not run.optimizers:  # the script, or a library, steps by other means, which no hook sees
             self._close_step(None)
             self._versions = self._versions_now()
-        self._inspection.after_backward()
         if run.tape.is_long and not run.bad and not keeps_graph:
             run.tape.clear()  # of a long accumulation: the inputs of sound micro-batches are the script's memory
 
@@ -162,8 +161,6 @@ class Steps:
             run.stepped_at = users_line()
             self._scales.before_first_use(optimizer)
             self._inspection.steps(optimizer)
-            if self._inspection.every is not None:
-                self._updates.before(optimizer, close=run.step % self._inspection.every == 0)
 
     def _first_step(self, optimizer: Optimizer) -> None:
         run, at = self._run, self._run.place_of(optimizer)
@@ -184,7 +181,6 @@ class Steps:
             return
         with run.clock:
             self._inspection.steps(None)
-            self._updates.after(optimizer)
             if id(optimizer) in self._without_state and optimizer.state:
                 self._without_state.remove(id(optimizer))
                 if not is_well_known(optimizer) and _steps_halves(optimizer):

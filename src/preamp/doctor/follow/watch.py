@@ -94,9 +94,9 @@ class Watch:
         self.steps.end()
         run.patches.close()
         self._unhook()
-        run.tape.close_window()  # its mode lies above the other's
         self._inspection.close()
         run.tape.clear()
+        run.stream.leave()
         if run.attempts:
             counts = {**self.scales.since_last(), "scaler_at": spell_line(self.scales.scaler_at)}
             run.recorder.write("end", spent=run.clock.spent, seconds=run.clock.seconds, **counts)
@@ -206,7 +206,7 @@ class Watch:
             out = original(tensors_, *args, **kwargs)
         finally:
             run.in_backward = False
-        with run.clock, self._inspection.paused():  # it is the doctor that reads gradients here
+        with run.clock, run.stream.paused():  # it is the doctor that reads gradients here
             self.steps.after_backward(losses, bool(kwargs.get("retain_graph")))
         return out
 
@@ -242,6 +242,7 @@ class Watch:
         given = _with_closure(args, kwargs, lambda: self.steps.before_step(optimizer))
         if given is None:
             self.steps.before_step(optimizer)
+            self.scales.before_any(optimizer)
         return given
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -1,32 +1,19 @@
-"""A replay of a step under observation: why it was not finite, and what float16 lost of its gradients."""
+"""A replay of a step under observation: why it was not finite."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from ..findings.events import GradientSpread
 from ..findings.pa201 import Diagnosis, Origin
-from ..hooks import Patches
-from ..measure import spread_of
 from ..names import Names
 from ..places import Places, graph_of
-from ..records import Line
-from ..shadow.source import Reading
 from .origin import trace
 from .tape import Tape
 from .trials import Trials
-
-ALIKE = 0.5
-"""Cosine below which the replay is another step: it drew other random numbers."""
-_SMALL = 16
-"""Gradients of fewer values are not compared."""
 
 
 def diagnose(
@@ -37,7 +24,6 @@ def diagnose(
     parameters: Sequence[Tensor],
     seed: float = 1.0,
     *,
-    readings: Mapping[Line, Reading],
     in_session: bool = False,
 ) -> Diagnosis | None:
     """Replay the step that led to `losses`; None where it cannot be replayed or is sound when it is.
@@ -52,7 +38,7 @@ def diagnose(
 
     def origin_at(seed: float) -> Origin | None:
         def run(places: Places) -> list[Tensor]:
-            return [tape.replay(loss, places, names.get) for loss in known]
+            return [tape.replay(loss, places) for loss in known]
 
         return trace(run, models, lambda loss: _backward(loss, seed, parameters))
 
@@ -73,7 +59,7 @@ def diagnose(
         origin = replace(origin, file=file, line=line)
     if origin.from_data or by_scale:
         return Diagnosis(origin, by_scale, samples(tape) if origin.from_data else ())
-    return _with_cause(Diagnosis(origin, by_scale), Trials(tape, names, losses, seed, readings), in_session)
+    return _with_cause(Diagnosis(origin, by_scale), Trials(tape, names, losses, seed), in_session)
 
 
 def _with_cause(found: Diagnosis, trials: Trials, in_session: bool) -> Diagnosis:
@@ -119,60 +105,3 @@ def samples(tape: Tape, *, masks: bool = True) -> tuple[int, ...]:
         if bool(sick.any()):
             return tuple(int(i) for i in sick.reshape(tensor.shape[0], -1).any(dim=1).nonzero().flatten()[:16])
     return ()
-
-
-def compare_gradients(
-    tape: Tape, names: Names, loss: Tensor, backward_scale: float, scale: float
-) -> list[GradientSpread] | None:
-    """Gradients against those of the same step in float32, the worst first; None where it cannot be replayed so.
-
-    `backward_scale`: on the loss itself; `scale`: on the gradients as they are stored now. What is zero
-    in float16 may have been zero before; only a replay without casts shows that.
-    """
-    parameters = [p for p in names.parameters() if p.grad is not None and p.grad.layout is torch.strided]
-    if not parameters or any(p.dtype is not torch.float32 for p in parameters) or not tape.knows(loss):
-        return None
-    exact = _gradients_in_full(tape, loss, parameters)
-    if exact is None:
-        return None
-    found = []
-    with torch.no_grad(), _disable_current_modes():
-        for parameter, full in zip(parameters, exact, strict=True):
-            grad = parameter.grad
-            if full is None or grad is None or grad.numel() < _SMALL:
-                continue
-            came, full = grad.detach() / scale, full / backward_scale  # the loss that went back was the scaled one
-            norm = float(full.norm())
-            if not norm or not math.isfinite(norm):
-                continue
-            both = float(came.norm()) * norm
-            if both and float((came * full).sum()) / both < ALIKE:
-                return None
-            there = full != 0
-            lost = float(((came == 0) & there).sum()) / max(int(there.sum()), 1)
-            relative = float((came - full).norm()) / norm
-            found.append(GradientSpread(*names.parameter(parameter), spread_of(full), grad.dim() < 2, lost, relative))
-    return sorted(found, key=lambda one: (-one.lost, -one.relative))
-
-
-def _gradients_in_full(tape: Tape, loss: Tensor, parameters: list[Any]) -> list[Tensor | None] | None:
-    """In float32, without a scale; nothing is left of the attempt."""
-    patches = Patches()
-    patches.wrap(torch.autocast, "__enter__", _switched_off)
-    try:
-        with tape.done_again():
-            again = tape.replay(loss, full=True)
-            return list(torch.autograd.grad(again, parameters, torch.ones_like(again), allow_unused=True))
-    except Exception:  # a model that cannot be called a second time, or not in float32
-        return None
-    finally:
-        patches.close()
-
-
-def _switched_off(original: Any, region: Any) -> Any:
-    """A region that the model enters by itself."""
-    kept, region._enabled = region._enabled, False
-    try:
-        return original(region)
-    finally:
-        region._enabled = kept

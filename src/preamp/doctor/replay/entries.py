@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...formats import LOW_DTYPES
 from ..places import Place, key_of
 from ..records import Line
 from . import restore
@@ -57,8 +56,6 @@ class Op:
     outputs: list[Key]
     grad: bool
     place: Place
-    modules: tuple[nn.Module, ...]
-    """Modules that were running, the innermost first: one without parameters is not kept as a call."""
 
 
 class RandomState(NamedTuple):
@@ -81,15 +78,8 @@ def tensor_key(tensor: Tensor) -> Key:
     return (key_of(tensor), tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
-def in_full(value: Any) -> Any:
-    """float32 for a 16-bit tensor or dtype."""
-    if isinstance(value, Tensor) and value.dtype in LOW_DTYPES:
-        return value.float()
-    return torch.float32 if isinstance(value, torch.dtype) and value in LOW_DTYPES else value
-
-
-def call_again(call: ModelCall, args: Any, kwargs: Any, *, full: bool) -> Any:
-    """Call a model as it was called, with the random state, buffers and attributes of then; `full`: no autocast."""
+def call_again(call: ModelCall, args: Any, kwargs: Any) -> Any:
+    """Call a model as it was called, with the random state, buffers and attributes of then."""
     restore.set_random_state(call.random)
     with torch.no_grad():
         for part, name, buffer, before in call.buffers:
@@ -99,7 +89,7 @@ def call_again(call: ModelCall, args: Any, kwargs: Any, *, full: bool) -> Any:
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         for kind, on, dtype in call.autocast:
-            stack.enter_context(_autocast_as(kind, on and not full, dtype))
+            stack.enter_context(_autocast_as(kind, on, dtype))
         return call.module(*args, **kwargs)
 
 

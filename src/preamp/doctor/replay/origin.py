@@ -1,6 +1,6 @@
 """Provenance: the first operator that makes a non-finite value out of finite ones, forward or backward.
 
-A replay runs under a dispatch mode that sees every operator. Each non-finite tensor gets a trail back to where it
+A replay is shown operator by operator. Each non-finite tensor gets a trail back to where it
 began; a trail counts only when it reaches the loss or a gradient, since an infinity that a `where`, a `clamp` or a
 softmax removes again does no harm.
 """
@@ -11,31 +11,30 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...formats import name_of
 from ...tree import tensors
 from ..findings.pa201 import Operand, Origin
+from ..hooks import Clock
 from ..names import Models, named_parts
-from ..places import UNINITIALISED, Place, Places, key_of, storage_bytes, written_by
+from ..operators import Call, Observer, Stream
+from ..places import UNINITIALISED, Places, key_of, storage_bytes
 from .restore import eager, put_back_leaves, untouched
 
 _CARRIERS = 20
-_NO_NAMES: MappingProxyType[str, Any] = MappingProxyType({})
 
 _CONSTANTS = frozenset({
-    "full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "scalar_tensor",
-    "index_fill", "index_fill_", "constant_pad_nd", "lift", "lift_fresh", "lift_fresh_copy",
+    "full", "full_like", "new_full", "fill", "masked_fill", "scalar_tensor", "index_fill",
+    "constant_pad_nd", "lift", "lift_fresh", "lift_fresh_copy",
 })  # fmt: skip
 """Operators that write a constant: what they write is meant to be there."""
 _MOVERS = frozenset({
     "_to_copy", "clone", "detach", "alias", "view", "_unsafe_view", "reshape", "t", "transpose", "permute",
-    "expand", "slice", "select", "squeeze", "unsqueeze", "split", "unbind", "copy_", "cat", "stack",
+    "expand", "slice", "select", "squeeze", "unsqueeze", "split", "unbind", "copy", "cat", "stack",
     "index_select", "narrow", "unfold", "as_strided",
 })  # fmt: skip
 """Operators that only hand data on: the next operator that computes with it is its first consumer."""
@@ -54,30 +53,58 @@ class _Trail:
     carriers: dict[tuple[str | None, str, str], None] = field(default_factory=dict)
 
 
-class _Observer(TorchDispatchMode):
+class _Trails(Observer):
     """Keeps a trail for every storage that holds a non-finite value."""
 
-    def __init__(self, places: Places, sources: dict[int, str]) -> None:
+    everywhere = True
+
+    def __init__(self, sources: dict[int, str]) -> None:
         super().__init__()
-        self._places = places
         self._sources = sources
         self._trails: dict[int, _Trail] = {}
         self._count = 0
+        self._read: list[tuple[Tensor, Operand | None, _Trail | None]] = []
+        """What the operator that runs has read; what it overwrites is described as it was before."""
         self.reached: list[_Trail] = []
         self.leaves: dict[int, tuple[Tensor, Tensor | None, Tensor | None]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or _NO_NAMES
-        read = [*tensors(args), *tensors(dict(kwargs))]
-        written = written_by(func, args, kwargs)
-        place = self._places.place(any(tensor._is_view() for tensor in written))
-        with torch.no_grad():
-            self._note_leaf(read)
-            old = {id(tensor): (_operand_of(tensor), self._trails.get(key_of(tensor))) for tensor in written}
-        out = func(*args, **kwargs)
-        with torch.no_grad():
-            self._judge(func, read, old, (args, dict(kwargs)), [*tensors(out), *written], place)
-        return out
+    def before(self, call: Call) -> None:
+        """Describe what is about to be overwritten."""
+        read, written = list(tensors((call.args, call.kwargs))), {id(t) for t in call.written}
+        self._note_leaf(read)
+        self._read = [(t, _operand_of(t) if id(t) in written else None, self._trails.get(key_of(t))) for t in read]
+
+    def after(self, call: Call) -> None:
+        """Where it made something that is not finite, a trail begins or goes on."""
+        read, self._read = self._read, []
+        wrote, place = [*tensors(call.out), *call.written], call.place
+        sick = [] if call.base in UNINITIALISED else [tensor for tensor in wrote if not _is_finite(tensor)]
+        keys, aliased = {key_of(tensor) for tensor in sick}, {key_of(tensor) for tensor, _, _ in read}
+        for tensor in wrote:
+            # A part that is finite says nothing of the rest of its storage.
+            whole = tensor.numel() * tensor.element_size() >= storage_bytes(tensor)
+            if key_of(tensor) not in keys and (whole or key_of(tensor) not in aliased):
+                self._trails.pop(key_of(tensor), None)
+        if not sick:
+            return
+        inputs = [_operand_of(tensor) if operand is None else operand for tensor, operand, _ in read]
+        bad = [(trail, t) for seen, (t, _, trail) in zip(inputs, read, strict=True) if seen.inf or seen.nan]
+        output = _operand_of(sick[0])
+        first = Origin(
+            place.module,
+            str(call.func),
+            place.direction,
+            place.file,
+            place.line,
+            inputs=tuple(inputs),
+            output=output,
+            kind="nan" if output.nan else "inf",
+            constants=tuple(_numbers_in(call)),
+            own=place.own,
+        )
+        trail = self._trail(call.base, first, bad, sick)
+        for tensor in sick:
+            self._trails[key_of(tensor)] = trail
 
     def _note_leaf(self, read: list[Tensor]) -> None:
         """What autograd adds to a leaf's gradient has arrived; a leaf's gradient is kept, to be put back."""
@@ -96,48 +123,11 @@ class _Observer(TorchDispatchMode):
         if trail is not None and not _is_finite(tensor):
             self.reached.append(trail)
 
-    def _judge(
-        self, func: Any, read: list[Tensor], old: Any, arguments: Any, wrote: list[Tensor], place: Place
-    ) -> None:
-        name = func._schema.name.rpartition("::")[2]
-        sick = [] if name in UNINITIALISED else [tensor for tensor in wrote if not _is_finite(tensor)]
-        keys, aliased = {key_of(tensor) for tensor in sick}, {key_of(tensor) for tensor in read}
-        for tensor in wrote:
-            # A part that is finite says nothing of the rest of its storage.
-            whole = tensor.numel() * tensor.element_size() >= storage_bytes(tensor)
-            if key_of(tensor) not in keys and (whole or key_of(tensor) not in aliased):
-                self._trails.pop(key_of(tensor), None)
-        if not sick:
-            return
-        # What it overwrote is described as it was before.
-        pairs = [old.get(id(t)) or (_operand_of(t), self._trails.get(key_of(t))) for t in read]
-        output = _operand_of(sick[0])
-        first = Origin(
-            place.module,
-            str(func),
-            place.direction,
-            place.file,
-            place.line,
-            inputs=tuple(operand for operand, _ in pairs),
-            output=output,
-            kind="nan" if output.nan else "inf",
-            constants=tuple(_numbers_in(arguments)),
-            own=place.own,
-        )
-        trail = self._trail(name, first, pairs, read, sick)
-        for tensor in sick:
-            self._trails[key_of(tensor)] = trail
+    def _trail(self, name: str, here: Origin, bad: list[tuple[_Trail | None, Tensor]], sick: list[Tensor]) -> _Trail:
+        """The trail that the non-finite tensors `sick` lie on: one that came in, or a new one.
 
-    def _trail(
-        self,
-        name: str,
-        here: Origin,
-        pairs: list[tuple[Operand, _Trail | None]],
-        read: list[Tensor],
-        sick: list[Tensor],
-    ) -> _Trail:
-        """The trail that the non-finite tensors `sick` lie on: one that came in, or a new one."""
-        bad = [(trail, t) for (seen, trail), t in zip(pairs, read, strict=True) if seen.inf or seen.nan]
+        `bad`: what came in and is not finite, with its trail.
+        """
         signs: set[float | None] = {sign for tensor in sick for sign in _signs_of(tensor)}
         incoming = sorted((trail for trail, _ in bad if trail and not trail.meant), key=lambda trail: trail.number)
         if incoming:
@@ -199,24 +189,23 @@ def trace(
     """`find_origin`, for a `run` that knows better than the stack where its operators come from."""
     paths, owners, held = named_parts(models)
     places = Places(paths.get, owners, trace.__code__)
-    observer = _Observer(places, {key_of(tensor): name for name, tensor in held})
+    observer, stream = _Trails({key_of(tensor): name for name, tensor in held}), Stream(lambda: places, Clock())
     with ExitStack() as stack:
-        stack.callback(places.close)
         if preserve:
             stack.enter_context(untouched(list(paths)))
             stack.callback(put_back_leaves, observer.leaves)
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # the mode lives on this thread
         stack.enter_context(eager())
-        with observer:
+        with stream.shown_to(observer):
             losses = list(tensors(run(places)))
-        for loss in losses:
-            observer.arrive(loss)
-        if not observer.reached:
-            with observer:
+            with stream.paused():
+                for loss in losses:
+                    observer.arrive(loss)
+            if not observer.reached:
                 _go_back([loss for loss in losses if loss.requires_grad], backward)
-            for parameter in (p for module in paths for p in module._parameters.values()):
-                if parameter is not None and parameter.grad is not None:
-                    observer.arrive(parameter.grad)
+        for parameter in (p for module in paths for p in module._parameters.values()):
+            if parameter is not None and parameter.grad is not None:
+                observer.arrive(parameter.grad)
     if not observer.reached:
         return None
     trail = min(observer.reached, key=lambda trail: (bool(trail.meant), trail.number))
@@ -259,10 +248,9 @@ def _operand_of(tensor: Tensor) -> Operand:
     return Operand(name, shape, low, high, int(values.isinf().sum()), int(values.isnan().sum()))
 
 
-def _numbers_in(arguments: Any) -> Iterator[float]:
+def _numbers_in(call: Call) -> Iterator[float]:
     """Python numbers among the arguments: a constant to fill with, an exponent, an epsilon."""
-    positional, named = arguments
-    for value in (*positional, *named.values()):
+    for value in (*call.args, *call.kwargs.values()):
         if isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool)):
             yield float(value)
 

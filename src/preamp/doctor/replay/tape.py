@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from ...tree import PLAIN, tensors
-from ..hooks import Clock, leave
-from ..places import Place, Places, line_and_modules, users_line, written_by
+from ..operators import Call, Observer, Stream
+from ..places import Place, Places, users_line
 from ..records import NOWHERE, Line
 from ..shadow.remedies import Remedy, applied, run_kept
+from ..shadow.source import Readings
 from . import restore
 from .entries import (
     KeptTensor,
@@ -34,7 +34,6 @@ from .entries import (
     Ref,
     call_again,
     identity_of,
-    in_full,
     schema_name,
     tensor_key,
 )
@@ -47,16 +46,24 @@ LIMIT = 4000
 """Operators kept a step; a loss made of more is not replayed."""
 
 
-class Tape:
-    """The step's calls and operators, from its first model call on."""
+class Tape(Observer):
+    """The step's calls and operators, from its first model call on.
 
-    def __init__(self, clock: Clock, failed: Callable[[Exception], None] = lambda _: None) -> None:
-        self.clock, self.failed = clock, failed
+    `readings`: where what statements read is kept; `raised`: takes errors of the operators that are kept.
+    """
+
+    def __init__(
+        self, stream: Stream, readings: Readings, raised: Callable[[Exception], None] = lambda _: None
+    ) -> None:
+        super().__init__()
+        self._stream, self.readings, self._raised = stream, readings, raised
         self._entries: list[ModelCall | Op | RandomState | KeptTensor] = []
         self._known: dict[Key, StorageWeakRef | None] = {}
         """What a replay makes. The reference holds no numbers, but the identity: no other storage gets the same key."""
         self._calls = 0
-        self._mode: _Window | None = None
+        self._is_open = False
+        self._op: Op | None = None
+        """What runs now, if it is kept."""
         self.is_replaying = False
         """Whether models are called to do the step again, which is no doing of the script's."""
         self._drew = False
@@ -118,42 +125,58 @@ class Tape:
 
     def open_window(self) -> None:
         """Keep operators from here on."""
-        if self._mode is None and self.whole:
-            self._mode = _Window(self)
-            self._drew = False
-            self._mode.__enter__()
+        if not self._is_open and self.whole:
+            self._is_open, self._drew = True, False
+            self._stream.add(self)
 
     def close_window(self) -> None:
-        """Keep no more operators, unless another dispatch mode lies on top."""
-        if self._mode is not None and leave(self._mode):
-            self._mode = None
+        """Keep no more operators."""
+        if self._is_open:
+            self._is_open = False
+            self._stream.remove(self)
 
-    def keep(self, func: Any, args: Any, kwargs: Any) -> Op | None:
+    def wants(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Operators of the forward pass."""
+        return torch._C._current_autograd_node() is None and func.namespace != "profiler"
+
+    def before(self, call: Call) -> None:
+        """Keep an operator, before it runs."""
+        self._op = self.keep(call) if self.wants(call.func, call.args, call.kwargs) else None
+
+    def after(self, call: Call) -> None:
+        """An operator has given what the ones after it will read."""
+        if self._op is not None:
+            self.made(self._op, call.out)
+
+    def failed(self, error: Exception) -> None:
+        """An operator has raised an error."""
+        self._raised(error)
+
+    def keep(self, call: Call) -> Op | None:
         """An operator, before it runs."""
         if len(self._entries) >= LIMIT:
             self.whole = False
             return None
-        for tensor in written_by(func, args, kwargs):
+        for tensor in call.written:
             key = tensor_key(tensor)
             if key not in self._known:
                 self._entries.append(KeptTensor(key, tensor.detach().clone()))
                 self._known[key] = identity_of(tensor)
-        if not self._drew and torch.Tag.nondeterministic_seeded in func.tags:
+        if not self._drew and torch.Tag.nondeterministic_seeded in call.func.tags:
             self._drew = True  # the first that draws since a model returned; those after it go on from there
             self._entries.append(RandomState(restore.random_state()))
-        line, modules = line_and_modules()
-        place = Place(None, *line, "forward")
-        op = Op(func, self._refer(args), self._refer(kwargs), [], torch.is_grad_enabled(), place, modules)
+        self.readings.note(call.at)
+        args, kwargs = self._refer(call.args), self._refer(call.kwargs)
+        op = Op(call.func, args, kwargs, [], call.grad_enabled, call.place)
         self._entries.append(op)
         return op
 
     def keep_grad(self, original: Any, args: Any, kwargs: Any, out: Any) -> None:
         """`torch.autograd.grad`, after it ran with a graph to go back through once more."""
-        if self._mode is None or len(self._entries) >= LIMIT:
+        if not self._is_open or len(self._entries) >= LIMIT:
             return
-        _, modules = line_and_modules()
-        place = Place(None, *users_line(), "forward")
-        op = Op(original, self._refer(args), self._refer(kwargs), [], True, place, modules)
+        place = Place(self._stream.module, *users_line(), "forward")
+        op = Op(original, self._refer(args), self._refer(kwargs), [], True, place)
         self._entries.append(op)
         self.made(op, out)
 
@@ -218,23 +241,14 @@ class Tape:
         """Whether a replay gives this loss."""
         return self.whole and tensor_key(loss) in self._known
 
-    def replay(
-        self,
-        loss: Tensor,
-        places: Places | None = None,
-        named: Named | None = None,
-        *,
-        full: bool = False,
-        remedy: Remedy | None = None,
-    ) -> Tensor:
+    def replay(self, loss: Tensor, places: Places, remedy: Remedy | None = None) -> Tensor:
         """Do it all again up to the loss, and return the new one.
 
-        `places` and `named`, the path of a module of the models', are told where each operator is run; `full`: in
-        float32, whatever was cast and kept in 16 bits; `remedy`: with these lines computed otherwise.
+        `places` is told where each operator is run; `remedy`: with these lines computed otherwise.
         """
         wanted = tensor_key(loss)
         last = max(i for i, e in enumerate(self._entries) if wanted in getattr(e, "outputs", ()))
-        return self._again(last, places, named, full, remedy)[wanted]
+        return self._again(last, places, remedy)[wanted]
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
@@ -255,19 +269,10 @@ class Tape:
         with self.replaying(), restore.untouched(parts), restore.eager():
             yield
 
-    def replay_calls(self, places: Places, named: Named, remedy: Remedy | None = None) -> None:
+    def replay_calls(self, places: Places, remedy: Remedy | None = None) -> None:
         """Do again all that is kept, without a loss: calls of models, and operators on what they gave."""
         if self._entries and self.whole:
-            self._again(len(self._entries) - 1, places, named, remedy=remedy)
-
-    def runs_in_full(self) -> bool:
-        """Whether all that is kept runs in float32, without autocast."""
-        try:
-            with self.done_again():
-                self._again(len(self._entries) - 1, None, None, full=True)
-        except Exception:
-            return False
-        return True
+            self._again(len(self._entries) - 1, places, remedy)
 
     @property
     def is_empty(self) -> bool:
@@ -280,14 +285,11 @@ class Tape:
         kinds = {t.device.type for model in self.models() for t in model.parameters()} - {"cpu"}
         return next(iter(kinds), "cpu")
 
-    def _again(
-        self, last: int, places: Places | None, named: Named | None, full: bool = False, remedy: Remedy | None = None
-    ) -> dict[Key, Tensor]:
+    def _again(self, last: int, places: Places, remedy: Remedy | None) -> dict[Key, Tensor]:
         env: dict[Key, Tensor] = {}
 
         def look_up(leaf: Any) -> Any:
-            found = env[leaf.key] if isinstance(leaf, Ref) else leaf
-            return in_full(found) if full else found
+            return env[leaf.key] if isinstance(leaf, Ref) else leaf
 
         for entry in self._entries[: last + 1]:
             if isinstance(entry, RandomState):
@@ -297,44 +299,16 @@ class Tape:
             elif isinstance(entry, ModelCall):
                 given = tree_map(look_up, entry.args), tree_map(look_up, entry.kwargs)
                 with restore.unheard(), applied(remedy, places):
-                    out = list(tensors(call_again(entry, *given, full=full)))
+                    out = list(tensors(call_again(entry, *given)))
                 env.update({key: t for key, t in zip(entry.outputs, out, strict=False) if key is not None})
             else:
                 args, kwargs = tree_map(look_up, entry.args), tree_map(look_up, entry.kwargs)
-                inside = None
-                if places is not None and named is not None:
-                    inside = next((path for path in map(named, entry.modules) if path is not None), None)
-                    places.forced = replace(entry.place, module=inside)
+                places.forced = entry.place
                 with torch.set_grad_enabled(entry.grad):
-                    out = run_kept(entry.func, args, kwargs, remedy, (entry.place.file, entry.place.line), inside)
-                if places is not None:
-                    places.forced = None
+                    out = run_kept(entry.func, args, kwargs, remedy, entry.place)
+                places.forced = None
                 alias = schema_name(entry.func).rpartition("::")[2] in ("detach", "alias")
                 for key, tensor in zip(entry.outputs, tensors(out), strict=False):
                     if not (alias and key in env):
                         env[key] = tensor
         return env
-
-
-class _Window(TorchDispatchMode):
-    """Has the tape keep every forward operator."""
-
-    def __init__(self, tape: Tape) -> None:
-        super().__init__()
-        self._tape = tape
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        op = None
-        if torch._C._current_autograd_node() is None and func.namespace != "profiler":
-            with self._tape.clock:
-                op = self._tape.keep(func, args, kwargs)
-        try:
-            out = func(*args, **kwargs)
-        except Exception as error:
-            self._tape.failed(error)
-            raise
-        if op is not None:
-            with self._tape.clock:
-                self._tape.made(op, out)
-        return out

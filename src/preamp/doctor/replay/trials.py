@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,13 +11,12 @@ from torch import Tensor
 
 from ..hooks import Clock
 from ..names import Names
-from ..operators import Observation
+from ..operators import Stream
 from ..places import Places
 from ..records import Line
 from ..shadow.execution import OFF, Shadowed
 from ..shadow.facts import Fact
 from ..shadow.remedies import Remedy, candidates
-from ..shadow.source import Reading
 from .tape import Tape
 
 BETTER, MUCH_BETTER = 0.5, 0.1
@@ -59,46 +58,38 @@ class Outcome:
 
 
 class Trials:
-    """Of one step: `losses` with what is on them, `seed` the gradient that backward begins with.
+    """Of one step: `losses` with what is on them, `seed` the gradient that backward begins with."""
 
-    `readings`: what statements read where they were seen to run.
-    """
-
-    def __init__(
-        self, tape: Tape, names: Names, losses: Sequence[Tensor], seed: float, readings: Mapping[Line, Reading]
-    ) -> None:
+    def __init__(self, tape: Tape, names: Names, losses: Sequence[Tensor] = (), seed: float = 1.0) -> None:
         self._tape, self._names, self._seed = tape, names, seed
         self._device = losses[0].device.type if losses else tape.device
         self._losses = [loss for loss in losses if tape.knows(loss)]
         self.plain = self.again(None) if tape.whole and not tape.is_empty and (self._losses or not losses) else None
         """The step without a remedy; None where it cannot be done again."""
-        found = {} if self.plain is None else self.plain.shadowed.readings
-        self._readings = {**found, **readings}
 
     def again(self, remedy: Remedy | None) -> Outcome:
         """Do it again. What raises an error is not finite."""
         tape, names, facts = self._tape, self._names, list[Fact]()
-        shadowed = Shadowed(lambda fact, _: facts.append(fact))
+        shadowed = Shadowed(lambda fact, _: facts.append(fact), readings=tape.readings)
         places = Places(names.get, names.owners, Trials.again.__code__)
-        observation = Observation(places, {}, [shadowed], Clock())
+        stream = Stream(lambda: places, Clock())
         made: list[Tensor] = []
         grads: list[Tensor] = []
         raised = False
-        with tape.done_again(), torch.autograd.set_multithreading_enabled(False), observation:
+        with tape.done_again(), torch.autograd.set_multithreading_enabled(False):
             try:
-                if self._losses:
-                    made = [tape.replay(loss, places, names.get, remedy=remedy) for loss in self._losses]
-                else:
-                    tape.replay_calls(places, names.get, remedy)
-                back = [loss for loss in made if loss.requires_grad]
-                wanted = [p for p in names.parameters() if p.requires_grad]
-                seeds = [torch.full_like(loss, self._seed) for loss in back]
-                found = torch.autograd.grad(back, wanted, seeds, allow_unused=True) if back else ()
-                grads = [grad for grad in found if grad is not None]
+                with stream.shown_to(shadowed):
+                    if self._losses:
+                        made = [tape.replay(loss, places, remedy) for loss in self._losses]
+                    else:
+                        tape.replay_calls(places, remedy)
+                    back = [loss for loss in made if loss.requires_grad]
+                    wanted = [p for p in names.parameters() if p.requires_grad]
+                    seeds = [torch.full_like(loss, self._seed) for loss in back]
+                    found = torch.autograd.grad(back, wanted, seeds, allow_unused=True) if back else ()
+                    grads = [grad for grad in found if grad is not None]
             except Exception:
                 raised = True
-            observation.paused = True
-            places.close()
             return _judged(made, grads, shadowed, tuple(facts), raised)
 
     def cure(self, fact: Fact, in_session: bool) -> tuple[str | None, str]:
@@ -112,7 +103,7 @@ class Trials:
         tried = 0
         broken = [line, *sorted(p for p in self.plain.places if p != line and p[0] == line[0])]
         for remedy in candidates(lines, broken, constants, fact.place.module, in_session):
-            text = remedy.text(self._device, self._readings)
+            text = remedy.text(self._device, self._tape.readings)
             if text is None:
                 continue
             tried += 1

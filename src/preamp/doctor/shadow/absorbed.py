@@ -19,6 +19,8 @@ from .values import relative_error
 
 MOVES = frozenset({"add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv", "copy"})
 """Operators by which a number goes on from what it was, or gets what was computed from it in more bits."""
+MOMENTS = ("exp_avg_sq", "square_avg")
+"""Names under which torch's optimizers and their kin keep second moments."""
 
 
 @dataclass(slots=True)
@@ -38,6 +40,14 @@ class _Count:
     """The two counts of each storage."""
     by: float | None = None
     """The constant that it was added to or multiplied by."""
+    of_moments: bool = False
+
+    def add(self, storage: int, moves: Tensor, stays: Tensor) -> None:
+        """Count one tensor: which numbers move in float32, and which stay what they are."""
+        moved, stayed = int(moves.sum()), int((moves & stays).sum())
+        self.moved, self.stayed, self.times = self.moved + moved, self.stayed + stayed, self.times + 1
+        before = self.keys.get(storage, (0, 0))
+        self.keys[storage] = before[0] + moved, before[1] + stayed
 
 
 class Changes(Observer):
@@ -53,6 +63,10 @@ class Changes(Observer):
         """By storage, gradients that autograd adds to, and their sums in float32."""
         self._errors: dict[int, float] = {}
         """Their relative errors, once the sums are whole."""
+        self._moments: dict[int, int] = {}
+        """Storages of the second moments that a step is to move, and of the weights that they belong to."""
+        self._moving: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        """By storage, those that this step has moved so far, what they were before it, and what they are in float32."""
         self._optimizer: Optimizer | None = None
         """What steps now."""
         self._weights: set[int] = set()
@@ -62,14 +76,25 @@ class Changes(Observer):
 
     def steps(self, optimizer: Optimizer | None) -> None:
         """An optimizer begins to step; None: it has stepped."""
+        self._count_moments()
         self._optimizer = optimizer
         groups = [] if optimizer is None else optimizer.param_groups
         self._weights = {key_of(p) for group in groups for p in group["params"]}
         kept = [] if optimizer is None else list(tensors((groups, list(optimizer.state.values()))))
         self._owned = frozenset(map(key_of, kept))
+        self._moments = {} if optimizer is None else dict(_moments_of(optimizer))
         for key, (gradient, exact) in self._sums.items() if optimizer is not None else ():
             self._errors[key] = relative_error(gradient, exact)
         self._sums.clear()
+
+    def _count_moments(self) -> None:
+        """A step is over: which of its second moments moved, all operators of the step together."""
+        key = (None, None, MOMENTS, False, False, id(self._optimizer))
+        nowhere = Place(None, None, None, "forward")
+        for storage, (tensor, before, exact) in self._moving.items():
+            new = _Count(nowhere, MOMENTS[0], name_of(tensor.dtype), self._optimizer, of_moments=True)
+            self._lines.setdefault(key, new).add(self._moments[storage], exact != before, tensor == before)
+        self._moving.clear()
 
     def wants(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether an operator moves float16 or bfloat16 numbers: in place, or in a step by making new ones of them."""
@@ -121,15 +146,15 @@ class Changes(Observer):
             if gradient:
                 added = exact - old.to(torch.float32)
                 self._sums[storage] = tensor, self._sums[storage][1] + added if storage in self._sums else exact
+            if storage in self._moments:
+                _, first, so_far = self._moving.get(storage, (tensor, old, old.to(torch.float32)))
+                self._moving[storage] = tensor, first, so_far + (exact - old.to(torch.float32))
             weight = key_of(given) in self._weights
             if weight:
                 self._weights.add(storage)
             key = (call.place.file, call.place.line, call.base, gradient, weight, stepping)
             count = self._lines.setdefault(key, _Count(call.place, call.base, name_of(tensor.dtype), self._optimizer))
-            moved, stayed = int(moves.sum()), int((moves & (tensor == old)).sum())
-            count.moved, count.stayed, count.times = count.moved + moved, count.stayed + stayed, count.times + 1
-            before = count.keys.get(storage, (0, 0))
-            count.keys[storage] = before[0] + moved, before[1] + stayed
+            count.add(storage, moves, tensor == old)
             by = call.args[1] if len(call.args) > 1 else None
             scalar = isinstance(by, (int, float)) or (isinstance(by, Tensor) and by.dim() == 0)
             count.by = float(by) if scalar and by is not None else None
@@ -141,5 +166,14 @@ class Changes(Observer):
                 yield Absorbed(
                     one.op.removeprefix("_foreach_").rstrip("_"), one.dtype, one.moved, one.stayed, one.times,
                     one.keys, gradient, weight, one.optimizer, one.by, one.place,
-                    max((self._errors.get(key, 0.0) for key in one.keys), default=0.0),
+                    max((self._errors.get(key, 0.0) for key in one.keys), default=0.0), one.of_moments,
                 )  # fmt: skip
+
+
+def _moments_of(optimizer: Optimizer) -> Iterator[tuple[int, int]]:
+    """Storages of 16-bit second moments and of their weights."""
+    for parameter, state in optimizer.state.items():
+        for name in MOMENTS if isinstance(state, dict) else ():
+            moment = state.get(name)
+            if isinstance(moment, Tensor) and moment.dtype in LOW_DTYPES:
+                yield key_of(moment), key_of(parameter)

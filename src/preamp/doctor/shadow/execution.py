@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -19,7 +18,7 @@ from ..operators import Call, Observer
 from ..places import UNINITIALISED, Place, key_of
 from ..records import Line
 from .facts import Fact, Kind, spelled
-from .source import Reading, frame_of, read_in, statement_at
+from .source import Readings
 from .values import SHADOWED, WIDE, Shadows, has_shadow, relative_error, share_differing, share_lost
 
 OFF = 0.25
@@ -57,12 +56,17 @@ _ENLARGE = {"sqrt": 0, "rsqrt": 0, "reciprocal": 0, "log": 0, "log2": 0, "log10"
 class Shadowed(Observer):
     """Follows every operator with shadows and hands facts on, each with its call.
 
-    `limit`: bytes that shadows may take, as `Shadows` has it.
+    `limit`: bytes that shadows may take, as `Shadows` has it; `readings`: where what statements read is kept.
     """
 
     everywhere = True
 
-    def __init__(self, found: Callable[[Fact, Call], None], limit: float | None = None) -> None:
+    def __init__(
+        self,
+        found: Callable[[Fact, Call], None],
+        limit: float | None = None,
+        readings: Readings | None = None,
+    ) -> None:
         super().__init__()
         self._found, self.shadows = found, Shadows(limit)
         self.skipped: Counter[str] = Counter()
@@ -82,8 +86,7 @@ class Shadowed(Observer):
         """Where something not finite came of finite numbers, and the fact behind it."""
         self.errors: dict[Place, float] = {}
         """The largest relative error of what was computed in a place."""
-        self.readings: dict[Line, Reading] = {}
-        """What the statement at a line reads."""
+        self.readings = Readings() if readings is None else readings
         self.constants: dict[Line, list[float]] = {}
         """Numbers that operators of a line were given."""
         self._small: set[Fact] = set()
@@ -107,10 +110,7 @@ class Shadowed(Observer):
         if not _follows(call):
             return
         line = call.at
-        if line not in self.readings:
-            statement, frame = statement_at(line), frame_of(line, sys._getframe())
-            if statement is not None and frame is not None:
-                self.readings[line] = read_in(frame, statement)
+        self.readings.note(line)
         numbers = [value for value in call.args if type(value) is float]
         if numbers and line[0] is not None:
             self.constants.setdefault(line, []).extend(numbers[:4] if len(self.constants.get(line, ())) < 64 else ())

@@ -96,6 +96,8 @@ class Absorbed(NamedTuple):
     place: Place
     error: float = 0.0
     """Largest relative error of a gradient that was added up here, against the sum in float32."""
+    is_moment: bool = False
+    """Whether these are second moments, and all that a step did to them; the storages are those of their weights."""
     parameters: Sequence[Tensor] = ()
     """Those of the models among the tensors."""
     module: str | None = None
@@ -104,6 +106,8 @@ class Absorbed(NamedTuple):
     """The name of a buffer among them."""
     made_at: Line = NOWHERE
     """Where the optimizer was made, of one that is torch's."""
+    step: int | None = None
+    """The step in which it was seen."""
 
     @property
     def counts(self) -> bool:

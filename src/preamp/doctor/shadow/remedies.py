@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
@@ -17,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 from ...formats import LOW_DTYPES
 from ...tree import map_tensors, tensors
 from ..operators import base_of
-from ..places import Places, is_users
-from ..records import NOWHERE, Line
-from .source import Reading, in_float32, reading_of, statement_at
+from ..places import Place, Places, walk
+from ..records import Line
+from .source import Reading, in_float32, statement_at
 
 _CASTS = frozenset({"to", "half", "bfloat16", "float", "double", "type", "__get__", "__set__", "__set_item__"})
 """Functions that say a dtype, or ask for one: they mean it."""
@@ -36,6 +34,8 @@ class Remedy:
     constants: tuple[tuple[float, float], ...] = ()
     module: str | None = None
     """In place of lines: all that runs in this module."""
+    everything: bool = False
+    """In place of lines: all that runs. This is a question, and nothing to paste."""
 
     def constant(self, value: Any) -> Any:
         """What stands in place of a number."""
@@ -47,21 +47,20 @@ class Remedy:
 
     def covers(self, line: Line, module: str | None) -> bool:
         """Whether it is about what runs here."""
+        if self.everything:
+            return True
         if self.module is not None:
             return module is not None and (module == self.module or module.startswith(f"{self.module}."))
         return line in self.lines
 
-    def text(self, device: str, seen: dict[Line, Reading]) -> str | None:
-        """To paste in place of its lines; `seen`: what they read, where that was seen. None: it cannot be written."""
+    def text(self, device: str, seen: Mapping[Line, Reading]) -> str | None:
+        """To paste in place of its lines; `seen`: what they read. None: it cannot be written."""
         if self.module is not None:
             return f'session = preamp.prepare(model, optimizer, policy="{{level}}; {self.module} -> full")'
         parts = []
         for line in sorted(self.lines, key=lambda one: one[1] or 0):
-            statement = statement_at(line)
-            if statement is None or statement.goes_back:
-                return None
-            reading = seen[line] if line in seen else reading_of(statement)
-            if reading.calls_module:
+            statement, reading = statement_at(line), seen.get(line)
+            if statement is None or statement.goes_back or reading is None or reading.calls_module:
                 return None
             text = in_float32(statement, reading, dict(self.constants) if line == self.lines[0] else {})
             if text is None:
@@ -110,7 +109,7 @@ class Applied(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         in_place = name.endswith("_") and not name.endswith("__")
-        if name in _CASTS or in_place or not self._remedy.covers(_line(), self._module()):
+        if name in _CASTS or in_place or not self._remedy.covers(walk(None).source, self._module()):
             return func(*args, **kwargs)
         args, kwargs = self._given(func, args, kwargs)
         with no_autocast():
@@ -143,18 +142,16 @@ def no_autocast() -> ExitStack:
     return stack
 
 
-def applied(remedy: Remedy | None, places: Places | None) -> AbstractContextManager[Any]:
+def applied(remedy: Remedy | None, places: Places) -> AbstractContextManager[Any]:
     """A model runs inside with the remedy."""
-    if remedy is None:
-        return nullcontext()
-    return Applied(remedy, lambda: None if places is None else places.module)
+    return nullcontext() if remedy is None else Applied(remedy, lambda: places.module)
 
 
-def run_kept(func: Any, args: Any, kwargs: Any, remedy: Remedy | None, line: Line, module: str | None) -> Any:
+def run_kept(func: Any, args: Any, kwargs: Any, remedy: Remedy | None, place: Place) -> Any:
     """Run an operator that was kept on a tape: under the remedy, or after what is float32 because of it."""
     if remedy is None:
         return func(*args, **kwargs)
-    if remedy.covers(line, module):
+    if remedy.covers((place.file, place.line), place.module):
         args = [map_tensors(wide, remedy.constant(each)) for each in args]
         kwargs = {key: map_tensors(wide, remedy.constant(each)) for key, each in kwargs.items()}
         if base_of(func) == "_to_copy" and kwargs.get("dtype") in LOW_DTYPES:
@@ -171,13 +168,3 @@ def run_kept(func: Any, args: Any, kwargs: Any, remedy: Remedy | None, line: Lin
 def _low_of(args: Any) -> torch.dtype:
     """The 16-bit dtype among the arguments."""
     return next((t.dtype for t in tensors(args) if t.dtype in LOW_DTYPES), torch.float32)
-
-
-def _line() -> Line:
-    """The user's line that runs now."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            return frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back
-    return NOWHERE

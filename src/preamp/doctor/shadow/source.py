@@ -19,8 +19,6 @@ from ...formats import LOW_DTYPES
 from ..records import Line
 
 _SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
-_NO_TENSOR_CALLS = frozenset({"len", "int", "float", "range", "size", "dim", "numel", "item"})
-_NO_TENSOR_ATTRIBUTES = frozenset({"shape", "ndim", "dtype", "device"})
 
 
 @dataclass(frozen=True)
@@ -28,11 +26,8 @@ class Statement:
     """A simple statement of a file: an assignment, a return or an expression."""
 
     node: ast.stmt
-    function: ast.AST
-    """The function, or the module, that it stands in."""
     lines: tuple[str, ...]
     """Its lines as they stand."""
-    file: str
 
     def reads(self) -> dict[str, list[ast.expr]]:
         """The names that it reads ("x", "self.scale"), with where they stand. Of `x.t()` it reads x."""
@@ -122,17 +117,13 @@ def statement_at(line: Line) -> Statement | None:
     if file is None or number is None or tree is None:
         return None
     found: ast.stmt | None = None
-    function: ast.AST = tree
     for node in ast.walk(tree):
-        if isinstance(node, ast.stmt) and node.lineno <= number <= (node.end_lineno or node.lineno):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                function = node
-            elif isinstance(node, _SIMPLE):
-                found = node
+        if isinstance(node, _SIMPLE) and node.lineno <= number <= (node.end_lineno or node.lineno):
+            found = node
     if found is None:
         return None
     lines = linecache.getlines(file)[found.lineno - 1 : found.end_lineno]
-    return Statement(found, function, tuple(line.rstrip("\n") for line in lines), file)
+    return Statement(found, tuple(line.rstrip("\n") for line in lines))
 
 
 class Reading(NamedTuple):
@@ -146,20 +137,21 @@ class Reading(NamedTuple):
     """Whether a module is called, all of which would run in float32."""
 
 
+class Readings(dict[Line, Reading]):
+    """What the statement at a line reads, of lines that were seen to run."""
+
+    def note(self, line: Line) -> None:
+        """Remember what the statement at this line reads, if it runs now."""
+        statement = None if line in self else statement_at(line)
+        frame = None if statement is None else frame_of(line, sys._getframe())
+        if statement is not None and frame is not None:
+            self[line] = read_in(frame, statement)
+
+
 def read_in(frame: FrameType, statement: Statement) -> Reading:
     """What a statement reads where it is running."""
-    return _read_from({**frame.f_globals, **frame.f_locals}, statement)
+    values = {**frame.f_globals, **frame.f_locals}
 
-
-def reading_of(statement: Statement) -> Reading:
-    """The same where it runs no longer: by the script's own variables, or by the looks of the function."""
-    main = sys.modules.get("__main__")
-    if isinstance(statement.function, ast.Module) and getattr(main, "__file__", None) == statement.file:
-        return _read_from(vars(main), statement)
-    return Reading(_supposed_low(statement), {}, any(name.startswith("self.") for name in statement.calls()))
-
-
-def _read_from(values: Mapping[str, Any], statement: Statement) -> Reading:
     def value_of(spelled: str) -> Any:
         first, *rest = spelled.split(".")
         value: Any = values.get(first)
@@ -183,41 +175,6 @@ def frame_of(line: Line, frame: FrameType | None) -> FrameType | None:
     while frame is not None and (frame.f_code.co_filename, frame.f_lineno) != line:
         frame = frame.f_back
     return frame
-
-
-def _supposed_low(statement: Statement) -> frozenset[str]:
-    """Which names are tensors by the looks of the function, where it runs no longer.
-
-    Its arguments are, without a default, and what is computed from tensors; what `self` keeps is left out.
-    """
-    assigned: dict[str, bool] = {}
-    if isinstance(statement.function, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        given = statement.function.args
-        plain = [a.arg for a in (*given.posonlyargs, *given.args)]
-        for name in plain[: len(plain) - len(given.defaults)]:
-            assigned[name] = name not in ("self", "cls")
-
-    def is_tensor(node: ast.AST) -> bool:
-        if isinstance(node, ast.Name):
-            return assigned.get(node.id, False)
-        if isinstance(node, ast.Attribute):
-            return node.attr not in _NO_TENSOR_ATTRIBUTES and is_tensor(node.value)
-        if isinstance(node, ast.Call):
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if called in _NO_TENSOR_CALLS:
-                return False
-            inner = node.func.value if isinstance(node.func, ast.Attribute) else None
-            by_torch = isinstance(inner, ast.Name) and inner.id in ("torch", "F")
-            return by_torch or any(map(is_tensor, node.args)) or (inner is not None and is_tensor(inner))
-        return any(map(is_tensor, ast.iter_child_nodes(node)))
-
-    for node in ast.walk(statement.function):
-        if isinstance(node, ast.Assign) and node is not statement.node:
-            for target in node.targets:
-                for each in target.elts if isinstance(target, ast.Tuple) else [target]:
-                    if isinstance(each, ast.Name):
-                        assigned[each.id] = assigned.get(each.id, False) or is_tensor(node.value)
-    return frozenset(name for name in statement.reads() if assigned.get(name, False))
 
 
 def in_float32(statement: Statement, reading: Reading, constants: Mapping[float, float]) -> str | None:
