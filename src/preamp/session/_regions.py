@@ -161,9 +161,12 @@ def ran_outside(loss: Tensor) -> bool:
     return products
 
 
-def warn_outside(loss: Tensor, policy: Policy) -> None:
-    """Warn if the first loss of a session ran outside of all regions, where they alone have it in 16 bits."""
-    if policy.has_regions and policy.params is torch.float32 and ran_outside(loss):
+def warn_outside(loss: Tensor, policy: Policy, full: FullPrecision) -> None:
+    """Warn if the first loss of a session ran outside of all regions, where they alone have it in 16 bits.
+
+    Not if it was made in full precision on purpose.
+    """
+    if policy.has_regions and policy.params is torch.float32 and not full.made(loss) and ran_outside(loss):
         warnings.warn(
             f"the session computes in {name_of(policy.compute)} inside of session.autocast(), and this loss was "
             "computed in float32 outside of it. Write `with session.autocast():` around the forward pass and the loss",

@@ -168,10 +168,8 @@ class Session:
             kwargs["inputs"] = self._masters.inputs(kwargs["inputs"])
         scale = self._losses[name]
         seed = scale.seed(loss) if kwargs.get("gradient") is None else None  # saves the product, and its backward
-        if seed is None:
-            run = functools.partial(scale.scale(loss).backward, **kwargs)
-        else:
-            run = functools.partial(loss.backward, seed, **kwargs)
+        backward = scale.scale(loss).backward if seed is None else functools.partial(loss.backward, seed)
+        run = functools.partial(backward, **kwargs)
         with self._pending.running_of(name), self._order.backward_of_ours():
             if self._losses.separate_scales:
                 self._pending.void_zeroed()
@@ -188,8 +186,7 @@ class Session:
         name = self._losses.named(name)
         if not self._in_regions and not self._full.depth:  # of the first loss only
             self._in_regions = True
-            if not self._full.made(loss):
-                warn_outside(loss, self.policy)
+            warn_outside(loss, self.policy, self._full)
         if not self._full.counted():
             self._gradients.rest()
         self._order.check_backward(self._models if not self._attempts and self.policy.params in LOW_DTYPES else None)
