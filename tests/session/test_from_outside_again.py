@@ -440,3 +440,17 @@ def test_a_lost_session_is_let_go_with_its_model_and_optimizer(level: str, kept:
     known = train()
     gc.collect()
     assert [each() for each in known] == [None, None, None]
+
+
+@pytest.mark.parametrize("level", ["O0", *LEVELS])
+def test_what_looks_at_other_optimizers_leaves_a_step_its_single_pass(level: str) -> None:
+    """Hooks may read gradients, so that preamp.optim makes them true before it runs any; a session's own reads none."""
+    model = two_layers()
+    optimizer = preamp.optim.SGD(model.parameters(), lr=0.1)
+    with preamp.prepare(model, optimizer, level=level):
+        assert not optimizer.is_hooked and optimizer._step_supports_amp_scaling
+        handle = register_optimizer_step_pre_hook(lambda *_: None)
+        try:
+            assert optimizer.is_hooked
+        finally:
+            handle.remove()

@@ -204,7 +204,7 @@ class FusedOptimizer(Loading):
             after = self._optimizer_step_post_hooks or _global_optimizer_post_hooks
             if self.is_hooked or after or profiler._is_profiler_enabled:
                 return hooked(self, *args, **kwargs)
-            for hook in self._optimizer_step_pre_hooks.values():
+            for hook in (*_global_optimizer_pre_hooks.values(), *self._optimizer_step_pre_hooks.values()):
                 hook(self, args, kwargs)
             return func(self, *args, **kwargs)
 
@@ -219,7 +219,9 @@ class FusedOptimizer(Loading):
     @property
     def is_hooked(self) -> bool:
         """Whether hooks run before a step, or the step was overridden: both may read and change gradients."""
-        return bool(_global_optimizer_pre_hooks) or not self._step_supports_amp_scaling
+        return not all(map(_changes_nothing, _global_optimizer_pre_hooks.values())) or (
+            not self._step_supports_amp_scaling
+        )
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -227,7 +229,7 @@ class FusedOptimizer(Loading):
         optimizer, a `step` that a subclass overrides, or one that was put in its place.
         """
         for hook in self._optimizer_step_pre_hooks.values():
-            if not getattr(hook, "changes_nothing", False):  # a session's own hook reads nothing
+            if not _changes_nothing(hook):
                 return False
         own = vars(self).get("step")
         if own is not None and getattr(own, "__globals__", None) is vars(
@@ -319,3 +321,8 @@ def refuse_differentiable(differentiable: bool) -> None:
     """`OptimizerError` for `differentiable=True`."""
     if differentiable:
         raise OptimizerError("a fused step cannot be differentiated through: use torch.optim with differentiable=True")
+
+
+def _changes_nothing(hook: Any) -> bool:
+    """Whether a hook neither reads nor changes gradients: a session's."""
+    return getattr(hook, "changes_nothing", False)

@@ -230,6 +230,8 @@ class _StepsOfOthers:
         for steps in list(self._open):
             steps.before_step_of_another(optimizer)
 
+    _before_step.changes_nothing = True  # type: ignore[attr-defined]
+
 
 _OTHERS = _StepsOfOthers()
 
