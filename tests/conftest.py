@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -38,6 +39,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # torch, the frameworks and 10,000 tests: what collects garbage later need not look at them
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # else what lives in modules outlives them, of which some libraries complain
 
 
 @pytest.fixture(autouse=True)

@@ -21,8 +21,8 @@ from preamp.errors import PolicyError
 
 from .runs import LEVELS, OUTPUT, Net, Run, batch, check_same, loss_under, prepared, reference, train
 
-QUICK = {(level, "eager") for level in LEVELS} | {("O2", "aot_eager"), ("O5", "aot_eager")}
-SLOW = {(level, "aot_eager") for level in LEVELS} | {("O4", "inductor"), ("O5", "inductor")}
+CASES = [(level, backend) for level in LEVELS for backend in ("eager", "aot_eager")]
+CASES += [("O4", "inductor"), ("O5", "inductor")]
 
 
 def marked(quick: set[Any], slow: set[Any]) -> list[Any]:
@@ -31,11 +31,15 @@ def marked(quick: set[Any], slow: set[Any]) -> list[Any]:
     ]
 
 
-CASES = marked(QUICK, SLOW)
+BEFORE, AFTER, WHOLE = "model, before prepare", "model, after prepare", "forward and loss"
+QUICK = {(level, "eager", what) for level in ("O2", "O5") for what in (BEFORE, AFTER, WHOLE)}
+QUICK |= {("O0", "eager", AFTER), ("O1", "eager", BEFORE), ("O4", "eager", WHOLE)}
+QUICK |= {("O2", "aot_eager", BEFORE), ("O5", "aot_eager", WHOLE)}
+RUNS = marked(QUICK, {(*case, what) for case in CASES for what in (BEFORE, AFTER, WHOLE)})
 ONE, TWO = ("loss",), ("d", "g")
 STEPS = marked(
     {("O0", ONE, "eager"), ("O1", TWO, "eager"), ("O5", ONE, "eager")},
-    {(*case[:1], losses, *case[1:]) for case in QUICK | SLOW for losses in (ONE, TWO) if case[1] != "inductor"}
+    {(level, losses, backend) for level, backend in CASES for losses in (ONE, TWO) if backend != "inductor"}
     | {("O4", ONE, "inductor"), ("O5", ONE, "inductor")},
 )
 SIZES = marked({("O1", None, 2)}, {(level, *how) for level in LEVELS for how in ((True, 1), (None, 2))})
@@ -75,13 +79,12 @@ def tolerance(backend: str) -> float:
     return 2e-2 if backend == "inductor" else 0.0
 
 
-@pytest.mark.parametrize("what", ["model, before prepare", "model, after prepare", "forward and loss"])
-@pytest.mark.parametrize(("level", "backend"), CASES)
-def test_a_compiled_run_is_the_plain_one(level: str, what: str, backend: str) -> None:
+@pytest.mark.parametrize(("level", "backend", "what"), RUNS)
+def test_a_compiled_run_is_the_plain_one(level: str, backend: str, what: str) -> None:
     compiled = compiler(backend)
-    if what == "model, before prepare":
+    if what == BEFORE:
         ours = train(level, compiled(Net()))
-    elif what == "model, after prepare":
+    elif what == AFTER:
         ours = train(level, after=compiled)
     else:
         ours = train(level, whole=compiled)
@@ -105,9 +108,11 @@ def test_equal_blocks_share_one_graph(level: str, how: str, when: str, backend: 
     check_same(ours, reference(level), tolerance(backend))
 
 
-@pytest.mark.parametrize("pattern", [r"blocks\.1", r"blocks\.\d+\.qkv", r"blocks\.[01].*"])
-@pytest.mark.parametrize("how", REGIONAL)
-@pytest.mark.parametrize("level", ["O2", "O4"])
+@pytest.mark.parametrize(("level", "how", "pattern"), [
+    ("O2", "block.compile()", r"blocks\.1"), ("O4", "block.compile()", r"blocks\.\d+\.qkv"),
+    ("O4", "torch.compile(block)", r"blocks\.1"), ("O2", "torch.compile(block)", r"blocks\.\d+\.qkv"),
+    ("O4", "torch.compile(block)", r"blocks\.[01].*"),
+])  # fmt: skip
 def test_exceptions_hold_for_compiled_blocks(level: str, how: str, pattern: str) -> None:
     """torch.compile(block) hands calls on past its own class, and adds a name to the paths of what is inside."""
     policy = f"{level}; {pattern} -> full"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,11 @@ def build(name: str) -> nn.Sequential:
     return model
 
 
+@functools.cache
+def in_float32(name: str) -> list[float]:
+    return trained(build(name), "O0")[0]
+
+
 def trained(model: Any, level: str, steps: int = 15) -> tuple[list[float], torch.Tensor]:
     """Losses, and what the model says in float32 at the end."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2, eps=1e-4)
@@ -66,10 +72,11 @@ def trained(model: Any, level: str, steps: int = 15) -> tuple[list[float], torch
     return losses, said
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    ("level", "name"), [(level, name) for i, name in enumerate(MAKERS) for level in (("O1", "O5"), ("O2", "O4"))[i % 2]]
+)
 def test_they_train_as_in_float32_and_are_given_back(name: str, level: str) -> None:
-    wanted, _ = trained(build(name), "O0")
+    wanted = in_float32(name)
     model = build(name)
     losses, said = trained(model, level)
     assert losses == pytest.approx(wanted, rel=0.1)

@@ -64,8 +64,8 @@ def test_neutral_events(how: tuple[str, str, str], program: Program) -> None:
 
 
 @pytest.mark.parametrize("event", NEUTRAL)
-@pytest.mark.parametrize("how", [("O2", "AdamW", "dynamic"), ("O3", "NovoGrad", "static")], ids=str)
-def test_each_event(how: tuple[str, str, str], event: str) -> None:
+def test_each_event(event: str) -> None:
+    how = ("O2", "AdamW", "dynamic") if list(NEUTRAL).index(event) % 2 else ("O3", "NovoGrad", "static")
     between = [event] if event in BETWEEN else []
     changes_nothing(
         how, [("edited", [], []), ("plain", [], []), ("accumulated", [event], between), ("clipped", [event], [])]
@@ -81,8 +81,9 @@ def places(run: Training) -> dict[str, int]:
     return {name: value.data_ptr() for name, value in held.items() if isinstance(value, Tensor)}
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
-@pytest.mark.parametrize("maker", ["AdamW", "torch AdamW, fused"])
+@pytest.mark.parametrize(("level", "maker"), [
+    ("O1", "AdamW"), ("O2", "torch AdamW, fused"), ("O3", "AdamW"), ("O5", "torch AdamW, fused"),
+])  # fmt: skip
 def test_a_graph_finds_everything_where_it_was(level: str, maker: str) -> None:
     """What moves between two steps, a captured step would miss, unless it is told (`OptimizerSteps.loads`)."""
     run = Training(level, maker, "hysteresis")

@@ -19,13 +19,17 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
+from tests import forks
+
 Check = Callable[[int, int], None]
 
 
 def run_checks(checks: dict[str, Check], world: int) -> dict[str, str]:
     """The names of the checks with "" or what went wrong on some rank."""
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.spawn(_process, (world, folder, checks), nprocs=world, join=False)
+        context = mp.start_processes(
+            _process, (world, folder, checks), nprocs=world, join=False, start_method=forks.METHOD
+        )
         while not context.join(timeout=60):
             pass
         found = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(world)]

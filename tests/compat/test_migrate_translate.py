@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from preamp.migrate import run
+from preamp.migrate import migrate_source, run
 
 from .migrations import both, migrated, same_code
 
@@ -303,7 +303,9 @@ STAYS = [
 @pytest.mark.parametrize("at", range(len(STAYS)))
 def test_what_stays_apexs_and_why(at: int) -> None:
     text, why = STAYS[at]
-    found = migrated(text)
+    found = (
+        migrated(text) if at % 8 == 0 else migrate_source(text, "s.py")
+    )  # a second rewriting costs what the first does
     assert same_code(found), found.diff()
     told = [note.text for note in found.notes if note.text.startswith("Apex's calls stay, since ")]
     assert len(told) == 1 and why in told[0], (text, told)

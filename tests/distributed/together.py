@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .. import forks
+
 ROOT = Path(__file__).parents[2]
 DEVICE = os.environ.get("PREAMP_TESTS_DEVICE", "cpu")
 
@@ -45,9 +47,7 @@ def told_once(script: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
 
 def launch(script: str, ranks: int, *arguments: str, timeout: int = 400) -> subprocess.CompletedProcess[str]:
     """Run a module of this package on so many ranks."""
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    line += ["-m", f"tests.distributed.{script}", *arguments]
-    return subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=timeout)
+    return forks.ranks(ranks, ["-m", f"tests.distributed.{script}", *arguments], cwd=ROOT, timeout=timeout)
 
 
 def begin() -> None:

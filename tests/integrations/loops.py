@@ -19,7 +19,7 @@ MAKERS: dict[str, Any] = {
 }
 CASES = [*((level, "preamp") for level in ("O0", "O1", "O2", "O3", "O4", "O5")), ("O2", "fused"), ("O5", "foreach")]
 
-STEPS, MICRO, CLIP = 50, 2, 0.05
+STEPS, MICRO, CLIP = 30, 2, 0.05
 BAD = 7
 """The step whose first micro-batch overflows."""
 
@@ -66,6 +66,7 @@ CLIPS: dict[str, Callable[[preamp.Session, nn.Module], Any]] = {
 }  # fmt: skip
 
 
+@cache
 def plain(
     level: str, kind: str, clip: str = "norm", *, steps: int = STEPS, scheduled: bool = True, low: bool = False
 ) -> Trained:

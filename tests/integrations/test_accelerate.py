@@ -93,16 +93,17 @@ def by_accelerate(
     return told_of(parameters, state, losses, rates)
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["level", "session"])
-@pytest.mark.parametrize(("level", "kind"), CASES)
+@pytest.mark.parametrize(
+    ("level", "kind", "own"),
+    [*((*case, False) for case in CASES), *((level, "preamp", True) for level in ("O0", "O1", "O5"))],
+)
 def test_its_loop_is_a_session_loop(level: str, kind: str, own: bool) -> None:
     result = by_accelerate(level, kind, own=own)
     assert_same(result, plain(level, kind))
     assert result["counts"] == [STEPS, 1]
 
 
-@pytest.mark.parametrize("kind", ["preamp", "fused"])
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize(("level", "kind"), [("O1", "preamp"), ("O2", "fused"), ("O5", "preamp")])
 def test_a_resumed_run_goes_on_bit_for_bit(level: str, kind: str, tmp_path: Path) -> None:
     by_accelerate(level, kind, 20, folder=tmp_path / "state")
     forget_accelerate()

@@ -113,7 +113,7 @@ def plain(level: str, kind: str) -> tuple[list[Tensor], list[Tensor], float]:
 
 @pytest.mark.parametrize(("level", "kind"), CASES)
 def test_fits_and_a_resumed_run_are_one_session_loop(level: str, kind: str, tmp_path: Path) -> None:
-    """20 steps in two fits, a file, and 30 steps by a learner that has loaded it; one of the 50 is skipped."""
+    """20 steps in two fits, a file, and 10 steps by a learner that has loaded it; one of the 30 is skipped."""
     counts = Counts()
     cbs = [callbacks.GradientAccumulation(4 * MICRO), callbacks.GradientClip(CLIP), counts]
     first = learner(tmp_path, kind, data()[: AT // 2 * MICRO], cbs=cbs).to_preamp(level)

@@ -23,7 +23,7 @@ from preamp.integrations.keras import KerasOptimizer, attach, dtype_policy_map, 
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 
-BATCH, STEPS, AT, BAD = 4, 50, 20, 7
+BATCH, STEPS, AT, BAD = 4, 30, 20, 7
 MAKERS: dict[str, Any] = {
     "adam": lambda: keras.optimizers.Adam(1e-2),
     "accumulating": lambda: keras.optimizers.SGD(
@@ -55,7 +55,7 @@ def network(policy: Any = "float32") -> Any:
 def rows(first: int = 0, last: int = STEPS) -> tuple[np.ndarray, np.ndarray]:
     """Batches of four; one overflows."""
     random = np.random.RandomState(1)
-    x, y = random.randn(STEPS * BATCH, 6).astype("float32"), random.randn(STEPS * BATCH, 3).astype("float32")
+    x, y = random.randn(50 * BATCH, 6).astype("float32"), random.randn(50 * BATCH, 3).astype("float32")
     x[BAD * BATCH] = np.inf
     return x[first * BATCH : last * BATCH], y[first * BATCH : last * BATCH]
 
@@ -100,7 +100,7 @@ def plain(level: str, kind: str) -> tuple[list[Tensor], tuple[int, int, float]]:
 
 @pytest.mark.parametrize(("level", "kind"), CASES)
 def test_a_resumed_fit_is_a_session_loop(level: str, kind: str, tmp_path: Path) -> None:
-    """20 steps, files, and 30 steps by a model that has loaded them; one of the 50 is skipped."""
+    """20 steps, files, and 10 steps by a model that has loaded them; one of the 30 is skipped."""
     model, first, own = compiled(kind, level)
     history = fit(model, 0, AT, validation_data=rows(AT, AT + 2)).history
     skipped = first.session.skipped

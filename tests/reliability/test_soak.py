@@ -61,23 +61,18 @@ def soak(level: str, kind: str, steps: int) -> None:
     objects: list[int] = []
     memory: list[int] = []
     every = steps // 60
-    gc.collect()
-    gc.freeze()  # what is there already, most of it torch's, need not be looked at 60 times
-    try:
-        for index in range(steps):
-            # The scale wanders between 2**6 and 2**14, where this network's own gradients do not overflow.
-            planted = expected.scale >= 2.0**14 or (expected.scale > 2.0**6 and chance.random() < 1 / 30)
-            assert run.session.loss_scale() == expected.scale, index
-            report = run.step(index % 50, factor=float("inf") if planted else 1.0)
-            expected.step(planted)
-            assert report.skipped is planted and report.index == index, index
-            assert run.session.skipped == expected.skipped, index
-            if index % every == 0:
-                gc.collect()
-                objects.append(len(gc.get_objects()))
-                memory.append(resident())
-    finally:
-        gc.unfreeze()
+    for index in range(steps):
+        # The scale wanders between 2**6 and 2**14, where this network's own gradients do not overflow.
+        planted = expected.scale >= 2.0**14 or (expected.scale > 2.0**6 and chance.random() < 1 / 30)
+        assert run.session.loss_scale() == expected.scale, index
+        report = run.step(index % 50, factor=float("inf") if planted else 1.0)
+        expected.step(planted)
+        assert report.skipped is planted and report.index == index, index
+        assert run.session.skipped == expected.skipped, index
+        if index % every == 0:
+            gc.collect()
+            objects.append(len(gc.get_objects()))
+            memory.append(resident())
     assert run.session.loss_scale() == expected.scale and run.session.steps == steps
     assert expected.skipped > steps / 100
     assert not (said := grows(objects, 20)), f"Python's objects: {said}"

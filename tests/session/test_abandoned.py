@@ -68,7 +68,8 @@ def applied(session: preamp.Session, model: nn.Linear) -> list[float]:
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_abandoned_step_leaves_nothing(level: str, kind: str) -> None:
-    for read, clear, late in itertools.product(READS, CLEARS, (False, True)):
+    every = list(itertools.product(READS, CLEARS, (False, True)))
+    for read, clear, late in every[list(OPTIMIZERS).index(kind) :: len(OPTIMIZERS)]:  # what they do is the session's
         model, optimizer, session = prepared(level, kind)
         backward(session, model, OUTLIER)
         READS[read](session)

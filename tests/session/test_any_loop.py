@@ -167,7 +167,7 @@ def play(run: Plain, seed: int) -> list[Tensor]:
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 def test_random_loops(level: str, maker: str) -> None:
     rough = {"O0": 1e-5, "O1": 2e-2, "O2": 2e-2, "O4": 4e-2, "O5": 6e-2}[level]
-    for seed in range(SEEDS):
+    for seed in range(list(MAKERS).index(maker) % 2, SEEDS, 2):  # each level plays them all
         start = [p.detach().clone() for p in Plain(maker).model.parameters()]
         expected, found = play(Plain(maker), seed), play(Prepared(maker, level), seed)
         moved = torch.cat([(a - b).flatten() for a, b in zip(expected, start, strict=True)]).norm()

@@ -61,9 +61,10 @@ def train(session: preamp.Session, model: nn.Module, steps: int, seed: int = 0) 
     return loss.item()
 
 
-@pytest.mark.parametrize("base", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("given", ["trainable", "all"])
-@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize(("base", "given", "maker"), [
+    (torch.float32, "all", "torch"), (torch.bfloat16, "all", "preamp"), (torch.bfloat16, "trainable", "torch"),
+    (torch.float16, "trainable", "preamp"),
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("level", LEVELS)
 def test_frozen_weights_keep_dtype_memory_and_value(level: str, maker: str, given: str, base: torch.dtype) -> None:
     """Also where the optimizer was given all parameters, of which it steps those that want gradients."""
@@ -85,8 +86,10 @@ def test_frozen_weights_keep_dtype_memory_and_value(level: str, maker: str, give
     assert all(p.dtype is base and p.data_ptr() == address for p, address, _ in before.values())
 
 
-@pytest.mark.parametrize("base", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d, lambda width: nn.GroupNorm(2, width)])
+@pytest.mark.parametrize(("base", "norm"), [
+    (torch.float32, nn.BatchNorm1d), (torch.bfloat16, nn.LayerNorm), (torch.bfloat16, nn.BatchNorm1d),
+    (torch.float16, nn.BatchNorm1d), (torch.float16, lambda width: nn.GroupNorm(2, width)),
+])  # fmt: skip
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
 def test_norms_of_a_frozen_base(level: str, norm: Callable[[int], nn.Module], base: torch.dtype) -> None:
     """Whose weights may have the other 16-bit dtype; and which are unfrozen later."""

@@ -62,7 +62,7 @@ def test_masters_step_as_the_reference_bit_for_bit(level: str, name: str) -> Non
     """Also preamp.optim, handed gradients that are low and scaled, against torch's optimizer on float32 masters."""
     scale = 1024.0 if level == "O2" else 1.0
     dtype = preamp.policy(level).params
-    steps = 12 if name not in PAIRS else 20 if "maximize" in name else 200
+    steps = 12 if name not in PAIRS else 20 if "maximize" in name else 60
     ours, torchs = PAIRS[name] if name in PAIRS else (OPTIMIZERS[name], OPTIMIZERS[name])
     expected = reference(torchs, dtype, scale, steps)
     model = mlp(norm=False)
@@ -232,7 +232,7 @@ FUSED = {
     ("level", "name"),
     [(level, name) for level in ("O2", "O5") for name in FUSED if (level, name[-5:]) != ("O2", "split")],
 )
-@pytest.mark.parametrize("looked_at", [(0,), (1,), (0, 3), (2, 3), (0, 1, 2, 3, 4)], ids=str)
+@pytest.mark.parametrize("looked_at", [(1,), (0, 3), (0, 1, 2, 3, 4)], ids=str)
 def test_gradients_looked_at_now_and_then(level: str, name: str, looked_at: tuple[int, ...]) -> None:
     """After unscale_() parameters hold their masters, in other steps not; some, here the first, are always float32."""
     ends = []

@@ -109,9 +109,13 @@ def test_statistics_in_16_bits_are_those_of_training(described: str, name: str) 
     assert model[0].running_var.dtype is torch.float32
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize(
+    ("kind", "packed", "level"),
+    [
+        *((nn.LSTM, packed, level) for level in LEVELS for packed in (False, True)),
+        *((kind, level == "O2", level) for kind in (nn.GRU, nn.RNN) for level in ("O2", "O4")),
+    ],
+)
 def test_rnns(level: str, kind: type[nn.RNNBase], packed: bool) -> None:
     class Tagger(nn.Module):
         def __init__(self) -> None:

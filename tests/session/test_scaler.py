@@ -87,9 +87,14 @@ def saved(model: nn.Module, optimizer: torch.optim.Optimizer, session: preamp.Se
     return copied
 
 
-@pytest.mark.parametrize("clip", [None, "unscaled"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("level", "kind", "clip"),
+    [
+        (level, kind, (None, "unscaled")[(i + j) % 2])
+        for i, level in enumerate(LEVELS)
+        for j, kind in enumerate(OPTIMIZERS)
+    ],
+)
 def test_it_trains_as_the_session(level: str, kind: str, clip: str | None) -> None:
     skips, trained = through_scaler(level, kind, range(12), clip)
     wanted_skips, wanted = by_session(level, kind, range(12), clip)

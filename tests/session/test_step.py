@@ -56,8 +56,14 @@ def test_accumulation_equals_one_large_batch(level: str) -> None:
         assert torch.allclose(one, four, atol=2e-2 if level in ("O4", "O5") else 2e-3)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
-@pytest.mark.parametrize("place", [None, *itertools.product(("d", "g"), range(4))])
+@pytest.mark.parametrize(
+    ("level", "place"),
+    [
+        *itertools.product(("O1", "O2", "O5"), (None, *itertools.product(("d", "g"), range(4)))),
+        *itertools.product(("O0", "O4"), (None, ("d", 1), ("g", 2))),
+    ],
+    ids=str,
+)
 def test_two_models_two_optimizers_two_losses(level: str, place: tuple[str, int] | None) -> None:
     """A GAN's loop: each loss backs off alone, an inf skips the step of the optimizer it reaches, nothing else."""
 
