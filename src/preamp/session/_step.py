@@ -144,9 +144,13 @@ class OptimizerSteps:
 
     _before_step.changes_nothing = True  # type: ignore[attr-defined]
 
+    def has(self, optimizer: Optimizer) -> bool:
+        """Whether it is one of the session's."""
+        return optimizer in self._optimizers
+
     def before_step_of_another(self, optimizer: Optimizer) -> None:
         """Refuse the step of an optimizer that the session does not have if it would do harm."""
-        if optimizer in self._optimizers or self._stepping is not None or self._full.depth:
+        if self._stepping is not None or self._full.depth:
             return
         scaled = {p for p in self._unstepped() if not is_marked(p.grad, "_preamp_true") and self._pending.running}
         scaled.update(p for p in self._unstepped() if is_marked(p.grad, "_preamp_scaled"))
@@ -227,8 +231,10 @@ class _StepsOfOthers:
             self._handle = None
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        for steps in list(self._open):
-            steps.before_step_of_another(optimizer)
+        every = list(self._open)
+        if not any(steps.has(optimizer) for steps in every):  # sessions have no parameters in common
+            for steps in every:
+                steps.before_step_of_another(optimizer)
 
     _before_step.changes_nothing = True  # type: ignore[attr-defined]
 
