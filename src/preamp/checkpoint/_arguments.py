@@ -76,11 +76,11 @@ def check_session(session: Any, model: Any, optimizer: Any = None) -> None:
     held = _parts(session.models.values())
     groups = [group for each in _each(optimizer) for group in getattr(each, "param_groups", ())]
     stepped = {parameter for group in groups for parameter in group["params"]}
-    for what, given in (("model", _parts(_each(model))), ("optimizer", stepped)):
+    for whose, given in (("model= gives", _parts(_each(model))), ("optimizer= steps", stepped)):
         if given and given.isdisjoint(held):
             raise CheckpointError(
-                f"session= was prepared for other models than {what}= is or steps: its masters would take the place of "
-                "other weights. Give the session that prepare() returned for them; weights that are in no session (an "
+                f"session= was prepared for other models than those that {whose}: its masters would take the place of "
+                "their weights. Give the session that prepare() returned for them; weights that are in no session (an "
                 "average) are saved beside the model's, under a name of their own: average=average"
             )
 
