@@ -68,7 +68,7 @@ def by_name(what: str, value: Any, method: str = "state_dict") -> Any:
 def check_session(session: Any, model: Any, optimizer: Any = None) -> None:
     """`CheckpointError` unless the session was prepared for a part of the models, or for what they are parts of.
 
-    So for the optimizers: it has a part of the parameters that they step.
+    It must also have some of the parameters that the optimizers step.
     """
     if session is None:
         return
