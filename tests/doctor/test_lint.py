@@ -12,7 +12,7 @@ from torch import nn
 
 import preamp
 from preamp.autocast import REGISTRY, autocast
-from preamp.doctor import examine, fix
+from preamp.doctor import examine
 from preamp.errors import PolicyError, SessionError
 from preamp.policy import policy
 from preamp.session import prepare
@@ -113,19 +113,6 @@ def test_without_an_example_the_source_decides():
     assert not found("PA101", nn.LayerNorm(16, eps=1e-8), "O3"), "torch's norms add in float32"
 
 
-def test_fix_applies_epsilons_and_says_so():
-    model = nn.Sequential(nn.Linear(16, 16), Rms(1e-8))
-    optimizer = torch.optim.Adam(model.parameters())
-    report = examine(model, optimizer, "O3", example=X)
-    done = fix(report, model, optimizer)
-    assert sorted(done) == ["1.eps: 1e-08 -> 0.0001", "optimizer.param_groups[0]['eps']: 1e-08 -> 0.0001"]
-    assert model[1].eps == optimizer.param_groups[0]["eps"] == 1e-4
-    assert fix(report, model, optimizer) == (), "what has been changed is left alone"
-    assert not found("PA101", model, "O3", optimizer=optimizer)
-    with pytest.raises(SessionError, match="give fix"):
-        fix(report, model)
-
-
 # -- PA102
 
 
@@ -149,7 +136,7 @@ def test_a_log_of_a_rounded_sigmoid_is_found():
     assert not found("PA102", Run(sick), "O0")
 
 
-def test_a_cross_entropy_that_a_region_refuses_is_reported_and_run():
+def test_a_cross_entropy_that_a_region_refuses_is_reported():
     def sick(self, x):
         return F.binary_cross_entropy(torch.sigmoid(x), torch.ones_like(x))
 
@@ -466,8 +453,8 @@ def test_keyword_inputs_auto_and_the_report():
 def test_findings_are_sorted_by_harm_and_not_repeated():
     def looping(self, x):
         for _ in range(3):
-            x = x.masked_fill(x > 1, -1e9)
-        return torch.where(x > 0, x, torch.tensor(1e9))
+            x = torch.where(x > 0, x, torch.tensor(1e9))
+        return x.masked_fill(x > 1, -1e9)
 
     rows = examine(Run(looping), None, "O1", example=X).findings
     assert [f.severity for f in rows] == ["error", "warning"]
@@ -487,8 +474,6 @@ def test_wrong_inputs_give_one_clear_error():
         examine(model, loss=1)
     with pytest.raises(PolicyError, match="no level 'O9'"):
         examine(model, policy="O9")
-    with pytest.raises(SessionError, match="takes a report"):
-        fix(["PA101"])
 
 
 # -- PA111 of buffers

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .command.watching import Watching, watch
     from .findings.pa201 import Origin
-    from .lint import examine, fix
+    from .lint import examine
     from .logprobs import LogprobComparison, compare_logprobs
     from .records import JsonLines, Sink, TensorBoard
     from .replay.origin import find_origin
@@ -29,14 +29,13 @@ __all__ = [
     "compare_logprobs",
     "examine",
     "find_origin",
-    "fix",
     "watch",
 ]
 
 _HOMES = {
     "command.watching": ("Watching", "watch"),
     "findings.pa201": ("Origin",),
-    "lint": ("examine", "fix"),
+    "lint": ("examine",),
     "logprobs": ("LogprobComparison", "compare_logprobs"),
     "records": ("JsonLines", "Sink", "TensorBoard"),
     "replay.origin": ("find_origin",),

@@ -1,4 +1,4 @@
-"""The lint: all findings that can be had before the first step, and the fixes that are safe to apply.
+"""The lint: all findings that can be had before the first step.
 
 With an example, one forward pass is observed too: on a copy of the model, under the policy.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
 from ..autocast import REGISTRY, autocast
 from ..errors import PolicyError, SessionError, kind_of
@@ -29,13 +28,13 @@ from ..report import Finding, Report, Section
 from ..tree import map_tensors, tensors
 from .findings import checks, kinds_of
 from .findings.check import Listeners, counted, without_repeats
-from .findings.events import Deviated, Examined
+from .findings.events import Deviated, Examined, Raised
 from .hooks import Clock
 from .names import named_parts
 from .operators import Observer, Products, Stream, found_by
-from .places import Places
+from .places import Places, raised_at
 from .records import shown_path
-from .replay.origin import trace
+from .replay.origin import Trails
 from .replay.restore import random_kept
 from .shadow.execution import Shadowed
 
@@ -71,14 +70,15 @@ def examine(
         policy = auto_level(_device_type_of(model, inputs))[0]
     chosen = make_policy(policy)
     found: list[Finding] = []
-    products, out_dtype = None, None
+    products, out_dtype, ended = None, None, None
     if inputs is not None:
         products = Products()
-        out, found = _observe(model, chosen, inputs, products)
+        out, found, ended = _observe(model, chosen, inputs, products)
         out_dtype = next((t.dtype for t in tensors(out) if t.is_floating_point()), None)
+        products = products if ended is None else None
     Listeners(checks(), found.append)(Examined(model, optimizer, chosen, loss, products, out_dtype))
     findings = without_repeats(replace(one, file=shown_path(one.file, Path.cwd())) for one in found)
-    return _report(model, chosen, findings, products)
+    return _report(model, chosen, findings, products, ended)
 
 
 def _check_kinds(model: Any, optimizer: Any, loss: Any) -> None:
@@ -104,7 +104,13 @@ def _inputs(example: Any) -> Any:
     )
 
 
-def _report(model: nn.Module, policy: Policy, findings: tuple[Finding, ...], products: Products | None) -> Report:
+def _report(
+    model: nn.Module,
+    policy: Policy,
+    findings: tuple[Finding, ...],
+    products: Products | None,
+    ended: Exception | None,
+) -> Report:
     name = policy.level or str(policy)
     environment = {
         "model": type(model).__name__,
@@ -113,7 +119,9 @@ def _report(model: nn.Module, policy: Policy, findings: tuple[Finding, ...], pro
         "torch": torch.__version__,
     }
     data: dict[str, Any] = {}
-    if products is None:
+    if ended is not None:
+        summary = f"The example did not come to its end: {ended}."
+    elif products is None:
         summary = "Static only: with example= one forward pass would be observed too."
     else:
         data = {"flops": products.flops, "low share of flops": products.low_share}
@@ -140,93 +148,14 @@ def _verdict(findings: tuple[Finding, ...], name: str) -> str:
     return f"{counted(findings)} under {name}; the worst is {worst.code}{where}: {worst.message}."
 
 
-def fix(
-    report: Report | Iterable[Finding], model: nn.Module | None = None, optimizer: Optimizer | None = None
-) -> tuple[str, ...]:
-    """Apply the findings that are safe to apply: epsilons of optimizer groups and of modules, in place.
-
-    `report`: what `examine` returned, or findings of it. Nothing else is touched: an epsilon that has been changed
-    since, a constant in the source, a dtype. Returns one line for each thing done. Raises `SessionError` when a finding
-    is about an optimizer or module that is not given, or is not there.
-    """
-    findings = report.findings if isinstance(report, Report) else tuple(report)
-    done = []
-    for finding in findings:
-        if not isinstance(finding, Finding):
-            raise SessionError(f"fix() takes a report or findings of one; got {kind_of(finding)}")
-        if finding.code != "PA101" or not isinstance(finding.evidence, Mapping):
-            continue
-        evidence = finding.evidence
-        if "group" in evidence:
-            line = _fix_group(evidence, optimizer)
-        elif evidence.get("attribute"):
-            line = _fix_module(finding.module or "", evidence, model)
-        else:
-            line = None
-        if line is not None:
-            done.append(line)
-    return tuple(done)
-
-
-def _fix_group(evidence: Mapping[str, Any], optimizer: Optimizer | None) -> str | None:
-    if optimizer is None:
-        raise SessionError("a finding is about the optimizer's eps: give fix() the optimizer")
-    index, old, new = evidence["group"], evidence["eps"], evidence["write"]
-    if index >= len(optimizer.param_groups):
-        raise SessionError(f"the optimizer has no parameter group {index}: it is not the one that was examined")
-    group = optimizer.param_groups[index]
-    eps = group.get("eps")
-    if isinstance(eps, (tuple, list)):
-        if eps[0] != old:
-            return None
-        group["eps"] = (new, *eps[1:])
-    elif eps == old:
-        group["eps"] = new
-    else:
-        return None
-    return f"optimizer.param_groups[{index}]['eps']: {old:g} -> {new:g}"
-
-
-def _fix_module(path: str, evidence: Mapping[str, Any], model: nn.Module | None) -> str | None:
-    if model is None:
-        raise SessionError(f"a finding is about the eps of module {path!r}: give fix() the model")
-    name, old, new = evidence["attribute"], evidence["eps"], evidence["write"]
-    try:
-        module = model.get_submodule(path)
-    except AttributeError:
-        raise SessionError(f"the model has no module {path!r}: it is not the one that was examined") from None
-    if getattr(module, name, None) != old:
-        return None
-    setattr(module, name, new)
-    return f"{path + '.' if path else ''}{name}: {old:g} -> {new:g}"
-
-
-class _Functions(TorchFunctionMode):
-    """Notes the autocast state, which the dispatch mode below autocast cannot see any more."""
-
-    def __init__(self, stream: Stream, places: Places, device_type: str) -> None:
-        super().__init__()
-        self._stream, self._places, self._device_type = stream, places, device_type
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        self._stream.autocast_on = torch.is_autocast_enabled(self._device_type)
-        if any(function(func, args, self._places) for function in self._stream.functions):
-            with torch.autocast(self._device_type, enabled=False):
-                return func(*(map_tensors(_floated, a) for a in args), **map_tensors(_floated, kwargs))
-        return func(*args, **kwargs)
-
-
-def _floated(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in LOW_DTYPES else tensor
-
-
-def _observe(model: nn.Module, policy: Policy, example: Any, products: Products) -> tuple[Any, list[Finding]]:
-    """Run `example` once through a copy of the model under the policy; its output, and what observers found.
+def _observe(
+    model: nn.Module, policy: Policy, example: Any, products: Products
+) -> tuple[Any, list[Finding], Exception | None]:
+    """Run `example` once through a copy of the model under the policy; its output, what observers found, and its error.
 
     The model is not touched: the run is on a deep copy, with cloned inputs; random generators and the rules in torch's
     dispatcher are put back. Hooks of the model run on the copy. Raises `SessionError` if the copy cannot be made or
-    the example does not run.
+    the example ends by an error that is no finding.
     """
     args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
     args, kwargs = map_tensors(_cloned, args), map_tensors(_cloned, kwargs)
@@ -237,36 +166,41 @@ def _observe(model: nn.Module, policy: Policy, example: Any, products: Products)
         paths, owners, _ = named_parts(twin)
         places = Places(paths.get, owners, _called.__code__)
         found: list[Finding] = []
-        report = Listeners(checks(), found.append)
+        report, trails = Listeners(checks(), found.append), Trails()
         observers: list[Observer] = [kind() for kind in kinds_of(Observer)]
-        observers += [products, Shadowed(lambda fact, _: report(Deviated(fact)))]
+        observers += [products, trails, Shadowed(lambda fact, _: report(Deviated(fact)))]
         for observer in observers:
             observer.begin({path: module for module, path in paths.items()})
         stream = Stream(lambda: places, Clock())
-        stream.replaces = True
         region: Any = nullcontext()
         if policy.has_regions:
             region = autocast(device_type, dtype=policy.compute, rules=None if prepared else policy.ops)
+        out, ended = None, None
         try:
-            with region, torch.enable_grad(), _Functions(stream, places, device_type), stream.shown_to(*observers):
+            with region, torch.enable_grad(), stream.shown_to(*observers):
                 out = _called(twin, args, kwargs)
-            if any(_left_the_range(tensor) for tensor in tensors(out)):
-                twin, _ = _twin(model, policy)  # the first one's statistics have seen it
-                # a constant beyond the range raises here, where the observation took another for it: PA103 says so
-                with suppress(RuntimeError), region, torch.enable_grad():
-                    origin = trace(lambda _: _called(twin, args, kwargs), twin, lambda _: None)
-                    found += [] if origin is None else [origin.finding()]
         except PolicyError:
             raise
         except Exception as error:
-            raise SessionError(
-                f"the example did not run through the model under {policy.level or policy}{_inside(error, paths)}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            ended = error
         finally:
             if policy.has_regions and not had_rules:
                 autocast.uninstall()
-        return out, found + found_by(observers)
+    origin = trails.origin_of(t for t in tensors(out) if _left_the_range(t))
+    found += [*found_by(observers), *([] if origin is None else [origin.finding()])]
+    if ended is not None and not _is_refusal(found):
+        report(Raised(type(ended).__name__, str(ended), raised_at(ended)))
+        if not _is_refusal(found):
+            raise SessionError(
+                f"the example did not run through the model under {policy.level or policy}{_inside(ended, paths)}: "
+                f"{type(ended).__name__}: {ended}"
+            ) from ended
+    return out, found, ended
+
+
+def _is_refusal(found: list[Finding]) -> bool:
+    """Whether something was found that torch refuses: a constant out of range, a 16-bit binary cross entropy."""
+    return any(one.severity == "error" and one.code in ("PA102", "PA103") for one in found)
 
 
 def _left_the_range(tensor: Tensor) -> bool:

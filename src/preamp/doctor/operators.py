@@ -33,7 +33,7 @@ Dims = tuple[tuple[str, int], ...]
 
 @dataclass(slots=True)
 class Call:
-    """One operator call, as observers see it; `args` may be replaced before it runs."""
+    """One operator call, as observers see it."""
 
     func: Any
     """What the dispatcher was to run."""
@@ -42,7 +42,6 @@ class Call:
     place: Place
     written: list[Tensor]
     """The tensors that it changes."""
-    autocast_on: bool
     grad_enabled: bool
     out: Any = None
 
@@ -104,7 +103,7 @@ class Observer:
         return True
 
     def before(self, call: Call) -> None:
-        """Before the operator runs; may put other values into `call.args`."""
+        """Before the operator runs."""
 
     def after(self, call: Call) -> None:
         """After it ran; the result is in `call.out`."""
@@ -114,10 +113,6 @@ class Observer:
 
     def end(self) -> None:
         """After the last call: what is found only then joins `findings`."""
-
-    def function(self, function: Any, args: tuple[Any, ...], places: Places) -> bool:
-        """A torch function as the model calls it; True: it would be refused, run it in float32 instead."""
-        return False
 
 
 class Stream(TorchDispatchMode):
@@ -136,12 +131,8 @@ class Stream(TorchDispatchMode):
         """Those in which the mode is there: each has modes of its own."""
         self._is_given_up = False
         self._note_observers()
-        self.autocast_on = False
-        """As it is where the model calls a function; below autocast, where this looks, it cannot be seen."""
         self.is_paused = False
         """Whether what runs now is a library's own business."""
-        self.replaces = False
-        """Whether operators run with the arguments that observers have put into their calls."""
 
     def add(self, *observers: Observer, inside: nn.Module | None = None) -> None:
         """Show operators to these, too, from here on; `inside`: the module whose call has just begun."""
@@ -207,7 +198,6 @@ class Stream(TorchDispatchMode):
         self._all = len(self._wants) < len(self._observers)
         self._befores = [_overridden(many, "before") for many in (everywhere, self._observers)]
         self._afters = [_overridden(many, "after") for many in (everywhere, self._observers)]
-        self.functions = _overridden(self._observers, "function")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -218,8 +208,6 @@ class Stream(TorchDispatchMode):
             call = self._before(func, args, kwargs)
         if call is None:
             return func(*args, **kwargs)
-        if self.replaces:
-            args, kwargs = call.args, call.kwargs
         try:
             call.out = out = func(*args, **kwargs)
         except Exception as error:
@@ -240,7 +228,7 @@ class Stream(TorchDispatchMode):
         forward = place.direction == "forward"
         if not self._befores[forward] and not self._afters[forward]:
             return None
-        call = Call(func, tuple(args), dict(kwargs), place, written, self.autocast_on, torch.is_grad_enabled())
+        call = Call(func, tuple(args), dict(kwargs), place, written, torch.is_grad_enabled())
         with torch.no_grad():
             for before in self._befores[forward]:
                 before(call)
@@ -268,7 +256,6 @@ class Product:
     op: str
     dtype: torch.dtype
     dims: Dims
-    autocast_on: bool
     at: Line
     flops: float = 0.0
     trained: bool = False
@@ -288,9 +275,9 @@ class Products(Observer):
         if measured is None:
             return
         flops, dtype, dims = measured
-        key = (call.module, call.base, dtype, dims, call.autocast_on)
+        key = (call.module, call.base, dtype, dims)
         if key not in self._by_kind:
-            self._by_kind[key] = Product(call.module, call.base, dtype, dims, call.autocast_on, call.at)
+            self._by_kind[key] = Product(call.module, call.base, dtype, dims, call.at)
         product = self._by_kind[key]
         product.flops += flops
         product.trained = product.trained or _goes_back(call)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -107,6 +108,13 @@ def users_line() -> Line:
                 first = (file, frame.f_lineno)
         frame = frame.f_back
     return first
+
+
+def raised_at(error: BaseException, trace: Any = None) -> Line:
+    """The innermost line of the user's own that an error has left; the one that runs now where there is none."""
+    frames = traceback.extract_tb(trace or error.__traceback__)
+    own = [(one.filename, one.lineno) for one in frames if is_users(one.filename) and not in_library(one.filename)]
+    return own[-1] if own else users_line()
 
 
 @cache

@@ -33,7 +33,6 @@ from ...frameworks import keras_outputs
 from ...report import Finding
 from ...report.finding import Severity
 from ..operators import Call, Observer
-from ..places import Places
 from .check import Check, on
 from .events import Examined
 
@@ -48,12 +47,9 @@ _WITH_LOGITS = "loss = F.binary_cross_entropy_with_logits(logits, target)  # BCE
 class PA102(Check):
     """Binary cross entropy of probabilities under a 16-bit compute dtype."""
 
-    errors = (
-        (
-            "unsafe to autocast",
-            "binary cross entropy of probabilities in 16 bits is refused",
-            "loss = F.binary_cross_entropy_with_logits(logits, target)  # drop the sigmoid",
-        ),
+    errors = tuple(
+        (text, "binary cross entropy of probabilities in 16 bits is refused", _WITH_LOGITS)
+        for text in ("unsafe to autocast", "binary_cross_entropy is banned in a 16-bit autocast region")
     )
 
     @on(Examined)
@@ -110,15 +106,6 @@ class Sigmoids(Observer):
     def __init__(self) -> None:
         super().__init__()
         self._rounded: Any = WeakTensorKeyDictionary()
-
-    def function(self, function: Any, args: tuple[Any, ...], places: Places) -> bool:
-        """A region refuses a 16-bit binary cross entropy: report it, and have it run in float32."""
-        if function is not F.binary_cross_entropy or not args or args[0].dtype not in LOW_DTYPES:
-            return False
-        place = places.place(False)
-        where = {"module": place.module, "direction": "forward", "at": (place.file, place.line)}
-        self.findings.append(_saturating(args[0].dtype, "error", {**where, "op": "binary_cross_entropy"}))
-        return True
 
     def after(self, call: Call) -> None:
         """Follow rounded sigmoids, and report the logarithm of one."""

@@ -110,19 +110,16 @@ class Constants(Observer):
     """Constants out of range that meet a float16 tensor."""
 
     def before(self, call: Call) -> None:
-        """Report the constant; one that torch would refuse is clamped, so that a trial run can go on."""
+        """Report the constant."""
         if call.base not in _PLACES or _result_dtype(call) is not torch.float16:
             return
         if call.base in _BOUNDS and any(t.device.type != "cpu" for t in call.inputs):
             return  # only the CPU's kernel converts the bound; elsewhere one out of range bounds nothing
         for key in _PLACES[call.base]:
-            given = call.args[key] if key < len(call.args) else None
-            value = _constant(given)
+            value = _constant(call.args[key] if key < len(call.args) else None)
             if value is None or not beyond(value):
                 continue
             self.findings.append(_of_constant(call, value))
-            if call.base in _REFUSED and not isinstance(given, Tensor):
-                call.args = (*call.args[:key], math.copysign(FP16.max, value), *call.args[key + 1 :])
 
 
 def beyond(value: float) -> bool:

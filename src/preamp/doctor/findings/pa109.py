@@ -180,7 +180,7 @@ class PA109(Check):
             op=worst.op,
             direction="forward",
             at=worst.at,
-            evidence={"asked for": wanted, "observed": seen, "autocast on": worst.autocast_on},
+            evidence={"asked for": wanted, "observed": seen},
         )
 
 
@@ -193,6 +193,7 @@ def _reason(product: Product, policy: Policy) -> tuple[str, str]:
         return "autocast leaves float64 alone", "model.float()  # and inputs: x = x.float()"
     if policy.ops is None:
         return "ops=none makes no autocast regions", f"policy = 'compute={name_of(policy.compute)}'  # without ops=none"
-    if not product.autocast_on:
-        return "autocast was off where they ran", "# remove torch.autocast(..., enabled=False) from the model's forward"
-    return "the rules of its operators keep them full", "# remove the operator rules that say 'full' for matmul or conv"
+    return (
+        "autocast was off where they ran, or operator rules keep them full",
+        "# remove torch.autocast(..., enabled=False) from the model's forward, and rules 'full' for matmul or conv",
+    )

@@ -9,7 +9,6 @@ from torch import nn
 from ...autocast import MARKER
 from ..findings.events import Deviated
 from ..replay.tape import Tape
-from ..replay.trials import Trials
 from ..shadow.execution import Shadowed
 from ..shadow.facts import Fact
 from .run import Run
@@ -60,7 +59,7 @@ class Evaluation:
         run, facts = self._run, [*self._facts, *shadowed.read_out]
         self._tape.close_window()
         run.stream.remove(shadowed)
-        trials = Trials(self._tape, run.names) if facts and self._replay else None
+        trials = run.trials(tape=self._tape) if facts and self._replay else None
         for fact in facts:
             cured = (None, None) if trials is None else trials.cure(fact, in_session=False)
             run.emit(Deviated(fact, *cured))

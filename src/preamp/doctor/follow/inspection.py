@@ -18,7 +18,6 @@ from ..findings.pa202 import row_of
 from ..names import unwrapped
 from ..operators import Stream, found_by
 from ..places import Places, key_of
-from ..replay.trials import Trials
 from ..shadow.absorbed import Changes
 from ..shadow.remedies import Remedy
 from .audit import Held, Look, Recomputation, audit, dtypes_of, owned
@@ -324,7 +323,7 @@ class Inspection:
         facts = [one for one in seen.facts if one.place.direction == "forward" or one.kind == "made"]
         facts = facts[:FACTS]
         run.recorder.write("shadow", step=run.step, **seen.shadowed.told())
-        trials = Trials(run.tape, run.names, run.losses, scales.seed) if facts and self._replay else None
+        trials = run.trials(run.losses, scales.seed) if facts and self._replay else None
         for fact in facts:
             cured = (None, None) if trials is None else trials.cure(fact, bool(scales.sessions))
             run.emit(Deviated(fact, *cured))

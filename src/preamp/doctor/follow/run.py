@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +21,10 @@ from ..findings.events import Raised
 from ..hooks import Clock, Patches
 from ..names import Names
 from ..operators import Stream
-from ..places import Places, in_library, is_users, users_line
+from ..places import Places, raised_at
 from ..records import NOWHERE, Line, Recorder, shown_path
 from ..replay.tape import Tape
+from ..replay.trials import Trials
 from ..shadow.source import Readings
 
 
@@ -97,6 +98,10 @@ class Run:
         others = {id(p): p for p in stepped if id(p) not in owned}
         return [*self.names.parameters(), *others.values()]
 
+    def trials(self, losses: Sequence[Tensor] = (), seed: float = 1.0, tape: Tape | None = None) -> Trials:
+        """What does this step again, or that of another tape; `seed`: the gradient that backward began with."""
+        return Trials(tape or self.tape, self.names, self.parameters(), losses, seed)
+
     def report(self, finding: Finding) -> None:
         """Record a finding, once for each place; nothing more once the observation has failed."""
         if self.is_given_up:
@@ -111,10 +116,7 @@ class Run:
     def raised(self, error: BaseException, trace: Any = None) -> None:
         """An error came up in a model, its loss or a scaler; a script may catch it and go on."""
         if self.is_own:
-            frames = traceback.extract_tb(trace or error.__traceback__)
-            own = [frame for frame in frames if is_users(frame.filename) and not in_library(frame.filename)]
-            at = (own[-1].filename, own[-1].lineno) if own else users_line()
-            self.emit(Raised(type(error).__name__, str(error), at))
+            self.emit(Raised(type(error).__name__, str(error), raised_at(error, trace)))
 
     def noting_errors(self, around: Callable[..., Any]) -> Callable[..., Any]:
         """The same function, with its errors reported."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cmath
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,8 +11,6 @@ from torch import Tensor
 from ..findings.events import BatchNotFinite, Deviated
 from ..findings.pa201 import Diagnosed, Diagnosis
 from ..measure import all_finite
-from ..replay.diagnose import diagnose, samples
-from ..replay.trials import Trials
 from ..shadow.remedies import Remedy
 from .run import Run
 from .scales import Scales
@@ -52,12 +51,8 @@ class Soundness:
         run = self._run
         scale, by_hand = self._scales.on_losses(losses)
         # All processes must call sharded models together, and only these gradients may be non-finite.
-        rows = samples(run.tape, masks=False) if run.names.is_sharded else ()
-        found = None
-        if not run.names.is_sharded:
-            seed = self._scales.seed_of(losses)
-            given = run.tape, run.names, losses, scale, run.parameters(), seed
-            found = diagnose(*given, in_session=bool(self._scales.sessions))
+        rows = run.tape.samples(masks=False) if run.names.is_sharded else ()
+        found = None if run.names.is_sharded else self._diagnosis(losses, scale)
         if rows:
             run.emit(BatchNotFinite(rows, run.tape.called()))
         elif found is None:
@@ -68,6 +63,34 @@ class Soundness:
             self._held_back = found
         else:
             self._overflowed(found, scale)
+
+    def _diagnosis(self, losses: list[Tensor], scale: float) -> Diagnosis | None:
+        """What the replay of the step shows; None where it cannot be replayed, or is sound when it is.
+
+        `scale`: what is on the backward pass. An overflow that is gone without it is the scale's doing.
+        """
+        run = self._run
+        trials = run.trials(losses, self._scales.seed_of(losses))
+        plain = trials.plain
+        origin = None if plain is None or plain.raised else plain.origin
+        if plain is None or origin is None:
+            return None
+        # a scale that has halved down to 0 is not what makes an inf, and nothing can be divided by it
+        by_scale = scale not in (0.0, 1.0) and not origin.from_data and trials.again(None, scale).origin is None
+        if origin.file is None and origin.module is not None:
+            # A model made of torch's modules only: the line that called it, which a replay does not run.
+            file, line = run.tape.called_at(origin.module, run.names.get)
+            origin = replace(origin, file=file, line=line)
+        if origin.from_data or by_scale:
+            return Diagnosis(origin, by_scale, run.tape.samples() if origin.from_data else ())
+        line_of_it = origin.file, origin.line
+        known = [fact for place, fact in plain.shadowed.broke if (place.file, place.line) == line_of_it]
+        known += [fact for fact in plain.facts if (fact.place.file, fact.place.line) == line_of_it]
+        if not known:
+            not_there = "float32 is not finite there either: no matter of precision"
+            return Diagnosis(origin, False, tried="no line was found that leads there" if plain.meant else not_there)
+        fix, tried = trials.cure(known[0], bool(self._scales.sessions))
+        return Diagnosis(origin, False, fact=known[0], fix=fix, tried=tried)
 
     def _overflowed(self, found: Diagnosis, scale: float) -> None:
         """The scale alone is the cause: a scaler skips such a step."""
@@ -80,7 +103,7 @@ class Soundness:
         run = self._run
         if not self._replay or not low or run.names.is_sharded or run.tape.is_empty:
             return
-        trials = Trials(run.tape, run.names)
+        trials = run.trials()
         if trials.plain is None or not trials.plain.raised:
             return
         for fact in trials.plain.facts:

@@ -8,13 +8,13 @@ softmax removes again does no harm.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...formats import name_of
 from ...tree import tensors
@@ -53,20 +53,29 @@ class _Trail:
     carriers: dict[tuple[str | None, str, str], None] = field(default_factory=dict)
 
 
-class _Trails(Observer):
+class Trails(Observer):
     """Keeps a trail for every storage that holds a non-finite value."""
 
     everywhere = True
 
-    def __init__(self, sources: dict[int, str]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._sources = sources
+        self._sources: dict[int, str] = {}
+        """Parameters and buffers by storage."""
         self._trails: dict[int, _Trail] = {}
         self._count = 0
         self._read: list[tuple[Tensor, Operand | None, _Trail | None]] = []
         """What the operator that runs has read; what it overwrites is described as it was before."""
-        self.reached: list[_Trail] = []
+        self._reached: list[_Trail] = []
         self.leaves: dict[int, tuple[Tensor, Tensor | None, Tensor | None]] = {}
+
+    def begin(self, modules: Mapping[str, nn.Module]) -> None:
+        """Know what the models hold."""
+        for path, module in modules.items():
+            start = path if not path or path.endswith(":") else f"{path}."
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    self._sources.setdefault(key_of(tensor), start + name)
 
     def before(self, call: Call) -> None:
         """Describe what is about to be overwritten."""
@@ -115,13 +124,22 @@ class _Trails(Observer):
         if id(leaf) not in self.leaves:
             self.leaves[id(leaf)] = (leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone())
         for tensor in read:
-            self.arrive(tensor)
+            self._arrive(tensor)
 
-    def arrive(self, tensor: Tensor) -> None:
+    def _arrive(self, tensor: Tensor) -> None:
         """`tensor` is a result: if it is not finite, its trail counts."""
         trail = self._trails.get(key_of(tensor))
         if trail is not None and not _is_finite(tensor):
-            self.reached.append(trail)
+            self._reached.append(trail)
+
+    def origin_of(self, results: Iterable[Tensor]) -> Origin | None:
+        """Where these, or gradients that arrived before them, began to be not finite; None where all are finite."""
+        for tensor in results:
+            self._arrive(tensor)
+        if not self._reached:
+            return None
+        trail = min(self._reached, key=lambda trail: (bool(trail.meant), trail.number))
+        return replace(trail.origin, carriers=tuple(trail.carriers))
 
     def _trail(self, name: str, here: Origin, bad: list[tuple[_Trail | None, Tensor]], sick: list[Tensor]) -> _Trail:
         """The trail that the non-finite tensors `sick` lie on: one that came in, or a new one.
@@ -165,51 +183,34 @@ class _Trails(Observer):
 
 
 def find_origin(
-    run: Callable[[], Any],
-    *,
-    models: Models,
-    backward: Callable[[Tensor], None] | None = None,
-    preserve: bool = True,
+    run: Callable[[], Any], *, models: Models, backward: Callable[[Tensor], None] | None = None
 ) -> Origin | None:
     """The first operator of a step that makes a non-finite value out of finite ones, or None for a healthy step.
 
     `run` does the forward pass and returns the loss: a tensor, or several in a list or a mapping, or None when it
     has done its own backward. Backward follows for each loss (together, when several), or `backward(loss)`, for
-    instance to scale it; it is left out when the loss is already sick. `preserve`: gradients, buffers, training flags,
-    random states and autocast's caches are afterwards as before, bit for bit; plain attributes of modules, and what
-    the user's own hooks step, are not put back. Compiled models run eagerly. What `run` or `backward` raises is raised,
-    after everything is put back.
+    instance to scale it; it is left out when the loss is already sick. Gradients, buffers, training flags, random
+    states and autocast's caches are afterwards as before, bit for bit; plain attributes of modules, and what the user's
+    own hooks step, are not put back. Compiled models run eagerly. What `run` or `backward` raises is raised, after
+    everything is put back.
     """
-    return trace(lambda places: run(), models, backward, preserve)
-
-
-def trace(
-    run: Callable[[Places], Any], models: Models, backward: Callable[[Tensor], None] | None, preserve: bool = True
-) -> Origin | None:
-    """`find_origin`, for a `run` that knows better than the stack where its operators come from."""
-    paths, owners, held = named_parts(models)
-    places = Places(paths.get, owners, trace.__code__)
-    observer, stream = _Trails({key_of(tensor): name for name, tensor in held}), Stream(lambda: places, Clock())
+    paths, owners, _ = named_parts(models)
+    places, trails = Places(paths.get, owners, find_origin.__code__), Trails()
+    trails.begin({path: module for module, path in paths.items()})
+    stream = Stream(lambda: places, Clock())
     with ExitStack() as stack:
-        if preserve:
-            stack.enter_context(untouched(list(paths)))
-            stack.callback(put_back_leaves, observer.leaves)
+        stack.enter_context(untouched(list(paths)))
+        stack.callback(put_back_leaves, trails.leaves)
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # the mode lives on this thread
         stack.enter_context(eager())
-        with stream.shown_to(observer):
-            losses = list(tensors(run(places)))
+        with stream.shown_to(trails):
+            losses = list(tensors(run()))
             with stream.paused():
-                for loss in losses:
-                    observer.arrive(loss)
-            if not observer.reached:
+                found = trails.origin_of(losses)
+            if found is None:
                 _go_back([loss for loss in losses if loss.requires_grad], backward)
-        for parameter in (p for module in paths for p in module._parameters.values()):
-            if parameter is not None and parameter.grad is not None:
-                observer.arrive(parameter.grad)
-    if not observer.reached:
-        return None
-    trail = min(observer.reached, key=lambda trail: (bool(trail.meant), trail.number))
-    return replace(trail.origin, carriers=tuple(trail.carriers))
+        parameters = (p for module in paths for p in module._parameters.values())
+        return found or trails.origin_of(p.grad for p in parameters if p is not None and p.grad is not None)
 
 
 def _readable(tensor: Tensor) -> Tensor | None:

@@ -220,7 +220,21 @@ class Tape(Observer):
                 return entry.at
         return NOWHERE
 
-    def inputs(self) -> Iterator[Tensor]:
+    def samples(self, *, masks: bool = True) -> tuple[int, ...]:
+        """Positions along the first dimension of the first input of the step that is not finite; of 16 at the most.
+
+        Without `masks`, -inf does not count: it is what attention masks are made of.
+        """
+        for tensor in self._inputs():
+            if not tensor.is_floating_point() or not tensor.dim():
+                continue
+            values = tensor.detach()
+            sick = ~torch.isfinite(values) if masks else values.isnan() | (values == torch.inf)
+            if bool(sick.any()):
+                return tuple(int(i) for i in sick.reshape(tensor.shape[0], -1).any(dim=1).nonzero().flatten()[:16])
+        return ()
+
+    def _inputs(self) -> Iterator[Tensor]:
         """The script's own tensors that went in: of the models' calls, then of the loss."""
         for entry in self._entries:
             if isinstance(entry, (ModelCall, Op)):

@@ -1,4 +1,4 @@
-"""Does a step again with a remedy, and says what happened: no fix is printed that was not tried."""
+"""Does a step again, as it was or with a remedy, and says what happened: no fix is printed that was not tried."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..findings.pa201 import Origin
 from ..hooks import Clock
 from ..names import Names
 from ..operators import Stream
-from ..places import Places
+from ..places import Places, graph_of
 from ..records import Line
 from ..shadow.execution import OFF, Shadowed
 from ..shadow.facts import Fact
 from ..shadow.remedies import Remedy, candidates
+from .origin import Trails
+from .restore import put_back_leaves
 from .tape import Tape
 
 BETTER, MUCH_BETTER = 0.5, 0.1
@@ -35,6 +38,8 @@ class Outcome:
     """Whether it ended by an error."""
     meant: bool
     """Whether they are in exact arithmetic."""
+    origin: Origin | None
+    """Where something not finite began that reached a loss or a gradient."""
     gradient: float
     """Norm of all gradients."""
     error: float
@@ -58,39 +63,59 @@ class Outcome:
 
 
 class Trials:
-    """Of one step: `losses` with what is on them, `seed` the gradient that backward begins with."""
+    """Of one step: `losses` with what is on them, `seed` the gradient that backward begins with.
 
-    def __init__(self, tape: Tape, names: Names, losses: Sequence[Tensor] = (), seed: float = 1.0) -> None:
+    `parameters`: whose gradients are wanted.
+    """
+
+    def __init__(
+        self, tape: Tape, names: Names, parameters: Sequence[Tensor], losses: Sequence[Tensor] = (), seed: float = 1.0
+    ) -> None:
         self._tape, self._names, self._seed = tape, names, seed
+        self._wanted = [p for p in parameters if p.requires_grad]
         self._device = losses[0].device.type if losses else tape.device
         self._losses = [loss for loss in losses if tape.knows(loss)]
         self.plain = self.again(None) if tape.whole and not tape.is_empty and (self._losses or not losses) else None
         """The step without a remedy; None where it cannot be done again."""
 
-    def again(self, remedy: Remedy | None) -> Outcome:
-        """Do it again. What raises an error is not finite."""
+    def again(self, remedy: Remedy | None, without: float = 1.0) -> Outcome:
+        """Do it again, `without` a scale that is on it. What raises an error is not finite."""
         tape, names, facts = self._tape, self._names, list[Fact]()
-        shadowed = Shadowed(lambda fact, _: facts.append(fact), readings=tape.readings)
+        shadowed, trails = Shadowed(lambda fact, _: facts.append(fact), readings=tape.readings), Trails()
+        trails.begin(dict(names.items()))
         places = Places(names.get, names.owners, Trials.again.__code__)
         stream = Stream(lambda: places, Clock())
         made: list[Tensor] = []
         grads: list[Tensor] = []
-        raised = False
+        origin, raised = None, False
         with tape.done_again(), torch.autograd.set_multithreading_enabled(False):
             try:
-                with stream.shown_to(shadowed):
+                with stream.shown_to(shadowed, trails):
                     if self._losses:
                         made = [tape.replay(loss, places, remedy) for loss in self._losses]
                     else:
                         tape.replay_calls(places, remedy)
-                    back = [loss for loss in made if loss.requires_grad]
-                    wanted = [p for p in names.parameters() if p.requires_grad]
-                    seeds = [torch.full_like(loss, self._seed) for loss in back]
-                    found = torch.autograd.grad(back, wanted, seeds, allow_unused=True) if back else ()
-                    grads = [grad for grad in found if grad is not None]
+                    with stream.paused():
+                        origin = trails.origin_of(made)
+                    grads = self._back([loss for loss in made if loss.requires_grad], self._seed / without)
+                origin = origin or trails.origin_of(grads)
             except Exception:
                 raised = True
-            return _judged(made, grads, shadowed, tuple(facts), raised)
+            put_back_leaves(trails.leaves)
+            return _judged(made, grads, shadowed, origin, tuple(facts), raised)
+
+    def _back(self, losses: list[Tensor], seed: float) -> list[Tensor]:
+        """Gradients without hooks on their accumulation, such as DistributedDataParallel's, where that can be had."""
+        if not losses:
+            return []
+        seeds = [torch.full_like(loss, seed) for loss in losses]
+        # Reentrant checkpointing refuses `torch.autograd.grad`, half way through.
+        if any(node.name() == "CheckpointFunctionBackward" for loss in losses for node in graph_of(loss)):
+            torch.autograd.backward(losses, seeds)
+            found = [p.grad for p in self._wanted]
+        else:
+            found = [*torch.autograd.grad(losses, self._wanted, seeds, allow_unused=True)]
+        return [grad for grad in found if grad is not None]
 
     def cure(self, fact: Fact, in_session: bool) -> tuple[str | None, str]:
         """A text to paste that was tried, and what happened; without a text, why there is none."""
@@ -140,7 +165,12 @@ def _instead_of(remedy: Remedy, line: Line) -> str:
 
 
 def _judged(
-    losses: list[Tensor], grads: list[Tensor], shadowed: Shadowed, facts: tuple[Fact, ...], raised: bool
+    losses: list[Tensor],
+    grads: list[Tensor],
+    shadowed: Shadowed,
+    origin: Origin | None,
+    facts: tuple[Fact, ...],
+    raised: bool,
 ) -> Outcome:
     with torch.no_grad():
         finite = not raised and all(bool(t.isfinite().all()) for t in (*losses, *grads))
@@ -154,4 +184,4 @@ def _judged(
                 size += float(shadow.square().sum())
         gradient = math.sqrt(sum(float(g.detach().double().square().sum()) for g in grads)) if finite else math.inf
         error = math.sqrt(off / size) if finite and size else (0.0 if finite else math.inf)
-    return Outcome(finite, raised, meant, gradient, error, shadowed, facts)
+    return Outcome(finite, raised, meant, origin, gradient, error, shadowed, facts)
