@@ -20,7 +20,7 @@ from ..operators import Stream, found_by
 from ..places import Places, key_of
 from ..shadow.absorbed import Changes
 from ..shadow.remedies import Remedy
-from .audit import Held, Look, Recomputation, audit, dtypes_of, owned
+from .audit import Look, Recomputation, audit, dtypes_of, owned
 from .evaluation import Evaluation
 from .gradients import as_stored, beside_shadows
 from .magnitudes import Pending, Telemetry
@@ -50,8 +50,6 @@ class Inspection:
         """What is changed in place, from the first model call of a step to that of the next."""
         self._changes_in = 0
         """That step."""
-        self._held: Held | None = None
-        """Where operators were observed in this step."""
         self._telemetry: Telemetry | None = None
         self._done: Telemetry | None = None
         """That of the last step, until the weights that it left are seen."""
@@ -218,8 +216,6 @@ class Inspection:
         was_close = self._look is not None
         self.low_now = set()
         self._judge()
-        if self._held is not None:
-            self._held.before_step(run.names)
         if was_close and torch.float16 in self.low and not run.bad:
             self._read_gradients()
         self._exact.clear()
@@ -246,10 +242,6 @@ class Inspection:
         if self._telemetry is not None:
             self._telemetry.close()
             self._done, self._telemetry, self._taken = self._telemetry, None, taken
-        held, self._held = self._held, None
-        if held is not None:
-            held.after_step(self._run.optimizers.values())
-            self._run.recorder.write("held", step=self._run.step, rows=held.rows())
 
     def _close_changes(self) -> None:
         changes, self._changes = self._changes, None
@@ -345,8 +337,7 @@ class Inspection:
             )
         )
         parameters, self._dtypes = self._dtypes or dtypes_of(run.names), {}
-        run.recorder.write("audit", step=run.step, **audit(seen.outputs, seen.products, run.names, parameters))
-        self._held = Held()
+        run.recorder.write("audit", step=run.step, **audit(seen.products, run.names, parameters))
 
     def _prepared(self) -> Iterator[Prepared]:
         for session in self._scales.sessions:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...report import Column, Finding, Picture, Report, Section, Table, to_json
+from ...report import Finding, Picture, Report, Section, Table, to_json
 from ...report.files import write_text
 from ..findings import checks_at_end, glossary
 from ..findings.check import counted
@@ -23,7 +23,6 @@ STRICT = 3
 """Exit status of --strict when an error was found."""
 PRODUCTS = 60
 """Products on the page, those with most FLOPs; `report.json` has them all."""
-_MIB = 1 << 20
 OPTIONS = frozenset({"--compare", "--every", "--json", "--margin", "--out", "--seeds", "--steps", "--strict"})
 """Of the commands that run a script: behind it they are the script's."""
 NO_STEP = "Give the script that trains, with its arguments; a step is one of an optimizer of torch.optim."
@@ -155,7 +154,7 @@ def build(
     if first is not None:
         samples = first.many.get("telemetry", [])
         has_fp16 = ran_fp16(first)
-        really = _really_running(first.facts.get("audit"), first.facts.get("held"))
+        really = _really_running(first.facts.get("audit"))
         spread_out = magnitudes(samples, has_fp16, first.facts.get("underflow"))
         shown = picture(first, findings[0] if serious else None)
         sections += [_timeline(first, shown), spread_out, really]
@@ -193,7 +192,7 @@ def _process(rank: Rank) -> dict[str, Any]:
     return {
         "rank": rank.rank,
         "steps": rank.steps,
-        **{name: rank.facts.get(name) for name in ("audit", "held", "raised", "failed")},
+        **{name: rank.facts.get(name) for name in ("audit", "raised", "failed")},
         "overflows": rank.many.get("overflow", []),
         "telemetry": spread(rank.many.get("telemetry", [])),
         "underflow": rank.many.get("underflow", []),
@@ -223,7 +222,7 @@ def write(report: Report, content: dict[str, Any], folder: Path, name: str, also
     return page
 
 
-def _really_running(audit: Mapping[str, Any] | None, held: Mapping[str, Any] | None) -> Section | None:
+def _really_running(audit: Mapping[str, Any] | None) -> Section | None:
     """What really ran, as a part of the report."""
     if not audit:
         return None
@@ -231,18 +230,8 @@ def _really_running(audit: Mapping[str, Any] | None, held: Mapping[str, Any] | N
     text = f"What really ran in step {audit['step']}."
     if share is not None:
         text += f" {share:.0%} of the FLOPs of its matrix products and convolutions ran in 16 bits."
-    on = [name for name, value in audit["tf32"].items() if value]
-    text += f" TF32 for float32 on NVIDIA GPUs: {', '.join(on) or 'off'}."
-    tables = [_held_table(held), _product_table(audit["products"]), _output_table(audit["outputs"])]
-    return Section("Really running", text, [table for table in tables if table is not None])
-
-
-def _held_table(held: Mapping[str, Any] | None) -> Table | None:
-    if not held or not held["rows"]:
-        return None
-    rows = [(r["kind"], r["dtype"], r["device"], r["numbers"], r["bytes"] / _MIB) for r in held["rows"]]
-    columns = ("what", "dtype", "device", Column("numbers", digits=0), Column("memory", "MiB", digits=2))
-    return Table(f"Held in memory around step {held['step']}", columns, rows)
+    table = _product_table(audit["products"])
+    return Section("Really running", text, [] if table is None else [table])
 
 
 def _product_table(products: list[dict[str, Any]]) -> Table | None:
@@ -263,11 +252,3 @@ def _product_table(products: list[dict[str, Any]]) -> Table | None:
     columns = ("module", "operator", "dtype", "shape", "of FLOPs", "fills tensor cores")
     notes = (f"{left} more kinds have fewer FLOPs",) if left > 0 else ()
     return Table("Matrix products and convolutions", columns, rows[:PRODUCTS], notes=notes)
-
-
-def _output_table(outputs: Mapping[str, Mapping[str, int]]) -> Table:
-    dtypes = sorted({name for counts in outputs.values() for name in counts})
-    rows: list[tuple[str | int, ...]] = [
-        (path or "(root)", *(counts.get(name, 0) for name in dtypes)) for path, counts in outputs.items()
-    ]
-    return Table("Results by module and dtype", ("module", *dtypes), rows)
