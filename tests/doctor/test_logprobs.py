@@ -71,8 +71,8 @@ def test_lists_of_scalars() -> None:
 @pytest.mark.parametrize(
     ("sampler", "trainer", "mask", "told"),
     [
-        ([[[-1.0]], [[-1.0, -2.0]]], [[-1.0]], None, r"a sequence of shape \(1, 1\)"),
-        ([[-1.0], -2.0], [[-1.0], -2.0], None, r"a sequence of shape \(\)"),
+        ([[[-1.0]], [[-1.0, -2.0]]], [[-1.0]], None, "no lists of numbers"),
+        ([[-1.0], -2.0], [[-1.0], -2.0], None, "no lists of numbers"),
         ([-1.0, -2.0], [-1.0, -2.0], ["False", "True"], "no lists of numbers"),
         (torch.ones(2).to_sparse(), [-1.0, -1.0], None, "no lists of numbers"),
         ([[-1.0]], [[-1.0], [-1.0]], None, "1 sequences, and the trainer 2"),
@@ -80,7 +80,7 @@ def test_lists_of_scalars() -> None:
         ([-1.0], [2.0], None, "log_softmax"),
         ([-1.0], [-1.0], [False], "no token is left"),
         ([math.nan], [-1.0], None, "no token is left"),
-        (torch.zeros(2, 3, 4), torch.zeros(2, 3, 4), None, r"\(2, 3, 4\).*one number for each token"),
+        (torch.zeros(2, 3, 4), torch.zeros(2, 3, 4), None, "one number for each token"),
         ("abc", "abc", None, "no lists of numbers"),
         ([], [], None, "no token is left"),
     ],

@@ -128,31 +128,29 @@ def compare_logprobs(sampler: Any, trainer: Any, mask: Any = None) -> LogprobCom
 def _sequences(given: Any, name: str, dtype: Any = np.float64) -> list[Any]:
     """One array for each sequence."""
     try:
-        given = _array(given)
-        if isinstance(given, np.ndarray) and given.dtype != object:
-            many = [given] if given.ndim < 2 else list(given)
-        elif not isinstance(given, (list, tuple, np.ndarray)) or any(isinstance(each, str) for each in given):
-            raise TypeError("sets have no order, and of strings numpy would read True out of 'False'")
-        elif all(each is None or np.ndim(each) == 0 for each in given):  # None, numbers, and scalars of numpy or torch
-            many = [list(map(_array, given))]
-        else:
-            many = list(map(_array, given))
-        found = [np.asarray(each, dtype) for each in many]
-    except (TypeError, ValueError):
-        raise PreampError(f"the {name} is {kind_of(given)} that holds no lists of numbers") from None
-    odd = [each.shape for each in found if each.ndim != 1]
-    if odd:
-        seen = f"shape {given.shape}" if isinstance(given, np.ndarray) else f"a sequence of shape {odd[0]}"
-        raise PreampError(f"the {name} has {seen}: write (tokens,) or (sequences, tokens), one number for each token")
+        many = list(given)
+        if all(each is None or np.ndim(each) == 0 for each in many):
+            many = [given]
+        found = [_array(each, dtype) for each in many]
+        if any(each.ndim != 1 for each in found):
+            raise ValueError("more dimensions than sequences and tokens")
+    except (TypeError, ValueError, RuntimeError):
+        raise PreampError(
+            f"the {name} is {kind_of(given)} that holds no lists of numbers: write (tokens,) or (sequences, tokens), "
+            "one number for each token"
+        ) from None
     return found
 
 
-def _array(given: Any) -> Any:
-    """A tensor as an array (bfloat16, which numpy lacks, as float64); anything else itself."""
-    if not hasattr(given, "detach"):
-        return given
-    tensor = given.detach().cpu()
-    return (tensor.double() if tensor.is_floating_point() else tensor).numpy()
+def _array(given: Any, dtype: Any) -> Any:
+    """Numbers as an array; of a tensor bfloat16, too, which numpy lacks."""
+    if hasattr(given, "detach"):
+        given = given.detach().cpu().double().numpy()
+    elif not isinstance(given, np.ndarray):
+        if isinstance(given, (str, set)) or any(isinstance(each, str) for each in given):
+            raise TypeError("sets have no order, and of strings numpy would read True out of 'False'")
+        given = [None if each is None else float(each) for each in given]
+    return np.asarray(given, dtype)
 
 
 def _check_alike(ones: Sequence[Any], others: Sequence[Any], name: str) -> None:
