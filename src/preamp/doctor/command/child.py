@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import atexit
 import gc
-import importlib.abc
-import importlib.util
 import json
 import os
 import random
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +87,7 @@ def run_in_full(patches: Patches) -> None:
     patches.wrap(torch, "set_default_dtype", lambda original, dtype: original(_full(dtype)))
     for owner in (session, sys.modules[session.__name__.rpartition(".")[0]]):
         patches.wrap(owner, "prepare", _prepare)
-    after_import("preamp.compat.apex.amp.frontend", lambda module: patches.wrap(module, "initialize", _initialize))
+    patches.wrap(import_module("preamp.compat.apex.amp.frontend"), "initialize", _initialize)  # it lies above us
 
 
 def _without(position: int) -> Callable[..., None]:
@@ -128,33 +127,3 @@ def _initialize(original: Any, models: Any, optimizers: Any = None, *args: Any, 
     enabled = kwargs.get("enabled", args[0] if args else True)
     kept = {name: kwargs[name] for name in ("num_losses", "verbosity") if name in kwargs}
     return original(models, optimizers, enabled=enabled, opt_level="O0", **kept)
-
-
-def after_import(name: str, call: Callable[[Any], None]) -> None:
-    """Call with a module as soon as it has been imported; at once if it has."""
-    if name in sys.modules:
-        call(sys.modules[name])
-    else:
-        sys.meta_path.insert(0, _Finder(name, call))
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Steps aside when its module is imported, and wraps the loader that another finder gives."""
-
-    def __init__(self, name: str, call: Callable[[Any], None]) -> None:
-        self._name, self._call = name, call
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if fullname != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            run, call = spec.loader.exec_module, self._call
-
-            def exec_module(module: Any) -> None:
-                run(module)
-                call(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
