@@ -86,10 +86,3 @@ def test_an_id_that_is_given_again_is_another_optimizers(watch: Watch) -> None:
         gc.collect()
     assert again, "or nothing was tested"
     assert len(lines) == 2
-
-
-def test_what_a_function_asked_for_of_its_variables_is_its_own(watch: Watch) -> None:
-    model, kept = nn.Linear(10, 4), "here"
-    own = locals()
-    train(model, torch.optim.SGD(model.parameters(), lr=0.01), region=False)
-    assert own["kept"] == kept and own["model"] is model

@@ -6,15 +6,12 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from inspect import CO_OPTIMIZED
-from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .hooks import subclasses
-from .places import is_users
 
 Models = nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]
 
@@ -128,7 +125,7 @@ class Names:
             return
         named: dict[str, nn.Module] = {}
         for index, one in enumerate(found):
-            name = _variable(one) or str(index)
+            name = _variable(one) or type(one).__name__
             named[name if name not in named else f"{name}-{index}"] = one  # the one before, not yet thrown away
         self._take(named)
 
@@ -187,39 +184,12 @@ def _forget(owners: dict[int, str], key: int) -> Callable[[Any], None]:
 
 
 def _variable(module: nn.Module) -> str | None:
-    """The name by which the script knows a model."""
-    found = _name_in(vars(sys.modules["__main__"]), module) if "__main__" in sys.modules else None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and found is None:
-        if is_users(frame.f_code.co_filename):
-            space = frame.f_locals
-            found = _name_in(space, module)
-            if frame.f_code.co_flags & CO_OPTIMIZED and isinstance(space, dict):
-                _let_go(space)
-        frame = frame.f_back
-    return found
-
-
-def _name_in(space: Mapping[str, Any], module: nn.Module) -> str | None:
-    if space.get("__name__", "__main__") != "__main__":
-        return None
+    """The script's global variable that holds a model."""
+    space = vars(sys.modules["__main__"]) if "__main__" in sys.modules else {}
     for name, value in list(space.items()):
         if isinstance(value, nn.Module) and name not in ("self", "module", "model_") and unwrapped(value) is module:
             return name
     return None
-
-
-def _let_go(space: dict[str, Any]) -> None:
-    """Empty the copy of a function's variables that Python before 3.13 keeps in the frame until it is asked for again.
-
-    It would hold a model that the function has deleted. Left alone with other references, or under a debugger.
-    """
-    if sys.gettrace() is None and sys.getrefcount(space) <= _OURS:
-        space.clear()
-
-
-_OURS = 4
-"""References to that copy: the frame's, `_variable`'s, `_let_go`'s and the count's own."""
 
 
 def named_parts(models: Models) -> tuple[dict[nn.Module, str], dict[int, str], list[tuple[str, Tensor]]]:
