@@ -21,30 +21,17 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 State = tuple[Any, ...]
 
 
-def random_state(*, of_all: bool = True) -> State:
-    """That of torch on the CPU and every GPU in use; with `of_all`, of Python and numpy too, which takes longer."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    python, numpy = _others() if of_all else (None, None)
-    return python, numpy, torch.get_rng_state(), cuda
-
-
-def others_drew(before: State) -> bool:
-    """Whether Python's or numpy's generator moved since a state of all was taken."""
-    python, numpy = _others()
-    same = numpy is None or before[1] is None or (numpy[2:] == before[1][2:] and bool((numpy[1] == before[1][1]).all()))
-    return not same or python != before[0]
-
-
-def _others() -> tuple[Any, Any]:
+def random_state() -> State:
+    """That of Python, of numpy where it is in use, and of torch on the CPU and every GPU in use."""
     numpy: Any = np.random.get_state() if "numpy.random" in sys.modules else None
-    return random.getstate(), numpy
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    return random.getstate(), numpy, torch.get_rng_state(), cuda
 
 
 def set_random_state(state: State) -> None:
     """Put back what `random_state` returned."""
     python, numpy, cpu, cuda = state
-    if python is not None:
-        random.setstate(python)
+    random.setstate(python)
     if numpy is not None:
         np.random.set_state(numpy)
     torch.set_rng_state(cpu)

@@ -40,8 +40,6 @@ from .entries import (
 
 CALLS = 16
 """Model calls of one step that are kept even when their backward pass was sound."""
-TRIALS = 8
-"""Model calls that are watched for draws from Python's or numpy's generator."""
 LIMIT = 4000
 """Operators kept a step; a loss made of more is not replayed."""
 
@@ -68,8 +66,6 @@ class Tape(Observer):
         """Whether models are called to do the step again, which is no doing of the script's."""
         self._drew = False
         """Whether random numbers were drawn in this window."""
-        self._watched, self._draws = 0, False
-        """Calls after which Python's and numpy's generators were compared, and whether any had moved one."""
         self.whole = True
         """False when more was done than is kept."""
 
@@ -80,11 +76,6 @@ class Tape(Observer):
         self._known.clear()
         self._calls = 0
         self.whole = True
-
-    @property
-    def _may_draw(self) -> bool:
-        """Whether models may draw from Python's or numpy's generator; the first calls stand for the later ones."""
-        return self._draws or self._watched < TRIALS
 
     @property
     def is_long(self) -> bool:
@@ -100,7 +91,7 @@ class Tape(Observer):
             module,
             self._refer(args),
             self._refer(kwargs),
-            restore.random_state(of_all=self._may_draw),
+            restore.random_state(),
             [(part, name, b, b.detach().clone()) for part, name, b in held],
             tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_types),
             {part: restore.attributes_of(part) for part in parts},
@@ -117,9 +108,6 @@ class Tape(Observer):
     def leave_model(self, call: ModelCall, out: Any, keep_on: bool) -> None:
         """After it ran; `keep_on`: keep the operators that follow."""
         call.outputs = list(self._know(out))
-        if self._watched < TRIALS:
-            self._watched += 1
-            self._draws |= restore.others_drew(call.random)
         if keep_on:
             self.open_window()
 
