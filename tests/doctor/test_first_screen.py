@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from preamp.doctor.records import Rank
-from preamp.doctor.tell.first import advice, headline_of, loss_chart, picture, scale_chart
+from preamp.doctor.tell.charts import loss_chart, picture, scale_chart
+from preamp.doctor.tell.report import advice, headline_of
 from preamp.report import BarChart, Finding, LineChart
 
 

@@ -28,7 +28,7 @@ def rank_of(skipped: str, updated: str, scales: list[float] | None = None) -> Ra
     ("............", "uuuuuuuuuuuu", None),
 ])  # fmt: skip
 def test_a_scale_that_one_branch_never_updates(skipped: str, updated: str, code: str | None) -> None:
-    found = list(judge(rank_of(skipped, updated)))
+    found = judge([rank_of(skipped, updated)])
     if code is None:
         assert not [one for one in found if one.code == "PA107"]
         return
@@ -39,5 +39,5 @@ def test_a_scale_that_one_branch_never_updates(skipped: str, updated: str, code:
 
 
 def test_two_optimizers_that_share_an_update_are_updated() -> None:
-    found = list(judge(rank_of("ss" * 8, ".u" * 8)))
+    found = judge([rank_of("ss" * 8, ".u" * 8)])
     assert not [one for one in found if one.code == "PA107"]

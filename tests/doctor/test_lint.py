@@ -79,7 +79,6 @@ def test_a_custom_norms_eps_is_judged_where_it_is_added(eps, severity):
     rows = found("PA101", Run(_rms, variance_epsilon=eps), "O2")
     assert [f.severity for f in rows] == (["info"] if severity else []), "no number came near it"
     if rows:
-        assert rows[0].evidence["attribute"] == "variance_epsilon"
         assert rows[0].file.endswith("test_lint.py") and rows[0].line == _rms.__code__.co_firstlineno + 1
     assert not found("PA101", Run(_rms_full, variance_epsilon=eps), "O2")
     assert not found("PA101", Run(_rms, variance_epsilon=eps), "O5"), "bfloat16 has float32's range"
@@ -89,28 +88,6 @@ def test_the_floor_of_normalize_vanishes_in_fp16():
     (row,) = found("PA101", Run(lambda self, x: F.normalize(x)), HALF)
     assert row.op == "clamp_min" and row.evidence["eps"] == 1e-12
     assert not found("PA101", Run(lambda self, x: F.normalize(x, eps=1e-3)), HALF)
-
-
-class Rms(nn.Module):
-    def __init__(self, eps):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(16)), eps
-
-    def forward(self, x):
-        return self.weight * x / ((x * x).mean(-1, keepdim=True) + self.eps).sqrt()
-
-
-class UpcastingRms(Rms):
-    def forward(self, x):
-        return super().forward(x.float()).to(x.dtype)
-
-
-def test_without_an_example_the_source_decides():
-    (row,) = found("PA101", nn.Sequential(Rms(1e-8)), "O2", example=None)
-    assert row.severity == "warning" and row.module == "0" and row.file.endswith("test_lint.py")
-    assert not found("PA101", nn.Sequential(UpcastingRms(1e-8)), "O2", example=None)
-    assert not found("PA101", nn.Sequential(Rms(1e-8)), "O1", example=None)
-    assert not found("PA101", nn.LayerNorm(16, eps=1e-8), "O3"), "torch's norms add in float32"
 
 
 # -- PA102
@@ -186,15 +163,12 @@ def test_constants_that_do_no_harm_are_not_found(then):
     assert not found("PA103", Run(then))
 
 
-def test_buffers_and_attributes_beyond_fp16():
+def test_buffers_beyond_fp16():
     model = nn.Linear(4, 4)
     model.register_buffer("mask", torch.full((4,), -1e9))
     assert found("PA103", model, "O2", example=None)[0].severity == "error"
     assert not found("PA103", model, "O1", example=None)
     assert not found("PA103", model, "O5", example=None)
-    named = Run(lambda self, x: x.float().masked_fill(x > 0, self.mask_value), mask_value=-1e9)
-    assert [f.severity for f in found("PA103", named, example=None)] == ["info"]
-    assert not found("PA103", named), "the run saw it meet float32"
 
 
 # -- PA104

@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 import preamp
 from preamp.doctor.hooks import Clock
+from preamp.doctor.measure import key_of
 from preamp.doctor.names import named_parts
 from preamp.doctor.operators import Observer, Stream
-from preamp.doctor.places import Places, key_of
+from preamp.doctor.places import Places
 from preamp.doctor.shadow.absorbed import Changes
 from preamp.doctor.shadow.execution import Shadowed
 from preamp.doctor.shadow.facts import Absorbed, Fact, spelled

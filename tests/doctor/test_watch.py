@@ -393,7 +393,7 @@ def test_an_error_of_the_doctor_s_own_never_reaches_the_script(monkeypatch: pyte
 
     for owner, name in (
         (magnitudes, "count_each"), (tape.Tape, "keep"), (tape.Tape, "enter_model"), (Stream, "_before"),
-        (audit.Outputs, "after"), (soundness.Soundness, "check"), (steps.Steps, "_first_step"),
+        (audit.Handled, "before"), (soundness.Soundness, "check"), (steps.Steps, "_first_step"),
         (steps.Steps, "before_backward"),
     ):  # fmt: skip
         with monkeypatch.context() as patched:

@@ -52,7 +52,7 @@ def examine(
     `model`: not yet prepared, or prepared. `policy`: a level, a policy or its string; "auto" is the level that suits
     the model's device. `example`: inputs of one forward pass, as a tuple for positional or a mapping for keyword
     arguments, in the dtypes in which the training loop gives them; a tensor stands for a tuple of one. With it, the
-    model runs once, on a copy, under the policy, and what is seen there is more precise than what the source says.
+    model runs once, on a copy, under the policy, and its operators are judged; without it, what the model holds.
     `loss`: the loss module or function; it is not called.
 
     The report's `findings` are PA101 to PA105, PA109, PA111, and PA201 or PA207 if the example's output has NaN or inf,

@@ -1,4 +1,4 @@
-"""What is asked of the numbers of tensors, as cheaply as can be: whether all are finite, and how large they are."""
+"""What is asked of tensors, as cheaply as can be: are all numbers finite, how large are they, where do they lie?"""
 
 from __future__ import annotations
 
@@ -60,37 +60,31 @@ def spread_of(tensor: Tensor) -> Exponents:
 
 
 def count_exponents(tensor: Tensor) -> Tensor:
-    """int64 of `WIDTH` on the tensor's device: counts by exponent field, the zeros, and the bits of the largest.
+    """int64 of `WIDTH` on the CPU: counts by exponent field, the zeros, and the bits of the largest.
 
     `tensor`: any shape, floating; read as float32, which holds every float16, bfloat16 and float8 as it is (a float64
     beyond it counts as infinite or zero). Of more than 2^16 numbers one in k is counted, k times; how many are
-    infinite or NaN, and the largest, are of them all. Nothing waits for a device other than the CPU.
+    infinite or NaN, and the largest, are of them all. It waits for the tensor's device.
     """
     return count_each([tensor])[0]
 
 
 def count_each(many: Sequence[Tensor]) -> list[Tensor]:
-    """`count_exponents` of each; those on a CPU with a few operators for many of them."""
-    found: dict[int, Tensor] = {}
-    group: list[int] = []
-    for index, tensor in enumerate(many):
-        if not tensor.numel():
-            found[index] = torch.zeros(WIDTH, dtype=torch.int64, device=tensor.device)
-        elif tensor.device.type != "cpu":
-            found[index] = count_on_device(tensor)
-        else:
-            group.append(index)
-    for start in range(0, len(group), _TOGETHER):
-        part = group[start : start + _TOGETHER]
-        found.update(zip(part, _count_on_cpu([many[index] for index in part]), strict=True))
-    return [found[index] for index in range(len(many))]
+    """`count_exponents` of each, with a few operators for many of them."""
+    found = [torch.zeros(WIDTH, dtype=torch.int64, device="cpu")] * len(many)
+    filled = [index for index, tensor in enumerate(many) if tensor.numel()]
+    for start in range(0, len(filled), _TOGETHER):
+        part = filled[start : start + _TOGETHER]
+        for index, counts in zip(part, _count([many[index] for index in part]), strict=True):
+            found[index] = counts
+    return found
 
 
-def _count_on_cpu(many: Sequence[Tensor]) -> Sequence[Tensor]:
+def _count(many: Sequence[Tensor]) -> Sequence[Tensor]:
     """One histogram with bins of their own for each; slow passes are for those that need them."""
     flats = [_flat(tensor) for tensor in many]
     steps = [sampling_step(tensor.shape) for tensor in many]
-    sampled = [flat[::step].float() for flat, step in zip(flats, steps, strict=True)]
+    sampled = [flat[::step].float().cpu() for flat, step in zip(flats, steps, strict=True)]
     sizes = [one.numel() for one in sampled]
     joined = torch.cat(sampled) if len(many) > 1 else sampled[0].contiguous()
     bits = joined.view(torch.int32).bitwise_and(_MAGNITUDE)
@@ -110,19 +104,6 @@ def _count_on_cpu(many: Sequence[Tensor]) -> Sequence[Tensor]:
     return out.unbind()
 
 
-def count_on_device(tensor: Tensor) -> Tensor:
-    """Where reading a number would wait for all that was asked for before."""
-    flat, every = _flat(tensor), sampling_step(tensor.shape)
-    bits = flat[::every].float().contiguous().view(torch.int32).bitwise_and(_MAGNITUDE)
-    fields = bits.bitwise_right_shift(23).long()
-    counts = torch.zeros(BINS, dtype=torch.int64, device=flat.device)  # bincount would wait to learn how many bins
-    counts.scatter_add_(0, fields, torch.ones_like(fields))
-    zeros = every * (bits.numel() - bits.count_nonzero())
-    finite = flat.isfinite()
-    top = flat.float().abs().masked_fill_(~finite, 0).amax().reshape(1).view(torch.int32).long()
-    return torch.cat([counts[:-1] * every, (~finite).sum().reshape(1), zeros.reshape(1), top])
-
-
 def _flat(tensor: Tensor) -> Tensor:
     flat = tensor.detach().reshape(-1)
     return flat if flat.dtype in _READ else flat.float()
@@ -138,7 +119,7 @@ def sampling_step(shape: Sequence[int]) -> int:
 
 
 def _extremes(flat: Tensor) -> tuple[float, int]:
-    """The largest finite magnitude, and how many numbers are infinite or NaN, on the CPU."""
+    """The largest finite magnitude, and how many numbers are infinite or NaN."""
     low, high = flat.aminmax()
     largest = max(abs(float(low)), abs(float(high)))
     if math.isfinite(largest):  # aminmax hands NaN on
@@ -150,3 +131,19 @@ def _extremes(flat: Tensor) -> tuple[float, int]:
 def _bits_of(number: float) -> int:
     """The bits of a float32."""
     return int.from_bytes(struct.pack("<f", number), "little")
+
+
+def key_of(tensor: Tensor) -> int:
+    """Which storage a tensor has; its views have the same."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        return -id(tensor)  # sparse and other tensors without one storage
+
+
+def storage_bytes(tensor: Tensor) -> int:
+    """How large it is; 0 for a tensor without one."""
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):
+        return 0

@@ -258,22 +258,6 @@ def graph_of(loss: Tensor) -> Iterator[Any]:
             left.extend(before for before, _ in node.next_functions)
 
 
-def key_of(tensor: Tensor) -> int:
-    """Which storage a tensor has; its views have the same."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):
-        return -id(tensor)  # sparse and other tensors without one storage
-
-
-def storage_bytes(tensor: Tensor) -> int:
-    """How large it is; 0 for a tensor without one."""
-    try:
-        return tensor.untyped_storage().nbytes()
-    except (RuntimeError, NotImplementedError):
-        return 0
-
-
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors among the arguments that the operator changes."""
     found: list[Tensor] = []

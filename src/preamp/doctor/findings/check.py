@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from ...report import Finding, count_severities
 from ...report.finding import Severity
 from ..records import NOWHERE, Line, Rank
-from .events import Raised
+from .events import Deviated, Raised
 
 Listener = Callable[[Any], Iterable[Finding]]
 
@@ -37,6 +37,12 @@ class Check:
         """A finding of this code; `at`: file and line; `facts`: other fields of `Finding`."""
         return Finding(cls.__name__, severity, message, file=at[0], line=at[1], fix=fix, **facts)
 
+    @classmethod
+    def of_fact(cls, severity: Severity, message: str, event: Deviated, untried: str) -> Finding:
+        """A finding that stands on a fact; `untried`: what to write where no fix was tried."""
+        fix = event.fix if event.tried else untried
+        return cls.finding(severity, message, fix, **event.where, evidence=event.evidence)
+
     def listeners(self) -> Iterator[tuple[type, Listener]]:
         """Kinds of events, and the methods that take them."""
         for name in dir(self):
@@ -54,6 +60,10 @@ class Check:
 
     def at_end(self, rank: Rank) -> Iterable[Finding]:
         """What only a whole run shows, from all that one process recorded of its steps."""
+        return ()
+
+    def among(self, ranks: Sequence[Rank]) -> Iterable[Finding]:
+        """What shows where processes are laid side by side."""
         return ()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ..exponents import Exponents
 from ..records import Line
 from ..shadow.facts import Fact
 
@@ -178,10 +177,6 @@ class Deviated(NamedTuple):
     tried: str | None = None
     """What happened when the step was done again with it, or why it was not."""
 
-    def fix_or(self, untried: str) -> str | None:
-        """What to write: what was tried and helps, nothing where nothing helped, or `untried` where nothing was."""
-        return untried if self.tried is None else self.fix
-
     @property
     def where(self) -> dict[str, Any]:
         """The place, as fields of a finding."""
@@ -199,30 +194,6 @@ class Deviated(NamedTuple):
             found[words[fact.kind]] = float(f"{fact.error:.3g}")
         found |= {"error of the inputs": float(f"{fact.inputs:.2g}"), "largest input": float(f"{fact.largest:.4g}")}
         return found | ({"tried": self.tried} if self.tried else {})
-
-
-class GradientSpread(NamedTuple):
-    """The magnitudes of one parameter's gradient, without the loss scale."""
-
-    module: str | None
-    name: str
-    """Of the parameter, with its module's path."""
-    spread: Exponents
-    """As autograd left it; exact where the step was replayed in float32."""
-    is_vector: bool
-    lost: float = 0.0
-    """Share of the values that are not zero in float32 and zero as they came."""
-    relative: float = 0.0
-    """||gradient - that in float32|| / ||that in float32||, L2."""
-
-
-class GradientsRead(NamedTuple):
-    """Gradients that went through float16 with this loss scale on them."""
-
-    rows: Sequence[GradientSpread]
-    scale: float
-    is_exact: bool
-    """Whether they are compared with the same step in float32."""
 
 
 class BatchNotFinite(NamedTuple):

@@ -20,17 +20,15 @@ See also: [PA111](PA111.md), float16 weights that nobody masters; [levels](../le
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from ...eps import SAFE_FP16_EPS, safe_eps
+from ...eps import safe_eps
 from ...formats import FP16, name_of
-from ...modules import NORMS
 from ...policy import Policy, policy
 from ...report import Finding
 from ...report.finding import Severity
@@ -39,21 +37,17 @@ from ..records import NOWHERE, Line
 from .check import Check, on
 from .events import Examined, WithoutMasters
 
-EPS_NAMES = ("eps", "epsilon", "variance_epsilon")
-"""Attributes in which modules keep an epsilon."""
 _ADDS = frozenset({"add", "clamp_min", "clamp", "maximum"})
 
 
 class PA101(Check):
-    """Epsilons of optimizers by the dtype of their state, and of modules by what their source says."""
+    """Epsilons of optimizers by the dtype of their state, and of modules by where they are added."""
 
     @on(Examined)
     def examined(self, event: Examined) -> Iterator[Finding]:
         """What can be known before the first step."""
         if event.optimizer is not None:
             yield from self._of_optimizer(event.optimizer, event.policy)
-        if event.products is None:  # with an example, the observation decides
-            yield from self._of_modules(event.model, event.policy)
 
     @on(WithoutMasters)
     def first_step(self, event: WithoutMasters) -> Iterator[Finding]:
@@ -67,7 +61,6 @@ class PA101(Check):
                 continue
             dtype, zero = name_of(row.dtype), row.verdict == "zero"
             lost = "rounds to zero" if zero else f"becomes the subnormal {row.becomes:.3g}"
-            numbers = {"group": row.group, "eps": row.eps, "dtype": dtype, "becomes": row.becomes}
             yield self.finding(
                 "error" if zero else "warning",
                 f"the optimizer's eps={row.eps:g} {lost} in {dtype}, the dtype of its state: where a second moment is "
@@ -76,34 +69,12 @@ class PA101(Check):
                 "# or keep float32 masters: preamp.prepare(model, optimizer, level='O2')",
                 op=type(optimizer).__name__,
                 at=at,
-                evidence={**numbers, "write": row.suggested},
+                evidence={"group": row.group, "eps": row.eps, "dtype": dtype, "becomes": row.becomes},
             )
-
-    def _of_modules(self, model: nn.Module, under: Policy) -> Iterator[Finding]:
-        """Modules that are not torch's, where float16 parameters make float16 arithmetic likely.
-
-        A forward that mentions float32 is taken to compute in it, as torch's own norms do.
-        """
-        for path, module in model.named_modules():
-            if isinstance(module, NORMS) or type(module).__module__.startswith("torch."):
-                continue
-            by_hand = any(p.dtype is torch.float16 for p in module.parameters(recurse=False))
-            if not (by_hand or under.params is torch.float16) or _upcasts(module):
-                continue
-            for name in EPS_NAMES:
-                eps = module.__dict__.get(name)
-                lost = vanishes(eps) if isinstance(eps, float) else None
-                if lost is not None:
-                    where = {"module": path, "op": "add", "direction": "forward", "at": class_line(module)}
-                    yield _of_module(name, eps, lost, where, None)
 
 
 class Epsilons(Observer):
     """Tiny constants added to, or taken as the floor of, a float16 tensor."""
-
-    def begin(self, modules: Mapping[str, nn.Module]) -> None:
-        """Know whose attributes to look an epsilon up in."""
-        self._modules = modules
 
     def before(self, call: Call) -> None:
         """Judge the constant of an addition or a lower bound."""
@@ -111,34 +82,20 @@ class Epsilons(Observer):
             return
         left, eps = call.args[0], _constant(call.args[1])
         lost = vanishes(eps) if eps is not None else None
-        if lost is None or not isinstance(left, Tensor) or left.dtype is not torch.float16:
+        if eps is None or lost is None or not isinstance(left, Tensor) or left.dtype is not torch.float16:
             return
-        module = None if call.module is None else self._modules.get(call.module)
-        attributes = {} if module is None else module.__dict__
-        name = next((key for key in EPS_NAMES if attributes.get(key) == eps), None)
         near = bool((left.detach().abs() < FP16.smallest_normal).any())
-        self.findings.append(_of_module(name, eps, lost, call.where, near))
-
-
-def _of_module(name: str | None, eps: Any, lost: str, where: dict[str, Any], near: bool | None) -> Finding:
-    """`near`: whether it was added in float16 to a number that needs it; None: it was not seen to be added."""
-    path = where["module"]
-    what = f"{name}={eps:g}" if name else f"the epsilon {eps:g}"
-    severity: Severity = "info" if near is False else "error" if near and in_fp16(eps) == 0 else "warning"
-    does = (
-        "is added in float16, where it"
-        if near is not None
-        else "will be added in float16 unless forward() upcasts; there it"
-    )
-    upcast = "x = x.float()  # before the line that adds it; cast back with .to(dtype) after"
-    owner = f"model.get_submodule({path!r})" if path else "model"
-    return PA101.finding(
-        severity,
-        f"{what} {does} {lost}: a denominator of 0 stays 0{'' if near is not False else ', and none came near it yet'}",
-        f"{owner}.{name} = {SAFE_FP16_EPS:g}\n# or\n{upcast}" if name else upcast,
-        **where,
-        evidence={"attribute": name, "eps": eps, "dtype": "fp16", "becomes": in_fp16(eps), "write": SAFE_FP16_EPS},
-    )
+        severity: Severity = "info" if not near else "error" if in_fp16(eps) == 0 else "warning"
+        none = "" if near else ", and none came near it yet"
+        self.findings.append(
+            PA101.finding(
+                severity,
+                f"the epsilon {eps:g} is added in float16, where it {lost}: a denominator of 0 stays 0{none}",
+                "x = x.float()  # before the line that adds it; cast back with .to(dtype) after",
+                **call.where,
+                evidence={"eps": eps, "dtype": "fp16", "becomes": in_fp16(eps)},
+            )
+        )
 
 
 def in_fp16(value: float) -> float:
@@ -158,16 +115,3 @@ def _constant(value: Any) -> float | None:
     if isinstance(value, Tensor):
         return float(value) if value.dim() == 0 and value.dtype in (torch.float32, torch.float64) else None
     return float(value) if isinstance(value, float) else None
-
-
-def _upcasts(module: nn.Module) -> bool:
-    code = getattr(type(module).forward, "__code__", None)
-    return code is not None and bool({"float", "float32"} & set(code.co_names))
-
-
-def class_line(module: nn.Module) -> Line:
-    """File and line of a module's class; (None, None) where there is no source."""
-    try:
-        return inspect.getsourcefile(type(module)), inspect.getsourcelines(type(module))[1]
-    except (OSError, TypeError):
-        return NOWHERE

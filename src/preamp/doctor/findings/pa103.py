@@ -36,11 +36,9 @@ from ...report.finding import Severity
 from ..operators import Call, Observer
 from .check import Check, on
 from .events import Examined
-from .pa101 import class_line
 
 _ROUNDS_TO_INFINITY = FP16.max + 16
 _FIX = "torch.finfo(x.dtype).min  # instead of the constant; or float('-inf') where no row is masked whole"
-_NAMED = re.compile(r"(?:^|_)(?:mask|neg|fill|inf|infinity|big|large)(?:_|$)", re.ASCII)
 
 # Positions of the constants.
 _PLACES: dict[str, tuple[int, ...]] = {
@@ -66,29 +64,13 @@ class PA103(Check):
 
     @on(Examined)
     def examined(self, event: Examined) -> Iterator[Finding]:
-        """Buffers and parameters that the policy casts to float16; without a trial run, attributes named so."""
+        """Buffers and parameters that the policy casts to float16."""
         policy = event.policy
         prepared = any(isinstance(module, CastingModule) for module in event.model.modules())
         for path, module in event.model.named_modules():
             norm_full = is_norm(module) and policy.norms is not torch.float16
             if policy.params is torch.float16 and not prepared and not norm_full and not kept_full(path, policy):
                 yield from self._of_tensors(path, module)
-            if event.products is None and policy.compute is torch.float16:
-                yield from self._of_attributes(path, module)
-
-    def _of_attributes(self, path: str, module: nn.Module) -> Iterator[Finding]:
-        for name, value in vars(module).items():
-            if isinstance(value, float) and beyond(value) and _NAMED.search(name):
-                becomes = str(math.copysign(math.inf, value))
-                yield self.finding(
-                    "info",
-                    f"{name}={value:g} is beyond float16, whose largest number is 65504: safe only where it meets a "
-                    "float32 tensor; give example= to see where it is used",
-                    _FIX,
-                    module=path,
-                    at=class_line(module),
-                    evidence={"attribute": name, "value": value, "dtype": "fp16", "becomes": becomes},
-                )
 
     def _of_tensors(self, path: str, module: nn.Module) -> Iterator[Finding]:
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):

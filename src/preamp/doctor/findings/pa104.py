@@ -39,10 +39,9 @@ class PA104(Check):
         off = f"loses {fact.error:.0%} of its result to zero" if fact.kind == "lost" else f"is off by {fact.error:.0%}"
         if fact.op == "cumsum":
             off = f"is off by {fact.error:.2g} of the terms that it adds up"
-        yield self.finding(
+        yield self.of_fact(
             "warning",
             f"{fact.name} in {fact.dtype} {off}, and its inputs are right to {fact.inputs:.2%}: float32 gets it right",
-            event.fix_or("x = x.float()  # before this line"),
-            **event.where,
-            evidence=event.evidence,
+            event,
+            "x = x.float()  # before this line",
         )

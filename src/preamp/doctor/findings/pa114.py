@@ -37,13 +37,12 @@ class PA114(Check):
         if fact.code != "PA114":
             return
         share = f"{fact.error:.0%} of the entries differ" if fact.kind == "decided" else f"off by {fact.error:.0%}"
-        yield self.finding(
+        yield self.of_fact(
             "error" if fact.kind == "decided" else "warning",
             f"{fact.name} of numbers up to {fact.largest:.4g} that went through 16 bits: {share} from float32's, and "
             f"what went in is right to {fact.inputs:.2%}",
-            event.fix_or("# compute positions, times and indices in float32 or in whole numbers; cast the result"),
-            **event.where,
-            evidence=event.evidence,
+            event,
+            "# compute positions, times and indices in float32 or in whole numbers; cast the result",
         )
 
     @on(Absorbed)

@@ -36,11 +36,10 @@ class PA115(Check):
         result = f"is off by {fact.error:.0%}" if fact.error < 1 else "gives something else altogether"
         if fact.kind == "not finite":
             result = "is not finite"
-        yield self.finding(
+        yield self.of_fact(
             "error",
             f"{fact.name} {result}, and in float32 throughout it is right: its matrix is right to "
             f"{fact.inputs:.2%}, as 16-bit products are, and that is not enough here",
-            event.fix_or("# compute the matrix in float32, outside of the region, from x.float()"),
-            **event.where,
-            evidence=event.evidence,
+            event,
+            "# compute the matrix in float32, outside of the region, from x.float()",
         )

@@ -178,13 +178,12 @@ class PA201(Check):
         then = (
             "the script reads it" if fact.hidden_by is None else f"{spelled(fact.hidden_by)} makes other numbers of it"
         )
-        yield self.finding(
+        yield self.of_fact(
             "error",
             f"{fact.name} ({fact.place.direction}) makes inf or nan of finite {fact.dtype} values where float32 is "
             f"finite, and {then}: no step is skipped for that",
-            event.fix_or("x = x.float()  # before this line"),
-            **event.where,
-            evidence={**event.evidence, "hidden by": fact.hidden_by},
+            event,
+            "x = x.float()  # before this line",
         )
 
     def at_end(self, rank: Rank) -> Iterator[Finding]:

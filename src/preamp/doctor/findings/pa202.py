@@ -26,8 +26,8 @@ from typing import Any
 from ...formats import FP16
 from ...report import Finding
 from ..exponents import Exponents
+from ..shadow.facts import GradientSpread, GradientsRead
 from .check import Check, on
-from .events import GradientSpread, GradientsRead
 
 LOST = 0.25
 """Share of a weight's gradients that are flushed, from which it is reported."""

@@ -19,7 +19,7 @@ scaling](../loss-scaling.md).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -96,11 +96,9 @@ class PA203(Check):
         loss = next(skipped, None)
         return {**found, "at": at if at[1] is not None or loss is None else parse_line(loss["loss_at"])}
 
-    def among(self, ranks: Iterable[Rank]) -> Iterator[Finding]:
+    def among(self, ranks: Sequence[Rank]) -> Iterator[Finding]:
         """One process skips a step that another takes, or scales by another number: their weights part."""
-        by_rank = {rank.rank: rank for rank in ranks if rank.steps}
-        if len(by_rank) < 2:
-            return
+        by_rank = {rank.rank: rank for rank in ranks}
         for field, message in (
             ("skipped", "some ranks skipped the step and others took it"),
             ("scale", "ranks scale by different numbers"),

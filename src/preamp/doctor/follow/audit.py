@@ -17,9 +17,10 @@ from ...tree import tensors
 from ..findings import kinds_of
 from ..findings.events import Recomputed
 from ..findings.pa105 import misfits
+from ..measure import key_of
 from ..names import Names
 from ..operators import Call, Observer, Product, Products, dimensions
-from ..places import Place, key_of, users_line
+from ..places import Place, users_line
 from ..records import NOWHERE
 from ..shadow.execution import Shadowed
 from ..shadow.facts import Absorbed, Fact
@@ -77,6 +78,11 @@ class Look:
         self.observers = [*finders, self.products, self.handled, self.shadowed]
         for observer in self.observers:
             observer.begin(self.modules)
+
+    @property
+    def is_whole_in_half(self) -> bool:
+        """Whether products ran in float16, and every shadow is kept."""
+        return self.shadowed.shadows.whole and any(one.dtype is torch.float16 for one in self.products.low)
 
 
 def owned(event: Absorbed, run: Run, step: int) -> Absorbed:

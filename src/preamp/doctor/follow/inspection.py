@@ -9,28 +9,28 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ...autocast import MARKER
-from ...report import Finding
 from ..findings.check import without_repeats
-from ..findings.events import Deviated, GradientSpread, GradientsRead, Observed, Prepared, RanInThread
+from ..findings.events import Deviated, Observed, Prepared, RanInThread
 from ..findings.pa202 import row_of
+from ..measure import key_of
 from ..names import unwrapped
 from ..operators import Stream, found_by
-from ..places import Places, key_of
+from ..places import Places
 from ..shadow.absorbed import Changes
-from ..shadow.remedies import Remedy
+from ..shadow.facts import GradientSpread, GradientsRead
+from ..shadow.values import gradients_as_stored, gradients_beside
 from .audit import Look, Recomputation, audit, dtypes_of, owned
 from .evaluation import Evaluation
-from .gradients import as_stored, beside_shadows
-from .magnitudes import Pending, Telemetry
+from .magnitudes import Telemetry
 from .precision import Precision, regions_entered
 from .run import Run
 from .scales import Scales
 
 ENOUGH = 64
 """Model calls of one step that are inspected."""
-_ABOUT_A_LINE = frozenset({"PA101", "PA205"})
 FACTS = 6
 """Facts of one step for which fixes are tried."""
 
@@ -53,8 +53,6 @@ class Inspection:
         self._telemetry: Telemetry | None = None
         self._done: Telemetry | None = None
         """That of the last step, until the weights that it left are seen."""
-        self._pending: Pending | None = None
-        """Counts that are on their way to the host."""
         self._taken = False
         self._turn, self._opened = -1, 0
         self._again, self._again_in, self._replayed = False, -1, False
@@ -149,7 +147,8 @@ class Inspection:
                         seed = torch.ones_like(again)
                         grads = torch.autograd.grad(again, names.parameters(), seed, allow_unused=True)
                         with stream.paused():
-                            self._compare_gradients(look, scale, grads)
+                            if look.is_whole_in_half:
+                                self._compare_gradients(look, scale, grads)
                 else:
                     tape.replay_calls(places)
         except Exception:  # a model that cannot be called a second time
@@ -175,7 +174,8 @@ class Inspection:
         """Gradients have arrived; code that reads them may read scaled ones."""
         if self._look is not None:
             self._dtypes = dtypes_of(self._run.names)  # before an unscaling lets the parameters hold masters
-            self._compare_gradients(self._look, self._scales.of_backward)
+            if self._look.is_whole_in_half:
+                self._compare_gradients(self._look, self._scales.of_backward)
         if self._telemetry is not None:
             self._telemetry.close()
             for path in self._telemetry.outside[:1]:
@@ -186,12 +186,10 @@ class Inspection:
 
     def _compare_gradients(self, look: Look, scale: float, grads: Sequence[Tensor | None] | None = None) -> None:
         """Gradients of the models' parameters, or these, have just been computed, with this scale on them."""
-        names, shadows, low = self._run.names, look.shadowed.shadows, look.products.low
-        if any(product.dtype is torch.float16 for product in low) and shadows.whole:
-            parameters = names.parameters()
-            given = zip(parameters, [p.grad for p in parameters] if grads is None else grads, strict=True)
-            with torch.no_grad():
-                self._exact |= beside_shadows(given, shadows, names, scale)
+        parameters = self._run.names.parameters()
+        given = zip(parameters, [p.grad for p in parameters] if grads is None else grads, strict=True)
+        with torch.no_grad(), _disable_current_modes():
+            self._exact |= gradients_beside(given, look.shadowed.shadows, self._run.names, scale)
 
     def gradients_are_true(self) -> None:
         """They have been unscaled, or are about to be: code that reads them now reads true gradients."""
@@ -231,7 +229,7 @@ class Inspection:
         run, scale = self._run, self._scales.of_backward
         rows = sorted(self._exact.values(), key=lambda one: (-one.lost, -one.relative))
         if not rows:
-            run.emit(GradientsRead(as_stored(run.names, self._scales.on_gradients), scale, is_exact=False))
+            run.emit(GradientsRead(gradients_as_stored(run.names, self._scales.on_gradients), scale, is_exact=False))
             return
         run.emit(GradientsRead(rows, scale, is_exact=True))
         run.recorder.write("underflow", step=run.step, scale=scale, rows=list(map(row_of, rows)))
@@ -258,38 +256,23 @@ class Inspection:
         if self._telemetry is not None:
             self.attempted(taken=False)
         self.settle()
-        self.settle()
 
     def give_up(self) -> None:
         """End the inspection and judge nothing."""
         self._look = self._changes = None
         recomputation, self._recomputation = self._recomputation, None
         telemetry, self._telemetry = self._telemetry, None
-        self._done = self._pending = self.every = None
+        self._done = self.every = None
         for other in (recomputation, telemetry):
             if other is not None:
                 other.close()
 
     def settle(self) -> None:
-        """Record the counts that have arrived, and send those of the last step."""
-        if self._pending is not None:
-            self._run.recorder.write("telemetry", **self._pending.facts())
-            self._pending = None
-        if self._done is not None:
-            self._done.updates(self._taken)
-            self._pending, self._done = self._done.send(), None
-            if self._pending.event is None:
-                self.settle()
-
-    def _pasteable(self, finding: Finding) -> Finding:
-        """With the statement itself in float32 as its fix. Nothing is wrong yet that a trial could cure."""
-        line = finding.file, finding.line
-        if finding.code not in _ABOUT_A_LINE or line[0] is None or finding.severity == "info":
-            return finding
-        text = Remedy((line,)).text(self._run.tape.device, self._run.tape.readings)
-        return (
-            finding if text is None else replace(finding, fix=f"{text}\n# not tried: nothing is wrong in this step yet")
-        )
+        """Record the counts of the last step, whose weights are seen now."""
+        done, self._done = self._done, None
+        if done is not None:
+            done.updates(self._taken)
+            self._run.recorder.write("telemetry", **done.facts())
 
     def _judge(self) -> None:
         """Stop observing operators, and report what they showed."""
@@ -311,7 +294,7 @@ class Inspection:
             findings = tuple(replace(one, file=file, line=line) for one, (file, line) in placed)
             self._replayed = False
         for finding in findings:
-            run.report(self._pasteable(finding))
+            run.report(finding)
         facts = [one for one in seen.facts if one.place.direction == "forward" or one.kind == "made"]
         facts = facts[:FACTS]
         run.recorder.write("shadow", step=run.step, **seen.shadowed.told())

@@ -1,7 +1,4 @@
-"""The magnitudes of one step, by module: activations and their gradients, weights, their gradients, and updates.
-
-Counted where the tensors are; a step's counts come to the host in one copy that nothing waits for.
-"""
+"""The magnitudes of one step, by module: activations and their gradients, weights, their gradients, and updates."""
 
 from __future__ import annotations
 
@@ -9,8 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
-from itertools import islice
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -19,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...formats import name_of
 from ...tree import tensors
-from ..exponents import UPDATE, WIDTH, Exponents
+from ..exponents import UPDATE, Exponents
 from ..hooks import Clock
 from ..measure import count_each, values_here
 from ..names import Names
@@ -131,51 +127,17 @@ class Telemetry:
                 counted.append((path, UPDATE, new - old))
         self._count_each(counted)
 
-    def send(self) -> Pending:
-        """All counts on their way to the host."""
+    def facts(self) -> dict[str, Any]:
+        """Step, scales and `rows` of {module, kind, dtype} with the fields of `Exponents`."""
         self.close()
-        rows = [(*key, len(vectors)) for key, vectors in self._counts.items()]
-        vectors = [vector for many in self._counts.values() for vector in many]
-        self._counts.clear()
-        facts = {"step": self.step, "scale": self.scale, "backward_scale": self.backward_scale}
-        # Those of several devices come together on one first, and so to the host in one copy.
-        device = next((one.device for one in vectors if one.device.type != "cpu"), torch.device("cpu"))
-        host = torch.stack([one.to(device) for one in vectors]) if vectors else torch.empty(0, WIDTH, device="cpu")
-        event = None
-        if device.type == "cuda":
-            counts = host
-            host = torch.empty((len(counts), WIDTH), dtype=counts.dtype, device="cpu", pin_memory=True)
-            host.copy_(counts, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(device))
-        return Pending(facts, rows, host, event)
+        rows = []
+        for (module, kind, dtype), vectors in self._counts.items():
+            counts = torch.stack(vectors)
+            whole = [*counts[:, :-1].sum(0).tolist(), int(counts[:, -1].max())]
+            rows.append({"module": module, "kind": kind, "dtype": dtype, **asdict(Exponents.of(whole))})
+        return {"step": self.step, "scale": self.scale, "backward_scale": self.backward_scale, "rows": rows}
 
 
 def _no_modes() -> AbstractContextManager[Any]:
     """A context in which no mode sees operators; there seldom is one, and asking costs less than setting none aside."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
-
-
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """Counts that may still be on their way to the host."""
-
-    _facts: dict[str, float]
-    _rows: list[tuple[str, str, str, int]]
-    """Module, kind, dtype, and how many rows of `_host` belong to them."""
-    _host: Tensor
-    event: Any
-    """After which the copy is whole; None where nothing has to be waited for."""
-
-    def facts(self) -> dict[str, Any]:
-        """Step, scales and `rows` of {module, kind, dtype} with the fields of `Exponents`; waits for the copy."""
-        if self.event is not None:
-            self.event.synchronize()
-        vectors = iter(self._host.tolist())
-        rows = []
-        for module, kind, dtype, count in self._rows:
-            parts = list(islice(vectors, count))
-            counts = parts[0] if count == 1 else [sum(each) for each in zip(*parts, strict=True)]
-            counts[-1] = max(part[-1] for part in parts)
-            rows.append({"module": module, "kind": kind, "dtype": dtype, **asdict(Exponents.of(counts))})
-        return {**self._facts, "rows": rows}

@@ -19,7 +19,7 @@ from ..places import users_line
 from .inspection import Inspection
 from .precision import Precision
 from .run import Run
-from .scales import Scales, is_well_known
+from .scales import Scales
 from .soundness import Soundness
 
 
@@ -40,8 +40,8 @@ class Steps:
         self._limit = limit
         self._examined: set[int] = set()
         """Optimizers whose first step was examined."""
-        self._without_state: set[int] = set()
-        """Those whose state was not, as there was none yet."""
+        self._without_masters: set[int] = set()
+        """Those that are asked after their first step whether they keep masters."""
         self._loss: float | None = None
         self._awaits_attempt = self._went_back = False
         self._in_attempt = self._saw_step = False
@@ -137,7 +137,7 @@ class Steps:
         """An optimizer that is gone had this id."""
         self._run.forget(key)
         self._examined.discard(key)
-        self._without_state.discard(key)
+        self._without_masters.discard(key)
 
     def _open_without_model(self, turn: int) -> None:
         """Bare parameters and functions call no model that could be waited for: a step begins where the last ended."""
@@ -165,26 +165,26 @@ class Steps:
     def _first_step(self, optimizer: Optimizer) -> None:
         run, at = self._run, self._run.place_of(optimizer)
         self._examined.add(id(optimizer))
-        self._without_state.add(id(optimizer))
         optimizers = list(run.optimizers.values())
         run.names.keep_stepped(optimizers)
         by_session = any(optimizer in one.optimizers.values() and one.policy.masters for one in self._scales.sessions)
-        if is_well_known(optimizer) and not by_session and not hasattr(optimizer, "_amp_stash"):  # which Apex leaves
-            run.emit(WithoutMasters(optimizer, at, run.names))
+        if not by_session and not hasattr(optimizer, "_amp_stash"):  # which Apex leaves
+            self._without_masters.add(id(optimizer))
         run.emit(FirstStep(optimizer, at, optimizers, run.names))
 
     def after_step(self, optimizer: Optimizer) -> None:
         """It has stepped."""
         run = self._run
         self._saw_step = True  # also of the second optimizer of one backward pass
+        with run.clock:
+            if id(optimizer) in self._without_masters:
+                self._without_masters.remove(id(optimizer))
+                if _steps_halves(optimizer):
+                    run.emit(WithoutMasters(optimizer, run.place_of(optimizer), run.names))
         if not self._awaits_attempt:
             return
         with run.clock:
             self._inspection.steps(None)
-            if id(optimizer) in self._without_state and optimizer.state:
-                self._without_state.remove(id(optimizer))
-                if not is_well_known(optimizer) and _steps_halves(optimizer):
-                    run.emit(WithoutMasters(optimizer, run.place_of(optimizer), run.names))
         if not self._in_attempt:
             self._attempted(optimizer, skipped=False)  # torch has run it; a skipped one is not run
             self._stop_at_limit()
@@ -240,10 +240,7 @@ class Steps:
 
 
 def _steps_halves(optimizer: Optimizer) -> bool:
-    """Whether float16 parameters are stepped by an optimizer of unknown origin whose state has no copy of them.
-
-    What it keeps is known once it has kept something.
-    """
+    """Whether an optimizer that has stepped float16 parameters keeps no float32 copy of them."""
     kept = [t for t in tensors(list(optimizer.state.values())) if t.dim() and t.dtype is torch.float32]
     halves = [p.detach() for group in optimizer.param_groups for p in group["params"] if p.dtype is torch.float16]
     return bool(halves) and not any(

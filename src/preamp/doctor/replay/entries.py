@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..places import Place, key_of
+from ..measure import key_of
+from ..places import Place
 from ..records import Line
 from . import restore
 

@@ -20,9 +20,10 @@ from ...formats import name_of
 from ...tree import tensors
 from ..findings.pa201 import Operand, Origin
 from ..hooks import Clock
+from ..measure import key_of, storage_bytes
 from ..names import Models, named_parts
 from ..operators import Call, Observer, Stream
-from ..places import UNINITIALISED, Places, key_of, storage_bytes
+from ..places import UNINITIALISED, Places
 from .restore import eager, put_back_leaves, untouched
 
 _CARRIERS = 20

@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 
 from ...formats import LOW_DTYPES, name_of
 from ...tree import map_tensors, tensors
+from ..measure import key_of
 from ..operators import Call, Observer, base_of
-from ..places import Place, key_of, written_by
+from ..places import Place, written_by
 from .facts import Absorbed
 from .values import relative_error
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from ...formats import FP16, name_of
 from ...tree import map_tensors, tensors
+from ..measure import key_of
 from ..operators import Call, Observer
-from ..places import UNINITIALISED, Place, key_of
+from ..places import UNINITIALISED, Place
 from ..records import Line
 from .facts import Fact, Kind, spelled
 from .source import Readings

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from ..exponents import Exponents
 from ..records import NOWHERE, Line
 
 if TYPE_CHECKING:  # a report is made by a process that needs no torch
@@ -118,3 +119,27 @@ class Absorbed(NamedTuple):
     def at(self) -> Line:
         """The line to change: the optimizer's, or the one that changes numbers in place."""
         return self.made_at if self.made_at[0] is not None else (self.place.file, self.place.line)
+
+
+class GradientSpread(NamedTuple):
+    """The magnitudes of one parameter's gradient, without the loss scale."""
+
+    module: str | None
+    name: str
+    """Of the parameter, with its module's path."""
+    spread: Exponents
+    """As autograd left it; exact where the step was replayed in float32."""
+    is_vector: bool
+    lost: float = 0.0
+    """Share of the values that are not zero in float32 and zero as they came."""
+    relative: float = 0.0
+    """||gradient - that in float32|| / ||that in float32||, L2."""
+
+
+class GradientsRead(NamedTuple):
+    """Gradients that went through float16 with this loss scale on them."""
+
+    rows: Sequence[GradientSpread]
+    scale: float
+    is_exact: bool
+    """Whether they are compared with the same step in float32."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,12 +12,16 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
-from ..places import key_of
+from ..measure import key_of, spread_of, values_here
+from ..names import Names
+from .facts import GradientSpread
 
 WIDE = torch.float64
 """The dtype of shadows. float32 would do for most; that what is blamed is decided by float32 itself, it cannot show."""
 SHADOWED = frozenset({torch.float16, torch.bfloat16, torch.float32})
 """Dtypes that have shadows. A float64 tensor is its own."""
+_SMALL = 16
+"""Gradients of fewer values are not judged."""
 
 
 def has_shadow(value: Any) -> bool:
@@ -148,3 +153,38 @@ def share_lost(value: Tensor, shadow: Tensor) -> float:
     """Share of the shadow's entries that are not zero whose value is."""
     there = shadow != 0
     return float(((value == 0) & there).sum()) / max(int(there.sum()), 1)
+
+
+def gradients_beside(
+    given: Iterable[tuple[Tensor, Tensor | None]], shadows: Shadows, names: Names, scale: float
+) -> dict[int, GradientSpread]:
+    """Each parameter's gradient against what exact arithmetic gives, by the parameter's id; `scale`: on all of them.
+
+    What is zero in float16 may have been zero before; only its shadow shows that. One that was computed while nothing
+    was followed has none, and is left out.
+    """
+    found = {}
+    for parameter, grad in given:
+        if grad is None or grad.layout is not torch.strided or grad.numel() < _SMALL:
+            continue
+        came = values_here(grad.detach())
+        exact = shadows.find(came)
+        if exact is None or not bool(exact.isfinite().all()) or not bool(exact.any()):
+            continue
+        spread, vector = spread_of(exact / scale), grad.dim() < 2
+        lost, off = share_lost(came, exact), relative_error(came, exact)
+        found[id(parameter)] = GradientSpread(*names.parameter(parameter), spread, vector, lost, off)
+    return found
+
+
+def gradients_as_stored(names: Names, scale: float) -> list[GradientSpread]:
+    """Gradients that are float16 or, where none is, all: they passed through it. `scale`: on them as they are now."""
+    parameters = names.parameters()
+    halves = [p for p in parameters if p.dtype is torch.float16]  # norms kept in float32 have float32 gradients
+    found = []
+    for parameter in halves or parameters:
+        grad = parameter.grad
+        if grad is not None and grad.layout is torch.strided and grad.numel() >= _SMALL:
+            spread = spread_of(values_here(grad)).times(1 / scale)
+            found.append(GradientSpread(*names.parameter(parameter), spread, parameter.dim() < 2))
+    return found

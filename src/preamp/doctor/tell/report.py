@@ -1,23 +1,30 @@
-"""The report of a watched run, from what its processes recorded."""
+"""The report of a watched run, from what its processes recorded: the first screen, and what lies below it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...report import Finding, Picture, Report, Section, Table, to_json
+from ...report import (
+    Finding,
+    Picture,
+    Report,
+    Section,
+    Table,
+    to_json,
+)
 from ...report.files import write_text
 from ..findings import checks_at_end, glossary
 from ..findings.check import counted
-from ..findings.pa203 import PA203
 from ..records import Rank, shown_path
-from .first import advice, headline_of, loss_chart, picture, scale_chart
-from .magnitudes import magnitudes, ran_fp16, spread
+from .charts import loss_chart, magnitudes, picture, ran_fp16, scale_chart, spread
 
 STRICT = 3
 """Exit status of --strict when an error was found."""
@@ -41,12 +48,12 @@ def all_findings(ranks: list[Rank], base: Path) -> tuple[Finding, ...]:
     """Findings of all processes, most harmful first; one that several have is reported once, of the earliest step."""
     found: dict[Any, list[tuple[Finding, int]]] = {}
     for rank in ranks:
-        for finding in (*rank.findings, *(replace(one, file=shown_path(one.file, base)) for one in judge(rank))):
+        for finding in (*rank.findings, *(replace(one, file=shown_path(one.file, base)) for one in judge([rank]))):
             key = (finding.code, finding.severity, finding.module, finding.op, finding.file, finding.line)
             found.setdefault(key, []).append((finding, rank.rank))
     several = len({rank.rank for rank in ranks}) > 1
     merged = [_as_one(same) if several else same[0][0] for same in found.values()]
-    return without_echoes((*merged, *PA203().among(ranks)))
+    return without_echoes((*merged, *(judge(ranks) if several else ())))
 
 
 def without_echoes(findings: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -60,9 +67,12 @@ _SEEN = frozenset({"PA114", "PA115", "PA201"})
 _ANNOUNCED = frozenset({"PA101", "PA205"})
 
 
-def judge(rank: Rank) -> list[Finding]:
-    """What only the whole run of one process shows."""
-    return [finding for check in checks_at_end() for finding in check.at_end(rank)] if rank.steps else []
+def judge(ranks: Sequence[Rank]) -> list[Finding]:
+    """What only the whole run of a process shows, or what several show beside each other."""
+    ranks = [rank for rank in ranks if rank.steps]
+    if len(ranks) > 1:
+        return [finding for check in checks_at_end() for finding in check.among(ranks)]
+    return [finding for rank in ranks for check in checks_at_end() for finding in check.at_end(rank)]
 
 
 def _as_one(same: list[tuple[Finding, int]]) -> Finding:
@@ -186,6 +196,39 @@ def build(
         glossary=glossary(finding.code for finding in findings),
     )
     return report, content
+
+
+def headline_of(findings: Sequence[Finding]) -> str:
+    """The worst finding as a sentence; "" where there is none to worry about."""
+    if not findings or findings[0].severity == "info":
+        return ""
+    worst = findings[0]
+    name = re.search(r"[._]", worst.message.split(" ")[0])  # of an operator or a function: aten.bmm, clip_grad_norm_
+    message = worst.message if name else worst.message[:1].upper() + worst.message[1:]
+    return f"{message} ({worst.code}{_place(worst, '')})."
+
+
+def advice(findings: Sequence[Finding], command: Sequence[str], stepped: bool) -> tuple[str, str]:
+    """What to do, in words, and what to paste for it."""
+    script = shlex.join(command)
+    serious = [finding for finding in findings if finding.severity != "info"]
+    if serious:
+        worst = serious[0]
+        others = f" {counted(serious[1:])} more {'is' if len(serious) == 2 else 'are'} below." if serious[1:] else ""
+        cure = f"Begin with `{worst.code}`{_place(worst, '`')}, then run `preamp doctor` again.{others}"
+        return cure, worst.fix or f"preamp explain {worst.code}"
+    if not stepped:
+        return "Give the doctor a script that trains: it watches the steps of an optimizer.", ""
+    return "Nothing has to change. Whether 16 bits cost quality, only a comparison with full precision shows:", (
+        f"preamp compare {script}"
+    )
+
+
+def _place(finding: Finding, mark: str) -> str:
+    """Module and line, as far as they are known."""
+    told = not mark and finding.module in re.split(r"[\s'\"]+", finding.message)
+    module = f" in {mark}{finding.module}{mark}" if finding.module and not told else ""
+    return module + (f" at {mark}{finding.file}:{finding.line}{mark}" if finding.file and finding.line else "")
 
 
 def _process(rank: Rank) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the telemetry of a run says: which layer's values lie where, and which loss scales would do."""
+"""The pictures of a report: loss and scale over the steps, which layer's values lie where, which scales would do."""
 
 from __future__ import annotations
 
@@ -10,27 +10,67 @@ from ...report import (
     BarChart,
     Bars,
     ExponentHistogram,
+    Finding,
     HeatMap,
     Item,
     LineChart,
+    Marker,
     Section,
     Series,
     Span,
-    Table,
     exponent_spans,
 )
 from ..exponents import GRADIENTS, KINDS, UPDATE, Row, rows_of, together
 from ..findings.pa202 import FLUSHED, below_normal, scale_window
 from ..records import Rank
 
-SHOWN = 20
-"""Parameters in the table of what was lost, the worst ones."""
 ROWS = 40
 """Modules shown in a heat map; the least harmful ones of more are left out."""
 FIRST = 10
 """Those shown on the first screen."""
 SAMPLES = 12
 """Observed steps kept in the JSON."""
+MARKS = 40
+"""So many skips, or rows of them, are marked at most: the longest."""
+IN_SCALE = frozenset({"PA201", "PA203", "PA207"})
+"""What the loss scale shows best: a bad step is skipped, and the scale falls."""
+BELOW = frozenset({"PA107", "PA111", "PA202", "PA204"})
+"""What is lost below float16's normal range, or below the bits of a weight."""
+BEYOND = frozenset({"PA103", "PA205"})
+"""What comes near the end of the range."""
+
+
+def loss_chart(rank: Rank, worst: Finding | None = None) -> LineChart:
+    """The loss of every attempt to step; skipped ones are marked, and the step of the worst finding."""
+    x = [step["step"] for step in rank.steps]
+    loss = Series("loss", x, [_number(step["loss"]) for step in rank.steps])
+    marks, spans = _skips(rank)
+    if worst is not None and worst.step is not None and not any(mark.x == worst.step for mark in marks):
+        marks.append(Marker(float(worst.step), None, worst.code))
+    return LineChart("Loss", "step", "loss", (loss,), markers=marks, spans=spans)
+
+
+def scale_chart(rank: Rank) -> LineChart | None:
+    """The loss scale, if there is one."""
+    if not any(step["scale"] for step in rank.steps):
+        return None
+    x = [step["step"] for step in rank.steps]
+    scale = Series("scale", x, [_number(step["scale"]) for step in rank.steps], steps=True)
+    marks, spans = _skips(rank)
+    return LineChart("Loss scale", "step", "scale", (scale,), y_log2=True, markers=marks, spans=spans)
+
+
+def picture(rank: Rank, worst: Finding | None) -> LineChart | BarChart | HeatMap:
+    """What shows the worst finding; the loss where nothing shows it better."""
+    code = worst.code if worst is not None else ""
+    if code in IN_SCALE and any(step["skipped"] for step in rank.steps):
+        return scale_chart(rank) or loss_chart(rank, worst)
+    if code == "PA202" and (lost := lost_gradients(rank.facts.get("underflow"))) is not None:
+        return lost
+    maps = heat_maps(rank) if code in BELOW | BEYOND else None
+    if maps is None:
+        return loss_chart(rank, worst)
+    return maps[0] if code in BELOW else maps[1]
 
 
 def spread(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -55,7 +95,7 @@ def magnitudes(
     if not rows:
         return None
     last = max(by_step)
-    items: list[Item] = [*_underflow_table(measured), _below(rows, has_fp16), _headroom(rows)]
+    items: list[Item] = [_below(rows, has_fp16), _headroom(rows)]
     items.append(_histogram(by_step[last], last))
     if len(by_step) > 1:
         items.append(_over_time(by_step))
@@ -102,18 +142,6 @@ def _words(
             "Keep the layers with the least headroom in float32, or use bfloat16."
         )
     return words
-
-
-def _underflow_table(record: Mapping[str, Any] | None) -> list[Table]:
-    """What float16 lost of the gradients, against the same step in float32; nothing where that was not done."""
-    if not record or not record["rows"]:
-        return []
-    worst = record["rows"][:SHOWN]
-    rows = [(row["name"], *(f"{row[share]:.2%}" for share in ("lost", "without_scale", "relative"))) for row in worst]
-    left = len(record["rows"]) - len(worst)
-    title = f"Gradients against the same step in float32, step {record['step']}, scale {record['scale']:g}"
-    columns = ("parameter", "flushed to zero", "would be without a scale", "relative error (L2)")
-    return [Table(title, columns, rows, notes=(f"{left} more parameters lost less",) if left else ())]
 
 
 def lost_gradients(record: Mapping[str, Any] | None) -> BarChart | None:
@@ -206,3 +234,23 @@ def _over_time(by_step: Mapping[int, list[Row]]) -> LineChart:
             shares.append(100 * below_normal(whole) if whole.some else None)
         series.append(Series(kind, steps, shares))
     return LineChart("Below float16's full precision, over time", "step", "% of non-zero values", series)
+
+
+def _skips(rank: Rank) -> tuple[list[Marker], list[Span]]:
+    """A rule for each step that was skipped, and a shade for several in a row; the first, and the longest, say so."""
+    rows: list[list[float]] = []
+    for at in (float(step["step"]) for step in rank.steps if step["skipped"]):
+        if rows and at == rows[-1][-1] + 1:
+            rows[-1].append(at)
+        else:
+            rows.append([at])
+    rows = sorted(sorted(rows, key=len, reverse=True)[:MARKS])
+    longest = max(rows, key=len, default=None)
+    alone, several = ([row for row in rows if (len(row) > 1) is many] for many in (False, True))
+    marks = [Marker(row[0], None, "skipped" if row is alone[0] else "") for row in alone]
+    words = {id(longest): f"{len(longest)} steps skipped in a row" if longest else ""}
+    return marks, [Span("x", row[0], row[-1] + 1, words.get(id(row), "")) for row in several]
+
+
+def _number(value: object) -> float | None:
+    return value if isinstance(value, (int, float)) else None
