@@ -36,9 +36,14 @@ class EpsRow:
         """Whether the epsilon keeps its full precision."""
         return self.verdict == "fine"
 
-    def __str__(self) -> str:
+    @property
+    def words(self) -> str:
+        """What happens to it, as a verb."""
         what = {"zero": "rounds to zero", "subnormal": f"becomes the subnormal {self.becomes:.3g}", "fine": "is fine"}
-        return f"param_groups[{self.group}]: eps={self.eps:g} {what[self.verdict]} in {format_of(self.dtype).name}"
+        return what[self.verdict]
+
+    def __str__(self) -> str:
+        return f"param_groups[{self.group}]: eps={self.eps:g} {self.words} in {format_of(self.dtype).name}"
 
 
 def safe_eps(optimizer: Optimizer, policy: Policy, *, apply: bool = False) -> tuple[EpsRow, ...]:
@@ -57,12 +62,12 @@ def safe_eps(optimizer: Optimizer, policy: Policy, *, apply: bool = False) -> tu
         if eps is None or not isinstance(eps, (int, float)):
             continue
         dtype = _arithmetic(group, policy)
-        row = _judge(index, float(eps), dtype)
+        row = eps_row(index, float(eps), dtype)
         if apply and not row.fine:
             group["eps"] = (
                 (row.suggested, *group["eps"][1:]) if isinstance(group["eps"], (tuple, list)) else row.suggested
             )
-            row = _judge(index, row.suggested, dtype)
+            row = eps_row(index, row.suggested, dtype)
         rows.append(row)
     return tuple(rows)
 
@@ -80,7 +85,8 @@ def _arithmetic(group: dict[str, object], policy: Policy) -> torch.dtype:
     return max(dtypes, key=lambda dtype: format_of(dtype).smallest_subnormal)
 
 
-def _judge(index: int, eps: float, dtype: torch.dtype) -> EpsRow:
+def eps_row(group: int, eps: float, dtype: torch.dtype) -> EpsRow:
+    """What an epsilon becomes in a dtype."""
     facts: Format = format_of(dtype)
     becomes = float(torch.tensor(eps, dtype=torch.float64, device="cpu").to(dtype))
     if eps > 0 and becomes == 0:
@@ -90,4 +96,4 @@ def _judge(index: int, eps: float, dtype: torch.dtype) -> EpsRow:
     else:
         verdict = "fine"
     suggested = eps if verdict == "fine" else max(SAFE_FP16_EPS, facts.smallest_normal)
-    return EpsRow(index, eps, dtype, becomes, verdict, suggested)
+    return EpsRow(group, eps, dtype, becomes, verdict, suggested)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import preamp
-from preamp.doctor.replay.restore import others_drew, random_state, set_random_state
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: float(torch.rand(()))])
@@ -45,18 +44,3 @@ def test_a_layer_that_is_left_out_by_chance_is_left_out_again(draw: object, step
     assert model.taken == [True], "a replay leaves no trace in the model"
     (found,) = [f for f in w.findings if f.code == "PA201"]
     assert "exp" in str(found.op)
-
-
-def test_draws_of_python_and_numpy_are_noticed() -> None:
-    before = random_state()
-    assert not others_drew(before)
-    torch.rand(3)
-    assert not others_drew(before)
-    random.random()
-    assert others_drew(before)
-    set_random_state(before)
-    assert not others_drew(before)
-    np.random.rand()
-    assert others_drew(before)
-    set_random_state(before)
-    assert random_state(of_all=False)[:2] == (None, None)

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ..compiling import traced_by_callers
+
 
 class Patches:
     """Replacements that `close` takes back, the last first."""
@@ -28,7 +30,7 @@ class Patches:
                 return original(*args, **kwargs)
             return around(original, *args, **kwargs)
 
-        _never_compiled(replaced)
+        traced_by_callers(replaced)  # and never compiled between two pieces of a function that the compiler has cut
         setattr(owner, name, replaced)
 
         def undo() -> None:
@@ -48,16 +50,6 @@ class Patches:
         """Take everything back."""
         while self._undo:
             self._undo.pop()()
-
-
-def _never_compiled(function: Any) -> None:
-    """Have the compiler leave alone what we do between two pieces of a function that it has cut."""
-    frames: Any = torch._C._dynamo.eval_frame
-    if hasattr(frames, "set_code_exec_strategy"):
-        skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
-    else:
-        frames.skip_code(function.__code__)
 
 
 def subclasses(kind: type) -> list[type]:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...eps import safe_eps
+from ...eps import eps_row, safe_eps
 from ...formats import FP16, name_of
 from ...policy import Policy, policy
 from ...report import Finding
@@ -59,12 +59,11 @@ class PA101(Check):
         for row in safe_eps(optimizer, under):
             if row.fine:
                 continue
-            dtype, zero = name_of(row.dtype), row.verdict == "zero"
-            lost = "rounds to zero" if zero else f"becomes the subnormal {row.becomes:.3g}"
+            dtype = name_of(row.dtype)
             yield self.finding(
-                "error" if zero else "warning",
-                f"the optimizer's eps={row.eps:g} {lost} in {dtype}, the dtype of its state: where a second moment is "
-                "0 the step divides by it",
+                "error" if row.verdict == "zero" else "warning",
+                f"the optimizer's eps={row.eps:g} {row.words} in {dtype}, the dtype of its state: where a second "
+                "moment is 0 the step divides by it",
                 f"optimizer.param_groups[{row.group}]['eps'] = {row.suggested:g}\n"
                 "# or keep float32 masters: preamp.prepare(model, optimizer, level='O2')",
                 op=type(optimizer).__name__,
@@ -81,34 +80,21 @@ class Epsilons(Observer):
         if call.base not in _ADDS or len(call.args) < 2:
             return
         left, eps = call.args[0], _constant(call.args[1])
-        lost = vanishes(eps) if eps is not None else None
-        if eps is None or lost is None or not isinstance(left, Tensor) or left.dtype is not torch.float16:
+        row = None if eps is None else eps_row(0, eps, torch.float16)
+        if row is None or row.fine or not isinstance(left, Tensor) or left.dtype is not torch.float16:
             return
         near = bool((left.detach().abs() < FP16.smallest_normal).any())
-        severity: Severity = "info" if not near else "error" if in_fp16(eps) == 0 else "warning"
+        severity: Severity = "info" if not near else "error" if row.verdict == "zero" else "warning"
         none = "" if near else ", and none came near it yet"
         self.findings.append(
             PA101.finding(
                 severity,
-                f"the epsilon {eps:g} is added in float16, where it {lost}: a denominator of 0 stays 0{none}",
+                f"the epsilon {eps:g} is added in float16, where it {row.words}: a denominator of 0 stays 0{none}",
                 "x = x.float()  # before the line that adds it; cast back with .to(dtype) after",
                 **call.where,
-                evidence={"eps": eps, "dtype": "fp16", "becomes": in_fp16(eps)},
+                evidence={"eps": eps, "dtype": "fp16", "becomes": row.becomes},
             )
         )
-
-
-def in_fp16(value: float) -> float:
-    """What a number becomes in float16."""
-    return float(torch.tensor(value, dtype=torch.float64, device="cpu").to(torch.float16))
-
-
-def vanishes(value: float) -> str | None:
-    """How a positive number is lost in float16: "rounds to zero", "becomes the subnormal ...", or None: it is not."""
-    if not 0 < value < FP16.smallest_normal:
-        return None
-    becomes = in_fp16(value)
-    return "rounds to zero" if becomes == 0 else f"becomes the subnormal {becomes:.3g}"
 
 
 def _constant(value: Any) -> float | None:

@@ -223,4 +223,5 @@ def quantile(degrees: int) -> float:
         return _FIRST[degrees - 1]
     z = statistics.NormalDist().inv_cdf(0.95)
     terms = (z, (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
-    return sum(term / degrees**power for power, term in enumerate(terms))
+    found: float = sum(term / degrees**power for power, term in enumerate(terms))
+    return found

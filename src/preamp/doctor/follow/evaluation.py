@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from ...autocast import MARKER
 from ..findings.events import Deviated
 from ..replay.tape import Tape
 from ..shadow.execution import Shadowed
@@ -44,7 +43,7 @@ class Evaluation:
             self._tape.close_window()
             self._run.stream.remove(self._shadowed)
             return None
-        return self._tape.enter_model(module, args, kwargs, ("cpu", "cuda", MARKER))
+        return self._tape.enter_model(module, args, kwargs)
 
     def model_returned(self, call: Any, out: Any) -> None:
         """It has returned `out`."""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...autocast import MARKER
 from ...tree import tensors
 from ..findings.events import FirstStep, WithoutMasters
 from ..names import unwrapped
@@ -65,7 +64,7 @@ class Steps:
         run.names.get(module)
         run.names.is_sharded |= type(module).__name__ == "FullyShardedDataParallel"
         self._precision.model_called()
-        call = run.tape.enter_model(unwrapped(module), args, kwargs, ("cpu", "cuda", MARKER))
+        call = run.tape.enter_model(unwrapped(module), args, kwargs)
         self._inspection.open(run.turn, module)
         return call
 

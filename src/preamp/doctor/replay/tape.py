@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from ...autocast import MARKER
 from ...tree import PLAIN, tensors
 from ..operators import Call, Observer, Stream
 from ..places import Place, Places, users_line
@@ -38,6 +39,8 @@ from .entries import (
     tensor_key,
 )
 
+_REGIONS = ("cpu", "cuda", MARKER)
+"""Device types whose autocast regions are entered again."""
 CALLS = 16
 """Model calls of one step that are kept even when their backward pass was sound."""
 LIMIT = 4000
@@ -82,7 +85,7 @@ class Tape(Observer):
         """Whether so many model calls are kept that their inputs should be released where they are not needed."""
         return self._calls >= CALLS
 
-    def enter_model(self, module: nn.Module, args: Any, kwargs: Any, device_types: tuple[str, ...]) -> ModelCall:
+    def enter_model(self, module: nn.Module, args: Any, kwargs: Any) -> ModelCall:
         """Before a model runs."""
         self.close_window()
         parts = restore.parts_of(module)
@@ -93,7 +96,7 @@ class Tape(Observer):
             self._refer(kwargs),
             restore.random_state(),
             [(part, name, b, b.detach().clone()) for part, name, b in held],
-            tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_types),
+            tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _REGIONS),
             {part: restore.attributes_of(part) for part in parts},
             users_line(),
         )
