@@ -92,7 +92,7 @@ def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 CONSTRAINED = ".venv: -c constraints.txt"
 APART = [".venv/timm: -c constraints.txt timm", ".venv/triton-3.6: triton==3.6.0"]
-STAMPS = {"ruff", "cli", "demo", "migrate", "docs", "dev", "timm", "triton-3.6"}
+STAMPS = {"ruff", "cli", "demo", "migrate", "docs", "dev", "frameworks", "timm", "triton-3.6"}
 
 
 def stamps(dev: ModuleType) -> set[str]:
@@ -109,7 +109,8 @@ def test_a_verb_installs_what_it_needs_and_test_the_rest(dev: ModuleType) -> Non
     dev.run.ran.clear()
     dev.test()
     assert dev.run.ran[0].startswith(".venv/bin/python -m pip install ")  # into the same environment
-    assert dev.run.pips() == [f"{CONSTRAINED} ruff -e .[migrate,docs,dev]"]
+    assert dev.run.ran[-1].startswith(".venv/bin/python -m pytest ")
+    assert dev.run.pips() == [f"{CONSTRAINED} ruff -e .[migrate,docs,dev]", f"{CONSTRAINED} -e .[frameworks]"]
     assert stamps(dev) == STAMPS - {"timm", "triton-3.6"}
     dev.run.ran.clear()
     dev.test("--all")
