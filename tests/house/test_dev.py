@@ -51,10 +51,15 @@ class Machine:
             raise end
         for name in ("pip", "activate"):
             (folder / "bin" / name).touch()
+        (site / "pip-0.dist-info").mkdir(exist_ok=True)
+        (site / "pip-0.dist-info" / "INSTALLER").touch()
 
     def _pip(self, folder: Path, words: list[str], end: BaseException | None) -> None:
+        site = next((folder / "lib").glob("*/site-packages"))
+        if "--upgrade" in words:
+            shutil.rmtree(site / "pip-0.dist-info")
         for name in words[-1].strip(".[]").split(","):
-            about = next((folder / "lib").glob("*/site-packages")) / f"{name}.dist-info"
+            about = site / f"{name}-1.dist-info"
             if about.exists():
                 assert (about / "INSTALLER").exists(), "a package that is half there counts as installed"
                 continue
@@ -102,8 +107,8 @@ def stamps(dev: ModuleType) -> set[str]:
 def test_a_verb_installs_what_it_needs_and_test_the_rest(dev: ModuleType) -> None:
     dev.demo("--quick")
     assert dev.run.ran[0] == "python3 -m venv --clear .venv"
-    assert dev.run.ran[2:] == [".venv/bin/python -m preamp demo --quick"]
-    assert dev.run.pips() == [f"{CONSTRAINED} -e .[cli,demo]"]
+    assert dev.run.ran[3:] == [".venv/bin/python -m preamp demo --quick"]
+    assert dev.run.pips() == [f"{CONSTRAINED} --upgrade pip", f"{CONSTRAINED} -e .[cli,demo]"]
     dev.bench()
     assert dev.run.ran == [".venv/bin/python -m benchmarks"]
     dev.run.ran.clear()
@@ -127,7 +132,7 @@ def test_a_set_up_that_was_ended_goes_on(
 ) -> None:
     dev.setup()
     whole, commands = stamps(dev), len(dev.run.ran)
-    assert commands == 6  # .venv, pip; two environments on top, a pip each
+    assert commands == 7  # .venv, pip itself, pip; two environments on top, a pip each
     for number in range(1, commands + 1):
         monkeypatch.setattr(dev, "VENV", dev.ROOT / f"{number}")
         dev.run = Machine(dev.VENV)
