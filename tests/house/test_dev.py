@@ -112,18 +112,47 @@ def test_a_verb_installs_what_it_needs_and_test_the_rest(dev: ModuleType) -> Non
     dev.bench()
     assert dev.run.ran == [".venv/bin/python -m benchmarks"]
     dev.run.ran.clear()
-    dev.test()
+    with pytest.raises(SystemExit, match=r"^0$"):
+        dev.test()
     assert dev.run.ran[0].startswith(".venv/bin/python -m pip install ")  # into the same environment
     assert dev.run.ran[-1].startswith(".venv/bin/python -m pytest ")
     assert dev.run.pips() == [f"{CONSTRAINED} ruff -e .[migrate,docs,dev]", f"{CONSTRAINED} -e .[frameworks]"]
     assert stamps(dev) == STAMPS - {"timm", "triton-3.6"}
     dev.run.ran.clear()
-    dev.test("--all")
+    with pytest.raises(SystemExit, match=r"^0$"):
+        dev.test("--all")
     assert dev.run.pips() == APART
     assert stamps(dev) == STAMPS
-    for verb in dev.VERBS.keys() - {"gpu", "against"}:
+    for verb in dev.VERBS.keys() - {"gpu", "against", "test"}:
         dev.VERBS[verb]()
     assert dev.run.pips() == []
+
+
+def test_tests_run_in_two_parts(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    dev.setup()
+
+    def ran(statuses: tuple[int, ...], *arguments: str) -> tuple[int, list[str]]:
+        done, left = [], iter(statuses)
+
+        def run(*command: str, check: bool = True, **_: Any) -> int:
+            if command[2] != "pytest":
+                return 0
+            done.append(" ".join(command[3:]).partition(" -m not slow")[2].strip())
+            return next(left)
+
+        monkeypatch.setattr(dev, "run", run)
+        with pytest.raises(SystemExit) as end:
+            dev.test(*arguments)
+        return end.value.code, done
+
+    whole = "tests/distributed tests/house tests/integrations tests/sick"
+    units = " ".join(f"--ignore={folder}" for folder in whole.split())
+    assert ran((0, 0)) == (0, [units, whole])
+    assert ran((0,), "unit") == (0, [units])
+    assert ran((1, 0)) == (1, [units, whole]), "what fails first does not hide the rest"
+    assert ran((5, 0), "-k", "frameworks") == (0, [f"-k frameworks {units}", f"-k frameworks {whole}"])
+    assert ran((5, 5), "-k", "nothing")[0] == 5
+    assert ran((5, 2))[0] == 2
 
 
 @pytest.mark.parametrize("end", [Killed(), SystemExit(3), KeyboardInterrupt()], ids=["killed", "failed", "Ctrl-C"])
