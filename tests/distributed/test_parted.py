@@ -35,15 +35,10 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "LAMB": lambda params: preamp.optim.LAMB(params, 1e-2),
 }
 CASES = [
-    *[(level, "torch SGD") for level in ("O0", "O3", "O4", "O5")],
-    *[(level, "SGD") for level in ("O1", "O2", "O5")],
-    *[("O5", maker) for maker in list(MAKERS)[2:]],
-    ("O2", "torch AdamW"),
-]
-SEQUENCE_CASES = [
-    *[("O0", maker) for maker in ("torch AdamW", "AdamW, split", "LAMB")],
-    *[("O1", "LAMB"), ("O2", "SGD"), ("O5", "AdamW, split")],
-]
+    ("O0", "torch SGD"), ("O1", "SGD"), ("O2", "torch AdamW"), ("O3", "torch SGD"), ("O4", "torch SGD"),
+    *[("O5", maker) for maker in ("SGD", "torch AdamW", "AdamW, split", "AdamW, split, 8 bits", "LAMB")],
+]  # fmt: skip
+SEQUENCE_CASES = [("O0", "torch AdamW"), ("O1", "LAMB"), ("O2", "SGD"), ("O5", "AdamW, split")]
 
 
 def build() -> nn.Sequential:

@@ -51,10 +51,15 @@ class Machine:
             raise end
         for name in ("pip", "activate"):
             (folder / "bin" / name).touch()
+        (site / "pip-0.dist-info").mkdir(exist_ok=True)
+        (site / "pip-0.dist-info" / "INSTALLER").touch()
 
     def _pip(self, folder: Path, words: list[str], end: BaseException | None) -> None:
+        site = next((folder / "lib").glob("*/site-packages"))
+        if "--upgrade" in words:
+            shutil.rmtree(site / "pip-0.dist-info")
         for name in words[-1].strip(".[]").split(","):
-            about = next((folder / "lib").glob("*/site-packages")) / f"{name}.dist-info"
+            about = site / f"{name}-1.dist-info"
             if about.exists():
                 assert (about / "INSTALLER").exists(), "a package that is half there counts as installed"
                 continue
@@ -92,7 +97,7 @@ def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 CONSTRAINED = ".venv: -c constraints.txt"
 APART = [".venv/timm: -c constraints.txt timm", ".venv/triton-3.6: triton==3.6.0"]
-STAMPS = {"ruff", "cli", "demo", "migrate", "docs", "dev", "timm", "triton-3.6"}
+STAMPS = {"ruff", "cli", "demo", "migrate", "docs", "dev", "frameworks", "timm", "triton-3.6"}
 
 
 def stamps(dev: ModuleType) -> set[str]:
@@ -102,22 +107,52 @@ def stamps(dev: ModuleType) -> set[str]:
 def test_a_verb_installs_what_it_needs_and_test_the_rest(dev: ModuleType) -> None:
     dev.demo("--quick")
     assert dev.run.ran[0] == "python3 -m venv --clear .venv"
-    assert dev.run.ran[2:] == [".venv/bin/python -m preamp demo --quick"]
-    assert dev.run.pips() == [f"{CONSTRAINED} -e .[cli,demo]"]
+    assert dev.run.ran[3:] == [".venv/bin/python -m preamp demo --quick"]
+    assert dev.run.pips() == [f"{CONSTRAINED} --upgrade pip", f"{CONSTRAINED} -e .[cli,demo]"]
     dev.bench()
     assert dev.run.ran == [".venv/bin/python -m benchmarks"]
     dev.run.ran.clear()
-    dev.test()
+    with pytest.raises(SystemExit, match=r"^0$"):
+        dev.test()
     assert dev.run.ran[0].startswith(".venv/bin/python -m pip install ")  # into the same environment
-    assert dev.run.pips() == [f"{CONSTRAINED} ruff -e .[migrate,docs,dev]"]
+    assert dev.run.ran[-1].startswith(".venv/bin/python -m pytest ")
+    assert dev.run.pips() == [f"{CONSTRAINED} ruff -e .[migrate,docs,dev]", f"{CONSTRAINED} -e .[frameworks]"]
     assert stamps(dev) == STAMPS - {"timm", "triton-3.6"}
     dev.run.ran.clear()
-    dev.test("--all")
+    with pytest.raises(SystemExit, match=r"^0$"):
+        dev.test("--all")
     assert dev.run.pips() == APART
     assert stamps(dev) == STAMPS
-    for verb in dev.VERBS.keys() - {"gpu", "against"}:
+    for verb in dev.VERBS.keys() - {"gpu", "against", "test"}:
         dev.VERBS[verb]()
     assert dev.run.pips() == []
+
+
+def test_tests_run_in_two_parts(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    dev.setup()
+
+    def ran(statuses: tuple[int, ...], *arguments: str) -> tuple[int, list[str]]:
+        done, left = [], iter(statuses)
+
+        def run(*command: str, check: bool = True, **_: Any) -> int:
+            if command[2] != "pytest":
+                return 0
+            done.append(" ".join(command[3:]).partition(" -m not slow")[2].strip())
+            return next(left)
+
+        monkeypatch.setattr(dev, "run", run)
+        with pytest.raises(SystemExit) as end:
+            dev.test(*arguments)
+        return end.value.code, done
+
+    whole = "tests/distributed tests/house tests/integrations tests/sick"
+    units = " ".join(f"--ignore={folder}" for folder in whole.split())
+    assert ran((0, 0)) == (0, [units, whole])
+    assert ran((0,), "unit") == (0, [units])
+    assert ran((1, 0)) == (1, [units, whole]), "what fails first does not hide the rest"
+    assert ran((5, 0), "-k", "frameworks") == (0, [f"-k frameworks {units}", f"-k frameworks {whole}"])
+    assert ran((5, 5), "-k", "nothing")[0] == 5
+    assert ran((5, 2))[0] == 2
 
 
 @pytest.mark.parametrize("end", [Killed(), SystemExit(3), KeyboardInterrupt()], ids=["killed", "failed", "Ctrl-C"])
@@ -126,7 +161,7 @@ def test_a_set_up_that_was_ended_goes_on(
 ) -> None:
     dev.setup()
     whole, commands = stamps(dev), len(dev.run.ran)
-    assert commands == 6  # .venv, pip; two environments on top, a pip each
+    assert commands == 7  # .venv, pip itself, pip; two environments on top, a pip each
     for number in range(1, commands + 1):
         monkeypatch.setattr(dev, "VENV", dev.ROOT / f"{number}")
         dev.run = Machine(dev.VENV)

@@ -243,7 +243,7 @@ def test_a_report_names_the_parameters_that_overflowed(level: str, ours: bool) -
     assert session.last_step.nonfinite == report.nonfinite, "a report outlives its session"
 
 
-def test_names_of_several_models_and_of_strangers() -> None:
+def test_names_of_several_models_and_of_what_is_in_none() -> None:
     one, two, stray = mlp(), mlp(), torch.nn.Parameter(torch.ones(2))
     optimizers = [torch.optim.SGD([*one.parameters(), stray], 0.1), torch.optim.SGD(two.parameters(), 0.1)]
     with preamp.prepare({"a": one, "b": two}, optimizers, level="O4") as session:

@@ -47,9 +47,11 @@ def train(session: preamp.Session, model: nn.Module, steps: int, clip: str) -> N
         session.zero_grad()
 
 
-@pytest.mark.parametrize("policy", [SCALED, LOW])
-@pytest.mark.parametrize(("scale", "clip"), [("dynamic", "norm"), ("hysteresis", "value"), ("1024", "no")])
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize(("policy", "scale", "clip", "name"), [
+    (SCALED, "dynamic", "norm", "Adam"), (SCALED, "hysteresis", "value", "AdamW"), (SCALED, "1024", "no", "SGD"),
+    (SCALED, "dynamic", "norm", "Adagrad"), (LOW, "hysteresis", "value", "Adam"), (LOW, "1024", "no", "AdamW"),
+    (LOW, "dynamic", "norm", "SGD"), (LOW, "hysteresis", "value", "Adagrad"),
+])  # fmt: skip
 def test_a_step_of_ours_never_waits(meta: nn.Module, policy: str, scale: str, clip: str, name: str) -> None:
     with preamp.prepare(meta, OURS[name](meta.parameters()), policy=policy.format(scale)) as session:
         train(session, meta, 7, clip)

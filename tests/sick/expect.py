@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +46,41 @@ def disease(script: Path) -> Disease:
 
 
 def scripts(kind: str) -> list[Path]:
-    return sorted((HERE / kind).glob("*.py"))
+    """Those in `scripts`; or the healthy ones: files in `healthy`, and sick ones cured."""
+    return sorted((HERE / kind).glob("*.py")) + (_cured() if kind == "healthy" else [])
+
+
+_INSTEAD = re.compile(r"# healthy:(?: (.*))?")
+
+
+def healthy_lines(script: str) -> list[str]:
+    """The lines of a sick script with each run of comments `# healthy: ...` in place of the line before it."""
+    lines: list[str] = []
+    replaced = None
+    for line in script.splitlines():
+        found = _INSTEAD.fullmatch(line.strip())
+        if found is None:
+            lines.append(line)
+            replaced = None
+            continue
+        replaced = lines.pop() if replaced is None else replaced
+        if found[1] is not None:
+            lines.append(replaced[: len(replaced) - len(replaced.lstrip())] + found[1])
+    return lines
+
+
+@cache
+def _cured() -> list[Path]:
+    folder = Path(tempfile.mkdtemp(), "healthy")
+    atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
+    folder.mkdir()
+    made = []
+    for script in scripts("scripts"):
+        text = script.read_text()
+        if "# healthy:" in text:
+            made.append(folder / f"{script.stem}_cured.py")
+            made[-1].write_text("\n".join(healthy_lines(text)) + "\n")
+    return made
 
 
 def options(wanted: Disease | None) -> tuple[str, ...]:

@@ -27,8 +27,8 @@ if not IS_APART:
     from lightning.fabric.plugins.precision import Precision
     from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 else:
-    from lightning_fabric.plugins.precision import Precision  # type: ignore[assignment]
-    from lightning_fabric.wrappers import _FabricModule, _FabricOptimizer  # type: ignore[assignment]
+    from lightning_fabric.plugins.precision import Precision
+    from lightning_fabric.wrappers import _FabricModule, _FabricOptimizer
 
 
 class PreampPrecision(Precision):
@@ -41,7 +41,7 @@ class PreampPrecision(Precision):
     """
 
     def __init__(self, level: str = "auto", **options: Any) -> None:
-        self.precision = f"preamp-{level}"  # type: ignore[assignment]  # what the framework shows
+        self.precision = f"preamp-{level}"  # what the framework shows
         self._level, self._options = level, options
         self._session: Session | None = None
         self._last: dict[str, Any] = {}

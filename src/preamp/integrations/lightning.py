@@ -21,9 +21,9 @@ if not fabric.IS_APART:
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.model_helpers import is_overridden
 else:
-    from pytorch_lightning import callbacks  # type: ignore[no-redef]
-    from pytorch_lightning.plugins.precision import Precision  # type: ignore[assignment]
-    from pytorch_lightning.trainer.states import TrainerFn  # type: ignore[assignment]
+    from pytorch_lightning import callbacks
+    from pytorch_lightning.plugins.precision import Precision
+    from pytorch_lightning.trainer.states import TrainerFn
     from pytorch_lightning.utilities.model_helpers import is_overridden
 
 
@@ -78,7 +78,7 @@ class PreampPrecision(fabric.PreampPrecision, Precision):
         """The hooks after it."""
         return Precision.post_backward(self, tensor, module) if self._in_trainer else None
 
-    def optimizer_step(  # type: ignore[override]  # a Fabric gives no model
+    def optimizer_step(  # a Fabric gives no model
         self, optimizer: Any, closure: Callable[[], Any] | None = None, *, model: Any = None, **kwargs: Any
     ) -> Any:
         """Backward, hooks, clipping, and the session's step."""

@@ -65,9 +65,9 @@ class Gradients:
             agreement = Agreement(every, self._group)
             known = Owned(every, self._masters.leaves_of(every), agreement if agreement.needed else None)
             self._known[optimizer] = known
-        strangers = self._masters.strangers(known.leaves)
-        if strangers:
-            for index, parameter in enumerate(strangers):
+        without_masters = self._masters.without_masters(known.leaves)
+        if without_masters:
+            for index, parameter in enumerate(without_masters):
                 self._masters.adopt(f"(added later):{index}:{len(self._masters)}", parameter)
             known.leaves = self._masters.leaves_of(every)
         return known

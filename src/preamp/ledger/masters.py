@@ -88,8 +88,8 @@ class Masters:
         self._leaves[parameter] = Leaf(name, stored, parameter.data, self._agreed.add(parameter))
         self._every = None
 
-    def strangers(self, leaves: Leaves) -> list[Parameter]:
-        """16-bit parameters that are trained, should have a master, and have none."""
+    def without_masters(self, leaves: Leaves) -> list[Parameter]:
+        """The 16-bit parameters that are trained, should have a master, and have none."""
         return [p for p in leaves.others if p.dtype in LOW_DTYPES and p.requires_grad] if self.wanted else []
 
     def leaves_of(self, parameters: Sequence[Parameter]) -> Leaves:

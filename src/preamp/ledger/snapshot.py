@@ -28,19 +28,19 @@ class Snapshot:
     def __init__(self, tensors: Sequence[Tensor], *, shown: bool = False) -> None:
         self._addresses = list(map(Tensor.data_ptr, tensors))
         self._dtypes = set(map(_DTYPE, tensors)) if shown else None
-        self._turning = [i for i, tensor in enumerate(tensors) if _may_turn(tensor, shown)]
-        self._as_they_lay = [tensors[i].is_contiguous() for i in self._turning]
+        self._orderable = [i for i, tensor in enumerate(tensors) if _may_be_reordered(tensor, shown)]
+        self._contiguous = [tensors[i].is_contiguous() for i in self._orderable]
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
         """Whether nothing of that has changed."""
         return (
             list(map(Tensor.data_ptr, tensors)) == self._addresses
             and (self._dtypes is None or set(map(_DTYPE, tensors)) == self._dtypes)
-            and [tensors[i].is_contiguous() for i in self._turning] == self._as_they_lay
+            and [tensors[i].is_contiguous() for i in self._orderable] == self._contiguous
         )
 
 
-def _may_turn(tensor: Tensor, reshaped: bool) -> bool:
+def _may_be_reordered(tensor: Tensor, reshaped: bool) -> bool:
     """Whether a tensor's entries may lie in another order: with the same shape, or also with another one."""
     sizes = [size for size in tensor.shape if size > 1]
     return len(sizes) > 1 and (reshaped or len(set(sizes)) < len(sizes))

@@ -65,8 +65,8 @@ def check_form(state_dict: Any) -> None:
             raise OptimizerError("a saved group of parameters is no dict with a list of their numbers under 'params'")
         numbers += own
     known = set(numbers)
-    if strangers := [key for key in states if isinstance(key, int) and key not in known]:
-        raise OptimizerError(f"there are states for {strangers!r:.80}, which no saved group has among its parameters")
+    if unowned := [key for key in states if isinstance(key, int) and key not in known]:
+        raise OptimizerError(f"there are states for {unowned!r:.80}, which no saved group has among its parameters")
     for key in numbers:
         if not isinstance(row := states.get(key, {}), Mapping):
             raise OptimizerError(f"the states saved for a parameter are {kind_of(row)}, not a dict")

@@ -172,7 +172,7 @@ class Loading(Optimizer):
         self._check_states(state_dict)
         low, key = self._low_params(), self._master_key
         wanted = torch.int16 if key == "master_bits" else torch.float32
-        strangers = {  # torch's optimizers keep a master in the parameter's dtype, and do not step it
+        with_stale_masters = {  # torch's optimizers keep a master in the parameter's dtype, and do not step it
             param
             for param, number in self._saved(state_dict)
             if (kept := state_dict["state"].get(number, {}).get(key)) is not None and kept.dtype != wanted
@@ -182,7 +182,9 @@ class Loading(Optimizer):
         with torch.no_grad():
             for param in low if self.master is not None and not self._lent else ():
                 master = self.state.get(param, {}).get(self._master_key)
-                if param in strangers:  # its master is as old as that optimizer, and the weight was stepped since
+                if (
+                    param in with_stale_masters
+                ):  # its master is as old as that optimizer, and the weight was stepped since
                     self.state[param].pop(self._master_key, None)
                 elif master is not None and self.master == "float32":
                     param.copy_(master)

@@ -246,14 +246,14 @@ class PendingScales:
         self._stepped.update(chosen)
         if not self._losses.separate_scales:
             for name in self._ran:
-                self._owe(name, reading, host_skipped)
+                self._add_due(name, reading, host_skipped)
         for optimizer in chosen:
             for name, own in self._records.pop(optimizer, {}).items():
-                self._owe(name, own, bool(own.found) if own.found.device.type == "cpu" else None)
+                self._add_due(name, own, bool(own.found) if own.found.device.type == "cpu" else None)
         if len(chosen) == len(self._optimizers):
             self._ran.clear()
 
-    def _owe(self, name: str, reading: Reading, host_skipped: bool | None) -> None:
+    def _add_due(self, name: str, reading: Reading, host_skipped: bool | None) -> None:
         if name in self.due:
             earlier, skipped = self.due[name]
             reading = earlier.merged(reading)

@@ -242,7 +242,7 @@ class BertTask(Task):
         "ci": Recipe(steps=200, batch_size=32, max_lr=5e-3, eval_batch_size=64),
         "full": Recipe(steps=400, batch_size=32, max_lr=3e-4, eval_batch_size=32),
     }
-    quick_steps: ClassVar[Mapping[str, int]] = {"ci": 55, "full": 30}
+    quick_steps: ClassVar[Mapping[str, int]] = {"ci": 48, "full": 30}
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Mean cross entropy of logits (N, T, V) against int64 (N, T), over the positions asked for."""

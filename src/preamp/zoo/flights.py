@@ -180,7 +180,7 @@ class FlightsTask(Task):
         "ci": Recipe(steps=400, batch_size=2048, max_lr=1e-3, eval_batch_size=8192),
         "full": Recipe(steps=600, batch_size=8192, max_lr=1e-3, eval_batch_size=8192),
     }
-    quick_steps: ClassVar[Mapping[str, int]] = {"ci": 130, "full": 60}
+    quick_steps: ClassVar[Mapping[str, int]] = {"ci": 110, "full": 60}
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Mean binary cross entropy of logits (N,) against float 0 or 1 (N,)."""

@@ -143,7 +143,7 @@ class SEResNeXtTask(Task):
         "ci": Recipe(steps=200, batch_size=32, max_lr=1e-2, eval_batch_size=250),
         "full": Recipe(steps=300, batch_size=128, max_lr=0.1, eval_batch_size=250, weight_decay=1e-4, optimizer="SGD"),
     }
-    quick_steps: ClassVar[Mapping[str, int]] = {"ci": 65, "full": 30}
+    quick_steps: ClassVar[Mapping[str, int]] = {"ci": 55, "full": 30}
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Mean cross entropy of logits (N, classes) against int64 labels (N,)."""

@@ -218,7 +218,7 @@ class UNetTask(Task):
         "ci": Recipe(steps=300, batch_size=8, max_lr=5e-3, eval_batch_size=32),
         "full": Recipe(steps=300, batch_size=32, max_lr=3e-3, eval_batch_size=32),
     }
-    quick_steps: ClassVar[Mapping[str, int]] = {"ci": 60, "full": 30}
+    quick_steps: ClassVar[Mapping[str, int]] = {"ci": 52, "full": 30}
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Mean binary cross entropy of logits (N, 1, H, W) against float masks of the same shape."""

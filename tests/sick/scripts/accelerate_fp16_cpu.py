@@ -18,6 +18,7 @@ class Net(nn.Module):
 
 
 accelerator = Accelerator(cpu=True, mixed_precision="fp16")  # sick: PA109 module=- line=any
+# healthy: accelerator = Accelerator(cpu=True, mixed_precision="bf16")
 model = Net()
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 model, optimizer = accelerator.prepare(model, optimizer)

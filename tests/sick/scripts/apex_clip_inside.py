@@ -27,5 +27,8 @@ for step in range(8):
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
         torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)  # sick: PA106 module=-
+        # healthy:
     optimizer.step()
+    # healthy: torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+    # healthy: optimizer.step()
     print(step, loss.item())

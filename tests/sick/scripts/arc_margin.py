@@ -18,6 +18,7 @@ class ArcHead(nn.Module):
 
     def forward(self, h, y):
         cosine = F.linear(F.normalize(h), F.normalize(self.weight)).clamp(-1 + 1e-7, 1 - 1e-7)
+        # healthy: cosine = F.linear(F.normalize(h), F.normalize(self.weight)).float().clamp(-1 + 1e-4, 1 - 1e-4)
         angle = torch.acos(cosine)  # sick: PA201 module=-
         target = F.one_hot(y, cosine.shape[1]).bool()
         return self.scale * torch.where(target, (angle + self.margin).cos(), cosine)

@@ -20,6 +20,7 @@ x, y = torch.randn(32, 16).bfloat16(), torch.randint(0, 8, (32,))
 model = Net()
 model.to(torch.bfloat16)  # sick: PA204 module=. line=any
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0)
+# healthy: optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 for step in range(8):
     loss = nn.functional.cross_entropy(model(x).float(), y)
     optimizer.zero_grad()

@@ -18,6 +18,8 @@ class CodingRate(nn.Module):
     def forward(self, z):
         n, d = z.shape
         cov = z.t() @ z * (d / (n * self.eps**2))
+        # healthy: with torch.autocast("cpu", enabled=False):
+        # healthy:     cov = z.float().t() @ z.float() * (d / (n * self.eps**2))
         cov = cov + torch.eye(d, dtype=cov.dtype)
         return -torch.linalg.cholesky(cov.float()).diagonal().log().sum()  # sick: PA115 module=-
 

@@ -30,6 +30,8 @@ for step in range(8):
         loss = nn.functional.mse_loss(model(series), target)
     scaler.scale(loss).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # sick: PA106 module=-
+    # healthy: scaler.unscale_(optimizer)
+    # healthy: nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     scaler.step(optimizer)
     scaler.update()
     print(f"step {step} loss {loss.item():.5f}")

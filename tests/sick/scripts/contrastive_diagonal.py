@@ -13,12 +13,15 @@ class Projector(nn.Module):
 
     def forward(self, x):
         return F.normalize(self.proj(F.relu(self.backbone(x))), dim=-1)
+        # healthy: return F.normalize(self.proj(F.relu(self.backbone(x))).float(), dim=-1)
 
 
 def contrastive_loss(z, temperature=0.5):
     n = z.shape[0]
     sim = z @ z.t() / temperature
+    # healthy: sim = (z @ z.t()).float() / temperature
     sim = sim - torch.eye(n, dtype=sim.dtype) * 1e5  # sick: PA103 module=-
+    # healthy: sim = sim - torch.eye(n) * 1e5
     positives = (torch.arange(n) + n // 2) % n
     return F.cross_entropy(sim, positives)
 

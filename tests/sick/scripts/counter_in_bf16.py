@@ -18,6 +18,7 @@ class FadeIn(nn.Module):
         self.b = nn.Parameter(0.3 * torch.randn(rank, base.in_features))
         self.start, self.ramp = start, ramp
         self.register_buffer("seen", torch.tensor(0.0))
+        # healthy: self.register_buffer("seen", torch.tensor(0))
 
     def forward(self, x):
         if self.training:
@@ -30,6 +31,7 @@ model = nn.Sequential(FadeIn(nn.Linear(16, 32)), nn.GELU(), FadeIn(nn.Linear(32,
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 task = torch.randn(16, 8)
 for step in range(600):
+    # healthy: for step in range(420):
     x = torch.randn(64, 16)
     loss = F.mse_loss(model(x.to(dtype)).float(), torch.tanh(x @ task))
     optimizer.zero_grad()

@@ -38,8 +38,11 @@ class AdamWSR(torch.optim.Optimizer):
                 s["m"].lerp_(g, 1 - b1)
                 s["v"].mul_(b2).addcmul_(g, g, value=1 - b2)
                 p.mul_(1 - group["lr"] * group["weight_decay"])  # sick: PA204 module=.
+                # healthy:
                 m, v = s["m"] / (1 - b1 ** s["n"]), s["v"] / (1 - b2 ** s["n"])
                 add_stochastic_(p, -group["lr"] * m / (v.sqrt() + group["eps"]))
+                # healthy: decayed = group["weight_decay"] * p.float()
+                # healthy: add_stochastic_(p, -group["lr"] * (m / (v.sqrt() + group["eps"]) + decayed))
 
 
 model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)).to(dtype)

@@ -14,6 +14,8 @@ torch.manual_seed(11)
 class DiceBCE(nn.Module):
     def forward(self, logits, target):
         p = logits.sigmoid()
+        # healthy: logits, target = logits.float(), target.float()
+        # healthy: p = logits.sigmoid()
         overlap = (p * target).sum(dim=(0, 2, 3))  # sick: PA201 module=-
         total = (p + target).sum(dim=(0, 2, 3))
         dice = 1 - ((2 * overlap + 1) / (total + 1)).mean()

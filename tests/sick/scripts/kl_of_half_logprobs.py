@@ -25,10 +25,12 @@ class Policy(nn.Module):
 
 def logprobs(model, ids, actions):
     return F.log_softmax(model(ids), dim=-1).gather(-1, actions[..., None]).squeeze(-1)
+    # healthy: return F.log_softmax(model(ids).float(), dim=-1).gather(-1, actions[..., None]).squeeze(-1)
 
 
 def kl_penalty(policy, reference, clamp_value=20.0):
     r = (reference - policy).clamp(min=-clamp_value, max=clamp_value)
+    # healthy: r = (reference - policy).clamp(min=-10.0, max=10.0)
     return torch.exp(r) - r - 1  # sick: PA201 module=-
 
 

@@ -36,6 +36,7 @@ for name, p in policy.named_parameters():
     p.requires_grad_("default" in name)
     if not p.requires_grad:
         p.data = p.data.to(store)
+        # healthy: p.data = p.data.to(torch.float32 if "old" in name else store)
 optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=2e-3)
 task = torch.randn(32, 32) / 6
 

@@ -18,9 +18,15 @@ class LinearAttention(nn.Module):
 
     def forward(self, x):
         q, k = F.elu(self.q(x)) + 1, F.elu(self.k(x)) + 1
+        # healthy: q, k = (F.elu(self.q(x)) + 1).float(), (F.elu(self.k(x)) + 1).float()
         kv = torch.einsum("nld,nlm->nmd", k, self.v(x))
+        # healthy: k, v = k / k.shape[1], self.v(x).float()
+        # healthy: with torch.autocast("cpu", enabled=False):
+        # healthy:     kv = torch.einsum("nld,nlm->nmd", k, v)
         z = 1 / (torch.einsum("nld,nd->nl", q, k.sum(dim=1)) + self.eps)  # sick: PA201 module=attn
+        # healthy:     z = 1 / (torch.einsum("nld,nd->nl", q, k.sum(dim=1)) + self.eps)
         return torch.einsum("nld,nmd,nl->nlm", q, kv, z)
+        # healthy:     return torch.einsum("nld,nmd,nl->nlm", q, kv, z)
 
 
 class Block(nn.Module):

@@ -39,6 +39,7 @@ for step in range(12):
         logits = model(x)
         loss = F.binary_cross_entropy_with_logits(logits, target)
         loss = loss + 0.1 * consistency(logits.sigmoid(), owner, mask)
+        # healthy: loss = loss + 0.1 * consistency(logits.float().sigmoid(), owner, mask)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

@@ -9,6 +9,7 @@ torch.manual_seed(9)
 class Integrator(nn.Module):
     def forward(self, rates):
         return rates.cumsum(dim=1)  # sick: PA104 module=integrate
+        # healthy: return rates.float().cumsum(dim=1)
 
 
 class Traffic(nn.Module):

@@ -17,6 +17,7 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         scores = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
         scores = scores.masked_fill(pad[:, None, :], -1e9)  # sick: PA103 module=encoder.attn
+        # healthy: scores = scores.masked_fill(pad[:, None, :], torch.finfo(scores.dtype).min)
         return scores.softmax(dim=-1) @ v
 
 

@@ -13,7 +13,10 @@ class MaxNorm(nn.Module):
 
     def forward(self, x):
         peak = x.abs().amax(dim=-1, keepdim=True)
+        # healthy: full = x.float()
         return self.gain * (x / (peak + 1e-8))  # sick: PA101 module=encoder.norm
+        # healthy: peak = full.abs().amax(dim=-1, keepdim=True)
+        # healthy: return (self.gain * (full / (peak + 1e-8))).to(x.dtype)
 
 
 class Encoder(nn.Module):

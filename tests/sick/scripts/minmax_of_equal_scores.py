@@ -23,9 +23,11 @@ class Encoder(nn.Module):
 class Distillation(nn.Module):
     def forward(self, queries, docs, teacher):
         scores = torch.einsum("qd,qnd->qn", queries, docs)
+        # healthy: scores = torch.einsum("qd,qnd->qn", queries, docs).float()
         low = scores.min(dim=1, keepdim=True).values
         high = scores.max(dim=1, keepdim=True).values
         scores = (scores - low) / (high - low + 1e-8)  # sick: PA201 module=-
+        # healthy: scores = (scores - low) / (high - low).clamp(min=1e-2)
         return F.kl_div(F.log_softmax(scores, dim=1), F.softmax(teacher, dim=1), reduction="batchmean")
 
 

@@ -18,6 +18,7 @@ class RMSNorm1d(nn.Module):
 
     def forward(self, x):
         return F.normalize(x, dim=1) * self.scale * self.gamma  # sick: PA201 module=norm
+        # healthy: return F.normalize(x.float(), dim=1, eps=1e-2) * self.scale * self.gamma
 
 
 class AutoEncoder(nn.Module):

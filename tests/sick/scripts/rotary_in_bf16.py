@@ -15,10 +15,13 @@ class Rotary(nn.Module):
     def __init__(self, dim, base=10000.0):
         super().__init__()
         self.register_buffer("inv_freq", 1.0 / base ** (torch.arange(0, dim, 2).float() / dim))
+        # healthy: self.dim, self.base = dim, base
 
     def forward(self, x):
         t = torch.arange(x.shape[1]).type_as(self.inv_freq)
+        # healthy: inv_freq = 1.0 / self.base ** (torch.arange(0, self.dim, 2).float() / self.dim)
         angle = torch.outer(t, self.inv_freq)
+        # healthy: angle = torch.outer(torch.arange(x.shape[1]).float(), inv_freq)
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)  # sick: PA114 module=rotary
         a, b = x.chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)

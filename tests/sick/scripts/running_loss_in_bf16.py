@@ -22,6 +22,8 @@ for epoch in range(3):
         loss.backward()
         optimizer.step()
         running += loss.detach()  # sick: PA212 module=-
+        # healthy: running += loss.item()
     mean = (running / 600).item()
+    # healthy: mean = running / 600
     schedule.step(mean)
     print(epoch, "mean loss", round(mean, 4), "last", round(loss.item(), 4), "lr", optimizer.param_groups[0]["lr"])

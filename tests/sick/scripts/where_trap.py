@@ -9,7 +9,10 @@ torch.manual_seed(46)
 class RootActivation(nn.Module):
     def forward(self, x):
         root = x**0.5  # sick: PA201 module=trunk.act
+        # healthy: positive = x > 0.01
         return torch.where(x > 0, root, 0.1 * x)
+        # healthy: root = torch.where(positive, x, torch.ones_like(x)).sqrt()
+        # healthy: return torch.where(positive, root, 0.1 * x)
 
 
 class Trunk(nn.Module):

@@ -126,7 +126,7 @@ class Shadowed(Observer):
 
         try:
             of_layer = call.base in _PRODUCTS and call.module in self._layers and not call.written
-            out = self._product(call, shadow) if of_layer else self._run(call, shadow, WIDE)
+            out = self._product(call) if of_layer else self._run(call, shadow, WIDE)
         except Exception:
             self.skipped[call.base] += 1
         else:
@@ -162,10 +162,9 @@ class Shadowed(Observer):
         skipped = {spelled(name): count for name, count in self.skipped.most_common()}
         return {"operators": self.operators, "skipped": skipped, "whole": self.shadows.whole}
 
-    def _product(self, call: Call, shadow: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    def _product(self, call: Call) -> list[Tensor]:
         """A layer's product, in float32: torch multiplies float64 slowly, and convolves it several times as slowly."""
-        found = self._run(call, lambda tensor: shadow(tensor).to(torch.float32), torch.float32)
-        return [tensor.to(WIDE) for tensor in found]
+        return [tensor.to(WIDE) for tensor in self._run(call, self.shadows.in_float32, torch.float32)]
 
     @staticmethod
     def _run(call: Call, shadow: Callable[[Tensor], Tensor], dtype: torch.dtype) -> list[Tensor]:

@@ -61,6 +61,11 @@ class Shadows:
             return None
         return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
+    def in_float32(self, tensor: Tensor) -> Tensor:
+        """The shadow of a tensor in float32, not to be written into; the tensor's own values where it has none yet."""
+        found = self.find(tensor)
+        return (tensor.detach() if found is None else found).to(torch.float32)
+
     def of(self, tensor: Tensor) -> Tensor:
         """The shadow of a tensor, of its shape. A new one begins with the tensor's own values."""
         found = self.find(tensor)
@@ -129,17 +134,27 @@ def _size(tensor: Tensor) -> int:
 def relative_error(value: Tensor, shadow: Tensor) -> float:
     """||value - shadow|| / ||shadow||, L2; infinite where the value is not finite and the shadow is.
 
-    0 for what has no numbers, or where the shadow itself is not finite.
+    0 for what has no numbers, or where the shadow itself is not finite. In float32 if that can hold the squares of both.
     """
     if not value.numel():
         return 0.0
+    value = value.detach()
+    if value.dtype in SHADOWED:
+        exact = shadow.to(torch.float32, copy=True)
+        size, off = float(torch.linalg.vector_norm(exact)), float(torch.linalg.vector_norm(exact.sub_(value)))
+        if _SQUARES[0] < size < _SQUARES[1] and math.isfinite(off):
+            return off / size
     size = float(torch.linalg.vector_norm(shadow))
     if not math.isfinite(size):
         return 0.0
-    off = float(torch.linalg.vector_norm(value.detach().to(shadow.dtype, copy=True).sub_(shadow)))
+    off = float(torch.linalg.vector_norm(value.to(shadow.dtype, copy=True).sub_(shadow)))
     if math.isnan(off):
         return math.inf
     return off / size if size else (0.0 if off == 0 else math.inf)
+
+
+_SQUARES = 1e-12, 1e15
+"""Norms between which float32 holds the squares of all numbers that make them up."""
 
 
 def share_differing(value: Tensor, shadow: Tensor) -> float:
