@@ -116,6 +116,8 @@ class Observed(NamedTuple):
     """On those."""
     bounded: Sequence[tuple[Place, str]]
     """Where a hook of the script's bounds the gradient of a parameter, and by which operator."""
+    clipped: Sequence[tuple[Place, str]]
+    """Where the script bounds gradients that are still scaled, or changes them once it has measured them."""
     backward_scale: float
     """On the loss that went back then."""
     writes: Sequence[Place]

@@ -32,6 +32,11 @@ _BOUNDS = frozenset({"clamp", "clamp_min", "clamp_max", "clip", "hardtanh", "tan
 """Operators that mean a size: of a gradient that is too large by a factor they make another one."""
 
 
+_MEASURES = frozenset({"linalg_vector_norm", "norm", "_foreach_norm", "pow", "square", "sum", "max", "amax", "abs"})
+_CHANGES = frozenset({"mul", "div", "copy", "_foreach_mul", "_foreach_div"})
+"""Operators that measure a gradient, and that change one: in place after the others, by what was measured."""
+
+
 class Handled(Observer):
     """What the script does with weights and gradients by operators of its own."""
 
@@ -44,6 +49,9 @@ class Handled(Observer):
         """Storages of gradients that are still scaled."""
         self.reads: list[Place] = []
         """Where the script computed with them."""
+        self._measured: set[int] = set()
+        self.clipped: list[tuple[Place, str]] = []
+        """Where it bounds them, or changes them in place once it has measured them, and by which operator."""
         self.backward_scale = 1.0
         """On the loss that goes back."""
         self.bounded: list[tuple[Place, str]] = []
@@ -59,10 +67,19 @@ class Handled(Observer):
                 self.writes += [(place, self._weights[key_of(t)]) for t in call.written if key_of(t) in self._weights]
             if self.gradients and any(key_of(t) in self.gradients for t in tensors((call.args, call.kwargs))):
                 self.reads.append(place)
+                self._note_changes(call)
         elif self.backward_scale != 1 and place.own is not None and call.base in _BOUNDS:
             node = torch._C._current_autograd_node()
             if node is not None and node.name() == "torch::autograd::AccumulateGrad":
                 self.bounded.append((place, call.base))
+
+    def _note_changes(self, call: Call) -> None:
+        scaled = {key_of(t) for t in tensors((call.args, call.kwargs))} & self.gradients
+        if call.base.removeprefix("_foreach_") in _MEASURES:
+            self._measured |= scaled
+        written = {key_of(t) for t in call.written} & scaled
+        if written and (call.base in _BOUNDS or (call.base in _CHANGES and not written.isdisjoint(self._measured))):
+            self.clipped.append((call.place, call.base))
 
 
 class Look:

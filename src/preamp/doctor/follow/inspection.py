@@ -174,6 +174,8 @@ class Inspection:
         """Gradients have arrived; code that reads them may read scaled ones."""
         if self._look is not None:
             self._dtypes = dtypes_of(self._run.names)  # before an unscaling lets the parameters hold masters
+            with torch.no_grad(), _disable_current_modes():
+                self._look.shadowed.gradients_came(p.grad for p in self._run.names.parameters())
             if self._look.is_whole_in_half:
                 self._compare_gradients(self._look, self._scales.of_backward)
         if self._telemetry is not None:
@@ -189,7 +191,9 @@ class Inspection:
         parameters = self._run.names.parameters()
         given = zip(parameters, [p.grad for p in parameters] if grads is None else grads, strict=True)
         with torch.no_grad(), _disable_current_modes():
-            self._exact |= gradients_beside(given, look.shadowed.shadows, self._run.names, scale)
+            shadowed = look.shadowed
+            excused = {key for key, fact in shadowed.causes.items() if fact.kind != "lost"}
+            self._exact |= gradients_beside(given, shadowed.shadows, self._run.names, scale, excused)
 
     def gradients_are_true(self) -> None:
         """They have been unscaled, or are about to be: code that reads them now reads true gradients."""
@@ -313,6 +317,7 @@ class Inspection:
                 handled.reads,
                 scales.scale or 1.0,
                 handled.bounded,
+                handled.clipped,
                 handled.backward_scale,
                 [place for place, _ in writes],
                 run.names.common(weight for _, weight in writes),

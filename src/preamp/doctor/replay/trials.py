@@ -37,7 +37,7 @@ class Outcome:
     raised: bool
     """Whether it ended by an error."""
     meant: bool
-    """Whether they are in exact arithmetic."""
+    """Whether float32 can hold what they are in exact arithmetic."""
     origin: Origin | None
     """Where something not finite began that reached a loss or a gradient."""
     gradient: float
@@ -98,6 +98,8 @@ class Trials:
                     with stream.paused():
                         origin = trails.origin_of(made)
                     grads = self._back([loss for loss in made if loss.requires_grad], self._seed / without)
+                    with stream.paused():
+                        shadowed.gradients_came(grads)
                 origin = origin or trails.origin_of(grads)
             except Exception:
                 raised = True
@@ -133,7 +135,8 @@ class Trials:
                 continue
             tried += 1
             outcome = self.again(remedy)
-            if self._helps(outcome, fact) and (best is None or outcome.error < best[0] / 2):
+            text = remedy.text(self._device, self._tape.readings)  # once more: a result may have been cast back
+            if text is not None and self._helps(outcome, fact) and (best is None or outcome.error < best[0] / 2):
                 best = outcome.error, f"{_instead_of(remedy, line)}{text}", self._told(outcome, fact)
             if tried >= TRIALS or (best is not None and best[0] < OFF / 2):
                 break
@@ -176,9 +179,11 @@ def _judged(
         finite = not raised and all(bool(t.isfinite().all()) for t in (*losses, *grads))
         finite = finite and (bool(losses) or not shadowed.broke)  # an evaluation
         off, size, meant = 0.0, 0.0, not raised
+        for tensor in (*losses, *grads):
+            shadow = shadowed.shadows.find(tensor)
+            meant = meant and (shadow is None or bool(shadow.to(torch.float32).isfinite().all()))
         for tensor in grads or losses:
             shadow = shadowed.shadows.find(tensor)
-            meant = meant and (shadow is None or bool(shadow.isfinite().all()))
             if shadow is not None and bool(shadow.isfinite().all()):
                 off += float((tensor.detach().double() - shadow).square().sum())
                 size += float(shadow.square().sum())

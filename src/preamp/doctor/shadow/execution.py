@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -64,7 +64,7 @@ class Shadowed(Observer):
 
     def __init__(
         self,
-        found: Callable[[Fact, Call], None],
+        found: Callable[[Fact, Call | None], None],
         limit: float | None = None,
         readings: Readings | None = None,
     ) -> None:
@@ -243,6 +243,22 @@ class Shadowed(Observer):
         if cause is not None and cause in self._small and call.place.direction == "forward":
             self._report(cause, call)
 
+    def gradients_came(self, gradients: Iterable[Tensor | None]) -> None:
+        """Gradients of parameters: if they are off as a whole, what left nearly nothing and leads there is at fault."""
+        off, size, share = 0.0, 0.0, defaultdict[Fact, float](float)
+        for gradient in gradients:
+            shadow = None if gradient is None or not has_shadow(gradient) else self.shadows.find(gradient)
+            if gradient is None or shadow is None or not bool(shadow.isfinite().all()):
+                continue
+            wrong = float((gradient.detach().to(WIDE) - shadow).square().sum())
+            off, size = off + wrong, size + float(shadow.square().sum())
+            cause = self.causes.get(key_of(gradient))
+            if cause is not None:
+                share[cause] += wrong
+        for cause, wrong in share.items() if off >= OFF**2 * size else ():
+            if cause in self._small and wrong >= off / 2:
+                self._report(cause, None)
+
     def _fact(self, kind: Kind, call: Call, out: Tensor, error: float, off: float, read: list[Tensor]) -> Fact:
         largest = max((float(t.detach().abs().max()) for t in read if t.numel()), default=0.0)
         dtype = out.dtype if out.is_floating_point() else read[0].dtype
@@ -270,7 +286,7 @@ class Shadowed(Observer):
             if cause is not None and cause.kind == "not finite" and not bool(tensor.isfinite()):
                 self.read_out.setdefault(cause)
 
-    def _report(self, fact: Fact, call: Call) -> None:
+    def _report(self, fact: Fact, call: Call | None) -> None:
         """Hand a fact on, once for each place."""
         key = (fact.kind, fact.op, fact.place.file, fact.place.line, fact.place.module, fact.place.direction)
         if key not in self._reported:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ...tree import map_tensors, tensors
 from ..operators import base_of
 from ..places import Place, Places, walk
 from ..records import Line
-from .source import Reading, in_float32, statement_at
+from .source import Reading, cast_back, in_float32, statement_at
 
 _CASTS = frozenset({"to", "half", "bfloat16", "float", "double", "type", "__get__", "__set__", "__set_item__"})
 """Functions that say a dtype, or ask for one: they mean it."""
@@ -36,6 +36,8 @@ class Remedy:
     """In place of lines: all that runs in this module."""
     everything: bool = False
     """In place of lines: all that runs. This is a question, and nothing to paste."""
+    back: list[torch.dtype] = field(default_factory=list, compare=False)
+    """What a result had to be cast back to, as it was done again: operators with 16-bit weights came next."""
 
     def constant(self, value: Any) -> Any:
         """What stands in place of a number."""
@@ -63,6 +65,8 @@ class Remedy:
             if statement is None or statement.goes_back or reading is None or reading.calls_module:
                 return None
             text = in_float32(statement, reading, dict(self.constants) if line == self.lines[0] else {})
+            if text is not None and self.back and line == self.lines[0]:
+                text = cast_back(statement, text, self.back[0])
             if text is None:
                 return None
             parts.append(text)
@@ -104,15 +108,31 @@ class Applied(TorchFunctionMode):
     def __init__(self, remedy: Remedy, module: Callable[[], str | None]) -> None:
         super().__init__()
         self._remedy, self._module = remedy, module
+        self._made: dict[int, Tensor] = {}
+        """Results of what the remedy is about, which are float32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         in_place = name.endswith("_") and not name.endswith("__")
         if name in _CASTS or in_place or not self._remedy.covers(walk(None).source, self._module()):
-            return func(*args, **kwargs)
+            return self._beside(func, args, kwargs)
         args, kwargs = self._given(func, args, kwargs)
         with no_autocast():
+            made = func(*args, **kwargs)
+        self._made.update({id(each): each for each in tensors(made)})
+        return made
+
+    def _beside(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run what the remedy is not about; its result, where that meets 16-bit weights, as it would have been."""
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            low = _low_of((args, kwargs))
+            if low not in LOW_DTYPES or not any(id(t) in self._made for t in tensors((args, kwargs))):
+                raise
+            self._remedy.back[:] = [low]
+            args, kwargs = map_tensors(lambda t: t.to(low) if id(t) in self._made else t, (args, kwargs))
             return func(*args, **kwargs)
 
     def _given(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:

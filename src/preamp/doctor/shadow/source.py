@@ -198,6 +198,14 @@ def in_float32(statement: Statement, reading: Reading, constants: Mapping[float,
     return text
 
 
+def cast_back(statement: Statement, text: str, dtype: torch.dtype) -> str | None:
+    """The text of a statement with its value cast to a dtype; None where it has none."""
+    begin, sep, value = text.partition("return " if isinstance(statement.node, ast.Return) else " = ")
+    if not isinstance(statement.node, (ast.Return, ast.Assign)) or not sep:
+        return None
+    return f"{begin}{sep}({value}).to({dtype})"
+
+
 def _with_default(text: str, old: float, new: float) -> str | None:
     """The text with another epsilon in the call of torch's of which it is the default; None where there is none."""
     for call in ast.walk(

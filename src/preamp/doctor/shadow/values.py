@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -134,7 +134,7 @@ def _size(tensor: Tensor) -> int:
 def relative_error(value: Tensor, shadow: Tensor) -> float:
     """||value - shadow|| / ||shadow||, L2; infinite where the value is not finite and the shadow is.
 
-    0 for what has no numbers, or where the shadow itself is not finite. In float32 if that can hold the squares of both.
+    0 for what has no numbers, or where the shadow itself is not finite. In float32 where that holds the squares.
     """
     if not value.numel():
         return 0.0
@@ -171,12 +171,13 @@ def share_lost(value: Tensor, shadow: Tensor) -> float:
 
 
 def gradients_beside(
-    given: Iterable[tuple[Tensor, Tensor | None]], shadows: Shadows, names: Names, scale: float
+    given: Iterable[tuple[Tensor, Tensor | None]], shadows: Shadows, names: Names, scale: float, excused: Container[int]
 ) -> dict[int, GradientSpread]:
     """Each parameter's gradient against what exact arithmetic gives, by the parameter's id; `scale`: on all of them.
 
     What is zero in float16 may have been zero before; only its shadow shows that. One that was computed while nothing
-    was followed has none, and is left out.
+    was followed has none, and is left out. `excused`: storages whose error has another cause. What is flushed makes a
+    gradient shorter, so that one that is too long is off for another reason, too.
     """
     found = {}
     for parameter, grad in given:
@@ -188,6 +189,10 @@ def gradients_beside(
             continue
         spread, vector = spread_of(exact / scale), grad.dim() < 2
         lost, off = share_lost(came, exact), relative_error(came, exact)
+        if key_of(came) in excused:
+            lost = off = 0.0
+        elif float(torch.linalg.vector_norm(came.to(WIDE))) > float(torch.linalg.vector_norm(exact)):
+            off = 0.0
         found[id(parameter)] = GradientSpread(*names.parameter(parameter), spread, vector, lost, off)
     return found
 
