@@ -72,7 +72,7 @@ def test_attributes_after_a_bare_import(tmp_path: Path, first: str) -> None:
         import importlib, pkgutil
         from operator import attrgetter
         names = (
-            "amp.scaler amp.compat amp.rnn_compat amp.lists.torch_overrides parallel.multiproc mlp.mlp"
+            "amp.scaler amp.compat amp.rnn_compat amp.lists.torch_overrides parallel.distributed mlp.mlp"
             " contrib.optimizers.fp16_optimizer contrib.optimizers.fused_sgd multi_tensor_apply.multi_tensor_apply"
             " parallel.optimized_sync_batchnorm contrib.xentropy.softmax_xentropy fused_dense.fused_dense"
         )
@@ -81,7 +81,8 @@ def test_attributes_after_a_bare_import(tmp_path: Path, first: str) -> None:
         for package in (apex, apex.amp, apex.contrib, apex.contrib.optimizers, apex.parallel, apex.optimizers):
             assert not any(hasattr(package, name) for name in ("nothing", "__wrapped__", "RNN", "fmha", "_ipython_"))
             for each in pkgutil.iter_modules(package.__path__):
-                assert hasattr(package, each.name), each
+                compiled = each.name.startswith("_fused")  # which scripts know by another name
+                assert hasattr(package, each.name) or compiled or each.name == "multiproc", each
         print(len(found))
     """, tmp_path)  # fmt: skip
     assert out == "12\n"
