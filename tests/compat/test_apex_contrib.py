@@ -29,8 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::preamp.compat.apex.DeprecatedFe
 
 OPERATORS = {
     "FusedAdam": ("multi_tensor_adam",), "FusedLAMB": ("multi_tensor_l2norm", "multi_tensor_lamb"),
-    "FusedSGD": ("multi_tensor_sgd",), "FusedNovoGrad": ("multi_tensor_novograd",),
-    "FusedAdagrad": ("multi_tensor_adagrad",), "FusedMixedPrecisionLamb": ("multi_tensor_l2norm",),
+    "FusedSGD": ("multi_tensor_sgd",), "FusedMixedPrecisionLamb": ("multi_tensor_l2norm",),
 }  # fmt: skip
 
 

@@ -115,7 +115,7 @@ def test_masters_of_an_adam_with_master_weights() -> None:
     run(optimizer, twins, range(20, 25))
     for p, q in zip(params, twins, strict=True):
         assert torch.equal(p, q), "the weights come with the masters"
-        torch.testing.assert_close(optimizer.state[q]["master"], before.state[p]["master_param"])
+        torch.testing.assert_close(optimizer.state[q]["master"], before.state[p]["master"])
 
 
 @pytest.mark.parametrize(
