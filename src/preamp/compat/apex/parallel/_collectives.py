@@ -41,8 +41,8 @@ def require_group(what: str) -> None:
 def own_group() -> Group:
     """A new group over all ranks, with the default group's backend and timeout. Every rank has to call this.
 
-    A rank whose backward raised reduces gradients later than the others. In the default group that would be taken for
-    a collective of SyncBatchNorm, of a second wrapped model or of the script, which torch matches by order alone.
+    Backward may reduce in another order than other ranks do. In the default group that would be taken for a collective
+    of SyncBatchNorm, of a second wrapped model or of the script, which torch matches by order alone.
     """
     return dist.new_group(timeout=default_timeout())
 
@@ -96,14 +96,12 @@ class Reduction:
     retain: bool = False
 
     @torch.no_grad()
-    def __call__(
-        self, parameters: Sequence[Tensor], fresh: Sequence[bool], group: Group, keep: bool = True
-    ) -> list[Tensor]:
+    def __call__(self, parameters: Sequence[Tensor], fresh: Sequence[bool], group: Group) -> list[Tensor]:
         """Reduce `.grad` of the parameters for which any rank says `fresh`, one message per dtype and device.
 
         Every rank has to call this with the same parameters. One that has no gradient sends zeros and receives the
-        average; a parameter that is fresh nowhere keeps its `.grad`, None included. Without `keep` nothing is written.
-        Returns the reduced flat buffers. The ranks first tell each other what is fresh, for which the host waits.
+        average; a parameter that is fresh nowhere keeps its `.grad`, None included. Returns the reduced flat buffers.
+        The ranks first tell each other what is fresh, for which the host waits.
         """
         if not parameters:
             return []
@@ -113,9 +111,9 @@ class Reduction:
         for parameter, vote in zip(parameters, votes.tolist(), strict=True):
             if vote:
                 alike.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-        return [self._reduce(members, group, keep) for members in alike.values()]
+        return [self._reduce(members, group) for members in alike.values()]
 
-    def _reduce(self, parameters: Sequence[Tensor], group: Group, keep: bool) -> Tensor:
+    def _reduce(self, parameters: Sequence[Tensor], group: Group) -> Tensor:
         dtype = torch.float32 if self.always_fp32 and parameters[0].dtype in LOW_DTYPES else parameters[0].dtype
         buffer = flatten([(torch.zeros_like(p) if p.grad is None else p.grad).to(dtype) for p in parameters])
         if self.predivide != 1.0:
@@ -124,14 +122,13 @@ class Reduction:
         world = dist.get_world_size(group)
         if self.average and self.predivide != world:
             buffer.mul_(self.predivide / world)
-        if keep:
-            pieces = unflatten(buffer, parameters)
-            for parameter, piece in zip(parameters, pieces, strict=True):
-                if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter, requires_grad=False)
-                if self.retain and piece.dtype == parameter.dtype and parameter.is_contiguous():
-                    parameter.grad.data = piece  # the same gradient object, as whoever holds it expects
-            torch._foreach_copy_([p.grad for p in parameters if p.grad is not None], pieces)
+        pieces = unflatten(buffer, parameters)
+        for parameter, piece in zip(parameters, pieces, strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter, requires_grad=False)
+            if self.retain and piece.dtype == parameter.dtype and parameter.is_contiguous():
+                parameter.grad.data = piece  # the same gradient object, as whoever holds it expects
+        torch._foreach_copy_([p.grad for p in parameters if p.grad is not None], pieces)
         return buffer
 
 

@@ -82,8 +82,8 @@ class DistributedDataParallel(nn.Module):
     Gradients are sent when backward is over, in one message per dtype: nothing overlaps with backward, for which there
     is torch's wrapper. Any number of forwards and backwards may come before a step; parameters may be frozen and
     thawed; and they may stay unused, on all ranks or on some: such a rank counts as zero, and where no rank used a
-    parameter its `.grad` stays as it is. What cannot work is a rank that runs no backward while the others do: they
-    wait until the process group's timeout.
+    parameter its `.grad` stays as it is. What cannot work is a rank that runs no backward, or one that raises or fills
+    no gradient at all, while the others do: they wait until the process group's timeout.
 
     `retain_allreduce_buffers`: keep the reduced flat buffers in `allreduce_buffers`, with `.grad` as views of
     them. `allreduce_always_fp32`: sum float16 and bfloat16 gradients in float32. `gradient_predivide_factor` f:
@@ -155,21 +155,19 @@ class DistributedDataParallel(nn.Module):
         self._fresh: dict[int, Tensor] = {}
         """By id, parameters with gradients that the other ranks have not seen."""
         self._is_expected = False
-        """Whether a backward that fills gradients has reached the model, so that the other ranks count on this one."""
+        """Whether gradients have arrived in a backward that ends with a reduction."""
         self._callback: Callable[[], Any] = lambda: None
         """A weak reference to what that backward calls at its end. The engine forgets it if the backward raises."""
         self._lock = threading.Lock()  # CPU and CUDA parameters get their gradients in different threads
 
-    # -- in forward
-
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's own outputs. With gradients enabled, the ranks get ready for a backward."""
-        if not torch.is_grad_enabled() or not has_group():
-            return self.module(*inputs, **kwargs)
-        self._complete_interrupted()
-        self._hook_parameters()
+        """The module's own outputs. A backward through them ends with a reduction, if it fills gradients."""
         outputs = self.module(*inputs, **kwargs)
-        self._watch(tensors((inputs, kwargs)), tensors(outputs))
+        if torch.is_grad_enabled() and has_group():
+            self._hook_parameters()
+            for output in tensors(outputs):  # so that it is the outermost one that reduces, not a checkpoint's
+                if output.grad_fn is not None:
+                    output.register_hook(lambda _: self._begin())
         return outputs
 
     def _hook_parameters(self) -> None:
@@ -188,26 +186,6 @@ class DistributedDataParallel(nn.Module):
                 self._hooked[parameter] = name
                 parameter.register_post_accumulate_grad_hook(arrived)
 
-    def _watch(self, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
-        """Have a backward that reaches one of the model's `outputs` end with a reduction.
-
-        That is the outermost one even if gradients arrive in nested ones, which reentrant checkpointing runs; and a
-        rank takes part even if none of its parameters was used, as long as its `inputs` need gradients (otherwise
-        there is no backward to take part in).
-        """
-        sources = [torch.autograd.graph.get_gradient_edge(tensor).node for tensor in inputs if tensor.requires_grad]
-
-        def reached(_: Tensor) -> None:  # holds the wrapper: a graph outlives one that was made for a single call
-            trained = next((p for p in self.module.parameters() if p.requires_grad), None)
-            if self._enabled and trained is not None and has_group():
-                self._begin()
-                leaf = torch.autograd.graph.get_gradient_edge(trained).node
-                self._is_expected = self._is_expected or _will_run(leaf) or _fills_grad(sources)
-
-        for output in outputs:
-            if output.grad_fn is not None:
-                output.register_hook(reached)
-
     # -- in backward
 
     def _arrived(self, parameter: Tensor) -> None:
@@ -220,23 +198,13 @@ class DistributedDataParallel(nn.Module):
     def _begin(self) -> None:
         """Have the running backward end with a reduction."""
         with self._lock:
-            if self._callback() is not None:
-                return
-            self._complete_interrupted()
-            callback = partial(self._complete, True)
-            self._callback = weakref.ref(callback)
-            torch.autograd.Variable._execution_engine.queue_callback(callback)
+            if self._callback() is None and has_group():
+                callback = partial(self._complete)
+                self._callback = weakref.ref(callback)
+                torch.autograd.Variable._execution_engine.queue_callback(callback)
 
-    def _complete_interrupted(self) -> None:
-        """Reduce for a backward that raised: the other ranks, if they got through, are waiting for this one.
-
-        What they send is discarded. The gradients of the interrupted backward stay as they are, for zero_grad.
-        """
-        if self._callback() is None:
-            self._complete(keep=False)
-
-    def _complete(self, keep: bool) -> None:
-        """Reduce the gradients of all ranks, if they expect it."""
+    def _complete(self) -> None:
+        """Reduce the gradients of all ranks, if some have arrived."""
         expected, self._is_expected, self._callback = self._is_expected, False, lambda: None
         if not expected:
             return
@@ -246,10 +214,9 @@ class DistributedDataParallel(nn.Module):
             self.gradient_average, float(self.gradient_predivide_factor), self.allreduce_always_fp32,
             self.retain_allreduce_buffers,
         )  # fmt: skip
-        buffers = reduction(parameters, fresh, self._group, keep)
-        if keep:
-            self._fresh.clear()
-            self.allreduce_buffers = buffers if self.retain_allreduce_buffers else []
+        buffers = reduction(parameters, fresh, self._group)
+        self._fresh.clear()
+        self.allreduce_buffers = buffers if self.retain_allreduce_buffers else []
 
     # -- for scripts
 
@@ -275,30 +242,6 @@ class DistributedDataParallel(nn.Module):
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         twin._group = self._group  # same process, same ranks: no need to agree on a new group
         return twin
-
-
-def _fills_grad(nodes: Iterable[Any]) -> bool:
-    """Whether the running backward, which passes through `nodes`, fills `.grad`: torch.autograd.grad does not.
-
-    The first leaf upstream tells: torch.autograd.grad does not execute the nodes that accumulate.
-    """
-    stack, seen = list(nodes), set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            return _will_run(node)
-        stack.extend(before for before, _ in node.next_functions)
-    return False
-
-
-def _will_run(leaf: Any) -> bool:
-    try:
-        return torch._C._will_engine_execute_node(leaf)
-    except RuntimeError:  # torch refuses to answer for a leaf that torch.autograd.grad was asked for
-        return False
 
 
 def _refuse_sparse(name: str, parameter: Tensor) -> None:
