@@ -167,7 +167,7 @@ def test_attributes_state_and_copies(kind: Any) -> None:
     layer = kind(8, eps=1e-3)
     assert layer.normalized_shape == torch.Size([8])
     assert (layer.eps, layer.elementwise_affine) == (1e-3, True)
-    assert repr(layer) == f"{kind.__name__}((8,), eps=0.001, elementwise_affine=True)"
+    assert repr(layer).startswith(f"{kind.__name__}((8,), eps=0.001, elementwise_affine=True")
     names = ["weight", "bias"] if issubclass(kind, FusedLayerNorm) else ["weight"]
     assert list(layer.state_dict()) == names
     randomised(layer)

@@ -191,6 +191,4 @@ def _found(noop_flag: Tensor) -> Tensor:
 
 def __getattr__(name: str) -> NoReturn:
     there = ", ".join(sorted(each for each in globals() if each.startswith("multi_tensor_")))
-    raise AttributeError(
-        f"module 'amp_C' has no attribute {name!r}: preamp's has {there}. Others need NVIDIA's Apex"
-    )
+    raise AttributeError(f"module 'amp_C' has no attribute {name!r}: preamp's has {there}. Others need NVIDIA's Apex")
