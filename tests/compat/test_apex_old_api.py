@@ -126,16 +126,6 @@ def test_a_wrapped_optimizer_of_a_handle_that_is_off() -> None:
     assert torch.equal(model.weight, ONES * 0.75)
 
 
-def test_deactivating_with_a_skip_to_come_warns() -> None:
-    handle: Any = amp.init()
-    model = Weights()
-    wrapped: Any = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), 0.25))
-    with wrapped.scale_loss(model(INF)) as scaled:
-        scaled.backward()
-    with pytest.warns(UserWarning, match="skipped step"):
-        handle._deactivate()
-
-
 def test_a_script_of_the_fastai_kind() -> None:
     """The edit of fastai's loss_batch as it was published: the handle is fetched from the module, opt is a wrapper."""
     amp.init(enabled=True)

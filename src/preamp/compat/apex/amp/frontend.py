@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,26 +23,21 @@ _OPTIONS: dict[str, Any] = {
 
 
 class Properties:
-    """The options in force. Setting one checks that it goes with the others; `options` is the dict of them."""
+    """The options in force, as attributes; `options` is the dict of them."""
 
-    options: dict[str, Any]
-    patch_torch_functions_type: torch.dtype | None
+    patch_torch_functions_type: torch.dtype | None = None
 
     def __init__(self) -> None:
-        self.__dict__["options"] = dict(_OPTIONS)
-        self.__dict__["patch_torch_functions_type"] = None
+        vars(self).update(_OPTIONS)
 
-    def __getattr__(self, name: str) -> Any:
-        options = self.__dict__.get("options", {})
-        if name in options:
-            return options[name]
-        raise AttributeError(f"'Properties' object has no attribute '{name}'")
+    if TYPE_CHECKING:
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.options:
-            self.options[name] = _checked(self, name, value)
-        else:
-            self.__dict__[name] = value
+        def __getattr__(self, name: str) -> Any: ...
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All options but `patch_torch_functions_type`, in the order in which they are printed."""
+        return {name: getattr(self, name) for name in _OPTIONS}
 
 
 _NOT_WHERE_TORCH_IS_PATCHED = {
@@ -84,14 +79,13 @@ def _checked(properties: Properties, name: str, value: Any) -> Any:
 class OptLevel:
     """A row of the table of levels; calling it fills in the options."""
 
-    def __init__(self, name: str, brief: str, more: str, low: torch.dtype | None = None, **options: Any) -> None:
-        self.name, self.brief, self.more, self.low = name, brief, more, low
-        self.options = options
+    def __init__(self, name: str, brief: str, low: torch.dtype | None = None, **options: Any) -> None:
+        self.name, self.brief, self.low, self.options = name, brief, low, options
 
     def __call__(self, properties: Properties) -> Properties:
         """The options of this level, unchecked."""
-        properties.__dict__["options"].update(_OPTIONS, enabled=True, opt_level=self.name, **self.options)
-        properties.__dict__["patch_torch_functions_type"] = self.low
+        vars(properties).update({**_OPTIONS, "enabled": True, "opt_level": self.name, **self.options})
+        properties.patch_torch_functions_type = self.low
         return properties
 
 
@@ -101,31 +95,27 @@ opt_levels = {
     level.name: level
     for level in (
         OptLevel(
-            "O0", "O0:  Pure FP32 training.", "The model is cast to FP32; the baseline for accuracy.",
-            cast_model_type=_FLOAT, master_weights=False, loss_scale=1.0, keep_batchnorm_fp32=None,
+            "O0", "O0:  Pure FP32 training.",
+            cast_model_type=_FLOAT, keep_batchnorm_fp32=None, master_weights=False, loss_scale=1.0,
         ),
         OptLevel(
-            "O1", "O1:  Insert automatic casts around Pytorch functions and Tensor methods.",
-            "The model stays FP32; functions that profit run in FP16, those that need it in FP32.", low=_HALF,
+            "O1", "O1:  Insert automatic casts around Pytorch functions and Tensor methods.", low=_HALF,
             patch_torch_functions=True, loss_scale="dynamic",
         ),
         OptLevel(
             "O2", "O2:  FP16 training with FP32 batchnorm and FP32 master weights.",
-            "The model is cast to FP16 but for batchnorms; the optimizer steps FP32 masters.",
             cast_model_type=_HALF, keep_batchnorm_fp32=True, master_weights=True, loss_scale="dynamic",
         ),
         OptLevel(
-            "O3", "O3:  Pure FP16 training.", "Everything is cast to FP16; the baseline for speed.",
+            "O3", "O3:  Pure FP16 training.",
             cast_model_type=_HALF, keep_batchnorm_fp32=False, master_weights=False, loss_scale=1.0,
         ),
         OptLevel(
             "O4", "O4:  Insert automatic casts around Pytorch functions and Tensor methods (BFLOAT16).",
-            "As O1, in BFLOAT16 and without a loss scale.", low=_BFLOAT16,
-            patch_torch_functions=True, loss_scale=1,
+            low=_BFLOAT16, patch_torch_functions=True, loss_scale=1,
         ),
         OptLevel(
             "O5", "O5:  BFLOAT16 training with FP32 batchnorm and FP32 master weights.",
-            "As O2, in BFLOAT16 and without a loss scale.",
             cast_model_type=_BFLOAT16, patch_torch_functions=None, keep_batchnorm_fp32=True, master_weights=True,
             loss_scale=1,
         ),
@@ -194,7 +184,7 @@ def initialize(
     }
     for name, value in overrides.items():
         if value is not None:
-            setattr(properties, name, value)
+            setattr(properties, name, _checked(properties, name, value))
     if patch_torch_functions_type is not None:
         properties.patch_torch_functions_type = patch_torch_functions_type
     maybe_print("After processing overrides, optimization options are:", True)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._notice import warn
 from .._scaler import LossScaler
 from ._amp_state import _amp_state
 from ._casts import Casts
@@ -84,14 +83,11 @@ class AmpHandle(Casts):
     ) -> None:
         super().__init__(enable_caching, verbose, half_type, takes_cpu)
         self._default_scaler: LossScaler | None = LossScaler(loss_scale)
-        self._all_wrappers: list[OptimWrapper] = []
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, num_loss: int = 1) -> OptimWrapper:
         """An optimizer with a loss scale of its own for each of `num_loss` losses (API of 2018)."""
         self._default_scaler = None  # as it was: one way of scaling or the other
-        wrapper = OptimWrapper(optimizer, self, num_loss)
-        self._all_wrappers.append(wrapper)
-        return wrapper
+        return OptimWrapper(optimizer, self, num_loss)
 
     @contextmanager
     def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
@@ -120,14 +116,6 @@ class AmpHandle(Casts):
                 yield loss.float() * scaler.loss_scale()
         finally:
             self._clear_cache()
-
-    def _deactivate(self) -> None:
-        """Put everything back under the names in torch where it was found. A second call does nothing."""
-        for wrapper in self._all_wrappers:
-            if wrapper._pending():
-                warn("a wrapped optimizer had a skipped step coming when amp was deactivated")
-        self._all_wrappers.clear()
-        super()._deactivate()
 
 
 class NoOpHandle(AmpHandle):

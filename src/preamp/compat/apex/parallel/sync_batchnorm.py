@@ -61,18 +61,21 @@ class SyncBatchNorm(_BatchNorm):
         """relu(batch_norm(input) + z), the ReLU only with `fuse_relu` and `z` only if given.
 
         `input`: floating dtype, (N, C), (N, C, L), (N, C, H, W) or (N, C, D, H, W), or with C last if `channel_last`.
-        `z`: shape of `input`. Returns dtype and shape of `input`; float16 and bfloat16 are computed in float32 and
-        rounded once. ValueError for other shapes.
+        `z`: shape of `input`. Returns dtype and shape of `input`; float16 and bfloat16 are normalised in float32.
+        ValueError for other shapes.
         """
         axis = self._check(input, z)
+        x = input.movedim(axis, 1)
         if not self.training or self._alone():
-            return self._plain(input, z, axis)
-        output: Tensor
-        output, mean, var, count = SyncBatchnormFunction.apply(
-            input, self.weight, self.bias, z, self.eps, axis, self.fuse_relu, self.process_group
-        )
-        self._track(mean, var, count)
-        return output
+            output = self._plain(x)
+        else:
+            output, mean, var, count = SyncBatchnormFunction.apply(
+                x, self.weight, self.bias, self.eps, self.process_group
+            )
+            self._track(mean, var, count)
+        output = output.movedim(1, axis)
+        output = output if z is None else output + z
+        return (output.relu() if self.fuse_relu else output).to(input.dtype)
 
     def _alone(self) -> bool:
         return not has_group() or dist.get_world_size(self.process_group) <= 1
@@ -92,12 +95,11 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"z of shape {tuple(z.shape)} cannot be added to an input of shape {tuple(input.shape)}.")
         return axis
 
-    def _plain(self, input: Tensor, z: Tensor | None, axis: int) -> Tensor:
-        """Torch's batch norm on this rank's batch alone."""
+    def _plain(self, x: Tensor) -> Tensor:
+        """Torch's batch norm on this rank's batch alone, whose channels are along axis 1."""
         learning = self.training and self.track_running_stats
         momentum = self._count_batch() if learning else 0.0
         local = self.training or self.running_mean is None
-        x = input.movedim(axis, 1)
         running = (self.running_mean, self.running_var) if learning or not local else (None, None)
         values: list[Tensor | None] = [*running, self.weight, self.bias]
         # torch takes low inputs with float32 parameters, or all of one dtype; everything else meets in the widest
@@ -110,12 +112,7 @@ class SyncBatchNorm(_BatchNorm):
         for kept, seen in zip(running, values[:2], strict=True):
             if learning and kept is not None and seen is not None and kept is not seen:
                 kept.copy_(seen)
-        output = output.movedim(1, axis)
-        if z is not None:
-            output = output + z
-        if self.fuse_relu:
-            output = output.relu()
-        return output.to(input.dtype)
+        return output
 
     def _count_batch(self) -> float:
         """Count one more batch; the weight of its statistics in the running ones."""
