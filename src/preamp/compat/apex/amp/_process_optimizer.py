@@ -6,10 +6,9 @@ The optimizer steps masters, which have gradients of their own; loops of others 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import wraps
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -259,12 +258,22 @@ class AmpOptimizerState(Masters):
     def load_state_dict(self, inner: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """The optimizer's own; state stays in float32, and masters are taken if there are any."""
         self.lazy_init()
-        self._check_masters(state_dict["param_groups"])
+        groups = state_dict["param_groups"]
+        given = [saved for group in groups for saved in group.get(SAVED, [None] * len(group["params"]))]
+        own = [master for masters in self._masters_by_group() for master in masters]
+        pairs = [(m, s) for m, s in zip(own, given, strict=False) if m is not None and s is not None]
+        for i, (master, saved) in enumerate(pairs):
+            if master.shape != saved.shape:
+                raise ValueError(
+                    f"the saved master weights do not fit this optimizer: parameter {i} has shape {tuple(saved.shape)} "
+                    f"in the checkpoint and {tuple(master.shape)} here. Build model and optimizer as they were when it "
+                    "was saved, at the same opt_level."
+                )
         result = inner(state_dict, *args, **kwargs)
-        for group, masters in zip(self._optimizer.param_groups, self._masters_by_group(), strict=True):
-            for master, saved in zip(masters, group.pop(SAVED, ()), strict=False):
-                if master is not None:
-                    master.copy_(saved)
+        for group in self._optimizer.param_groups:
+            group.pop(SAVED, None)
+        for master, saved in pairs:
+            master.copy_(saved)
         self.masters_to_model()
         return result
 
@@ -272,20 +281,6 @@ class AmpOptimizerState(Masters):
         """In the order of the groups; None for parameters without a master."""
         known = set(map(id, self.all_fp32_from_fp16_params))
         return [[p if id(p) in known else None for p in group["params"]] for group in self._optimizer.param_groups]
-
-    def _check_masters(self, groups: list[dict[str, Any]]) -> None:
-        """ValueError if saved masters are not those of this optimizer's parameters."""
-        if not any(SAVED in group for group in groups):
-            return
-        given = _shapes(group.get(SAVED, [None] * len(group["params"])) for group in groups)
-        own = _shapes(self._masters_by_group())
-        for i, (theirs, mine) in enumerate(zip_longest(given, own)):
-            if theirs != mine:
-                raise ValueError(
-                    f"the saved master weights do not fit this optimizer: parameter {i} has shape {theirs} in the "
-                    f"checkpoint and {mine} here. Build model and optimizer as they were when it was saved, at the "
-                    "same opt_level."
-                )
 
     # -- attaching it
 
@@ -324,10 +319,6 @@ class AmpOptimizerState(Masters):
             undo()
         for name in (*_PLANTED, "_amp_stash"):
             self._optimizer.__dict__.pop(name, None)
-
-
-def _shapes(groups: Iterable[Iterable[Tensor | None]]) -> list[tuple[int, ...] | None]:
-    return [None if master is None else tuple(master.shape) for masters in groups for master in masters]
 
 
 def _process_optimizer(optimizer: Any, properties: Any) -> Any:
