@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from preamp.compat.apex.parallel import LARC
-from preamp.errors import OptimizerError
 
 
 def parameters(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
@@ -111,15 +110,6 @@ def test_weight_decay_comes_back_after_an_error() -> None:
     assert seen == [0.0] and optimizer.param_groups[0]["weight_decay"] == 0.3
     with pytest.raises(TypeError):
         larc.step(lambda: 0.0)
-
-
-def test_sparse_gradients_are_refused_before_anything_changes() -> None:
-    dense, table = nn.Parameter(torch.ones(2)), nn.Embedding(3, 2, sparse=True)
-    larc = LARC(torch.optim.SGD([dense, *table.parameters()], lr=0.1))
-    (table(torch.tensor([1])).sum() + dense.sum()).backward()
-    with pytest.raises(OptimizerError, match="sparse=False"):
-        larc.step()
-    assert dense.grad is not None and dense.grad.eq(1).all()
 
 
 def test_it_stands_in_for_the_optimizer() -> None:

@@ -35,10 +35,6 @@ def test_the_applier() -> None:
     seen = multi_tensor_applier(lambda *a: a, buffer(), [[torch.ones(1)]], 3.0, "x")
     assert seen[0] == 2048 * 32
     assert seen[3:] == (3.0, "x")
-    closed = MultiTensorApply(8)
-    closed.available = False  # type: ignore[misc]
-    with pytest.raises(RuntimeError, match="available"):
-        closed(lambda *a: a, buffer(), [])
 
 
 @dtypes
@@ -95,8 +91,6 @@ def test_axpby_looks_where_it_is_told(check: int, where: int) -> None:
     lists[where][1].view(-1)[3] = float("nan")
     amp_C.multi_tensor_axpby(1, flag, [*lists, full(0.0, torch.float32)], 1.0, 1.0, check)
     assert bool(flag.item()) == (check in (-1, where))
-    with pytest.raises(RuntimeError, match="arg_to_check"):
-        amp_C.multi_tensor_axpby(1, flag, [*lists, lists[0]], 1.0, 1.0, 2)
 
 
 @dtypes
@@ -137,8 +131,6 @@ def test_empty_lists_and_lists_that_do_not_fit() -> None:
         amp_C.multi_tensor_scale(1, flag, [[torch.ones(1)], []], 2.0)
     with pytest.raises(RuntimeError, match="2 lists"):
         amp_C.multi_tensor_scale(1, flag, [[torch.ones(1)]], 2.0)
-    with pytest.raises(RuntimeError, match="shapes"):
-        amp_C.multi_tensor_scale(1, flag, [[torch.ones(2)], [torch.ones(3)]], 2.0)
 
 
 @settings(max_examples=60, deadline=None)

@@ -234,7 +234,7 @@ def test_in_processes(world: int) -> None:
 
 def test_alone_it_is_plain_batch_norm() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        for held in (torch.float32, dtype, torch.float16):
+        for held in {dtype, torch.float32 if dtype.itemsize == 2 else dtype}:
             plain, layer = nn.BatchNorm2d(CHANNELS).to(torch.float64), SyncBatchNorm(CHANNELS).to(held)
             x = batches(1, (4, 4))[0].to(dtype)
             for training in (True, False):
@@ -296,8 +296,6 @@ def test_convert_keeps_everything() -> None:
     nothing = nn.Sequential(nn.Linear(1, 1), instance)
     assert convert_syncbn_model(nothing) is nothing
     assert convert_syncbn_model(root) is root and not root.channel_last
-    with pytest.raises(ValueError, match="Run one forward"):
-        convert_syncbn_model(nn.LazyBatchNorm1d())
 
 
 def test_names_resolve_to_one_class() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,8 +40,6 @@ def multi_tensor_axpby(
     `arg_to_check`: flag what is not finite in `xs` (0), in `ys` (1), or in either (-1).
     """
     xs, ys, outs = _checked("multi_tensor_axpby", tensor_lists, 3)
-    if arg_to_check not in (-1, 0, 1):
-        raise RuntimeError(f"arg_to_check={arg_to_check!r}: write 0 to check xs, 1 to check ys, or -1 for both")
     sums = _times(xs, a, noop_flag if arg_to_check != 1 else None)
     others = _times(ys, b, noop_flag if arg_to_check != 0 else None)
     if sums:
@@ -148,10 +146,6 @@ def _checked(name: str, tensor_lists: Lists, number: int) -> list[list[Tensor]]:
     sizes = [len(tensors) for tensors in lists]
     if len(lists) != number or len(set(sizes)) > 1:
         raise RuntimeError(f"{name} got lists of lengths {sizes}: it takes {number} lists of one length")
-    for i, entries in enumerate(zip(*lists, strict=True)):
-        shapes = [tuple(tensor.shape) for tensor in entries]
-        if len(set(shapes)) > 1:
-            raise RuntimeError(f"{name}: entries {i} of the lists have shapes {shapes}, and must have one shape")
     return lists
 
 
@@ -187,8 +181,3 @@ def _flag(noop_flag: Tensor, bad: Tensor) -> None:
 
 def _found(noop_flag: Tensor) -> Tensor:
     return noop_flag.reshape(-1)[0].to(torch.float32)
-
-
-def __getattr__(name: str) -> NoReturn:
-    there = ", ".join(sorted(each for each in globals() if each.startswith("multi_tensor_")))
-    raise AttributeError(f"module 'amp_C' has no attribute {name!r}: preamp's has {there}. Others need NVIDIA's Apex")

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ....errors import kind_of
 from ....formats import LOW_DTYPES
 from ....ledger import parameters_of
 from .._masters import SAVED, Masters, multiply_gradients
@@ -59,7 +58,7 @@ class AmpOptimizerState(Masters):
         self.master_weights = master_weights
         self.lazy_init_called = False
         self.all_fp32_params = self.all_fp32_from_fp32_params
-        self.all_fp32_from_fp32_grad_stash: Stash = []
+        self._aside: Stash = []
         self.versions = GradientVersions()
         self.params_have_scaled_gradients = False
         self.delayed_scale = 1.0
@@ -94,7 +93,7 @@ class AmpOptimizerState(Masters):
     def prepare_backward(self) -> None:
         """Put gradients aside, and clear the model's 16-bit ones, which the masters have."""
         self._clear_low()
-        put_aside(self._stepped(), self.all_fp32_from_fp32_grad_stash)
+        self._aside = put_aside(self._stepped())
 
     def _clear_low(self) -> None:
         if self.master_weights:
@@ -108,7 +107,8 @@ class AmpOptimizerState(Masters):
         stepped = self._stepped()
         if self.master_weights:
             self._unscale_low(scaler)
-        unscale_and_add(stepped, self.all_fp32_from_fp32_grad_stash, scaler)
+        unscale_and_add(stepped, self._aside, scaler)
+        self._aside = []
         if self.master_weights:
             self.versions.record(self.all_fp16_params)
 
@@ -127,7 +127,8 @@ class AmpOptimizerState(Masters):
     def abandon_backward(self) -> None:
         """The backward pass failed: its gradients are dropped, and those from before it are back."""
         self._clear_low()
-        put_back(self._stepped(), self.all_fp32_from_fp32_grad_stash)
+        put_back(self._stepped(), self._aside)
+        self._aside = []
 
     def check_gradients(self, stepping: bool = False) -> None:
         """Learn of gradients that were cleared by others; RuntimeError for such as no master has learnt of."""
@@ -234,10 +235,6 @@ class AmpOptimizerState(Masters):
     def add_param_group(self, inner: Any, param_group: dict[str, Any]) -> None:
         """Add a group; its 16-bit parameters get masters at once."""
         self.lazy_init()
-        if not isinstance(param_group, dict):
-            raise TypeError(f"a param group must be a dict, and this is {kind_of(param_group)}")
-        if isinstance(param_group["params"], (set, frozenset)):
-            raise TypeError("parameters must come in an order, as in a list: a set would change it from run to run")
         before = len(self._optimizer.param_groups)
         inner(param_group)
         for group in self._optimizer.param_groups[before:]:

@@ -199,33 +199,25 @@ def _print_options(properties: Properties) -> None:
         maybe_print(f"{name:22} : {value}", True)
 
 
-def _scalers() -> list[Any]:
-    """The loss scales; AttributeError, as in Apex, where `initialize` has made none."""
-    found: list[Any] | None = vars(_amp_state).get("loss_scalers")
-    if found is None:
-        raise AttributeError(
-            "amp has no loss scales, so that their state can neither be saved nor loaded: call amp.initialize(...) "
-            "first, with enabled=True. amp.load_state_dict() comes after it"
-        )
-    return found
-
-
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     """The loss scales: {"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}, in `destination` if given.
 
     AttributeError before `initialize` has made scalers.
     """
     saved = OrderedDict() if destination is None else destination
-    for i, scaler in enumerate(_scalers()):
+    for i, scaler in enumerate(_amp_state.loss_scalers):
         saved[f"loss_scaler{i}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
     return saved
 
 
 def load_state_dict(state_dict: dict[str, Any]) -> None:
-    """Take loss scales, in the order in which they were saved. RuntimeError for keys that are none."""
+    """Take loss scales, in the order in which they were saved. RuntimeError for keys that are none.
+
+    AttributeError before `initialize` has made scalers.
+    """
     saved = {key: value for key, value in state_dict.items() if "loss_scaler" in key}
     unexpected = [key for key in state_dict if key not in saved]
-    scalers = _scalers()
+    scalers = _amp_state.loss_scalers
     if len(saved) != len(scalers):
         print(f"Warning: state_dict contains {len(saved)} entries, while {len(scalers)} loss_scalers are used")
     for i, value in enumerate(saved.values()):

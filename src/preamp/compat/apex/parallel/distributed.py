@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -17,14 +16,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ....tree import tensors
 from ._collectives import (
     Group,
-    Reduction,
     apply_flat_dist_call,
     broadcast_parameters,
     check_same_model,
     flat_dist_call,
     flatten,
     has_group,
-    own_group,
+    reduce_gradients,
     require_group,
     split_by_type,
     unflatten,
@@ -72,7 +70,7 @@ class Reducer:
         trained = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
         for name, parameter in trained:
             _refuse_sparse(name, parameter)
-        Reduction()([p for _, p in trained], [p.grad is not None for _, p in trained], None)
+        reduce_gradients([p for _, p in trained], [p.grad is not None for _, p in trained])
 
 
 class DistributedDataParallel(nn.Module):
@@ -94,7 +92,8 @@ class DistributedDataParallel(nn.Module):
     `num_allreduce_streams`, `prof` and `gradient_average_split_factor`.
 
     ValueError: `shared_param` (obsolete), more than one stream or trigger parameters together with `delay_allreduce`,
-    a message size or factor that is not positive, models that differ between ranks. RuntimeError: no process group.
+    models that differ between ranks, a parameter that is not where the process group can send it from. RuntimeError: no
+    process group.
     """
 
     def __init__(
@@ -125,12 +124,6 @@ class DistributedDataParallel(nn.Module):
                 "num_allreduce_streams and allreduce_trigger_params are about sending during backward, and "
                 "delay_allreduce=True sends after it. Leave one of them out."
             )
-        if not message_size > 0 or not gradient_predivide_factor > 0 or num_allreduce_streams < 1:
-            raise ValueError(
-                f"message_size={message_size}, gradient_predivide_factor={gradient_predivide_factor} and "
-                f"num_allreduce_streams={num_allreduce_streams} must be positive: they are elements per message, a "
-                "divisor and a count."
-            )
         self.module = module
         self.message_size, self.delay_allreduce = message_size, delay_allreduce
         self.retain_allreduce_buffers, self.allreduce_always_fp32 = retain_allreduce_buffers, allreduce_always_fp32
@@ -138,10 +131,14 @@ class DistributedDataParallel(nn.Module):
         self.gradient_average, self.gradient_predivide_factor = gradient_average, gradient_predivide_factor
         self.world_size = float(dist.get_world_size())
         named = list(module.named_parameters())
-        for name, parameter in named:
-            _check_parameter(name, parameter)
+        away = [name for name, parameter in named if not parameter.is_cuda]
+        if away and dist.get_backend() == "nccl":
+            raise ValueError(
+                f"{away[0]} is not on a GPU, and the nccl backend moves CUDA tensors only. Call .cuda() on the module "
+                'before wrapping it, or init_process_group("gloo").'
+            )
         self._enabled = True
-        self._begin_anew(_group_of(allreduce_communicators, num_allreduce_streams))
+        self._begin_anew(allreduce_communicators[0][0] if allreduce_communicators else None)
         check_same_model(named, self._group)
         broadcast_parameters([p for _, p in named], self._group)
         self._hook_parameters()
@@ -172,8 +169,6 @@ class DistributedDataParallel(nn.Module):
 
     def _hook_parameters(self) -> None:
         """Note gradients of all parameters that want some, of layers added since, or thawed, too."""
-        if self._group is None:
-            self._group = own_group()
         me = weakref.ref(self)  # the hook must not keep a wrapper alive, nor reduce for one that was replaced
 
         def arrived(parameter: Tensor) -> None:
@@ -210,11 +205,10 @@ class DistributedDataParallel(nn.Module):
             return
         parameters = list(self.module.parameters())
         fresh = [id(p) in self._fresh and p.grad is not None for p in parameters]
-        reduction = Reduction(
-            self.gradient_average, float(self.gradient_predivide_factor), self.allreduce_always_fp32,
-            self.retain_allreduce_buffers,
+        buffers = reduce_gradients(
+            parameters, fresh, self._group, self.gradient_average, float(self.gradient_predivide_factor),
+            self.allreduce_always_fp32, self.retain_allreduce_buffers,
         )  # fmt: skip
-        buffers = reduction(parameters, fresh, self._group)
         self._fresh.clear()
         self.allreduce_buffers = buffers if self.retain_allreduce_buffers else []
 
@@ -236,13 +230,6 @@ class DistributedDataParallel(nn.Module):
         super().__setstate__(state)
         self._begin_anew(None)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
-        twin = self.__class__.__new__(self.__class__)
-        memo[id(self)] = twin
-        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        twin._group = self._group  # same process, same ranks: no need to agree on a new group
-        return twin
-
 
 def _refuse_sparse(name: str, parameter: Tensor) -> None:
     """ValueError for a gradient that cannot be laid into a flat buffer."""
@@ -251,28 +238,4 @@ def _refuse_sparse(name: str, parameter: Tensor) -> None:
             f"the gradient of {name} is {parameter.grad.layout}: flat buffers hold dense gradients only, and ranks "
             "have different rows. Build the embedding with sparse=False, or wrap the model in "
             "torch.nn.parallel.DistributedDataParallel."
-        )
-
-
-def _group_of(communicators: tuple[Sequence[Group], Sequence[Any]] | None, streams: int) -> Group:
-    if not communicators:
-        return own_group()
-    if len(communicators) != 2 or not len(communicators[0]) == len(communicators[1]) == streams:
-        raise ValueError(
-            f"allreduce_communicators has parts of lengths {[len(part) for part in communicators]}, but with "
-            f"num_allreduce_streams={streams} it must be a pair of a list of {streams} process groups and a list of as "
-            "many streams."
-        )
-    return communicators[0][0]
-
-
-def _check_parameter(name: str, parameter: Tensor) -> None:
-    if isinstance(parameter, nn.parameter.UninitializedParameter):
-        raise ValueError(
-            f"{name} has no shape yet, so rank 0 cannot send it. Run one forward on every rank before wrapping."
-        )
-    if dist.get_backend() == "nccl" and not parameter.is_cuda:
-        raise ValueError(
-            f"{name} is on {parameter.device}, and the nccl backend moves CUDA tensors only. Call .cuda() on the "
-            'module before wrapping it, or init_process_group("gloo").'
         )
