@@ -25,16 +25,11 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def plain(x: Tensor, layer: Any) -> Tensor:
-    """The formulas of the papers in float64."""
-    x = x.double()
-    dims = tuple(range(-len(layer.normalized_shape), 0))
-    if isinstance(layer, FusedLayerNorm):
-        x = x - x.mean(dims, keepdim=True)
-    normed = x / (x.pow(2).mean(dims, keepdim=True) + layer.eps).sqrt()
-    if layer.weight is not None:
-        normed = normed * layer.weight.double()
-    bias = getattr(layer, "bias", None)
-    return normed if bias is None else normed + bias.double()
+    """Torch's norms in float64."""
+    operator = torch.layer_norm if isinstance(layer, FusedLayerNorm) else torch.rms_norm
+    params = [getattr(layer, name, None) for name in ("weight", "bias")[: 2 if operator is torch.layer_norm else 1]]
+    wide = [None if param is None else param.double() for param in params]
+    return operator(x.double(), layer.normalized_shape, *wide, layer.eps)  # type: ignore[no-any-return]
 
 
 def randomised(layer: Any) -> Any:

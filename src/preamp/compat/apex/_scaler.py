@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import StateError, kind_of
 from ...kernels import check_and_unscale_
 
 
@@ -113,24 +112,16 @@ def state_of(scaler: LossScaler) -> dict[str, Any]:
 def scaler_of(saved: Any) -> LossScaler:
     """A scaler as it was saved: from `state_of`, or from an object of Apex's with the same attributes.
 
-    The scalers of `fp16_utils.loss_scaler`, which older checkpoints hold, have `cur_scale` only. `StateError` if
-    there is no scale to be found.
+    The scalers of `fp16_utils.loss_scaler`, which older checkpoints hold, have `cur_scale` only. KeyError if there is
+    no scale to be found.
     """
-    if isinstance(saved, dict):
-        fields = dict(saved)
-    else:
-        fields = {name: getattr(saved, own) for name, own in FIELDS.items() if hasattr(saved, own)}
-        if "loss_scale" not in fields and hasattr(saved, "cur_scale"):
-            fields = {"loss_scale": saved.cur_scale, "dynamic": hasattr(saved, "scale_window")}
-            if fields["dynamic"]:
-                fields["scale_window"] = saved.scale_window
-    if "loss_scale" not in fields:
-        raise StateError(
-            f"state_dict['loss_scaler'] is {kind_of(saved)} without a loss scale, so gradients would be "
-            "divided by the wrong number: pass what FP16_Optimizer.state_dict() returned"
-        )
+    fields = (
+        saved if isinstance(saved, dict) else {n: getattr(saved, a) for n, a in FIELDS.items() if hasattr(saved, a)}
+    )
+    if hasattr(saved, "cur_scale"):
+        window = getattr(saved, "scale_window", None)
+        fields = {"loss_scale": saved.cur_scale, "dynamic": window is not None, "scale_window": window or 2000}
     scaler = LossScaler("dynamic" if fields.get("dynamic") else fields["loss_scale"])
     for name, attribute in FIELDS.items():
-        if name in fields:
-            setattr(scaler, attribute, fields[name])
+        setattr(scaler, attribute, fields.get(name, getattr(scaler, attribute)))
     return scaler

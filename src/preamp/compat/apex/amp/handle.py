@@ -70,18 +70,11 @@ def disable_casts() -> Iterator[None]:
 class AmpHandle(Casts):
     """What `init` returns: the casts, and the loss scaling of scripts of 2018.
 
-    `loss_scale`: "dynamic" or a number. The other arguments are those of `init`.
+    `loss_scale`: "dynamic" or a number. The other arguments are those of `Casts`.
     """
 
-    def __init__(
-        self,
-        loss_scale: float | str = "dynamic",
-        enable_caching: bool = True,
-        verbose: bool = False,
-        half_type: torch.dtype = torch.float16,
-        takes_cpu: bool = True,
-    ) -> None:
-        super().__init__(enable_caching, verbose, half_type, takes_cpu)
+    def __init__(self, loss_scale: float | str = "dynamic", *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._default_scaler: LossScaler | None = LossScaler(loss_scale)
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, num_loss: int = 1) -> OptimWrapper:
