@@ -18,7 +18,6 @@ from preamp.errors import PreampWarning
 
 from .toys import Weights
 
-pytestmark = pytest.mark.filterwarnings("ignore::preamp.compat.apex.DeprecatedFeatureWarning")
 OUTLIER, BATCH, OTHER = torch.tensor([100.0, 0, 0]), torch.tensor([0, 1.0, 0]), torch.tensor([0, 0, 1.0])
 EXPECTED = torch.tensor([1.0, 0.0, 1.0])
 

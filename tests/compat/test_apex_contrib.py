@@ -23,8 +23,6 @@ from preamp.compat.apex.fused_dense import FusedDense, FusedDenseGeluDense, fuse
 from preamp.compat.apex.mlp import MLP
 from preamp.compat.apex.multi_tensor_apply import multi_tensor_applier
 
-pytestmark = pytest.mark.filterwarnings("ignore::preamp.compat.apex.DeprecatedFeatureWarning")
-
 # -- what subclasses of the optimizers look for
 
 OPERATORS = {

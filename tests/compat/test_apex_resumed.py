@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +24,8 @@ from preamp.compat.apex.optimizers import (
 )
 from preamp.errors import OptimizerError
 from preamp.optim import LAMB, SGD, Adagrad, Adam, AdamW, NovoGrad
+
+from .toys import through_a_file
 
 Make = Callable[[Any], Any]
 
@@ -68,13 +69,6 @@ def run(optimizer: Any, params: list[Parameter], steps: range) -> None:
         for param in params:
             param.grad = torch.randn(param.shape).to(param.dtype)
         optimizer.step()
-
-
-def through_a_file(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def groups_of(params: list[Parameter]) -> list[dict[str, Any]]:
@@ -291,7 +285,6 @@ def train(model: nn.Module, optimizer: Any, steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.filterwarnings("ignore::preamp.compat.apex.DeprecatedFeatureWarning")
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "LAMB", "NovoGrad", "SGD", "Adagrad"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_migrated_script_resumes(name: str, level: str) -> None:

@@ -16,8 +16,6 @@ from preamp.compat.apex.amp.scaler import LossScaler
 
 from .toys import LEVELS, Weights, batch, mlp, train
 
-pytestmark = pytest.mark.filterwarnings("ignore::preamp.compat.apex.DeprecatedFeatureWarning")
-
 HALF, FLOAT = torch.float16, torch.float32
 ONES = torch.ones(3)
 INF = torch.tensor([1.0, math.inf, 1.0])
