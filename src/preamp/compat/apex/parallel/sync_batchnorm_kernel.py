@@ -16,7 +16,7 @@ One all-gather forward, one all-reduce backward.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,16 +26,13 @@ from torch.autograd.function import once_differentiable
 from ._collectives import Group
 
 
-class Moments(NamedTuple):
-    """Of the joined batch: `mean` and biased `var` of shape (C,), number of elements `total`; float32 or float64."""
+def joined_moments(
+    local_mean: Tensor, local_m2: Tensor, local_count: int, group: Group
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The moments of all ranks' batches together, from each rank's own; a rank without elements gives zeros.
 
-    mean: Tensor
-    var: Tensor
-    total: Tensor
-
-
-def joined_moments(local_mean: Tensor, local_m2: Tensor, local_count: int, group: Group) -> Moments:
-    """The moments of all ranks' batches together, from each rank's own; a rank without elements gives zeros."""
+    Mean and biased variance, of shape (C,), and the number of elements; float32 or float64.
+    """
     mine = torch.cat([local_mean, local_m2, local_mean.new_full((1,), float(local_count))])
     gathered = mine.new_empty(dist.get_world_size(group), mine.numel())
     dist.all_gather(list(gathered.unbind(0)), mine, group=group)
@@ -45,7 +42,7 @@ def joined_moments(local_mean: Tensor, local_m2: Tensor, local_count: int, group
     divisor = count.clamp(min=1.0)  # a step in which no rank has data yields zeros rather than NaN
     mean = (counts * means).sum(0) / divisor
     m2 = (m2s + counts * (means - mean).square()).sum(0)
-    return Moments(mean, m2 / divisor, count)
+    return mean, m2 / divisor, count
 
 
 def _own_moments(x: Tensor, statistics: torch.dtype) -> tuple[Tensor, Tensor, int]:
@@ -68,7 +65,7 @@ class SyncBatchnormFunction(torch.autograd.Function):
 
     apply(input, weight, bias, eps, group) -> (output, mean, var, total). `input`: any floating dtype, channels along
     axis 1; `weight`, `bias`: (C,) or None. `output` has the input's dtype and shape, computed in float32 or better and
-    rounded once. `mean`, `var` (biased) and `total` are the joined `Moments`, without gradient.
+    rounded once. `mean`, `var` (biased) and `total` are the joined moments, without gradient.
     """
 
     @staticmethod
@@ -77,17 +74,17 @@ class SyncBatchnormFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """One all-gather of 2C + 1 numbers per rank."""
         statistics = torch.promote_types(x.dtype, torch.float32)
-        moments = joined_moments(*_own_moments(x, statistics), group)
-        inverse = torch.rsqrt(moments.var + eps)
+        mean, var, total = joined_moments(*_own_moments(x, statistics), group)
+        inverse = torch.rsqrt(var + eps)
         shape = [1, -1, *[1] * (x.dim() - 2)]
         scale = inverse if weight is None else inverse * weight.to(statistics)
-        y = (x.to(statistics) - moments.mean.view(shape)) * scale.view(shape)
+        y = (x.to(statistics) - mean.view(shape)) * scale.view(shape)
         if bias is not None:
             y += bias.to(statistics).view(shape)
-        ctx.save_for_backward(x, weight, moments.mean, inverse, moments.total)
+        ctx.save_for_backward(x, weight, mean, inverse, total)
         ctx.group, ctx.bias_dtype = group, None if bias is None else bias.dtype
-        ctx.mark_non_differentiable(*moments)
-        return y.to(x.dtype), *moments
+        ctx.mark_non_differentiable(mean, var, total)
+        return y.to(x.dtype), mean, var, total
 
     @staticmethod
     @once_differentiable
