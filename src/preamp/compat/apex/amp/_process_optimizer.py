@@ -6,7 +6,6 @@ The optimizer steps masters, which have gradients of their own; loops of others 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import wraps
 from typing import Any
@@ -67,7 +66,7 @@ class AmpOptimizerState(Masters):
         """Whether the next step is skipped."""
         self.without_casts: Any = None
         """The handle whose casts `step` runs without."""
-        self._undo: list[Callable[[], None]] = []
+        self._replaced: list[tuple[str, Any, Any]] = []
         self._reason = (0, 1.0)
         self._told = False
 
@@ -302,18 +301,13 @@ class AmpOptimizerState(Masters):
             function._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         bound = types.MethodType(function, optimizer)
         setattr(optimizer, name, bound)
-
-        def undo() -> None:
-            if vars(optimizer).get(name) is not bound:
-                return  # somebody wrapped it since; his wrapper goes on working
-            setattr(optimizer, name, before) if own else delattr(optimizer, name)
-
-        self._undo.append(undo)
+        self._replaced.append((name, bound, before if own else None))
 
     def detach(self) -> None:
         """Take away from the optimizer what was put on it. Masters that were made stay in its groups."""
-        for undo in reversed(self._undo):
-            undo()
+        for name, bound, before in reversed(self._replaced):
+            if vars(self._optimizer).get(name) is bound:  # or somebody wrapped it since, whose wrapper goes on working
+                delattr(self._optimizer, name) if before is None else setattr(self._optimizer, name, before)
         for name in (*_PLANTED, "_amp_stash"):
             self._optimizer.__dict__.pop(name, None)
 

@@ -160,9 +160,10 @@ class ApexOptimizer(FusedOptimizer):
         if bucket.leaves is None and storage.params[0].dtype in LOW_DTYPES:
             storage = replace(storage, params=[param.float() for param in storage.params], copies=storage.params)
         taken = self._taken_before(group, self._taken[bucket.number])
-        if taken is not None:
-            taken = taken.reshape(()) if isinstance(taken, Tensor) else torch.tensor(taken)
-            storage = replace(storage, step=taken.to(device, torch.float32, copy=True))
+        if isinstance(taken, Tensor):
+            storage = replace(storage, step=taken.reshape(()).to(device, torch.float32, copy=True))
+        elif taken is not None:  # filled on the device, for which the host does not wait
+            storage = replace(storage, step=torch.full((), taken, dtype=torch.float32, device=device))
         if self.shrinks and group["weight_decay"]:
             _shrink(list(storage.params), group["lr"], group["weight_decay"], found)
         super()._advance(replace(bucket, storage=storage), gradients, factor, found)  # type: ignore[safe-super]

@@ -56,10 +56,6 @@ class LARC:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         return getattr(self.optim, name)
 
-    def __repr__(self) -> str:
-        settings = f"trust_coefficient={self.trust_coefficient}, clip={self.clip}, eps={self.eps}"
-        return f"LARC({settings}, optimizer={self.optim!r})"
-
     def step(self) -> None:
         """Rescale the gradients and step. No closure: LARC changes the gradients that it would remake."""
         decays: list[tuple[dict[str, Any], Any]] = []
