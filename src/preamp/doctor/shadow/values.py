@@ -129,7 +129,7 @@ def _size(tensor: Tensor) -> int:
 def relative_error(value: Tensor, shadow: Tensor) -> float:
     """||value - shadow|| / ||shadow||, L2; infinite where the value is not finite and the shadow is.
 
-    0 for what has no numbers, or where the shadow itself is not finite. In float32 if that can hold the squares of both.
+    0 for what has no numbers, or where the shadow itself is not finite. In float32 where that holds the squares.
     """
     if not value.numel():
         return 0.0
