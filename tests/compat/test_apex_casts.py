@@ -16,8 +16,6 @@ from preamp.compat.apex import amp
 from preamp.compat.apex.amp import _amp_state
 from preamp.compat.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 
-pytestmark = pytest.mark.filterwarnings("ignore::preamp.compat.apex.DeprecatedFeatureWarning")
-
 HALF, FLOAT, DOUBLE, BF16 = torch.float16, torch.float32, torch.float64, torch.bfloat16
 PLACES = (torch, F, torch.Tensor, torch.linalg, nn.RNNBase, torch.nn.modules.rnn)
 

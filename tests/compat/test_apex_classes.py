@@ -18,7 +18,6 @@ from torch.nn.utils import parametrize
 
 from preamp.compat.apex import amp
 
-pytestmark = pytest.mark.filterwarnings("ignore::preamp.compat.apex.DeprecatedFeatureWarning")
 T = TypeVar("T")
 X = torch.ones(2, 3)
 

@@ -210,8 +210,6 @@ def test_a_flat_master_of_two_dtypes_is_refused(capsys: pytest.CaptureFixture[st
     with pytest.raises(RuntimeError, match="flat_master=False"):
         prep_param_lists(net, flat_master=True)
     assert "mixture of parameters of different types" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="no parameter"):
-        prep_param_lists(nn.Identity(), flat_master=True)
     with pytest.raises(ValueError):
         master_params_to_model_params([torch.ones(1)], [])
 
@@ -512,7 +510,7 @@ def test_scalers_that_apex_saved_as_objects_load() -> None:
     optimizer.load_state_dict(state)
     assert (optimizer.loss_scale, optimizer.loss_scaler._scale_seq_len) == (64.0, 5)
     state["loss_scaler"] = object()
-    with pytest.raises(ValueError, match="without a loss scale"):
+    with pytest.raises(KeyError, match="loss_scale"):
         optimizer.load_state_dict(state)
 
 

@@ -23,8 +23,6 @@ from preamp.errors import PreampWarning
 
 from .toys import LEVELS, batch, mlp, train
 
-pytestmark = pytest.mark.filterwarnings("ignore::preamp.compat.apex.DeprecatedFeatureWarning")
-
 HALF, FLOAT = torch.float16, torch.float32
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from preamp.compat.apex import _amp_c as amp_C
 from preamp.compat.apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
-from preamp.compat.apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from preamp.compat.apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SIZES = [(777, 555), (1, 7, 3), (), (0,)]
@@ -35,10 +35,6 @@ def test_the_applier() -> None:
     seen = multi_tensor_applier(lambda *a: a, buffer(), [[torch.ones(1)]], 3.0, "x")
     assert seen[0] == 2048 * 32
     assert seen[3:] == (3.0, "x")
-    closed = MultiTensorApply(8)
-    closed.available = False  # type: ignore[misc]
-    with pytest.raises(RuntimeError, match="available"):
-        closed(lambda *a: a, buffer(), [])
 
 
 @dtypes
@@ -95,8 +91,6 @@ def test_axpby_looks_where_it_is_told(check: int, where: int) -> None:
     lists[where][1].view(-1)[3] = float("nan")
     amp_C.multi_tensor_axpby(1, flag, [*lists, full(0.0, torch.float32)], 1.0, 1.0, check)
     assert bool(flag.item()) == (check in (-1, where))
-    with pytest.raises(RuntimeError, match="arg_to_check"):
-        amp_C.multi_tensor_axpby(1, flag, [*lists, lists[0]], 1.0, 1.0, 2)
 
 
 @dtypes
@@ -113,13 +107,6 @@ def test_l2norm(dtype: torch.dtype, per_tensor: bool) -> None:
     else:
         assert each.numel() == 0
     assert not flag.item()
-    scaled, parts = amp_C.multi_tensor_unscale_l2norm(1, flag, [tensors], torch.tensor([0.25]), per_tensor)
-    torch.testing.assert_close(scaled, norm / 4)
-    torch.testing.assert_close(parts, each / 4)
-    outs = full(0.0, torch.float32)
-    again, _ = amp_C.multi_tensor_l2norm_scale(1, flag, [tensors, outs], 0.5)
-    torch.testing.assert_close(again, norm / 2)
-    torch.testing.assert_close(outs[0], tensors[0].float() / 2)
 
 
 def test_l2norm_flags_what_is_not_finite() -> None:
@@ -144,8 +131,6 @@ def test_empty_lists_and_lists_that_do_not_fit() -> None:
         amp_C.multi_tensor_scale(1, flag, [[torch.ones(1)], []], 2.0)
     with pytest.raises(RuntimeError, match="2 lists"):
         amp_C.multi_tensor_scale(1, flag, [[torch.ones(1)]], 2.0)
-    with pytest.raises(RuntimeError, match="shapes"):
-        amp_C.multi_tensor_scale(1, flag, [[torch.ones(2)], [torch.ones(3)]], 2.0)
 
 
 @settings(max_examples=60, deadline=None)
@@ -186,10 +171,6 @@ def test_steps_are_the_optimizers(dtype: torch.dtype) -> None:
     amp_C.multi_tensor_adam(1, flag, lists, 0.1, 0.9, 0.999, 1e-8, 1, 1, 1, 0.1)
     agree(params, lists[1])
     params, lists = step_lists(dtype, 1)
-    FusedAdagrad(params, lr=0.1, weight_decay=0.1).step()
-    amp_C.multi_tensor_adagrad(1, flag, lists, 0.1, 1e-10, 0, 0.1)
-    agree(params, lists[1])
-    params, lists = step_lists(dtype, 1)
     FusedSGD(params, 0.1, momentum=0.9, weight_decay=0.1).step()
     amp_C.multi_tensor_sgd(1, flag, lists, 0.1, 0.9, 0.0, 0.1, False, True, False, 1.0)
     agree(params, lists[1])
@@ -198,18 +179,6 @@ def test_steps_are_the_optimizers(dtype: torch.dtype) -> None:
     norm, _ = amp_C.multi_tensor_l2norm(1, flag, [lists[0]])
     amp_C.multi_tensor_lamb(1, flag, lists, 0.1, 0.9, 0.999, 1e-6, 1, 1, 0.01, 1, 1, norm, 1.0, False)
     agree(params, lists[1])
-
-
-@pytest.mark.parametrize("init_zero", [False, True])
-def test_novograd_starts_from_the_norms_it_is_given(init_zero: bool) -> None:
-    params, lists = step_lists(torch.float32, 1)
-    fused = FusedNovoGrad(params, lr=0.1, init_zero=init_zero)
-    norms = torch.zeros(2) if init_zero else torch.stack([g.norm() for g in lists[0]])
-    for step in (1, 2):
-        fused.step()
-        amp_C.multi_tensor_novograd(1, buffer(), lists, norms, 0.1, 0.9, 0.999, 1e-8, step, 1, 0.0, 1, 1, 2)
-    for mine, theirs in zip(params, lists[1], strict=True):
-        torch.testing.assert_close(mine.detach(), theirs, rtol=1e-6, atol=1e-7)
 
 
 def test_sgd_with_scaled_16_bit_gradients_and_copies() -> None:
@@ -229,7 +198,6 @@ def test_a_raised_flag_stops_every_step() -> None:
     flag = torch.ones(1, dtype=torch.int32)
     for states, operator, arguments in (
         (2, amp_C.multi_tensor_adam, (0.1, 0.9, 0.999, 1e-8, 1, 1, 1, 0.1)),
-        (1, amp_C.multi_tensor_adagrad, (0.1, 1e-10, 1, 0.1)),
         (1, amp_C.multi_tensor_sgd, (0.1, 0.9, 0.0, 0.1, False, True, True, 1.0)),
         (2, amp_C.multi_tensor_lamb, (0.1, 0.9, 0.99, 1e-6, 1, 1, 0.01, 1, 1, torch.ones(1), 1.0)),
     ):

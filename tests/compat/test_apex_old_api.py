@@ -59,17 +59,6 @@ def test_handle_scale_loss_trains_and_skips(capsys: pytest.CaptureFixture[str]) 
     assert "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0" in capsys.readouterr().out
 
 
-def test_gradients_are_those_of_float32() -> None:
-    handle: Any = amp.init(loss_scale=128.0)
-    model = Weights()
-    optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    for _ in range(2):
-        with handle.scale_loss(model(ONES), optimizer) as scaled:
-            assert float(scaled.detach()) == 3 * 128.0
-            scaled.backward()
-    assert model.weight.grad is not None and torch.equal(model.weight.grad, ONES * 2)
-
-
 def test_wrapped_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
     handle: Any = amp.init()
     model = Weights()
@@ -99,41 +88,6 @@ def test_wrapped_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
         optimizer.step(lambda: None)
     with pytest.raises(RuntimeError, match="wrap_optimizer"), handle.scale_loss(model(ONES), optimizer):
         pass
-
-
-def test_an_exception_keeps_gradients() -> None:
-    handle: Any = amp.init(loss_scale=8.0)
-    model = Weights()
-    wrapped: Any = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), 0.25))
-    with wrapped.scale_loss(model(ONES)) as scaled:
-        scaled.backward()
-    wrapped._loss_idx = 0
-    with pytest.raises(KeyError), wrapped.scale_loss(model(INF)) as scaled:
-        scaled.backward()
-        raise KeyError
-    assert model.weight.grad is not None and torch.equal(model.weight.grad, ONES)
-
-
-def test_a_wrapped_optimizer_of_a_handle_that_is_off() -> None:
-    handle: Any = amp.init(enabled=False)
-    model = Weights()
-    wrapped: Any = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), 0.25))
-    loss = model(ONES)
-    with wrapped.scale_loss(loss) as scaled:
-        assert scaled is loss
-        scaled.backward()
-    wrapped.step()
-    assert torch.equal(model.weight, ONES * 0.75)
-
-
-def test_deactivating_with_a_skip_to_come_warns() -> None:
-    handle: Any = amp.init()
-    model = Weights()
-    wrapped: Any = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), 0.25))
-    with wrapped.scale_loss(model(INF)) as scaled:
-        scaled.backward()
-    with pytest.warns(UserWarning, match="skipped step"):
-        handle._deactivate()
 
 
 def test_a_script_of_the_fastai_kind() -> None:

@@ -8,10 +8,7 @@ import pytest
 
 from .toys import trains
 
-pytestmark = [
-    pytest.mark.usefixtures("installed_as_apex"),
-    pytest.mark.filterwarnings("ignore::preamp.compat.apex.DeprecatedFeatureWarning"),
-]
+pytestmark = pytest.mark.usefixtures("installed_as_apex")
 
 
 def test_pretraining_that_reduces_gradients_by_itself() -> None:

@@ -7,10 +7,7 @@ import torch
 
 from .toys import trains
 
-pytestmark = [
-    pytest.mark.usefixtures("installed_as_apex"),
-    pytest.mark.filterwarnings("ignore::preamp.compat.apex.DeprecatedFeatureWarning"),
-]
+pytestmark = pytest.mark.usefixtures("installed_as_apex")
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

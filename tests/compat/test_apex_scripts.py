@@ -12,10 +12,7 @@ from torch import nn
 
 from preamp.zoo import TASKS
 
-pytestmark = [
-    pytest.mark.usefixtures("installed_as_apex"),
-    pytest.mark.filterwarnings("ignore::preamp.compat.apex.DeprecatedFeatureWarning"),
-]
+pytestmark = pytest.mark.usefixtures("installed_as_apex")
 
 
 def network() -> nn.Module:

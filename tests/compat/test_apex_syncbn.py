@@ -165,26 +165,6 @@ def low_inputs_with_float32_parameters(rank: int, world: int) -> None:
 
 
 @check
-def gradients_by_finite_differences(rank: int, world: int) -> None:
-    layer = affine(SyncBatchNorm(CHANNELS).double())
-    xs = batches(world, (2,))
-    x = xs[rank].clone().requires_grad_()
-    loss_of(layer(x)).backward()
-    for place in range(3):
-        values = []
-        for step in (1e-5, -1e-5):
-            moved = xs[rank].clone()
-            if rank == world - 1:  # one element on one rank changes the loss of all
-                moved.view(-1)[place] += step
-            loss = loss_of(layer(moved)).detach()
-            dist.all_reduce(loss)
-            values.append(loss)
-        if rank == world - 1:
-            assert x.grad is not None
-            close((values[0] - values[1]) / 2e-5, x.grad.view(-1)[place], 1e-5)
-
-
-@check
 def groups(rank: int, world: int) -> None:
     with pytest.raises(AssertionError, match="do not divide"):
         create_syncbn_process_group(world + 1)
@@ -234,7 +214,7 @@ def test_in_processes(world: int) -> None:
 
 def test_alone_it_is_plain_batch_norm() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        for held in (torch.float32, dtype, torch.float16):
+        for held in {dtype, torch.float32 if dtype.itemsize == 2 else dtype}:
             plain, layer = nn.BatchNorm2d(CHANNELS).to(torch.float64), SyncBatchNorm(CHANNELS).to(held)
             x = batches(1, (4, 4))[0].to(dtype)
             for training in (True, False):
@@ -266,7 +246,6 @@ def test_what_cannot_be_normalised() -> None:
         layer(torch.zeros(2, CHANNELS), torch.zeros(1, CHANNELS))
 
 
-@pytest.mark.filterwarnings("ignore::preamp.compat.apex._notice.DeprecatedFeatureWarning")
 def test_convert_keeps_everything() -> None:
     bn = nn.BatchNorm2d(4, eps=1e-3, momentum=None).half().eval()
     bn.weight.requires_grad_(False)
@@ -296,8 +275,6 @@ def test_convert_keeps_everything() -> None:
     nothing = nn.Sequential(nn.Linear(1, 1), instance)
     assert convert_syncbn_model(nothing) is nothing
     assert convert_syncbn_model(root) is root and not root.channel_last
-    with pytest.raises(ValueError, match="Run one forward"):
-        convert_syncbn_model(nn.LazyBatchNorm1d())
 
 
 def test_names_resolve_to_one_class() -> None:

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from preamp.compat.apex import amp
 from preamp.compat.apex.optimizers import FusedSGD
 
-pytestmark = pytest.mark.filterwarnings("ignore::preamp.compat.apex.DeprecatedFeatureWarning")
-
 OPTIMIZERS: dict[str, Any] = {
     "SGD": torch.optim.SGD,
     "FusedSGD": FusedSGD,

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import importlib
-import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from ..errors import PreampError, PreampWarning
+from ._names import OURS, AbsentModules
 
 IMPORTABLE = str(Path(__file__).parent / "_importable")
 """The folder to put on PYTHONPATH."""
 
-_OURS = "preamp.compat.apex"
-_GRAFTED = ("RNN", "amp", "fp16_utils", "parallel")
+_GRAFTED = (".amp", ".fp16_utils", ".parallel")
 """What NVIDIA removed: it is put on an Apex that is installed without it, whose other parts stay."""
 _EXTENSIONS = {
     "amp_C": "._amp_c", "apex_C": ".parallel.distributed", "fused_adam_cuda": "._fused_adam_cuda",
@@ -35,8 +32,7 @@ def install_as_apex() -> ModuleType:
     call changes nothing. Call it before anything imports `apex.amp`; RuntimeError if an `apex.amp` of another origin is
     loaded already. `uninstall_as_apex()` undoes it.
     """
-    finder = _installed()
-    if finder is not None:
+    if _installed() is not None:
         return sys.modules["apex"]
     loaded = sys.modules.get("apex.amp")
     if loaded is not None:
@@ -46,14 +42,17 @@ def install_as_apex() -> ModuleType:
             "with `preamp run`"
         )
     real = _real_apex()
-    finder = _Finder(real)
-    sys.meta_path.insert(0, finder)
-    sys.meta_path.append(_ExtensionFinder())
-    if real is None:
-        sys.modules["apex"] = importlib.import_module(_OURS)
-    else:
-        for part in ("amp", "fp16_utils", "parallel"):  # as attributes too, for who only says `import apex`
-            importlib.import_module(f"apex.{part}")
+    importlib.import_module(OURS)
+    for name, module in [*sys.modules.items()]:
+        before, ours, inner = name.partition(OURS)
+        if ours and not before and (real is None or inner.startswith(_GRAFTED)):
+            sys.modules[f"apex{inner}"] = module
+    for part in _GRAFTED if real is not None else ():  # as attributes too, for who only says `import apex`
+        setattr(real, part[1:], sys.modules[f"apex{part}"])
+    for name, inner in _EXTENSIONS.items():
+        if name not in sys.modules and importlib.machinery.PathFinder.find_spec(name, _elsewhere()) is None:
+            sys.modules[name] = importlib.import_module(inner, OURS)
+    sys.meta_path.insert(0, AbsentModules("apex", real))
     return sys.modules["apex"]
 
 
@@ -62,15 +61,13 @@ def uninstall_as_apex() -> None:
     finder = _installed()
     if finder is None:
         return
-    sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, (_Finder, _ExtensionFinder))]
-    real = finder.real
-    for name in [*sys.modules]:
-        module = sys.modules[name]
-        of_ours = name == "apex" or name.startswith("apex.") or name in _EXTENSIONS
-        if of_ours and getattr(module, "__name__", "").startswith(_OURS):
+    sys.meta_path.remove(finder)
+    for name, module in [*sys.modules.items()]:
+        first, _, inner = name.partition(".")
+        if (first == "apex" or name in _EXTENSIONS) and getattr(module, "__name__", "").startswith(OURS):
             del sys.modules[name]
-            if real is not None and name.count(".") == 1:
-                vars(real).pop(name.partition(".")[2], None)
+            if finder.real is not None:
+                vars(finder.real).pop(inner, None)
 
 
 def load_extension(name: str) -> None:
@@ -81,7 +78,7 @@ def load_extension(name: str) -> None:
     spec = importlib.machinery.PathFinder.find_spec(name, _elsewhere())
     if spec is None or spec.loader is None:
         install_as_apex()
-        sys.modules[name] = importlib.import_module(_EXTENSIONS[name], _OURS)
+        sys.modules[name] = importlib.import_module(_EXTENSIONS[name], OURS)
         return
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -104,8 +101,8 @@ def environment(base: dict[str, str] | None = None) -> dict[str, str]:
     return env
 
 
-def _installed() -> _Finder | None:
-    return next((one for one in sys.meta_path if isinstance(one, _Finder)), None)
+def _installed() -> AbsentModules | None:
+    return next((one for one in sys.meta_path if isinstance(one, AbsentModules) and one.package == "apex"), None)
 
 
 def _real_apex() -> ModuleType | None:
@@ -145,78 +142,3 @@ def _is_nvidias(spec: importlib.machinery.ModuleSpec | None) -> bool:
     """Whether a package called apex is the one for training: another of that name is a web framework's add-on."""
     places = (spec.submodule_search_locations if spec is not None else None) or ()
     return any((Path(place) / "multi_tensor_apply").is_dir() for place in places)
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds `apex.x.y` as `preamp.compat.apex.x.y`: the same module under a second name."""
-
-    def __init__(self, real: ModuleType | None) -> None:
-        self.real = real
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        first, _, rest = fullname.partition(".")
-        if first != "apex" or (self.real is not None and rest.partition(".")[0] not in _GRAFTED):
-            return None
-        ours = f"{_OURS}.{rest}" if rest else _OURS
-        try:
-            module = importlib.import_module(ours)
-        except ModuleNotFoundError as missing:
-            if missing.name == fullname and self.real is not None:  # `from apex import RNN` would swallow this kind
-                raise ImportError(str(missing), name=fullname) from None
-            if missing.name != ours:
-                raise
-            raise ModuleNotFoundError(
-                f"No module named {fullname!r}: preamp has apex.amp, fp16_utils, parallel, optimizers, normalization, "
-                f"multi_tensor_apply, mlp, fused_dense and some of contrib, and not {rest}. For the rest, install "
-                "NVIDIA's Apex; preamp then adds to it what was removed there",
-                name=fullname,
-            ) from None
-        return importlib.machinery.ModuleSpec(
-            fullname,
-            _ApexAlias(module),
-            origin=getattr(module, "__file__", None),
-            is_package=hasattr(module, "__path__"),
-        )
-
-
-class _ExtensionFinder(importlib.abc.MetaPathFinder):
-    """Finds `amp_C` and its like where nobody else does: Apex's compiled parts, here on torch's operators."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in _EXTENSIONS:
-            return None
-        module = importlib.import_module(_EXTENSIONS[fullname], _OURS)
-        return importlib.machinery.ModuleSpec(fullname, Alias(module))
-
-
-class Alias(importlib.abc.Loader):
-    """Loads what is loaded already, under a second name, and leaves the module's own name and spec alone."""
-
-    def __init__(self, module: ModuleType) -> None:
-        self._module, self._spec = module, module.__spec__
-
-    def create_module(self, spec: Any) -> ModuleType:
-        """The module as it is."""
-        return self._module
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Put its own spec back, which the import has replaced."""
-        module.__spec__ = self._spec
-
-
-class _ApexAlias(Alias):
-    """The same, with the modules in it.
-
-    An import of `apex.amp._amp_state` that finds no such module sets it as an attribute of `apex.amp`, where Apex has
-    an object of that name; one that is in sys.modules, as it is in Apex once the package was imported, is only found.
-    """
-
-    def exec_module(self, module: ModuleType) -> None:
-        super().exec_module(module)
-        for name, inner in [*sys.modules.items()]:
-            if name.startswith(f"{module.__name__}.") and inner is not None:
-                sys.modules.setdefault(f"apex{name.removeprefix(_OURS)}", inner)

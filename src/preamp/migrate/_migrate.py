@@ -80,7 +80,7 @@ def _place(script: Script) -> cst.CSTNode | None:
     for statement in script.module.body:
         parts = statement.body if isinstance(statement, cst.SimpleStatementLine) else [statement]
         for part in parts:
-            if script.code(part) in (f"{_INSTALL}()", "install_as_apex()"):
+            if script.code(part).rstrip("; ") in (f"{_INSTALL}()", "install_as_apex()"):
                 return None
             if any(_may_import(node) for node in walk(part)):
                 return part

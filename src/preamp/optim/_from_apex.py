@@ -40,9 +40,6 @@ def completed(optimizer: Any, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         if "exp_avg_sq" in group and "exp_avg_sq" not in own:
             found = [rows.get(key, {}) for key in group["params"]]
             _give_norms(optimizer, group.pop("exp_avg_sq"), found, [p.dtype for p in own["params"]])
-        for row in rows.values():
-            if "master_param" in row:
-                row.setdefault("master", row.pop("master_param"))
         _refuse_foreign(optimizer, number, own, group, step)
         group.update({name: own[name] for name in optimizer.defaults if name in own and name not in group})
         states.update(rows)

@@ -7,8 +7,20 @@ says `import apex`.
 
 from functools import partial as _partial
 
-from ._modules import find_by_import as _find_by_import
-from ._modules import module_of as _module_of
+from .._names import absent_attribute as _absent_attribute
+from .._names import name_twice as _name_twice
+from . import _autocast_utils as _autocast_utils
+from . import (
+    amp,
+    contrib,
+    fp16_utils,
+    fused_dense,
+    mlp,
+    multi_tensor_apply,
+    normalization,
+    optimizers,
+    parallel,
+)
 from ._notice import DeprecatedFeatureWarning, deprecated_warning
 
 __all__ = [
@@ -25,5 +37,5 @@ __all__ = [
     "parallel",
 ]
 
-_find_by_import()
-__getattr__ = _partial(_module_of, __name__)  # `import apex` alone brought them all
+_name_twice()
+__getattr__ = _partial(_absent_attribute, "")

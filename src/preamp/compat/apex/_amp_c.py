@@ -9,8 +9,9 @@ float64; computed in float32 (float64 for float64). Empty lists are fine. Runtim
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +19,11 @@ from torch import Tensor
 from ... import kernels
 from ...formats import LOW_DTYPES
 from ...kernels import check_and_unscale_, l2_norms
-from . import _steps
 
 Lists = Sequence[Sequence[Tensor]]
+
+LATE = 2**31
+"""A step at which Adam's bias corrections are 1 to the last bit: what `bias_correction=False` means."""
 
 
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float | Tensor) -> None:
@@ -37,8 +40,6 @@ def multi_tensor_axpby(
     `arg_to_check`: flag what is not finite in `xs` (0), in `ys` (1), or in either (-1).
     """
     xs, ys, outs = _checked("multi_tensor_axpby", tensor_lists, 3)
-    if arg_to_check not in (-1, 0, 1):
-        raise RuntimeError(f"arg_to_check={arg_to_check!r}: write 0 to check xs, 1 to check ys, or -1 for both")
     sums = _times(xs, a, noop_flag if arg_to_check != 1 else None)
     others = _times(ys, b, noop_flag if arg_to_check != 0 else None)
     if sums:
@@ -61,25 +62,6 @@ def multi_tensor_l2norm(
     return total, each if per_tensor else each.new_zeros(0)
 
 
-def multi_tensor_unscale_l2norm(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, inv_scale: Tensor, per_tensor: bool | None = False
-) -> tuple[Tensor, Tensor]:
-    """`multi_tensor_l2norm` of the tensors times `inv_scale`, a tensor of one entry; the tensors stay as they are."""
-    total, each = multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor)
-    factor = inv_scale.reshape(1).to(total.device, torch.float32).abs()
-    return total * factor, each * factor
-
-
-def multi_tensor_l2norm_scale(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float, per_tensor: bool | None = False
-) -> tuple[Tensor, Tensor]:
-    """`outs = ins * scale` for lists `[ins, outs]`, and the norms of `ins` times |scale|, as `multi_tensor_l2norm`."""
-    ins, outs = _checked("multi_tensor_l2norm_scale", tensor_lists, 2)
-    total, each = multi_tensor_l2norm(chunk_size, noop_flag, [ins], per_tensor)
-    _store(outs, _times(ins, scale, noop_flag))
-    return total * abs(scale), each * abs(scale)
-
-
 def multi_tensor_adam(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, lr: float, beta1: float, beta2: float, epsilon: float,
     step: int, mode: int, bias_correction: int, weight_decay: float,
@@ -93,17 +75,7 @@ def multi_tensor_adam(
         lr=lr, betas=(beta1, beta2), eps=epsilon, weight_decay=weight_decay, decoupled_weight_decay=mode == 1,
         found=_found(noop_flag),
     )  # fmt: skip
-    number = step if bias_correction else _steps.LATE
-    _steps.take(kernels.adam, o, params, grads, [exp_avgs, exp_avg_sqs], step=number)
-
-
-def multi_tensor_adagrad(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, lr: float, epsilon: float, mode: int, weight_decay: float
-) -> None:
-    """One step of Adagrad for lists `[grads, params, sums]`; `mode` as in `multi_tensor_adam`."""
-    grads, params, sums = _checked("multi_tensor_adagrad", tensor_lists, 3)
-    o = kernels.AdagradOptions(lr=lr, eps=epsilon, weight_decay=weight_decay, found=_found(noop_flag))
-    _steps.take(kernels.adagrad, o, params, grads, [sums], step=1, shrinks=mode == 1)
+    take(kernels.adam, o, params, grads, [exp_avgs, exp_avg_sqs], step - 1 if bias_correction else LATE)
 
 
 def multi_tensor_sgd(
@@ -118,12 +90,14 @@ def multi_tensor_sgd(
     if not params:
         return
     factor = None if scale == 1.0 else torch.full((), scale, dtype=torch.float32, device=params[0].device)
+    found = _found(noop_flag)
+    if wd and wd_after_momentum:
+        torch._foreach_mul_(params, torch.where(found.to(params[0].device) > 0, 1.0, 1 - lr * wd))
     o = kernels.SGDOptions(
-        lr=lr, momentum=momentum, dampening=dampening, weight_decay=wd, nesterov=nesterov, first=first_run,
-        factor=factor, found=_found(noop_flag),
+        lr=lr, momentum=momentum, dampening=dampening, weight_decay=0.0 if wd_after_momentum else wd,
+        nesterov=nesterov, first=first_run, factor=factor, found=found,
     )  # fmt: skip
-    states = [momentum_buffers] if momentum else [[]]
-    _steps.take(kernels.sgd, o, params, grads, states, shrinks=wd_after_momentum)
+    take(kernels.sgd, o, params, grads, [momentum_buffers] if momentum else [[]], None)
     for copies in lists[3:]:
         _store(copies, params)
 
@@ -143,28 +117,27 @@ def multi_tensor_lamb(
         weight_decay=weight_decay, bias_correction=bool(bias_correction), grad_averaging=bool(grad_averaging),
         adam_w_mode=mode == 1, max_grad_norm=max_grad_norm, use_nvlamb=bool(use_nvlamb), found=_found(noop_flag),
     )  # fmt: skip
-    _steps.take(kernels.lamb, o, params, grads, [exp_avgs, exp_avg_sqs], step=step)
+    take(kernels.lamb, o, params, grads, [exp_avgs, exp_avg_sqs], step - 1)
 
 
-def multi_tensor_novograd(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, grad_norms: Tensor, lr: float, beta1: float,
-    beta2: float, epsilon: float, step: int, bias_correction: int, weight_decay: float, grad_averaging: int,
-    moment_mode: int, norm_type: int,
-) -> None:  # fmt: skip
-    """One step of NovoGrad for lists `[grads, params, exp_avgs]`.
+@torch.no_grad()
+def take(
+    kernel: Any, options: Any, params: Sequence[Tensor], grads: Sequence[Tensor], states: Lists, taken: int | None
+) -> None:
+    """One step of parameters of any mixture of devices and dtypes by one of the kernels, after `taken` others.
 
-    `grad_norms`: (number of tensors,) float32, the running norms, written; the caller has put the first ones there.
-    `moment_mode`: 0 lets weight decay into the first moment, 1 does not.
+    16-bit parameters are widened for the length of the call, stepped in float32, and rounded back once.
     """
-    grads, params, exp_avgs = _checked("multi_tensor_novograd", tensor_lists, 3)
-    # a first step starts from what the caller put there: the gradients' own norms, or zeros
-    init_zero = step == 1 and not bool(grad_norms.any())
-    o = kernels.NovoGradOptions(
-        lr=lr, betas=(beta1, beta2), eps=epsilon, weight_decay=weight_decay, bias_correction=bool(bias_correction),
-        grad_averaging=bool(grad_averaging), reg_inside_moment=moment_mode == 0, norm_type=norm_type,
-        init_zero=init_zero, found=_found(noop_flag),
-    )  # fmt: skip
-    _steps.take(_steps.novograd, o, params, grads, [exp_avgs, list(grad_norms.unbind())], step=step)
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    for i, param in enumerate(params):
+        alike[param.device, param.dtype].append(i)
+    for (device, dtype), places in alike.items():
+        own = [params[i].detach() for i in places]
+        wide = [param.float() for param in own] if dtype in LOW_DTYPES else own
+        lists = [[state[i] for i in places] if state else [] for state in states]
+        step = None if taken is None else torch.full((), taken, dtype=torch.float32, device=device)
+        storage = kernels.Storage(wide, lists, step, own if dtype in LOW_DTYPES else None)
+        kernel(storage, [grads[i] for i in places], options)
 
 
 def _checked(name: str, tensor_lists: Lists, number: int) -> list[list[Tensor]]:
@@ -173,10 +146,6 @@ def _checked(name: str, tensor_lists: Lists, number: int) -> list[list[Tensor]]:
     sizes = [len(tensors) for tensors in lists]
     if len(lists) != number or len(set(sizes)) > 1:
         raise RuntimeError(f"{name} got lists of lengths {sizes}: it takes {number} lists of one length")
-    for i, entries in enumerate(zip(*lists, strict=True)):
-        shapes = [tuple(tensor.shape) for tensor in entries]
-        if len(set(shapes)) > 1:
-            raise RuntimeError(f"{name}: entries {i} of the lists have shapes {shapes}, and must have one shape")
     return lists
 
 
@@ -212,11 +181,3 @@ def _flag(noop_flag: Tensor, bad: Tensor) -> None:
 
 def _found(noop_flag: Tensor) -> Tensor:
     return noop_flag.reshape(-1)[0].to(torch.float32)
-
-
-def __getattr__(name: str) -> NoReturn:
-    there = ", ".join(sorted(each for each in globals() if each.startswith("multi_tensor_")))
-    raise AttributeError(
-        f"module 'amp_C' has no attribute {name!r}: preamp's has {there}. The capturable variants and LAMB's "
-        "two stages need NVIDIA's Apex"
-    )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...kernels import AdamOptions
-from ...kernels import adam as _adam
-from . import _amp_c, _steps
+from ... import kernels
+from . import _amp_c
 
 
 @torch.no_grad()
@@ -24,14 +25,24 @@ def adam(
     """
     if eps_mode == 0:
         raise RuntimeError("fused_adam_cuda.adam(eps_mode=0) is not here: write eps_mode=1, which adds eps to the root")
-    rate = math.sqrt(1 - beta2**step) / (1 - beta1**step) if bias_correction else 1.0
-    options = AdamOptions(
-        lr=lr * rate, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay, decoupled_weight_decay=True,
-        factor=torch.full((), 1.0 / scale, dtype=torch.float32, device=p.device),
-    )  # fmt: skip
-    _steps.take(_adam, options, [p], [g.to(p.dtype, copy=True)], [[m], [v]], step=_steps.LATE)
+    factor = torch.full((), 1.0 / scale, dtype=torch.float32, device=p.device)
+    step_lists([p], [g], [[m], [v]], factor, lr, (beta1, beta2), eps, step, bool(bias_correction), weight_decay)
     if out_p.numel():
         out_p.copy_(p)
+
+
+def step_lists(
+    params: Sequence[Tensor], grads: Sequence[Tensor], states: _amp_c.Lists, factor: Tensor, lr: Any,
+    betas: tuple[float, float], eps: float, step: int, bias_correction: bool, weight_decay: float,
+) -> None:  # fmt: skip
+    """The same for lists of tensors, by the gradients times `factor`, 0-d float32."""
+    beta1, beta2 = betas
+    rate = math.sqrt(1 - beta2**step) / (1 - beta1**step) if bias_correction else 1.0
+    options = kernels.AdamOptions(
+        lr=lr * rate, betas=betas, eps=eps, weight_decay=weight_decay, decoupled_weight_decay=True, factor=factor
+    )
+    copies = [g.to(p.dtype, copy=True) for g, p in zip(grads, params, strict=True)]
+    _amp_c.take(kernels.adam, options, params, copies, states, _amp_c.LATE)
 
 
 def maybe_cast_mt(chunk_size: int, noop_flag: Tensor, tensor_lists: _amp_c.Lists) -> None:

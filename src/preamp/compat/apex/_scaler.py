@@ -8,10 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import StateError, kind_of
 from ...kernels import check_and_unscale_
-
-_Override = tuple[float, float, float]
 
 
 class LossScaler:
@@ -61,45 +58,25 @@ class LossScaler:
         master_grads: Iterable[Tensor],
         unused_scale: float | None = None,
         models_are_masters: bool = False,
-        scale_override: float | _Override | None = None,
+        scale_override: float | None = None,
     ) -> None:
         """Write `model_grads / scale` into `master_grads`, and note when a dynamic scale overflowed.
 
         Gradients: any floating dtype, pairwise of one shape; they may be the same tensors. The flag stays on the
-        device until `update_scale`.
+        device until `update_scale`. `scale_override`: the scale that they have, if not the present one.
         """
-        scale, _, out = self._scales(scale_override)
+        scale = self._loss_scale if scale_override is None else scale_override
         model, master = list(model_grads), list(master_grads)
-        if scale == out and models_are_masters and not self.dynamic:
+        if not master or (scale == 1.0 and models_are_masters and not self.dynamic):
             return
         pairs = [(g, m) for g, m in zip(model, master, strict=True) if g is not m]
         if pairs:
             torch._foreach_copy_([m for _, m in pairs], [g for g, _ in pairs])
-        self._scale_(master, out / scale)
-
-    def unscale_with_stashed(
-        self,
-        model_grads: Iterable[Tensor],
-        stashed_master_grads: Iterable[Tensor],
-        master_grads: Iterable[Tensor],
-        scale_override: _Override | None = None,
-    ) -> None:
-        """Write `model_grads / scale + stashed_master_grads` into `master_grads`; only the first are checked.
-
-        `master_grads` may be either of the others' tensors. All three: of one length, pairwise of one shape.
-        """
-        scale, stashed_scale, out = self._scales(scale_override)
-        model, master = list(model_grads), list(master_grads)
-        same = stashed_scale == out
-        stashed = [kept if same else kept / stashed_scale * out for kept in stashed_master_grads]
-        new = [
-            torch.empty_like(m, dtype=torch.promote_types(g.dtype, m.dtype)).copy_(g)
-            for g, m in zip(model, master, strict=True)
-        ]
-        self._scale_(new, out / scale)
-        if new:
-            torch._foreach_add_(new, [kept.to(added.dtype) for kept, added in zip(stashed, new, strict=True)])
-            torch._foreach_copy_(master, new)
+        found = check_and_unscale_(master, torch.full((), 1.0 / scale, dtype=torch.float32, device=master[0].device))
+        if self.dynamic:
+            if self._overflow_buf.device != found.device:  # only what goes to the host has to be waited for
+                self._overflow_buf = self._overflow_buf.to(found.device, non_blocking=found.device.type != "cpu")
+            self._overflow_buf.masked_fill_(found > 0, 1)
 
     def update_scale(self) -> bool:
         """Move a dynamic scale by what the gradients were like; True if the step must be skipped.
@@ -119,26 +96,6 @@ class LossScaler:
             self._unskipped = 0
         return False
 
-    def _scales(self, override: float | _Override | None) -> _Override:
-        """(scale on the gradients, scale on the stashed ones, scale wanted)."""
-        if override is None:
-            return self._loss_scale, 1.0, 1.0
-        return override if isinstance(override, tuple) else (override, 1.0, 1.0)
-
-    def _scale_(self, gradients: list[Tensor], factor: float) -> None:
-        if not gradients:
-            return
-        inverse = torch.full((), factor, dtype=torch.float32, device=gradients[0].device)
-        found = check_and_unscale_(gradients, inverse)
-        if self.dynamic:
-            self._flag(found)
-
-    def _flag(self, found: Tensor) -> None:
-        """Note on the device whether `found`, 0-d, is above 0."""
-        if self._overflow_buf.device != found.device:  # only what goes to the host has to be waited for
-            self._overflow_buf = self._overflow_buf.to(found.device, non_blocking=found.device.type != "cpu")
-        self._overflow_buf.masked_fill_(found > 0, 1)
-
 
 FIELDS = {
     "loss_scale": "_loss_scale", "unskipped": "_unskipped", "dynamic": "dynamic", "scale_window": "_scale_seq_len",
@@ -155,24 +112,16 @@ def state_of(scaler: LossScaler) -> dict[str, Any]:
 def scaler_of(saved: Any) -> LossScaler:
     """A scaler as it was saved: from `state_of`, or from an object of Apex's with the same attributes.
 
-    The scalers of `fp16_utils.loss_scaler`, which older checkpoints hold, have `cur_scale` only. `StateError` if
-    there is no scale to be found.
+    The scalers of `fp16_utils.loss_scaler`, which older checkpoints hold, have `cur_scale` only. KeyError if there is
+    no scale to be found.
     """
-    if isinstance(saved, dict):
-        fields = dict(saved)
-    else:
-        fields = {name: getattr(saved, own) for name, own in FIELDS.items() if hasattr(saved, own)}
-        if "loss_scale" not in fields and hasattr(saved, "cur_scale"):
-            fields = {"loss_scale": saved.cur_scale, "dynamic": hasattr(saved, "scale_window")}
-            if fields["dynamic"]:
-                fields["scale_window"] = saved.scale_window
-    if "loss_scale" not in fields:
-        raise StateError(
-            f"state_dict['loss_scaler'] is {kind_of(saved)} without a loss scale, so gradients would be "
-            "divided by the wrong number: pass what FP16_Optimizer.state_dict() returned"
-        )
+    fields = (
+        saved if isinstance(saved, dict) else {n: getattr(saved, a) for n, a in FIELDS.items() if hasattr(saved, a)}
+    )
+    if hasattr(saved, "cur_scale"):
+        window = getattr(saved, "scale_window", None)
+        fields = {"loss_scale": saved.cur_scale, "dynamic": window is not None, "scale_window": window or 2000}
     scaler = LossScaler("dynamic" if fields.get("dynamic") else fields["loss_scale"])
     for name, attribute in FIELDS.items():
-        if name in fields:
-            setattr(scaler, attribute, fields[name])
+        setattr(scaler, attribute, fields.get(name, getattr(scaler, attribute)))
     return scaler

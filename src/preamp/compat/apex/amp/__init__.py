@@ -1,6 +1,8 @@
 """apex.amp: mixed precision of both of its generations, on today's torch."""
 
 from . import __version__
+from . import compat as compat
+from . import scaler as scaler
 from ._amp_state import _amp_state, master_params
 from ._initialize import close
 from .amp import (

@@ -26,7 +26,10 @@ class Casts:
     models are on the CPU; beside models on an accelerator, CPU tensors are data and keep their dtype.
     """
 
-    def __init__(self, enable_caching: bool, verbose: bool, half_type: torch.dtype, takes_cpu: bool) -> None:
+    def __init__(
+        self, enable_caching: bool = True, verbose: bool = False, half_type: torch.dtype = torch.float16,
+        takes_cpu: bool = True,
+    ) -> None:  # fmt: skip
         self.has_cache = enable_caching
         self.verbose = verbose
         self.cache: dict[Tensor, Tensor] = {}

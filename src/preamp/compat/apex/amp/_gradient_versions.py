@@ -11,7 +11,6 @@ from contextlib import suppress
 from operator import attrgetter
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 _GRAD, _VERSION = attrgetter("grad"), attrgetter("_version")
@@ -54,42 +53,25 @@ class GradientVersions:
             if list(map(attrgetter(_SEEN), gradients)) == list(map(_VERSION, gradients)):
                 return False
         had = [*self._had, *[False] * (len(parameters) - len(self._had))]
-        gone = {id(g) for g in gradients if not stepping and getattr(g, _ZEROED, ()) == getattr(g, "_version", None)}
-        pairs = zip(parameters, masters, had, strict=True)
-        cleared = [(p, m) for p, m, h in pairs if h and (p.grad is None or id(p.grad) in gone)]
-        whole = bool(cleared) and len(cleared) == sum(had)
-        if not (stepping and whole and all(parameter.grad is None for parameter, _ in cleared)):
-            for parameter, master in cleared:
-                if parameter.grad is None or master.grad is None:
-                    master.grad = None
-                else:
-                    master.grad.zero_()
-            if whole:
-                for master in masters:
-                    master.grad = None
-        odd = [
-            (p, g, m)
-            for p, g, m in zip(parameters, gradients, masters, strict=True)
-            if not (g is None or id(g) in gone or getattr(g, _SEEN, None) == g._version or not g.numel())
+        zeroed = [not stepping and g is not None and getattr(g, _ZEROED, None) == g._version for g in gradients]
+        cleared = [h and (g is None or zero) for h, g, zero in zip(had, gradients, zeroed, strict=True)]
+        whole = any(cleared) and cleared == had
+        for master, gone in zip(masters, cleared, strict=True) if not (stepping and whole) else ():
+            if gone or whole:
+                master.grad = None
+        changed = [
+            (g, master)
+            for g, zero, master in zip(gradients, zeroed, masters, strict=True)
+            if g is not None and not zero and getattr(g, _SEEN, None) != g._version and g.numel()
         ]
-        unknown = [(p, g) for p, g, master in odd if not hasattr(g, _SEEN) or master.grad is None]
-        zeros = _zeros([gradient for _, gradient in unknown])
-        for parameter, gradient in unknown:
-            if id(gradient) not in zeros:
+        for gradient, master in changed:
+            known = hasattr(gradient, _SEEN) and master.grad is not None
+            if not known and (gradient.layout is not torch.strided or bool(gradient.any())):
                 raise RuntimeError(
-                    f"a gradient of a 16-bit parameter of shape {tuple(parameter.shape)} was written outside of "
+                    f"a gradient of a 16-bit parameter of shape {tuple(gradient.shape)} was written outside of "
                     "amp.scale_loss for this optimizer, which steps float32 masters that do not have it: it would be "
                     "lost. Write `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()` for every "
                     "backward pass, with all optimizers that are to step for it; change gradients through "
                     "amp.master_params(optimizer); and clear what another loss left with optimizer.zero_grad()"
                 )
-        return any(master.grad is not None for _, _, master in odd)
-
-
-def _zeros(gradients: Sequence[Tensor]) -> set[int]:
-    """Which gradients are zeros. Waits for the device, if there are any to look at."""
-    dense = [gradient for gradient in gradients if gradient.layout is torch.strided]
-    if not dense:
-        return set()
-    largest = torch.stack([norm.to(dense[0].device) for norm in torch._foreach_norm(dense, float("inf"))])
-    return {id(gradient) for gradient, size in zip(dense, largest.tolist(), strict=True) if size == 0}
+        return any(master.grad is not None for _, master in changed)

@@ -6,17 +6,14 @@ The optimizer steps masters, which have gradients of their own; loops of others 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import wraps
-from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ....errors import kind_of
 from ....formats import LOW_DTYPES
 from ....ledger import parameters_of
 from .._masters import SAVED, Masters, multiply_gradients
@@ -60,7 +57,7 @@ class AmpOptimizerState(Masters):
         self.master_weights = master_weights
         self.lazy_init_called = False
         self.all_fp32_params = self.all_fp32_from_fp32_params
-        self.all_fp32_from_fp32_grad_stash: Stash = []
+        self._aside: Stash = []
         self.versions = GradientVersions()
         self.params_have_scaled_gradients = False
         self.delayed_scale = 1.0
@@ -69,7 +66,7 @@ class AmpOptimizerState(Masters):
         """Whether the next step is skipped."""
         self.without_casts: Any = None
         """The handle whose casts `step` runs without."""
-        self._undo: list[Callable[[], None]] = []
+        self._replaced: list[tuple[str, Any, Any]] = []
         self._reason = (0, 1.0)
         self._told = False
 
@@ -95,7 +92,7 @@ class AmpOptimizerState(Masters):
     def prepare_backward(self) -> None:
         """Put gradients aside, and clear the model's 16-bit ones, which the masters have."""
         self._clear_low()
-        put_aside(self._stepped(), self.all_fp32_from_fp32_grad_stash)
+        self._aside = put_aside(self._stepped())
 
     def _clear_low(self) -> None:
         if self.master_weights:
@@ -109,7 +106,8 @@ class AmpOptimizerState(Masters):
         stepped = self._stepped()
         if self.master_weights:
             self._unscale_low(scaler)
-        unscale_and_add(stepped, self.all_fp32_from_fp32_grad_stash, scaler)
+        unscale_and_add(stepped, self._aside, scaler)
+        self._aside = []
         if self.master_weights:
             self.versions.record(self.all_fp16_params)
 
@@ -128,7 +126,8 @@ class AmpOptimizerState(Masters):
     def abandon_backward(self) -> None:
         """The backward pass failed: its gradients are dropped, and those from before it are back."""
         self._clear_low()
-        put_back(self._stepped(), self.all_fp32_from_fp32_grad_stash)
+        put_back(self._stepped(), self._aside)
+        self._aside = []
 
     def check_gradients(self, stepping: bool = False) -> None:
         """Learn of gradients that were cleared by others; RuntimeError for such as no master has learnt of."""
@@ -235,10 +234,6 @@ class AmpOptimizerState(Masters):
     def add_param_group(self, inner: Any, param_group: dict[str, Any]) -> None:
         """Add a group; its 16-bit parameters get masters at once."""
         self.lazy_init()
-        if not isinstance(param_group, dict):
-            raise TypeError(f"a param group must be a dict, and this is {kind_of(param_group)}")
-        if isinstance(param_group["params"], (set, frozenset)):
-            raise TypeError("parameters must come in an order, as in a list: a set would change it from run to run")
         before = len(self._optimizer.param_groups)
         inner(param_group)
         for group in self._optimizer.param_groups[before:]:
@@ -259,12 +254,22 @@ class AmpOptimizerState(Masters):
     def load_state_dict(self, inner: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """The optimizer's own; state stays in float32, and masters are taken if there are any."""
         self.lazy_init()
-        self._check_masters(state_dict["param_groups"])
+        groups = state_dict["param_groups"]
+        given = [saved for group in groups for saved in group.get(SAVED, [None] * len(group["params"]))]
+        own = [master for masters in self._masters_by_group() for master in masters]
+        pairs = [(m, s) for m, s in zip(own, given, strict=False) if m is not None and s is not None]
+        for i, (master, saved) in enumerate(pairs):
+            if master.shape != saved.shape:
+                raise ValueError(
+                    f"the saved master weights do not fit this optimizer: parameter {i} has shape {tuple(saved.shape)} "
+                    f"in the checkpoint and {tuple(master.shape)} here. Build model and optimizer as they were when it "
+                    "was saved, at the same opt_level."
+                )
         result = inner(state_dict, *args, **kwargs)
-        for group, masters in zip(self._optimizer.param_groups, self._masters_by_group(), strict=True):
-            for master, saved in zip(masters, group.pop(SAVED, ()), strict=False):
-                if master is not None:
-                    master.copy_(saved)
+        for group in self._optimizer.param_groups:
+            group.pop(SAVED, None)
+        for master, saved in pairs:
+            master.copy_(saved)
         self.masters_to_model()
         return result
 
@@ -272,20 +277,6 @@ class AmpOptimizerState(Masters):
         """In the order of the groups; None for parameters without a master."""
         known = set(map(id, self.all_fp32_from_fp16_params))
         return [[p if id(p) in known else None for p in group["params"]] for group in self._optimizer.param_groups]
-
-    def _check_masters(self, groups: list[dict[str, Any]]) -> None:
-        """ValueError if saved masters are not those of this optimizer's parameters."""
-        if not any(SAVED in group for group in groups):
-            return
-        given = _shapes(group.get(SAVED, [None] * len(group["params"])) for group in groups)
-        own = _shapes(self._masters_by_group())
-        for i, (theirs, mine) in enumerate(zip_longest(given, own)):
-            if theirs != mine:
-                raise ValueError(
-                    f"the saved master weights do not fit this optimizer: parameter {i} has shape {theirs} in the "
-                    f"checkpoint and {mine} here. Build model and optimizer as they were when it was saved, at the "
-                    "same opt_level."
-                )
 
     # -- attaching it
 
@@ -310,24 +301,15 @@ class AmpOptimizerState(Masters):
             function._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         bound = types.MethodType(function, optimizer)
         setattr(optimizer, name, bound)
-
-        def undo() -> None:
-            if vars(optimizer).get(name) is not bound:
-                return  # somebody wrapped it since; his wrapper goes on working
-            setattr(optimizer, name, before) if own else delattr(optimizer, name)
-
-        self._undo.append(undo)
+        self._replaced.append((name, bound, before if own else None))
 
     def detach(self) -> None:
         """Take away from the optimizer what was put on it. Masters that were made stay in its groups."""
-        for undo in reversed(self._undo):
-            undo()
+        for name, bound, before in reversed(self._replaced):
+            if vars(self._optimizer).get(name) is bound:  # or somebody wrapped it since, whose wrapper goes on working
+                delattr(self._optimizer, name) if before is None else setattr(self._optimizer, name, before)
         for name in (*_PLANTED, "_amp_stash"):
             self._optimizer.__dict__.pop(name, None)
-
-
-def _shapes(groups: Iterable[Iterable[Tensor | None]]) -> list[tuple[int, ...] | None]:
-    return [None if master is None else tuple(master.shape) for masters in groups for master in masters]
 
 
 def _process_optimizer(optimizer: Any, properties: Any) -> Any:

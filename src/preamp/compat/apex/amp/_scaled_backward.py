@@ -17,8 +17,8 @@ from ....errors import kind_of
 from ....formats import LOW_DTYPES
 from .._scaler import LossScaler
 
-Stash = list[Tensor | None]
-"""Gradients put aside, by position of their parameters."""
+Stash = list[tuple[Parameter, Tensor]]
+"""Gradients put aside, with their parameters."""
 
 
 def as_list(optimizers: Any) -> list[Any]:
@@ -73,36 +73,35 @@ def scaled_backward(
             optimizer._amp_stash.skip_next(loss_id, scaler.loss_scale())
 
 
-def put_aside(parameters: Sequence[Parameter], stash: Stash) -> None:
-    """Move gradients into `stash`: backward then writes new ones instead of adding to them."""
-    stash[:] = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
+def put_aside(parameters: Sequence[Parameter]) -> Stash:
+    """Take gradients away: backward then writes new ones instead of adding to them."""
+    stash = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    for parameter, _ in stash:
         parameter.grad = None
+    return stash
 
 
 def put_back(parameters: Sequence[Parameter], stash: Stash) -> None:
-    """Move gradients back from `stash`, over whatever came since."""
-    for parameter, kept in zip(parameters, _taken(parameters, stash), strict=False):
+    """Give gradients back, over whatever came since."""
+    for parameter in parameters:
+        parameter.grad = None
+    for parameter, kept in stash:
         parameter.grad = kept
 
 
 def unscale_and_add(parameters: Sequence[Parameter], stash: Stash, scaler: LossScaler) -> None:
     """Unscale gradients in place, and add what was put aside; only the new ones are judged."""
-    fresh: list[Tensor] = []
-    sums: list[tuple[Parameter, Tensor, Tensor]] = []
-    for parameter, kept in zip(parameters, _taken(parameters, stash), strict=False):
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            parameter.grad = parameter.grad.coalesce()
+    fresh = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    scaler.unscale(fresh, fresh, models_are_masters=True)
+    dense: list[tuple[Tensor, Tensor]] = []
+    for parameter, kept in stash:
         new = parameter.grad
         if new is None:
             parameter.grad = kept
-            continue
-        parameter.grad = new = new if new.layout is torch.strided else new.coalesce()
-        fresh.append(new)
-        if kept is not None:
-            sums.append((parameter, new, kept))
-    scaler.unscale(fresh, fresh, models_are_masters=True)
-    dense: list[tuple[Tensor, Tensor]] = []
-    for parameter, new, kept in sums:
-        if new.layout is kept.layout is torch.strided:
+        elif new.layout is kept.layout is torch.strided:
             dense.append((new, kept))
         else:
             parameter.grad = _sum(new, kept)
@@ -114,13 +113,6 @@ def add_pairwise(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Add the second of each pair to the first, in place."""
     if pairs:
         torch._foreach_add_([into for into, _ in pairs], [added for _, added in pairs])
-
-
-def _taken(parameters: Sequence[Parameter], stash: Stash) -> Stash:
-    """What was put aside, which the stash forgets; None for parameters that came since."""
-    kept: Stash = [*stash, *[None] * (len(parameters) - len(stash))]
-    stash[:] = [None] * len(parameters)
-    return kept
 
 
 def _sum(one: Tensor, other: Tensor) -> Tensor:

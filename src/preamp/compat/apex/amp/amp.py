@@ -32,19 +32,23 @@ def _current() -> AmpHandle | None:
     return _DECORATOR_HANDLE
 
 
+def _casting(kind: str) -> Any:
+    return lambda handle, name: wrap.casting(handle, name, handle.dtype_of(kind))
+
+
 def half_function(fn: Any) -> Any:
     """Decorate a function to get its floating arguments, nested ones too, in float16 (bfloat16 at O4)."""
-    return wrap.decorated_cast(fn, "half", _current)
+    return wrap.decorated(fn, _current, _casting("half"))
 
 
 def bfloat16_function(fn: Any) -> Any:
     """Decorate a function to get its floating arguments, nested ones too, in bfloat16."""
-    return wrap.decorated_cast(fn, "bfloat16", _current)
+    return wrap.decorated(fn, _current, _casting("bfloat16"))
 
 
 def float_function(fn: Any) -> Any:
     """Decorate a function to get its floating arguments, nested ones too, in float32."""
-    return wrap.decorated_cast(fn, "float", _current)
+    return wrap.decorated(fn, _current, _casting("float"))
 
 
 def promote_function(fn: Any) -> Any:
@@ -52,7 +56,7 @@ def promote_function(fn: Any) -> Any:
 
     Other mixtures raise NotImplementedError when it is called.
     """
-    return wrap.decorated_promote(fn, _current)
+    return wrap.decorated(fn, _current, wrap.promoting)
 
 
 def _check_registered(module: Any, name: str) -> None:
@@ -165,9 +169,7 @@ def _in_place(names: Iterable[str]) -> list[str]:
 
 def _take_registered(handle: AmpHandle) -> set[tuple[Any, str]]:
     """Patch what users registered, and forget it; returns (module, name) pairs, which the lists then leave alone."""
-    ways = {
-        (module, name): wrap.casting(handle, name, handle.dtype_of(kind)) for module, name, kind in _USER_CAST_REGISTRY
-    }
+    ways = {(module, name): _casting(kind)(handle, name) for module, name, kind in _USER_CAST_REGISTRY}
     for module, name in _USER_PROMOTE_REGISTRY:
         ways.setdefault((module, name), wrap.widening(handle, name))
     for (module, name), prepare in ways.items():

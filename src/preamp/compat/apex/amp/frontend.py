@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,26 +23,21 @@ _OPTIONS: dict[str, Any] = {
 
 
 class Properties:
-    """The options in force. Setting one checks that it goes with the others; `options` is the dict of them."""
+    """The options in force, as attributes; `options` is the dict of them."""
 
-    options: dict[str, Any]
-    patch_torch_functions_type: torch.dtype | None
+    patch_torch_functions_type: torch.dtype | None = None
 
     def __init__(self) -> None:
-        self.__dict__["options"] = dict(_OPTIONS)
-        self.__dict__["patch_torch_functions_type"] = None
+        vars(self).update(_OPTIONS)
 
-    def __getattr__(self, name: str) -> Any:
-        options = self.__dict__.get("options", {})
-        if name in options:
-            return options[name]
-        raise AttributeError(f"'Properties' object has no attribute '{name}'")
+    if TYPE_CHECKING:
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.options:
-            self.options[name] = _checked(self, name, value)
-        else:
-            self.__dict__[name] = value
+        def __getattr__(self, name: str) -> Any: ...
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All options but `patch_torch_functions_type`, in the order in which they are printed."""
+        return {name: getattr(self, name) for name in _OPTIONS}
 
 
 _NOT_WHERE_TORCH_IS_PATCHED = {
@@ -84,14 +79,13 @@ def _checked(properties: Properties, name: str, value: Any) -> Any:
 class OptLevel:
     """A row of the table of levels; calling it fills in the options."""
 
-    def __init__(self, name: str, brief: str, more: str, low: torch.dtype | None = None, **options: Any) -> None:
-        self.name, self.brief, self.more, self.low = name, brief, more, low
-        self.options = options
+    def __init__(self, name: str, brief: str, low: torch.dtype | None = None, **options: Any) -> None:
+        self.name, self.brief, self.low, self.options = name, brief, low, options
 
     def __call__(self, properties: Properties) -> Properties:
         """The options of this level, unchecked."""
-        properties.__dict__["options"].update(_OPTIONS, enabled=True, opt_level=self.name, **self.options)
-        properties.__dict__["patch_torch_functions_type"] = self.low
+        vars(properties).update({**_OPTIONS, "enabled": True, "opt_level": self.name, **self.options})
+        properties.patch_torch_functions_type = self.low
         return properties
 
 
@@ -101,31 +95,27 @@ opt_levels = {
     level.name: level
     for level in (
         OptLevel(
-            "O0", "O0:  Pure FP32 training.", "The model is cast to FP32; the baseline for accuracy.",
-            cast_model_type=_FLOAT, master_weights=False, loss_scale=1.0, keep_batchnorm_fp32=None,
+            "O0", "O0:  Pure FP32 training.",
+            cast_model_type=_FLOAT, keep_batchnorm_fp32=None, master_weights=False, loss_scale=1.0,
         ),
         OptLevel(
-            "O1", "O1:  Insert automatic casts around Pytorch functions and Tensor methods.",
-            "The model stays FP32; functions that profit run in FP16, those that need it in FP32.", low=_HALF,
+            "O1", "O1:  Insert automatic casts around Pytorch functions and Tensor methods.", low=_HALF,
             patch_torch_functions=True, loss_scale="dynamic",
         ),
         OptLevel(
             "O2", "O2:  FP16 training with FP32 batchnorm and FP32 master weights.",
-            "The model is cast to FP16 but for batchnorms; the optimizer steps FP32 masters.",
             cast_model_type=_HALF, keep_batchnorm_fp32=True, master_weights=True, loss_scale="dynamic",
         ),
         OptLevel(
-            "O3", "O3:  Pure FP16 training.", "Everything is cast to FP16; the baseline for speed.",
+            "O3", "O3:  Pure FP16 training.",
             cast_model_type=_HALF, keep_batchnorm_fp32=False, master_weights=False, loss_scale=1.0,
         ),
         OptLevel(
             "O4", "O4:  Insert automatic casts around Pytorch functions and Tensor methods (BFLOAT16).",
-            "As O1, in BFLOAT16 and without a loss scale.", low=_BFLOAT16,
-            patch_torch_functions=True, loss_scale=1,
+            low=_BFLOAT16, patch_torch_functions=True, loss_scale=1,
         ),
         OptLevel(
             "O5", "O5:  BFLOAT16 training with FP32 batchnorm and FP32 master weights.",
-            "As O2, in BFLOAT16 and without a loss scale.",
             cast_model_type=_BFLOAT16, patch_torch_functions=None, keep_batchnorm_fp32=True, master_weights=True,
             loss_scale=1,
         ),
@@ -194,7 +184,7 @@ def initialize(
     }
     for name, value in overrides.items():
         if value is not None:
-            setattr(properties, name, value)
+            setattr(properties, name, _checked(properties, name, value))
     if patch_torch_functions_type is not None:
         properties.patch_torch_functions_type = patch_torch_functions_type
     maybe_print("After processing overrides, optimization options are:", True)
@@ -209,33 +199,25 @@ def _print_options(properties: Properties) -> None:
         maybe_print(f"{name:22} : {value}", True)
 
 
-def _scalers() -> list[Any]:
-    """The loss scales; AttributeError, as in Apex, where `initialize` has made none."""
-    found: list[Any] | None = vars(_amp_state).get("loss_scalers")
-    if found is None:
-        raise AttributeError(
-            "amp has no loss scales, so that their state can neither be saved nor loaded: call amp.initialize(...) "
-            "first, with enabled=True. amp.load_state_dict() comes after it"
-        )
-    return found
-
-
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     """The loss scales: {"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}, in `destination` if given.
 
     AttributeError before `initialize` has made scalers.
     """
     saved = OrderedDict() if destination is None else destination
-    for i, scaler in enumerate(_scalers()):
+    for i, scaler in enumerate(_amp_state.loss_scalers):
         saved[f"loss_scaler{i}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
     return saved
 
 
 def load_state_dict(state_dict: dict[str, Any]) -> None:
-    """Take loss scales, in the order in which they were saved. RuntimeError for keys that are none."""
+    """Take loss scales, in the order in which they were saved. RuntimeError for keys that are none.
+
+    AttributeError before `initialize` has made scalers.
+    """
     saved = {key: value for key, value in state_dict.items() if "loss_scaler" in key}
     unexpected = [key for key in state_dict if key not in saved]
-    scalers = _scalers()
+    scalers = _amp_state.loss_scalers
     if len(saved) != len(scalers):
         print(f"Warning: state_dict contains {len(saved)} entries, while {len(scalers)} loss_scalers are used")
     for i, value in enumerate(saved.values()):

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._notice import warn
 from .._scaler import LossScaler
 from ._amp_state import _amp_state
 from ._casts import Casts
@@ -71,27 +70,17 @@ def disable_casts() -> Iterator[None]:
 class AmpHandle(Casts):
     """What `init` returns: the casts, and the loss scaling of scripts of 2018.
 
-    `loss_scale`: "dynamic" or a number. The other arguments are those of `init`.
+    `loss_scale`: "dynamic" or a number. The other arguments are those of `Casts`.
     """
 
-    def __init__(
-        self,
-        loss_scale: float | str = "dynamic",
-        enable_caching: bool = True,
-        verbose: bool = False,
-        half_type: torch.dtype = torch.float16,
-        takes_cpu: bool = True,
-    ) -> None:
-        super().__init__(enable_caching, verbose, half_type, takes_cpu)
+    def __init__(self, loss_scale: float | str = "dynamic", *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._default_scaler: LossScaler | None = LossScaler(loss_scale)
-        self._all_wrappers: list[OptimWrapper] = []
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, num_loss: int = 1) -> OptimWrapper:
         """An optimizer with a loss scale of its own for each of `num_loss` losses (API of 2018)."""
         self._default_scaler = None  # as it was: one way of scaling or the other
-        wrapper = OptimWrapper(optimizer, self, num_loss)
-        self._all_wrappers.append(wrapper)
-        return wrapper
+        return OptimWrapper(optimizer, self, num_loss)
 
     @contextmanager
     def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
@@ -120,14 +109,6 @@ class AmpHandle(Casts):
                 yield loss.float() * scaler.loss_scale()
         finally:
             self._clear_cache()
-
-    def _deactivate(self) -> None:
-        """Put everything back under the names in torch where it was found. A second call does nothing."""
-        for wrapper in self._all_wrappers:
-            if wrapper._pending():
-                warn("a wrapped optimizer had a skipped step coming when amp was deactivated")
-        self._all_wrappers.clear()
-        super()._deactivate()
 
 
 class NoOpHandle(AmpHandle):

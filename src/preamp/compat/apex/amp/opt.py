@@ -19,13 +19,8 @@ class OptimWrapper:
     def __init__(self, optimizer: Any, amp_handle: Any, num_loss: int) -> None:
         self._optimizer = optimizer
         self._amp_handle = amp_handle
-        self._num_loss = num_loss
         self._loss_idx = 0
         self._loss_scaler = [LossScaler("dynamic") for _ in range(num_loss)]
-
-    def _pending(self) -> bool:
-        stash = getattr(self._optimizer, "_amp_stash", None)
-        return stash is not None and stash.already_patched
 
     @contextmanager
     def scale_loss(self, loss: Any) -> Iterator[Any]:
@@ -33,10 +28,10 @@ class OptimWrapper:
         if not self._amp_handle.is_active():
             yield loss
             return
-        if self._loss_idx >= self._num_loss:
+        if self._loss_idx >= len(self._loss_scaler):
             raise RuntimeError(
-                f"scale_loss was called more than {self._num_loss} times before step(): say how many losses there are, "
-                "handle.wrap_optimizer(optimizer, num_loss=...)"
+                f"scale_loss was called more than {len(self._loss_scaler)} times before step(): say how many losses "
+                "there are, handle.wrap_optimizer(optimizer, num_loss=...)"
             )
         scaler = self._loss_scaler[self._loss_idx]
         with self._amp_handle._scaled(loss, scaler, [self._optimizer], self._loss_idx) as scaled:
@@ -54,15 +49,9 @@ class OptimWrapper:
         return self._optimizer.step()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_optimizer":  # while unpickling
+        if name == "_optimizer" or name.startswith("__"):  # while unpickling
             raise AttributeError(name)
         return getattr(self._optimizer, name)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
 
     def __repr__(self) -> str:
         return repr(self._optimizer)

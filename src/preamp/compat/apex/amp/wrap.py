@@ -111,38 +111,30 @@ def refusing(handle: Casts, name: str, message: str | None = None) -> Prepare:
     return refused
 
 
-# -- decorators, which ask for the handle when the function is called
+def promoting(handle: Casts, name: str) -> Prepare:
+    """Widen 16-bit arguments among float32 ones. NotImplementedError for other mixtures, of which it chooses none."""
+
+    def promoted(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        types = {x.dtype for x in floating((*args, *kwargs.values()))}
+        if len(types) > 1 and types - {torch.float32, *LOW_DTYPES}:
+            raise NotImplementedError(
+                f"Do not know how to handle these types to promote: {types}. Cast the arguments of {name} to one dtype "
+                "before the call."
+            )
+        return casted_args(handle.caster(torch.float32), args, kwargs) if len(types) > 1 else (args, kwargs)
+
+    return promoted
 
 
-def decorated_cast(function: Function, kind: str, current: Callable[[], Any]) -> Any:
-    """The wrapper of `half_function` and `float_function`."""
+def decorated(function: Function, current: Callable[[], Any], way: Callable[[Any, str], Prepare]) -> Any:
+    """`function` with its arguments prepared in a `way` while the handle that is `current` at a call is active."""
+    name = getattr(function, "__name__", str(function))
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         handle = current()
         if handle is not None and handle.is_active():
-            cast = handle.caster(handle.dtype_of(kind), getattr(function, "__name__", str(function)))
-            args, kwargs = casted_args(cast, args, kwargs)  # type: ignore[assignment]
-        return function(*args, **kwargs)
-
-    return wrapper
-
-
-def decorated_promote(function: Function, current: Callable[[], Any]) -> Any:
-    """The wrapper of `promote_function`. It widens 16 bits to 32, and does not choose between other mixtures."""
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        handle = current()
-        if handle is not None and handle.is_active():
-            types = {x.dtype for x in floating((*args, *kwargs.values()))}
-            if len(types) > 1 and types - {torch.float32, *LOW_DTYPES}:
-                raise NotImplementedError(
-                    f"Do not know how to handle these types to promote: {types}. Cast the arguments of "
-                    f"{getattr(function, '__name__', function)} to one dtype before the call."
-                )
-            if len(types) > 1:
-                args, kwargs = casted_args(handle.caster(torch.float32), args, kwargs)  # type: ignore[assignment]
+            args, kwargs = way(handle, name)(args, kwargs)
         return function(*args, **kwargs)
 
     return wrapper

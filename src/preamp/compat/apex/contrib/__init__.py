@@ -1,1 +1,9 @@
-"""Of `apex.contrib`: the optimizers of 2018 and 2019, layer norm, cross entropy and clipping, on torch's operators."""
+"""What scripts use of apex.contrib."""
+
+from functools import partial as _partial
+
+from ..._names import absent_attribute as _absent_attribute
+from . import clip_grad, layer_norm, optimizers, xentropy
+
+__all__ = ["clip_grad", "layer_norm", "optimizers", "xentropy"]
+__getattr__ = _partial(_absent_attribute, "contrib.")

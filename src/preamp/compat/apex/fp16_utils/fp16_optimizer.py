@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ....autocast import PRODUCTS
@@ -126,8 +125,10 @@ class FP16_Optimizer(Masters):
         model_grads_to_master_grads(self.all_fp16_params, self.all_fp32_from_fp16_params)
         scale = self.loss_scaler.loss_scale() if self._scale_on_fp16 is None else self._scale_on_fp16
         scaled = [master.grad for master in self.all_fp32_from_fp16_params if master.grad is not None]
-        if not self._fp32_are_true:
-            scaled += [_dense_grad(param) for param in self.all_fp32_from_fp32_params if param.grad is not None]
+        for param in self.all_fp32_from_fp32_params if not self._fp32_are_true else ():
+            if param.grad is not None:
+                param.grad = param.grad if param.grad.layout is torch.strided else param.grad.to_dense()
+                scaled.append(param.grad)
         with torch.no_grad():
             self.loss_scaler.unscale(scaled, scaled, scale, scale_override=scale)
         self._fp32_are_true = True
@@ -257,11 +258,3 @@ class FP16_Optimizer(Masters):
         lambda self, value: setattr(self.optimizer, "param_groups", value),
         doc="The optimizer's groups, with the masters in them; may be set.",
     )
-
-
-def _dense_grad(param: Parameter) -> Tensor:
-    """A gradient that can be divided in place: itself, or a dense one put in place of a sparse one."""
-    assert param.grad is not None
-    if param.grad.layout is not torch.strided:
-        param.grad = param.grad.to_dense()
-    return param.grad

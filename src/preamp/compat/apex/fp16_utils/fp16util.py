@@ -117,8 +117,6 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
     model_params = [param for param in model.parameters() if param.requires_grad]
     if not flat_master:
         return model_params, [Parameter(param.detach().clone().float()) for param in model_params]
-    if not model_params:
-        raise ValueError("flat_master=True, and no parameter requires a gradient: there is nothing to make it of")
     dtypes = {param.dtype for param in model_params}
     if len(dtypes) > 1:
         print(

@@ -24,23 +24,10 @@ class MultiTensorApply:
     def __init__(self, chunk_size: int) -> None:
         self.chunk_size = chunk_size
 
-    def check_avail(self) -> None:
-        """RuntimeError if somebody has set `available` to False."""
-        if not self.available:
-            raise RuntimeError(
-                "MultiTensorApply.available was set to False, so its operators are not to be called: set it to True, "
-                f"or call torch._foreach operators instead (import error: {self.import_err!r})"
-            )
-
     def __call__(
-        self,
-        op: Callable[..., Any],
-        noop_flag_buffer: Tensor,
-        tensor_lists: list[list[Tensor]],
-        *args: Any,
+        self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: list[list[Tensor]], *args: Any
     ) -> Any:
         """What `op(chunk_size, noop_flag_buffer, tensor_lists, *args)` returns."""
-        self.check_avail()
         return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
 
 

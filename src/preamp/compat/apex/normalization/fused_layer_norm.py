@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 
-from .._operator_function import OperatorFunction
+from .._operator_function import operator_function
 
 __all__ = [
     "FusedLayerNorm", "FusedLayerNormAffineFunction", "FusedLayerNormAffineMixedDtypesFunction",
@@ -97,32 +96,16 @@ def mixed_dtype_fused_rms_norm_affine(
 # -- under the names of Apex's autograd functions
 
 
-class FusedLayerNormFunction(OperatorFunction, function=fused_layer_norm):
-    """`fused_layer_norm`."""
-
-
-class FusedLayerNormAffineFunction(OperatorFunction, function=fused_layer_norm_affine):
-    """`fused_layer_norm_affine`."""
-
-
-class FusedLayerNormAffineMixedDtypesFunction(OperatorFunction, function=mixed_dtype_fused_layer_norm_affine):
-    """`mixed_dtype_fused_layer_norm_affine`."""
-
-
-class FusedRMSNormFunction(OperatorFunction, function=fused_rms_norm):
-    """`fused_rms_norm`."""
-
-
-class FusedRMSNormAffineFunction(OperatorFunction, function=fused_rms_norm_affine):
-    """`fused_rms_norm_affine`."""
-
-
-class FusedRMSNormAffineMixedDtypesFunction(OperatorFunction, function=mixed_dtype_fused_rms_norm_affine):
-    """`mixed_dtype_fused_rms_norm_affine`."""
-
-
-def _shape_of(normalized_shape: Shape) -> torch.Size:
-    return torch.Size((normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape)
+FusedLayerNormFunction = operator_function("FusedLayerNormFunction", fused_layer_norm)
+FusedLayerNormAffineFunction = operator_function("FusedLayerNormAffineFunction", fused_layer_norm_affine)
+FusedLayerNormAffineMixedDtypesFunction = operator_function(
+    "FusedLayerNormAffineMixedDtypesFunction", mixed_dtype_fused_layer_norm_affine
+)
+FusedRMSNormFunction = operator_function("FusedRMSNormFunction", fused_rms_norm)
+FusedRMSNormAffineFunction = operator_function("FusedRMSNormAffineFunction", fused_rms_norm_affine)
+FusedRMSNormAffineMixedDtypesFunction = operator_function(
+    "FusedRMSNormAffineMixedDtypesFunction", mixed_dtype_fused_rms_norm_affine
+)
 
 
 def _has_autocast(kind: str) -> bool:
@@ -137,7 +120,7 @@ def _normed(
     mixed: bool,
 ) -> Tensor:  # fmt: skip
     """`torch.layer_norm` or `torch.rms_norm`; `params`: the weight, and the bias if the operator takes one."""
-    kind, shape = input.device.type, _shape_of(shape)
+    kind, shape = input.device.type, (shape,) if isinstance(shape, int) else tuple(shape)
     if _has_autocast(kind) and torch.is_autocast_enabled(kind):
         low = torch.get_autocast_dtype(kind)
         with torch.autocast(kind, enabled=False):  # which would have its own rule for this
@@ -158,68 +141,38 @@ def _all_to(params: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor 
 # -- layers
 
 
-class _FusedNorm(nn.Module):
-    """What the layers share: shape, eps, a weight of ones, and a printed form."""
-
-    normalized_shape: torch.Size
-    eps: float
-    elementwise_affine: bool
-    memory_efficient: bool
-    weight: Parameter | None
-
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__()
-        self.normalized_shape = _shape_of(normalized_shape)
-        self.eps = eps
-        self.elementwise_affine = elementwise_affine
-        self.memory_efficient = memory_efficient
-        for name in self._names():
-            made = Parameter(torch.empty(self.normalized_shape)) if elementwise_affine else None
-            self.register_parameter(name, made)
-        self.reset_parameters()
-
-    def _names(self) -> tuple[str, ...]:
-        return ("weight",)
-
-    def reset_parameters(self) -> None:
-        """Ones for the weight, zeros for the bias."""
-        for name, param in self.named_parameters(recurse=False):
-            (nn.init.ones_ if name == "weight" else nn.init.zeros_)(param)
-
-    def extra_repr(self) -> str:
-        """As torch prints its layer norm."""
-        return f"{tuple(self.normalized_shape)}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
-
-
-class FusedLayerNorm(_FusedNorm):
-    """Layer norm (Ba, Kiros and Hinton 2016) over the last dimensions; a drop-in for `torch.nn.LayerNorm`.
+class FusedLayerNorm(nn.LayerNorm):
+    """`torch.nn.LayerNorm` (Ba, Kiros and Hinton 2016) with Apex's arguments and dtypes.
 
     The result has the input's dtype, whatever that of the parameters, or autocast's dtype where it is enabled.
     `memory_efficient` is kept as an attribute and else without effect: torch decides what to keep for the backward
     pass. `weight` and `bias` are None with `elementwise_affine=False`.
     """
 
-    bias: Parameter | None
     _norm: Callable[..., Tensor] = staticmethod(fused_layer_norm_affine)
 
-    def _names(self) -> tuple[str, ...]:
-        return ("weight", "bias")
+    def __init__(
+        self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine)
+        self.memory_efficient = memory_efficient
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`, whose last dimensions are `normalized_shape`."""
         return self._norm(input, self.weight, self.bias, self.normalized_shape, self.eps, self.memory_efficient)
 
 
-class FusedRMSNorm(_FusedNorm):
-    """RMS norm (Zhang and Sennrich 2019) over the last dimensions; dtypes as in `FusedLayerNorm`, and no bias."""
+class FusedRMSNorm(nn.RMSNorm):
+    """`torch.nn.RMSNorm` (Zhang and Sennrich 2019); arguments and dtypes as in `FusedLayerNorm`, and no bias."""
 
+    eps: float
     _norm: Callable[..., Tensor] = staticmethod(fused_rms_norm_affine)
+
+    def __init__(
+        self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine)
+        self.memory_efficient = memory_efficient
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`, whose last dimensions are `normalized_shape`."""

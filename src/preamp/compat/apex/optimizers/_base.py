@@ -1,35 +1,26 @@
-"""What the optimizers of this folder share: Apex's habits, float32 states, masters, saving and loading."""
+"""What makes optimizers of `preamp.optim` those of Apex: arguments, dtypes, and steps that are counted by group."""
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
-from itertools import chain
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
 from torch.optim.optimizer import required
 
-from ....errors import OptimizerError
 from ....formats import LOW_DTYPES
-from ....kernels import Tensors, reciprocal
-from ....ledger import Masters
-from ....optim import float32_states
-from .. import _amp_c, _steps
-
-MASTER = "master_param"
-"""The name of a parameter's float32 master in its state."""
+from ....ledger import Bucket, Collected
+from ....optim import FusedOptimizer
+from .. import _amp_c
 
 Closure = Callable[[], Any] | None
 Group = dict[str, Any]
-Parameters = Sequence[Parameter]
-
-_NOT_NEGATIVE = ("lr", "eps", "weight_decay", "momentum", "max_grad_norm", "step")
 
 
 def constructor(*attributes: str, **defaults: Any) -> Callable[..., None]:
@@ -53,45 +44,32 @@ def constructor(*attributes: str, **defaults: Any) -> Callable[..., None]:
     return __init__
 
 
-class ApexOptimizer(Optimizer):
-    """A `torch.optim.Optimizer` that counts steps by group and takes parameters of several dtypes in one group.
+class ApexOptimizer(FusedOptimizer):
+    """The differences from `preamp.optim`, to be put before one of its classes.
 
-    States of 16-bit parameters are float32, and stay so when they are loaded. What an optimizer does differently is in
-    the attributes of its class, and in `step_group`.
+    Steps are counted in `param_group["step"]`, and not for each parameter. 16-bit parameters without masters have
+    float32 states, and are stepped in float32 and rounded once. RuntimeError for `amsgrad=True` and sparse gradients.
     """
 
-    kernel: ClassVar[Any]
-    """The function of `preamp.kernels` that steps it."""
-    options: ClassVar[Any]
-    """The class of the kernel's options; fields that groups have are those of the groups."""
-    state_names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    counts_steps = False
+    takes_masters = False
+    counts_by_group: ClassVar[bool] = True
+    shrinks: bool = False
+    """Whether weight decay is taken off the parameters themselves."""
+    on_device: bool = False
+    """Whether learning rates and counts are tensors, so that a step can be captured, and skipped on the device."""
     set_grad_none = True
     multi_tensor_l2norm = staticmethod(_amp_c.multi_tensor_l2norm)
-    _masters: Masters
 
-    def _begin(self, params: Any, defaults: dict[str, Any]) -> None:
-        """The constructor. The attributes that are there by now are kept in copies and pickles.
-
-        RuntimeError for `amsgrad=True`, `OptimizerError` for a negative number, or a beta outside [0, 1).
-        """
+    def _begin(self, params: Any, defaults: dict[str, Any], master: str | None = None) -> None:
+        """The constructor. The attributes that are there by now are kept in copies and pickles."""
         if defaults.pop("amsgrad", False):
             raise RuntimeError(
                 f"{type(self).__name__} does not support the AMSGrad variant, and amsgrad=True asks for it: write "
                 "amsgrad=False, or preamp.optim.AdamW(..., amsgrad=True)"
             )
-        for name, value in defaults.items():
-            if value is None or value is required or name not in _NOT_NEGATIVE:
-                continue
-            if not float(value) >= 0.0:
-                raise OptimizerError(
-                    f"{name}={value!r} would make steps go uphill or nowhere: write a number from 0 on"
-                )
-        for i, beta in enumerate(defaults.get("betas", ())):
-            if not 0.0 <= float(beta) < 1.0:
-                raise OptimizerError(f"betas[{i}]={beta!r} is no weight of a running mean: write a number in [0, 1)")
         self._own = tuple(vars(self))
-        self._masters = Masters()
-        super().__init__(params, defaults)
+        FusedOptimizer.__init__(self, params, defaults, master)
 
     @cached_property
     def _dummy_overflow_buf(self) -> Tensor:
@@ -103,158 +81,119 @@ class ApexOptimizer(Optimizer):
         """Gradients become None or zeros: as `set_to_none` says, else as `set_grad_none` of the constructor did."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
+    def check_options(self, group: Group) -> None:
+        """As in `preamp.optim`; a learning rate may be left to the groups."""
+        if group["lr"] is not required:
+            super().check_options(group)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """As torch's; the group gets a count of its own."""
+        super().add_param_group(param_group)
+        self._complete_group(self.param_groups[-1])
+
+    def _complete_group(self, group: Group) -> None:
+        """Give a group its count, and learning rate and count the form in which steps have them."""
+        device = group["params"][0].device if group["params"] else None
+        if self.on_device:
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device).clone()
+        if self.counts_by_group:
+            step = group.get("step", 0)
+            as_tensor = torch.as_tensor(step, dtype=torch.int32, device=device).reshape(1).clone()
+            group["step"] = as_tensor if self.on_device else int(step)
+
     # -- the step
 
-    @torch.no_grad()
-    def step(self, closure: Closure = None) -> Any:
-        """One step of every parameter that has a gradient; returns the closure's loss.
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether scalers leave gradients scaled, and have the step itself skip."""
+        return self.on_device
 
-        Scalers tell those that skip and unscale by themselves, in the attributes `grad_scale` and `found_inf`.
-        """
-        loss = evaluated(closure)
-        scale = getattr(self, "grad_scale", None)
-        self._advance(None if scale is None else reciprocal(scale.reshape(())), getattr(self, "found_inf", None))
-        return loss
+    def _check(self, param: Parameter) -> None:
+        if param.grad is not None and param.grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"{type(self).__name__} does not support sparse gradients, and a parameter of shape "
+                f"{tuple(param.shape)} has one: step it with torch.optim.SparseAdam, or write sparse=False in its "
+                "embedding"
+            )
+        if not param.is_floating_point():
+            raise RuntimeError(
+                f"{type(self).__name__} only supports real floating parameters; one is {param.dtype}: step it with an "
+                "optimizer of torch.optim"
+            )
+        super()._check(param)
 
-    def _advance(self, factor: Tensor | None = None, found: Tensor | None = None) -> None:
-        """The step of all groups, by gradients times `factor`; no step if `found` is above 0."""
-        everyone = [self.present(group) for group in self.param_groups]
-        self.before_groups([gradient for _, gradients in everyone for gradient in gradients], factor)
-        for group, (params, grads) in zip(self.param_groups, everyone, strict=True):
-            if group["params"]:
-                self.step_group(group, params, grads, factor=factor, found=found)
+    def state_dtype(self, name: str, param: Parameter) -> torch.dtype:
+        """float32 for 16-bit parameters."""
+        return torch.float32 if param.dtype in LOW_DTYPES else super().state_dtype(name, param)
 
-    def before_groups(self, gradients: Tensors, factor: Tensor | None) -> None:
-        """Called with all gradients before the first group steps, for steps that depend on all."""
+    def _has_wide_states(self, param: Parameter) -> bool:
+        return True
 
-    def step_group(self, group: Group, params: Parameters, grads: Tensors, **more: Any) -> None:
-        """The step of parameters of a group. `more`: other options of the kernel."""
-        self.take(group, params, grads, step=self.count(group, more["found"]), **more)
+    def _mend(self, param: Parameter, state: dict[str, Any]) -> None:
+        for name in self.kept:
+            if isinstance(state.get(name), Tensor):
+                state[name] = state[name].to(self.state_dtype(name, param))
 
-    def take(
-        self, group: Group, params: Parameters, grads: Tensors, *, step: int | Tensor | None, shrinks: bool = False,
-        **more: Any,
-    ) -> None:  # fmt: skip
-        """Have the kernel step parameters, by way of masters if they have some."""
-        own = {field.name: group[field.name] for field in fields(self.options) if field.name in group}
-        states = [self.states(params, name) if name else [] for name in self.state_names_of(group)]
-        masters, options = self.masters(params), self.options(**{**own, **more})
-        _steps.take(self.kernel, options, params, grads, states, step=step, masters=masters, shrinks=shrinks)
-        self._masters.leaves_of(params).note()
+    def _before_buckets(self, collected: Collected, factor: Tensor | None) -> None:
+        """Count a step of each group; a count on the device leaves out steps that are skipped."""
+        super()._before_buckets(collected, factor)
+        found = getattr(self, "found_inf", None) if self._handed is None else self._handed.found
+        self._taken = [group.get("step", 0) for group in self.param_groups]
+        for i, group in enumerate(self.param_groups if self.counts_by_group else ()):
+            if self.on_device:
+                self._taken[i] = group["step"].clone()
+                taken: Any = 1 if found is None else (found.to(group["step"].device) <= 0).to(torch.int32)
+                group["step"].add_(taken)  # in place, for captured graphs
+            elif group["params"]:
+                group["step"] += 1
 
-    def state_names_of(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """The names of the states of a group's parameters; empty for one that it does without."""
-        return self.state_names
+    def _taken_before(self, group: Group, step: Any) -> Any:
+        """How many steps the kernel is told that were taken before; None for one that does not ask."""
+        return step
 
-    def present(self, group: dict[str, Any]) -> tuple[list[Parameter], list[Tensor]]:
-        """Parameters of a group that have gradients, and these; RuntimeError for gradients that no kernel steps."""
-        params = [param for param in group["params"] if param.grad is not None]
-        gradients = [param.grad for param in params if param.grad is not None]
-        for param, gradient in zip(params, gradients, strict=True):
-            if gradient.layout is not torch.strided:
-                raise RuntimeError(
-                    f"{type(self).__name__} does not support sparse gradients, and a parameter of shape "
-                    f"{tuple(param.shape)} has one: step it with torch.optim.SparseAdam, or write sparse=False in its "
-                    "embedding"
-                )
-            if not param.is_floating_point():
-                raise RuntimeError(
-                    f"{type(self).__name__} only supports real floating parameters; one is {param.dtype}: step it "
-                    "with an optimizer of torch.optim"
-                )
-        return params, gradients
+    def _options(self, bucket: Bucket, **more: Any) -> Any:
+        options = super()._options(bucket, **more)
+        return replace(options, weight_decay=0.0) if self.shrinks else options
 
-    def states(self, params: Sequence[Parameter], name: str) -> list[Tensor]:
-        """A state of each parameter, zeros if there is none yet; float32 where the parameter is 16-bit."""
-        found = []
-        for param in params:
-            own = self.state[param]
-            if own.get(name) is None:
-                dtype = torch.float32 if param.dtype in LOW_DTYPES else param.dtype
-                own[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-            found.append(own[name])
-        return found
-
-    def count(self, group: dict[str, Any], found: Tensor | None = None) -> Any:
-        """Count a step of a group, and return its number; a count on the device leaves out steps that are skipped."""
-        step = group.get("step", 0)
-        if not isinstance(step, Tensor):
-            group["step"] = number = int(step) + 1
-            return number
-        after = step + 1
-        step.add_(1 if found is None else (found.to(step.device) <= 0).to(step.dtype))  # in place, for captured graphs
-        return after
-
-    # -- masters
-
-    def wants_master(self, param: Tensor) -> bool:
-        """Whether a parameter is stepped by way of a float32 master."""
-        return False
-
-    def masters(self, params: Sequence[Parameter]) -> list[Tensor | None]:
-        """Masters, up to date with what was written into their parameters; None for parameters without."""
-        wanting = [param for param in params if self.wants_master(param)]
-        for param in wanting:
-            if param not in self._masters:
-                self._adopt(param)
-        self._masters.refresh(self._masters.leaves_of(wanting))
-        for param in wanting:
-            self.state[param][MASTER] = self._masters.stored(param)
-        return [self._masters.stored(param) if param in self._masters else None for param in params]
-
-    def masters_by_group(self) -> list[dict[str, list[Tensor | None]]]:
-        """The masters as they lie in the groups; None where a parameter has none (yet)."""
-        return [{"params": [self.state.get(p, {}).get(MASTER) for p in group["params"]]} for group in self.param_groups]
-
-    def _adopt(self, param: Parameter) -> None:
-        self._masters.adopt(f"{len(self._masters)}", param, self.state[param].get(MASTER))
+    def _advance(self, bucket: Bucket, gradients: list[Tensor], factor: Tensor | None, found: Tensor | None) -> None:
+        group, storage, device = bucket.group, bucket.storage, bucket.storage.params[0].device
+        if bucket.leaves is None and storage.params[0].dtype in LOW_DTYPES:
+            storage = replace(storage, params=[param.float() for param in storage.params], copies=storage.params)
+        taken = self._taken_before(group, self._taken[bucket.number])
+        if isinstance(taken, Tensor):
+            storage = replace(storage, step=taken.reshape(()).to(device, torch.float32, copy=True))
+        elif taken is not None:  # filled on the device, for which the host does not wait
+            storage = replace(storage, step=torch.full((), taken, dtype=torch.float32, device=device))
+        if self.shrinks and group["weight_decay"]:
+            _shrink(list(storage.params), group["lr"], group["weight_decay"], found)
+        super()._advance(replace(bucket, storage=storage), gradients, factor, found)  # type: ignore[safe-super]
 
     # -- saving and loading
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but float32 states of 16-bit parameters stay float32, moments in 8 bits become float32, masters
-        go into their parameters, and nothing is shared with `state_dict`. Options and counts that torch's own
-        optimizers do not save in their groups are this one's, and those of their parameters.
-        """
-        before, state_dict = [dict(group) for group in self.param_groups], float32_states(state_dict)
-        super().load_state_dict(state_dict)
-        keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        params = chain.from_iterable(group["params"] for group in self.param_groups)
-        for key, param in zip(keys, params, strict=True):
-            own = self.state.get(param, {})
-            for name, value in state_dict["state"].get(key, {}).items():
-                if isinstance(value, Tensor) and isinstance(own.get(name), Tensor):
-                    wide = name in (*self.state_names, MASTER) and param.dtype in LOW_DTYPES
-                    dtype = torch.float32 if wide else own[name].dtype
-                    own[name] = value.detach().to(own[name].device, dtype, copy=True)
-            if own.get(MASTER) is not None and self.wants_master(param):
-                with torch.no_grad():
-                    param.copy_(own[MASTER])
-                self._adopt(param)
-        for group, own in zip(self.param_groups, before, strict=True):
-            group.update({name: value for name, value in own.items() if name not in group and name != "step"})
-            counts = [int(count) for p in group["params"] if (count := self.state.get(p, {}).get("step")) is not None]
-            if counts and "step" not in group:
-                group["step"] = max(counts)
-            self.mend_group(group)
+    def masters_by_group(self) -> list[dict[str, list[Tensor | None]]]:
+        """The masters as they lie in the groups; None where a parameter has none (yet)."""
+        return [{"params": [self.state.get(p, {}).get("master") for p in g["params"]]} for g in self.param_groups]
 
-    def mend_group(self, group: dict[str, Any]) -> None:
-        """Give a group that was loaded its count and tensors in the form in which steps have them."""
-        if "step" in group:
-            group["step"] = int(group["step"])
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in `preamp.optim`; nothing is shared with `state_dict`.
+
+        Counts that torch's own optimizers do not save in their groups are those of their parameters.
+        """
+        super().load_state_dict(copy.deepcopy(state_dict))
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            counts = [int(row["step"]) for p in group["params"] if "step" in (row := self.state.get(p, {}))]
+            if counts and "step" not in saved:
+                group["step"] = max(counts)
+            self._complete_group(group)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in self._own}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._own = tuple(state.keys() - {"defaults", "state", "param_groups"})
-        self._masters = Masters()
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self._own}, "_own": self._own}
 
 
-def evaluated(closure: Closure) -> Any:
-    """The loss of a closure, which needs gradients though the step does not; None without one."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
+def _shrink(params: list[Tensor], lr: float | Tensor, weight_decay: float, found: Tensor | None) -> None:
+    """Multiply parameters by 1 - lr * weight_decay, unless `found`."""
+    device = params[0].device
+    keep = 1 - (lr.to(device) if isinstance(lr, Tensor) else lr) * weight_decay
+    if found is not None:
+        keep = torch.where(found.to(device) > 0, 1.0, torch.as_tensor(keep, dtype=torch.float32, device=device))
+    torch._foreach_mul_(params, keep)

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ....errors import StateError
 from .._scaler import LossScaler
 from ..fp16_utils.fp16_optimizer import FP16_Optimizer as _FP16_Optimizer
 
@@ -50,13 +49,3 @@ class FP16_Optimizer(_FP16_Optimizer):
 
     cur_scale = _FP16_Optimizer.loss_scale
     fp32_groups = property(attrgetter("fp32_from_fp16_groups"), doc="The masters of 16-bit parameters, by group.")
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave. `StateError`, a ValueError, for states of Apex, which kept masters otherwise."""
-        if "fp32_from_fp16" not in state_dict:
-            raise StateError(
-                f"this state holds {', '.join(map(repr, state_dict))}, and not the masters under 'fp32_from_fp16': it "
-                "was written by Apex's own FP16_Optimizer of 2018. Load the model's weights, and start the optimizer "
-                "anew"
-            )
-        super().load_state_dict(state_dict)

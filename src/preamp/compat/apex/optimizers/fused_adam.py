@@ -5,31 +5,33 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ....formats import LOW_DTYPES
-from ....kernels import AdamOptions, Tensors, adam, global_norm
-from .. import _amp_c, _steps
-from ._base import ApexOptimizer, Closure, Group, Parameters, constructor, evaluated
+from ....kernels import global_norm
+from ....ledger import Bucket
+from ....optim import Adam
+from .. import _amp_c, _fused_adam_cuda
+from ._base import ApexOptimizer, Closure, Group, constructor
 
 OF_2018 = frozenset(("amp_scale_adjustment", "eps_inside_sqrt", "max_grad_norm", "use_mt"))
 
 
-class FusedAdam(ApexOptimizer):
+class FusedAdam(ApexOptimizer, Adam):
     """Adam (Kingma and Ba 2015), or by default AdamW (Loshchilov and Hutter 2019), with Apex's arguments.
 
     `adam_w_mode`: weight decay shrinks the parameter, else it is added to the gradient. Parameters: float32, float16,
     bfloat16 or float64, mixed in a group as they come; 16-bit ones have float32 moments and are stepped in float32.
-    `master_weights`: they also keep a float32 master, in the state under "master_param". `capturable`: learning rate
+    `master_weights`: they also keep a float32 master, in the state under "master". `capturable`: learning rate
     and step count are tensors, and a `GradScaler`'s flag and scale are read on the device, so that a step can be
     captured in a CUDA graph. The step counter is `param_group["step"]`; moments are "exp_avg" and "exp_avg_sq".
     Raises RuntimeError for `amsgrad=True` and sparse gradients, ValueError for hyper-parameters out of range.
     """
 
-    kernel, options = staticmethod(adam), AdamOptions
+    states, rounding, seed = "float32", "nearest", 0
     multi_tensor_adam = staticmethod(_amp_c.multi_tensor_adam)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -48,38 +50,19 @@ class FusedAdam(ApexOptimizer):
         set_grad_none=True, capturable=False, master_weights=False,
     )  # fmt: skip
 
-    def _begin(self, params: Any, defaults: dict[str, Any]) -> None:
+    def _begin(self, params: Any, defaults: dict[str, Any], master: str | None = None) -> None:
         # lists of masters were passed, too; their values are the model's
-        self.master_weights = bool(self.master_weights)
-        self._step_supports_amp_scaling = self.capturable
-        super()._begin(params, defaults)
+        self.master_weights, self.on_device = bool(self.master_weights), self.capturable
+        super()._begin(params, defaults, "float32" if self.master_weights else None)
 
     @property
     def param_groups_master(self) -> list[dict[str, list[Tensor | None]]] | None:
         """The masters as they lie in the groups, or None without `master_weights`."""
         return self.masters_by_group() if self.master_weights else None
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; with `capturable` the group gets a learning rate on its device."""
-        super().add_param_group(param_group)
-        self.mend_group(self.param_groups[-1])
-
-    def mend_group(self, group: dict[str, Any]) -> None:
-        """Learning rate and step count: tensors on the device if they are to be captured, else numbers."""
-        device = group["params"][0].device if group["params"] else None
-        if self.capturable:
-            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device).clone()
-        if "step" in group:
-            group["step"] = self._as_count(group["step"], device)
-
-    def _as_count(self, step: Any, device: torch.device | None) -> Any:
-        if not self.capturable:
-            return int(step)
-        return torch.as_tensor(step, dtype=torch.int32, device=device).reshape(1).clone()
-
-    def wants_master(self, param: Tensor) -> bool:
-        """16-bit parameters, with `master_weights`."""
-        return self.master_weights and param.dtype in LOW_DTYPES
+    def state_names(self, group: Group) -> tuple[str, ...]:
+        """First and second moment."""
+        return ("exp_avg", "exp_avg_sq")
 
     def step(
         self, closure: Closure = None, grads: Any = None, output_params: Any = None, scale: Any = None,
@@ -96,13 +79,11 @@ class FusedAdam(ApexOptimizer):
             )
         return super().step(closure)
 
-    def step_group(self, group: Group, params: Parameters, grads: Tensors, **more: Any) -> None:
-        """With bias corrections, or without."""
-        if self.capturable and "step" not in group:
-            group["step"] = self._as_count(0, group["params"][0].device)
-        number = self.count(group, more["found"])
-        step = number if group["bias_correction"] else _steps.LATE
-        self.take(group, params, grads, step=step, decoupled_weight_decay=bool(self.adam_w_mode), **more)
+    def _taken_before(self, group: Group, step: Any) -> Any:
+        return step if group["bias_correction"] else _amp_c.LATE
+
+    def _options(self, bucket: Bucket, **more: Any) -> Any:
+        return replace(super()._options(bucket, **more), decoupled_weight_decay=bool(self.adam_w_mode))
 
 
 FusedAdam.__new__.__signature__ = inspect.signature(FusedAdam.__init__)
@@ -128,14 +109,14 @@ class FusedAdam2018(FusedAdam):
     )  # fmt: skip
     adam_w_mode, capturable, master_weights = True, False, False
 
-    def _begin(self, params: Any, defaults: dict[str, Any]) -> None:
+    def _begin(self, params: Any, defaults: dict[str, Any], master: str | None = None) -> None:
         del defaults["use_mt"], defaults["amp_scale_adjustment"]
         if defaults.pop("eps_inside_sqrt"):
             raise RuntimeError(
                 f"FusedAdam(eps_inside_sqrt=True) is not here: write FusedAdam(eps={math.sqrt(defaults['eps']):g}), "
                 "which is added to the root and has the same effect on an entry whose gradients are 0"
             )
-        super()._begin(params, defaults)
+        super()._begin(params, defaults, master)
 
     @torch.no_grad()
     def step(
@@ -143,8 +124,8 @@ class FusedAdam2018(FusedAdam):
         grad_norms: Any = None,
     ) -> Any:  # fmt: skip
         """One step; the class says by what. Returns the closure's loss."""
-        loss = evaluated(closure)
-        scale = 1.0 if scale is None else scale
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         groups = self.param_groups
         norms = [None] * len(groups) if grad_norms is None else list(grad_norms)
         each = zip(groups, _by_group(grads, groups), _by_group(output_params, groups), norms, strict=True)
@@ -155,30 +136,31 @@ class FusedAdam2018(FusedAdam):
                     f"FusedAdam.step got {len(gradients)} gradients for {len(group['params'])} parameters of a group: "
                     "write None for parameters without one"
                 )
-            there = [i for i, gradient in enumerate(gradients) if gradient is not None]
-            if given is None:
-                self.present(group)  # which complains of what cannot be stepped
-            self._step(group, [group["params"][i] for i in there], [gradients[i] for i in there], scale, norm)
+            there = [(p, g) for p, g in zip(group["params"], gradients, strict=True) if g is not None]
+            if there:
+                self._step(group, [p for p, _ in there], [g for _, g in there], scale, norm)
             if outs is not None:
                 torch._foreach_copy_(outs, [p.detach() for p in group["params"]])
         return loss
 
-    def _step(
-        self, group: dict[str, Any], params: Sequence[Any], grads: Sequence[Any], scale: float, norm: Any
-    ) -> None:
-        if not params:
-            return
-        count = self.count(group)
-        beta1, beta2 = group["betas"]
-        rate = math.sqrt(1 - beta2**count) / (1 - beta1**count) if group["bias_correction"] else 1.0
-        factor = torch.full((), 1.0 / scale, dtype=torch.float32, device=params[0].device)
+    def _step(self, group: Group, params: list[Any], grads: list[Tensor], scale: Any, norm: Any) -> None:
+        states: list[list[Tensor]] = [[], []]
+        for p in params:
+            self._check(p)
+            for name, state in zip(self.kept, states, strict=False):
+                if name not in self.state[p]:
+                    self.state[p][name] = self.new_state(name, group, p, self.state_dtype(name, p))
+                state.append(self.state[p][name])
+        group["step"] += 1
+        factor = torch.full((), 1.0 if scale is None else 1.0 / scale, dtype=torch.float32, device=params[0].device)
         limit = group["max_grad_norm"]
         if limit > 0:
             norm = global_norm(grads, device=factor.device) if norm is None else norm
             factor = factor / ((norm * factor + 1e-6) / limit).clamp(min=1.0)
-        cast = [g if g.dtype is p.dtype else g.to(p.dtype) for g, p in zip(grads, params, strict=True)]
-        own = {"lr": group["lr"] * rate, "decoupled_weight_decay": True, "factor": factor}
-        self.take(group, params, cast, step=_steps.LATE, **own)
+        _fused_adam_cuda.step_lists(
+            params, grads, states, factor, group["lr"], group["betas"], group["eps"], group["step"],
+            group["bias_correction"], group["weight_decay"],
+        )  # fmt: skip
 
 
 # the name and the place that it has for users, in messages and in pickles

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
-from ....kernels import LambOptions, Tensors, global_norm, lamb
+from ....ledger import Bucket
+from ....optim import LAMB
 from .. import _amp_c
-from ._base import ApexOptimizer, Group, Parameters, constructor
+from ._base import ApexOptimizer, constructor
 
 
-class FusedLAMB(ApexOptimizer):
+class FusedLAMB(ApexOptimizer, LAMB):
     """LAMB (You et al. 2020, "Large batch optimization for deep learning", arXiv:1904.00962), with Apex's arguments.
 
     A tensor's Adam update u, plus weight decay, is scaled by |parameter| / |u|; by 1 where either norm is 0, and for
@@ -23,7 +23,6 @@ class FusedLAMB(ApexOptimizer):
     hyper-parameters out of range.
     """
 
-    kernel, options = staticmethod(lamb), LambOptions
     multi_tensor_lamb = staticmethod(_amp_c.multi_tensor_lamb)
 
     adam_w_mode: bool
@@ -35,12 +34,6 @@ class FusedLAMB(ApexOptimizer):
         adam_w_mode=True, grad_averaging=True, set_grad_none=True, max_grad_norm=1.0, use_nvlamb=False,
     )  # fmt: skip
 
-    def before_groups(self, gradients: Tensors, factor: Tensor | None) -> None:
-        """The norm that is limited is that of all groups together."""
-        norm = global_norm(list(gradients))
-        self._norm = norm if factor is None else norm * factor.to(norm.device)
-
-    def step_group(self, group: Group, params: Parameters, grads: Tensors, **more: Any) -> None:
-        """With the norm, and options that are the optimizer's."""
-        own = {"grad_norm": self._norm, "adam_w_mode": bool(self.adam_w_mode), "use_nvlamb": self.use_nvlamb}
-        super().step_group(group, params, grads, **own, **more)
+    def _options(self, bucket: Bucket, **more: Any) -> Any:
+        own = {"adam_w_mode": bool(self.adam_w_mode), "use_nvlamb": bool(self.use_nvlamb)}
+        return replace(super()._options(bucket, **more), **own)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....errors import OptimizerError
 from ....formats import LOW_DTYPES
 from ....kernels import l2_norms
 
@@ -57,16 +56,8 @@ class LARC:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         return getattr(self.optim, name)
 
-    def __repr__(self) -> str:
-        settings = f"trust_coefficient={self.trust_coefficient}, clip={self.clip}, eps={self.eps}"
-        return f"LARC({settings}, optimizer={self.optim!r})"
-
     def step(self) -> None:
-        """Rescale the gradients and step. It takes no closure: LARC changes the gradients that a closure would remake.
-
-        OptimizerError for a sparse gradient, before anything is changed.
-        """
-        self._refuse_sparse()
+        """Rescale the gradients and step. No closure: LARC changes the gradients that it would remake."""
         decays: list[tuple[dict[str, Any], Any]] = []
         try:
             for group in self.optim.param_groups:
@@ -80,38 +71,23 @@ class LARC:
             for group, decay in decays:
                 group["weight_decay"] = decay
 
-    def _refuse_sparse(self) -> None:
-        for group in self.optim.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and parameter.grad.layout != torch.strided:
-                    raise OptimizerError(
-                        f"LARC got a {parameter.grad.layout} gradient for a parameter of shape "
-                        f"{tuple(parameter.shape)}: its weight decay would make it dense. Build the embedding with "
-                        "sparse=False, or give it an optimizer without LARC."
-                    )
-
     @torch.no_grad()
     def _rescale(self, group: dict[str, Any], decay: Any) -> None:
         """G <- (g + decay * w) * rate for every parameter of a group, one list of tensors per dtype and device."""
-        alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                alike.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-        for parameters in alike.values():
-            self._rescale_alike(parameters, group["lr"], decay)
-
-    def _rescale_alike(self, parameters: list[Tensor], lr: Any, decay: Any) -> None:
-        weights = [p.detach() for p in parameters]
-        grads = [p.grad.detach() for p in parameters if p.grad is not None]
-        weight_norm, grad_norm = _norms(weights), _norms(grads)
-        rate = self.trust_coefficient * weight_norm / (grad_norm + decay * weight_norm + self.eps)
-        if self.clip:
-            rate = (rate / lr).clamp(max=1.0)
-        alive = (weight_norm != 0) & (grad_norm != 0)
-        rate = torch.where(alive, rate, 1.0)
-        shares = torch.where(alive, decay, torch.zeros_like(rate))
-        for grad, weight, one_rate, share in zip(grads, weights, rate.unbind(), shares.unbind(), strict=True):
-            grad.addcmul_(weight, share.to(weight.dtype)).mul_(one_rate)
+        alike: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
+        for p in group["params"]:
+            if p.grad is not None:
+                alike.setdefault((p.dtype, p.device), []).append((p.detach(), p.grad.detach()))
+        for pairs in alike.values():
+            weight_norm, grad_norm = _norms([weight for weight, _ in pairs]), _norms([grad for _, grad in pairs])
+            rate = self.trust_coefficient * weight_norm / (grad_norm + decay * weight_norm + self.eps)
+            if self.clip:
+                rate = (rate / group["lr"]).clamp(max=1.0)
+            alive = (weight_norm != 0) & (grad_norm != 0)
+            rate = torch.where(alive, rate, 1.0)
+            shares = torch.where(alive, decay, torch.zeros_like(rate))
+            for (weight, grad), one_rate, share in zip(pairs, rate.unbind(), shares.unbind(), strict=True):
+                grad.addcmul_(weight, share.to(weight.dtype)).mul_(one_rate)
 
 
 def _norms(tensors: list[Tensor]) -> Tensor:

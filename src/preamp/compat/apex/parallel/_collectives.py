@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from datetime import timedelta
 from itertools import zip_longest
 from typing import Any
 
@@ -38,25 +36,6 @@ def require_group(what: str) -> None:
         )
 
 
-def own_group() -> Group:
-    """A new group over all ranks, with the default group's backend and timeout. Every rank has to call this.
-
-    A rank whose backward raised reduces gradients later than the others. In the default group that would be taken for
-    a collective of SyncBatchNorm, of a second wrapped model or of the script, which torch matches by order alone.
-    """
-    return dist.new_group(timeout=default_timeout())
-
-
-def default_timeout() -> timedelta | None:
-    """The timeout given to init_process_group: new_group would fall back to the backend's own 10 or 30 minutes."""
-    try:
-        group = dist.distributed_c10d._get_default_group()
-        timeout = group._get_backend(group._device_types[0]).options._timeout
-    except (AttributeError, IndexError, RuntimeError):
-        return None  # a backend that does not tell
-    return timeout if isinstance(timeout, timedelta) else None
-
-
 def check_same_model(parameters: Sequence[tuple[str, Tensor]], group: Group) -> None:
     """ValueError, on every rank alike, unless the ranks' parameters agree in name, shape, dtype and requires_grad.
 
@@ -81,85 +60,57 @@ def broadcast_parameters(parameters: Sequence[Tensor], group: Group = None) -> N
     flat_dist_call([p.detach() for p in parameters], lambda flat: dist.broadcast(flat, 0, group=group))
 
 
-@dataclass(frozen=True)
-class Reduction:
-    """The arithmetic of a reduction: `Reduction(...)(parameters, fresh, group)`.
+@torch.no_grad()
+def reduce_gradients(
+    parameters: Sequence[Tensor], fresh: Sequence[bool], group: Group = None, average: bool = True,
+    predivide: float = 1.0, always_fp32: bool = False, retain: bool = False,
+) -> list[Tensor]:  # fmt: skip
+    """Reduce `.grad` of the parameters for which any rank says `fresh`, one message per dtype and device.
 
-    Gradients are divided by `predivide` before the sum and multiplied by `predivide / world size` after it, the latter
-    only when `average`. `always_fp32`: float16 and bfloat16 gradients are summed in float32. `retain`: `.grad` becomes
-    a view of the reduced buffer where the dtypes allow.
+    Every rank has to call this with the same parameters. One that has no gradient sends zeros and receives the result;
+    a parameter that is fresh nowhere keeps its `.grad`, None included. Gradients are divided by `predivide` before the
+    sum and multiplied by `predivide / world size` after it, the latter only when `average`. `always_fp32`: 16-bit
+    gradients are summed in float32. `retain`: `.grad` becomes a view of the reduced buffer where the dtypes allow.
+    Returns the reduced flat buffers. The ranks first tell each other what is fresh, for which the host waits.
     """
-
-    average: bool = True
-    predivide: float = 1.0
-    always_fp32: bool = False
-    retain: bool = False
-
-    @torch.no_grad()
-    def __call__(
-        self, parameters: Sequence[Tensor], fresh: Sequence[bool], group: Group, keep: bool = True
-    ) -> list[Tensor]:
-        """Reduce `.grad` of the parameters for which any rank says `fresh`, one message per dtype and device.
-
-        Every rank has to call this with the same parameters. One that has no gradient sends zeros and receives the
-        average; a parameter that is fresh nowhere keeps its `.grad`, None included. Without `keep` nothing is written.
-        Returns the reduced flat buffers. The ranks first tell each other what is fresh, for which the host waits.
-        """
-        if not parameters:
-            return []
-        votes = torch.tensor(list(fresh), dtype=torch.int32, device=parameters[0].device)
-        dist.all_reduce(votes, group=group)
-        alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for parameter, vote in zip(parameters, votes.tolist(), strict=True):
-            if vote:
-                alike.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-        return [self._reduce(members, group, keep) for members in alike.values()]
-
-    def _reduce(self, parameters: Sequence[Tensor], group: Group, keep: bool) -> Tensor:
-        dtype = torch.float32 if self.always_fp32 and parameters[0].dtype in LOW_DTYPES else parameters[0].dtype
-        buffer = flatten([(torch.zeros_like(p) if p.grad is None else p.grad).to(dtype) for p in parameters])
-        if self.predivide != 1.0:
-            buffer.mul_(1.0 / self.predivide)
+    if not parameters:
+        return []
+    votes = torch.tensor(list(fresh), dtype=torch.int32, device=parameters[0].device)
+    dist.all_reduce(votes, group=group)
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for parameter, vote in zip(parameters, votes.tolist(), strict=True):
+        if vote:
+            alike.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    buffers = []
+    for (own, _), members in alike.items():
+        dtype = torch.float32 if always_fp32 and own in LOW_DTYPES else own
+        buffer = flatten([(torch.zeros_like(p) if p.grad is None else p.grad).to(dtype) for p in members])
+        buffer.mul_(1.0 / predivide)
         dist.all_reduce(buffer, group=group)
-        world = dist.get_world_size(group)
-        if self.average and self.predivide != world:
-            buffer.mul_(self.predivide / world)
-        if keep:
-            pieces = unflatten(buffer, parameters)
-            for parameter, piece in zip(parameters, pieces, strict=True):
-                if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter, requires_grad=False)
-                if self.retain and piece.dtype == parameter.dtype and parameter.is_contiguous():
-                    parameter.grad.data = piece  # the same gradient object, as whoever holds it expects
-            torch._foreach_copy_([p.grad for p in parameters if p.grad is not None], pieces)
-        return buffer
+        if average:
+            buffer.mul_(predivide / dist.get_world_size(group))
+        pieces = unflatten(buffer, members)
+        for parameter, piece in zip(members, pieces, strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter, requires_grad=False)
+            if retain and dtype == own and parameter.is_contiguous():
+                parameter.grad.data = piece  # the same gradient object, as whoever holds it expects
+        torch._foreach_copy_([p.grad for p in members if p.grad is not None], pieces)
+        buffers.append(buffer)
+    return buffers
 
 
 Collective = Callable[..., Any]
 
 
 def flatten(bucket: Sequence[Tensor]) -> Tensor:
-    """One contiguous 1-d tensor with the elements of all tensors of `bucket`, in order.
-
-    The tensors must share one dtype and device; the result has both. An empty bucket is a ValueError.
-    """
-    if not bucket:
-        raise ValueError("flatten() got no tensors, so the dtype and device of the flat buffer are unknown.")
+    """One contiguous 1-d tensor with the elements of all tensors of `bucket`, of one dtype and device, in order."""
     return torch.cat([tensor.reshape(-1) for tensor in bucket])
 
 
 def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
-    """Views of the flat tensor `coalesced` in the shapes of `bucket`: what `flatten` did, undone.
-
-    ValueError unless `coalesced` has exactly as many elements as the tensors of `bucket` together.
-    """
-    sizes = [tensor.numel() for tensor in bucket]
-    if sum(sizes) != coalesced.numel():
-        raise ValueError(
-            f"unflatten() got {coalesced.numel()} elements for tensors that hold {sum(sizes)}: "
-            "pass the same bucket that was flattened."
-        )
-    pieces = coalesced.split(sizes) if sizes else ()
+    """Views of the flat tensor `coalesced` in the shapes of `bucket`: what `flatten` did, undone."""
+    pieces = coalesced.split([tensor.numel() for tensor in bucket]) if bucket else ()
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, bucket, strict=True)]
 
 

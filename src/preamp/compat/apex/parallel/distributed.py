@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -17,14 +16,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ....tree import tensors
 from ._collectives import (
     Group,
-    Reduction,
     apply_flat_dist_call,
     broadcast_parameters,
     check_same_model,
     flat_dist_call,
     flatten,
     has_group,
-    own_group,
+    reduce_gradients,
     require_group,
     split_by_type,
     unflatten,
@@ -72,7 +70,7 @@ class Reducer:
         trained = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
         for name, parameter in trained:
             _refuse_sparse(name, parameter)
-        Reduction()([p for _, p in trained], [p.grad is not None for _, p in trained], None)
+        reduce_gradients([p for _, p in trained], [p.grad is not None for _, p in trained])
 
 
 class DistributedDataParallel(nn.Module):
@@ -82,8 +80,8 @@ class DistributedDataParallel(nn.Module):
     Gradients are sent when backward is over, in one message per dtype: nothing overlaps with backward, for which there
     is torch's wrapper. Any number of forwards and backwards may come before a step; parameters may be frozen and
     thawed; and they may stay unused, on all ranks or on some: such a rank counts as zero, and where no rank used a
-    parameter its `.grad` stays as it is. What cannot work is a rank that runs no backward while the others do: they
-    wait until the process group's timeout.
+    parameter its `.grad` stays as it is. What cannot work is a rank that runs no backward, or one that raises or fills
+    no gradient at all, while the others do: they wait until the process group's timeout.
 
     `retain_allreduce_buffers`: keep the reduced flat buffers in `allreduce_buffers`, with `.grad` as views of
     them. `allreduce_always_fp32`: sum float16 and bfloat16 gradients in float32. `gradient_predivide_factor` f:
@@ -94,7 +92,8 @@ class DistributedDataParallel(nn.Module):
     `num_allreduce_streams`, `prof` and `gradient_average_split_factor`.
 
     ValueError: `shared_param` (obsolete), more than one stream or trigger parameters together with `delay_allreduce`,
-    a message size or factor that is not positive, models that differ between ranks. RuntimeError: no process group.
+    models that differ between ranks, a parameter that is not where the process group can send it from. RuntimeError: no
+    process group.
     """
 
     def __init__(
@@ -125,12 +124,6 @@ class DistributedDataParallel(nn.Module):
                 "num_allreduce_streams and allreduce_trigger_params are about sending during backward, and "
                 "delay_allreduce=True sends after it. Leave one of them out."
             )
-        if not message_size > 0 or not gradient_predivide_factor > 0 or num_allreduce_streams < 1:
-            raise ValueError(
-                f"message_size={message_size}, gradient_predivide_factor={gradient_predivide_factor} and "
-                f"num_allreduce_streams={num_allreduce_streams} must be positive: they are elements per message, a "
-                "divisor and a count."
-            )
         self.module = module
         self.message_size, self.delay_allreduce = message_size, delay_allreduce
         self.retain_allreduce_buffers, self.allreduce_always_fp32 = retain_allreduce_buffers, allreduce_always_fp32
@@ -138,10 +131,14 @@ class DistributedDataParallel(nn.Module):
         self.gradient_average, self.gradient_predivide_factor = gradient_average, gradient_predivide_factor
         self.world_size = float(dist.get_world_size())
         named = list(module.named_parameters())
-        for name, parameter in named:
-            _check_parameter(name, parameter)
+        away = [name for name, parameter in named if not parameter.is_cuda]
+        if away and dist.get_backend() == "nccl":
+            raise ValueError(
+                f"{away[0]} is not on a GPU, and the nccl backend moves CUDA tensors only. Call .cuda() on the module "
+                'before wrapping it, or init_process_group("gloo").'
+            )
         self._enabled = True
-        self._begin_anew(_group_of(allreduce_communicators, num_allreduce_streams))
+        self._begin_anew(allreduce_communicators[0][0] if allreduce_communicators else None)
         check_same_model(named, self._group)
         broadcast_parameters([p for _, p in named], self._group)
         self._hook_parameters()
@@ -155,27 +152,23 @@ class DistributedDataParallel(nn.Module):
         self._fresh: dict[int, Tensor] = {}
         """By id, parameters with gradients that the other ranks have not seen."""
         self._is_expected = False
-        """Whether a backward that fills gradients has reached the model, so that the other ranks count on this one."""
+        """Whether gradients have arrived in a backward that ends with a reduction."""
         self._callback: Callable[[], Any] = lambda: None
         """A weak reference to what that backward calls at its end. The engine forgets it if the backward raises."""
         self._lock = threading.Lock()  # CPU and CUDA parameters get their gradients in different threads
 
-    # -- in forward
-
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's own outputs. With gradients enabled, the ranks get ready for a backward."""
-        if not torch.is_grad_enabled() or not has_group():
-            return self.module(*inputs, **kwargs)
-        self._complete_interrupted()
-        self._hook_parameters()
+        """The module's own outputs. A backward through them ends with a reduction, if it fills gradients."""
         outputs = self.module(*inputs, **kwargs)
-        self._watch(tensors((inputs, kwargs)), tensors(outputs))
+        if torch.is_grad_enabled() and has_group():
+            self._hook_parameters()
+            for output in tensors(outputs):  # so that it is the outermost one that reduces, not a checkpoint's
+                if output.grad_fn is not None:
+                    output.register_hook(lambda _: self._begin())
         return outputs
 
     def _hook_parameters(self) -> None:
         """Note gradients of all parameters that want some, of layers added since, or thawed, too."""
-        if self._group is None:
-            self._group = own_group()
         me = weakref.ref(self)  # the hook must not keep a wrapper alive, nor reduce for one that was replaced
 
         def arrived(parameter: Tensor) -> None:
@@ -187,26 +180,6 @@ class DistributedDataParallel(nn.Module):
             if parameter.requires_grad and parameter not in self._hooked:
                 self._hooked[parameter] = name
                 parameter.register_post_accumulate_grad_hook(arrived)
-
-    def _watch(self, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
-        """Have a backward that reaches one of the model's `outputs` end with a reduction.
-
-        That is the outermost one even if gradients arrive in nested ones, which reentrant checkpointing runs; and a
-        rank takes part even if none of its parameters was used, as long as its `inputs` need gradients (otherwise
-        there is no backward to take part in).
-        """
-        sources = [torch.autograd.graph.get_gradient_edge(tensor).node for tensor in inputs if tensor.requires_grad]
-
-        def reached(_: Tensor) -> None:  # holds the wrapper: a graph outlives one that was made for a single call
-            trained = next((p for p in self.module.parameters() if p.requires_grad), None)
-            if self._enabled and trained is not None and has_group():
-                self._begin()
-                leaf = torch.autograd.graph.get_gradient_edge(trained).node
-                self._is_expected = self._is_expected or _will_run(leaf) or _fills_grad(sources)
-
-        for output in outputs:
-            if output.grad_fn is not None:
-                output.register_hook(reached)
 
     # -- in backward
 
@@ -220,36 +193,24 @@ class DistributedDataParallel(nn.Module):
     def _begin(self) -> None:
         """Have the running backward end with a reduction."""
         with self._lock:
-            if self._callback() is not None:
-                return
-            self._complete_interrupted()
-            callback = partial(self._complete, True)
-            self._callback = weakref.ref(callback)
-            torch.autograd.Variable._execution_engine.queue_callback(callback)
+            if self._callback() is None and has_group():
+                callback = partial(self._complete)
+                self._callback = weakref.ref(callback)
+                torch.autograd.Variable._execution_engine.queue_callback(callback)
 
-    def _complete_interrupted(self) -> None:
-        """Reduce for a backward that raised: the other ranks, if they got through, are waiting for this one.
-
-        What they send is discarded. The gradients of the interrupted backward stay as they are, for zero_grad.
-        """
-        if self._callback() is None:
-            self._complete(keep=False)
-
-    def _complete(self, keep: bool) -> None:
-        """Reduce the gradients of all ranks, if they expect it."""
+    def _complete(self) -> None:
+        """Reduce the gradients of all ranks, if some have arrived."""
         expected, self._is_expected, self._callback = self._is_expected, False, lambda: None
         if not expected:
             return
         parameters = list(self.module.parameters())
         fresh = [id(p) in self._fresh and p.grad is not None for p in parameters]
-        reduction = Reduction(
-            self.gradient_average, float(self.gradient_predivide_factor), self.allreduce_always_fp32,
-            self.retain_allreduce_buffers,
+        buffers = reduce_gradients(
+            parameters, fresh, self._group, self.gradient_average, float(self.gradient_predivide_factor),
+            self.allreduce_always_fp32, self.retain_allreduce_buffers,
         )  # fmt: skip
-        buffers = reduction(parameters, fresh, self._group, keep)
-        if keep:
-            self._fresh.clear()
-            self.allreduce_buffers = buffers if self.retain_allreduce_buffers else []
+        self._fresh.clear()
+        self.allreduce_buffers = buffers if self.retain_allreduce_buffers else []
 
     # -- for scripts
 
@@ -269,37 +230,6 @@ class DistributedDataParallel(nn.Module):
         super().__setstate__(state)
         self._begin_anew(None)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
-        twin = self.__class__.__new__(self.__class__)
-        memo[id(self)] = twin
-        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        twin._group = self._group  # same process, same ranks: no need to agree on a new group
-        return twin
-
-
-def _fills_grad(nodes: Iterable[Any]) -> bool:
-    """Whether the running backward, which passes through `nodes`, fills `.grad`: torch.autograd.grad does not.
-
-    The first leaf upstream tells: torch.autograd.grad does not execute the nodes that accumulate.
-    """
-    stack, seen = list(nodes), set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            return _will_run(node)
-        stack.extend(before for before, _ in node.next_functions)
-    return False
-
-
-def _will_run(leaf: Any) -> bool:
-    try:
-        return torch._C._will_engine_execute_node(leaf)
-    except RuntimeError:  # torch refuses to answer for a leaf that torch.autograd.grad was asked for
-        return False
-
 
 def _refuse_sparse(name: str, parameter: Tensor) -> None:
     """ValueError for a gradient that cannot be laid into a flat buffer."""
@@ -308,28 +238,4 @@ def _refuse_sparse(name: str, parameter: Tensor) -> None:
             f"the gradient of {name} is {parameter.grad.layout}: flat buffers hold dense gradients only, and ranks "
             "have different rows. Build the embedding with sparse=False, or wrap the model in "
             "torch.nn.parallel.DistributedDataParallel."
-        )
-
-
-def _group_of(communicators: tuple[Sequence[Group], Sequence[Any]] | None, streams: int) -> Group:
-    if not communicators:
-        return own_group()
-    if len(communicators) != 2 or not len(communicators[0]) == len(communicators[1]) == streams:
-        raise ValueError(
-            f"allreduce_communicators has parts of lengths {[len(part) for part in communicators]}, but with "
-            f"num_allreduce_streams={streams} it must be a pair of a list of {streams} process groups and a list of as "
-            "many streams."
-        )
-    return communicators[0][0]
-
-
-def _check_parameter(name: str, parameter: Tensor) -> None:
-    if isinstance(parameter, nn.parameter.UninitializedParameter):
-        raise ValueError(
-            f"{name} has no shape yet, so rank 0 cannot send it. Run one forward on every rank before wrapping."
-        )
-    if dist.get_backend() == "nccl" and not parameter.is_cuda:
-        raise ValueError(
-            f"{name} is on {parameter.device}, and the nccl backend moves CUDA tensors only. Call .cuda() on the "
-            'module before wrapping it, or init_process_group("gloo").'
         )

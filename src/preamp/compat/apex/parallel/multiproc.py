@@ -32,36 +32,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     number = given.world_size or os.environ.get("WORLD_SIZE") or str(torch.cuda.device_count() or 1)
     if not number.isdigit() or int(number) < 1:
         raise ValueError(f"the number of processes is {number!r}: pass --world-size with a whole number from 1 up.")
-    return _run([sys.executable, *arguments], int(number))
-
-
-def _run(command: Sequence[str], world: int) -> int:
-    with ExitStack() as open_files:
+    with ExitStack() as at_end:
         processes: list[subprocess.Popen[bytes]] = []
-        try:
-            for rank in range(world):
-                log = None if rank == 0 else open_files.enter_context(open(f"GPU_{rank}.log", "wb"))
-                ranked = [*command, "--world-size", str(world), "--rank", str(rank)]
-                processes.append(subprocess.Popen(ranked, stdout=log, stderr=subprocess.STDOUT if log else None))
-            return _wait(processes)
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    process.terminate()  # without a partner its collectives would wait for minutes
-            for process in processes:
-                process.wait()
-
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    """0 when all have ended well; the status of the first seen to fail as soon as one has."""
-    while True:
-        states = [process.poll() for process in processes]
-        failed = next((state for state in states if state), None)
-        if failed is not None:
-            return failed
-        if all(state == 0 for state in states):
-            return 0
-        time.sleep(0.05)
+        for rank in range(int(number)):
+            log = None if rank == 0 else at_end.enter_context(open(f"GPU_{rank}.log", "wb"))
+            line = [sys.executable, *arguments, "--world-size", number, "--rank", str(rank)]
+            processes.append(subprocess.Popen(line, stdout=log, stderr=subprocess.STDOUT if log else None))
+            at_end.callback(processes[-1].terminate)  # without a partner its collectives would wait for minutes
+        while not any(states := [process.poll() for process in processes]):
+            if None not in states:
+                return 0
+            time.sleep(0.05)
+        return next(state for state in states if state)
 
 
 if __name__ == "__main__":

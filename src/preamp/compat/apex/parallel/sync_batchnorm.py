@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from ....formats import LOW_DTYPES
 from .._notice import deprecated_warning
-from ._collectives import Group, default_timeout, has_group, require_group
+from ._collectives import Group, has_group, require_group
 from .sync_batchnorm_kernel import SyncBatchnormFunction
 
 
@@ -61,18 +58,24 @@ class SyncBatchNorm(_BatchNorm):
         """relu(batch_norm(input) + z), the ReLU only with `fuse_relu` and `z` only if given.
 
         `input`: floating dtype, (N, C), (N, C, L), (N, C, H, W) or (N, C, D, H, W), or with C last if `channel_last`.
-        `z`: shape of `input`. Returns dtype and shape of `input`; float16 and bfloat16 are computed in float32 and
-        rounded once. ValueError for other shapes.
+        `z`: shape of `input`. Returns dtype and shape of `input`; float16 and bfloat16 are normalised in float32.
+        ValueError for other shapes.
         """
         axis = self._check(input, z)
+        x = input.movedim(axis, 1)
         if not self.training or self._alone():
-            return self._plain(input, z, axis)
-        output: Tensor
-        output, mean, var, count = SyncBatchnormFunction.apply(
-            input, self.weight, self.bias, z, self.eps, axis, self.fuse_relu, self.process_group
-        )
-        self._track(mean, var, count)
-        return output
+            output = super().forward(x)
+        else:
+            output, mean, var, count = SyncBatchnormFunction.apply(
+                x, self.weight, self.bias, self.eps, self.process_group
+            )
+            self._track(mean, var, count)
+        output = output.movedim(1, axis)
+        output = output if z is None else output + z
+        return (output.relu() if self.fuse_relu else output).to(input.dtype)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Torch's own check, of which `_check` takes the place."""
 
     def _alone(self) -> bool:
         return not has_group() or dist.get_world_size(self.process_group) <= 1
@@ -91,31 +94,6 @@ class SyncBatchNorm(_BatchNorm):
         if z is not None and z.shape != input.shape:
             raise ValueError(f"z of shape {tuple(z.shape)} cannot be added to an input of shape {tuple(input.shape)}.")
         return axis
-
-    def _plain(self, input: Tensor, z: Tensor | None, axis: int) -> Tensor:
-        """Torch's batch norm on this rank's batch alone."""
-        learning = self.training and self.track_running_stats
-        momentum = self._count_batch() if learning else 0.0
-        local = self.training or self.running_mean is None
-        x = input.movedim(axis, 1)
-        running = (self.running_mean, self.running_var) if learning or not local else (None, None)
-        values: list[Tensor | None] = [*running, self.weight, self.bias]
-        # torch takes low inputs with float32 parameters, or all of one dtype; everything else meets in the widest
-        held = {t.dtype for t in (self.running_mean, self.weight, self.bias) if t is not None}
-        if held not in (set(), {x.dtype}, {torch.float32} if x.dtype in LOW_DTYPES else set()):
-            wide = functools.reduce(torch.promote_types, held, x.dtype)
-            x, values = x.to(wide), [None if t is None else t.to(wide) for t in values]
-        mean, var, weight, bias = values
-        output = F.batch_norm(x, mean, var, weight, bias, local, momentum, self.eps)
-        for kept, seen in zip(running, values[:2], strict=True):
-            if learning and kept is not None and seen is not None and kept is not seen:
-                kept.copy_(seen)
-        output = output.movedim(1, axis)
-        if z is not None:
-            output = output + z
-        if self.fuse_relu:
-            output = output.relu()
-        return output.to(input.dtype)
 
     def _count_batch(self) -> float:
         """Count one more batch; the weight of its statistics in the running ones."""
@@ -151,7 +129,7 @@ def convert_syncbn_model(module: nn.Module, process_group: Group = None, channel
 
     Instance norms stay. The new layers hold the very same parameters and running buffers, so an optimizer built
     before still trains them, and keep mode, hooks, dtype and device; a layer used in two places stays one layer.
-    Without anything to convert, `module` is returned as it is. ValueError for a lazy batch norm that has no shape yet.
+    Without anything to convert, `module` is returned as it is.
     """
     deprecated_warning(
         "apex.parallel.convert_syncbn_model is deprecated by NVIDIA; its successor in torch is "
@@ -178,11 +156,6 @@ def _convert(module: nn.Module, group: Group, channel_last: bool, done: dict[int
 
 
 def _synchronised(layer: _BatchNorm, group: Group, channel_last: bool) -> SyncBatchNorm:
-    if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():
-        raise ValueError(
-            f"{type(layer).__name__} has no number of features yet, so its statistics have no shape to synchronise. "
-            "Run one forward before convert_syncbn_model."
-        )
     made = SyncBatchNorm.__new__(SyncBatchNorm)
     # Everything a module has is in its __dict__, hooks included; the old layer keeps registries of its own.
     made.__dict__ = layer.__dict__.copy()
@@ -205,5 +178,5 @@ def create_syncbn_process_group(group_size: int) -> Group:
             f"{world} ranks do not divide into groups of {group_size}, so some rank would be without partners. "
             "Choose a group_size that divides the world size, or 0 for one group of all."
         )
-    group, _ = dist.new_subgroups(group_size, timeout=default_timeout())
+    group, _ = dist.new_subgroups(group_size)
     return group

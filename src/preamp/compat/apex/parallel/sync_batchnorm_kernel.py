@@ -16,7 +16,7 @@ One all-gather forward, one all-reduce backward.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,16 +26,13 @@ from torch.autograd.function import once_differentiable
 from ._collectives import Group
 
 
-class Moments(NamedTuple):
-    """Of the joined batch: `mean` and biased `var` of shape (C,), number of elements `total`; float32 or float64."""
+def joined_moments(
+    local_mean: Tensor, local_m2: Tensor, local_count: int, group: Group
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The moments of all ranks' batches together, from each rank's own; a rank without elements gives zeros.
 
-    mean: Tensor
-    var: Tensor
-    total: Tensor
-
-
-def joined_moments(local_mean: Tensor, local_m2: Tensor, local_count: int, group: Group) -> Moments:
-    """The moments of all ranks' batches together, from each rank's own; a rank without elements gives zeros."""
+    Mean and biased variance, of shape (C,), and the number of elements; float32 or float64.
+    """
     mine = torch.cat([local_mean, local_m2, local_mean.new_full((1,), float(local_count))])
     gathered = mine.new_empty(dist.get_world_size(group), mine.numel())
     dist.all_gather(list(gathered.unbind(0)), mine, group=group)
@@ -45,77 +42,56 @@ def joined_moments(local_mean: Tensor, local_m2: Tensor, local_count: int, group
     divisor = count.clamp(min=1.0)  # a step in which no rank has data yields zeros rather than NaN
     mean = (counts * means).sum(0) / divisor
     m2 = (m2s + counts * (means - mean).square()).sum(0)
-    return Moments(mean, m2 / divisor, count)
+    return mean, m2 / divisor, count
 
 
-def _own_moments(x: Tensor, axis: int, statistics: torch.dtype) -> tuple[Tensor, Tensor, int]:
+def _own_moments(x: Tensor, statistics: torch.dtype) -> tuple[Tensor, Tensor, int]:
     """Mean, sum of squared deviations and number of elements of each channel of `x`, in the dtype `statistics`."""
-    channels = x.shape[axis]
+    channels = x.shape[1]
     count = x.numel() // channels if channels else 0
     if count == 0:
         zeros = torch.zeros(channels, dtype=statistics, device=x.device)
         return zeros, zeros, 0
-    others = [dim for dim in range(x.dim()) if dim != axis]
-    var, mean = torch.var_mean(x.to(statistics), dim=others, correction=0)
+    var, mean = torch.var_mean(x.to(statistics), dim=_others(x), correction=0)
     return mean, var * count, count
 
 
-class SyncBatchnormFunction(torch.autograd.Function):
-    """Normalise, scale and shift; then add `z` and apply ReLU if asked.
+def _others(x: Tensor) -> list[int]:
+    return [0, *range(2, x.dim())]
 
-    apply(input, weight, bias, z, eps, axis, fuse_relu, group) -> (output, mean, var, total). `input`: any floating
-    dtype, channels along `axis`; `weight`, `bias`: (C,) or None; `z`: shape of `input` or None. `output` has the
-    input's dtype and shape, computed in float32 or better and rounded once. `mean`, `var` (biased) and `total` are the
-    joined `Moments`, without gradient.
+
+class SyncBatchnormFunction(torch.autograd.Function):
+    """Normalise, scale and shift.
+
+    apply(input, weight, bias, eps, group) -> (output, mean, var, total). `input`: any floating dtype, channels along
+    axis 1; `weight`, `bias`: (C,) or None. `output` has the input's dtype and shape, computed in float32 or better and
+    rounded once. `mean`, `var` (biased) and `total` are the joined moments, without gradient.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        z: Tensor | None,
-        eps: float,
-        axis: int,
-        fuse_relu: bool,
-        group: Group,
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """One all-gather of 2C + 1 numbers per rank."""
         statistics = torch.promote_types(x.dtype, torch.float32)
-        mean, m2, count = _own_moments(x, axis, statistics)
-        moments = joined_moments(mean, m2, count, group)
-        inverse = torch.rsqrt(moments.var + eps)
-        shape = [1] * x.dim()
-        shape[axis] = -1
+        mean, var, total = joined_moments(*_own_moments(x, statistics), group)
+        inverse = torch.rsqrt(var + eps)
+        shape = [1, -1, *[1] * (x.dim() - 2)]
         scale = inverse if weight is None else inverse * weight.to(statistics)
-        y = (x.to(statistics) - moments.mean.view(shape)) * scale.view(shape)
+        y = (x.to(statistics) - mean.view(shape)) * scale.view(shape)
         if bias is not None:
             y += bias.to(statistics).view(shape)
-        if z is not None:
-            y += z
-        if fuse_relu:
-            y = y.relu_()
-        y = y.to(x.dtype)
-        ctx.save_for_backward(x, weight, moments.mean, inverse, moments.total, y if fuse_relu else None)
-        ctx.axis, ctx.group = axis, group
-        ctx.z_dtype = None if z is None else z.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.mark_non_differentiable(*moments)
-        return y, *moments
+        ctx.save_for_backward(x, weight, mean, inverse, total)
+        ctx.group, ctx.bias_dtype = group, None if bias is None else bias.dtype
+        ctx.mark_non_differentiable(mean, var, total)
+        return y.to(x.dtype), mean, var, total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         """One all-reduce of 2C numbers, left out where the input needs no gradient."""
-        x, weight, mean, inverse, count, activated = ctx.saved_tensors
-        statistics = mean.dtype
-        if activated is not None:
-            dy = torch.where(activated > 0, dy, 0.0)
-        dz = dy.to(ctx.z_dtype) if ctx.needs_input_grad[3] else None
-        shape = [1] * x.dim()
-        shape[ctx.axis] = -1
-        others = [dim for dim in range(x.dim()) if dim != ctx.axis]
+        x, weight, mean, inverse, count = ctx.saved_tensors
+        statistics, shape, others = mean.dtype, [1, -1, *[1] * (x.dim() - 2)], _others(x)
         dy = dy.to(statistics)
         xhat = (x.to(statistics) - mean.view(shape)) * inverse.view(shape)
         sum_dy, sum_dy_xhat = dy.sum(others), (dy * xhat).sum(others)
@@ -129,4 +105,4 @@ class SyncBatchnormFunction(torch.autograd.Function):
             scale = inverse if weight is None else inverse * weight.to(statistics)
             dx = (dy - mean_dy.view(shape) - xhat * mean_dy_xhat.view(shape)) * scale.view(shape)
             dx = dx.to(x.dtype)
-        return dx, dweight, dbias, dz, None, None, None, None
+        return dx, dweight, dbias, None, None

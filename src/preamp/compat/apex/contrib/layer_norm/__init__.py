@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..._operator_function import OperatorFunction
+from ..._operator_function import operator_function
 from ...normalization.fused_layer_norm import MixedFusedLayerNorm, mixed_dtype_fused_layer_norm_affine
 
 __all__ = ["FastLayerNorm", "FastLayerNormFN"]
@@ -15,8 +15,7 @@ def _fast_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, me
     return mixed_dtype_fused_layer_norm_affine(x, weight, bias, weight.shape, epsilon, memory_efficient)
 
 
-class FastLayerNormFN(OperatorFunction, function=_fast_layer_norm):
-    """Layer norm over the last dimension: `FastLayerNormFN.apply(x, gamma, beta, epsilon)`."""
+FastLayerNormFN = operator_function("FastLayerNormFN", _fast_layer_norm)
 
 
 class FastLayerNorm(MixedFusedLayerNorm):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._operator_function import OperatorFunction
+from ..._operator_function import operator_function
 
 __all__ = ["SoftmaxCrossEntropyLoss"]
 
@@ -25,5 +25,4 @@ def _losses(
     return losses if half_to_float else losses.to(logits.dtype)
 
 
-class SoftmaxCrossEntropyLoss(OperatorFunction, function=_losses):
-    """Cross entropy: `SoftmaxCrossEntropyLoss.apply(logits, labels, smoothing, padding_idx, half_to_float)`."""
+SoftmaxCrossEntropyLoss = operator_function("SoftmaxCrossEntropyLoss", _losses)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
-from importlib import import_module
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+from typing import NoReturn
 
-from ..install import Alias
-
-_HERE = __name__.rpartition(".")[0]
+OURS = "preamp.compat.apex"
 _SAME = {
     "contrib.clip_grad.clip_grad": "contrib.clip_grad",
     "contrib.layer_norm.layer_norm": "contrib.layer_norm",
@@ -56,48 +53,50 @@ _ALTERNATIVES = {
 }
 
 
-class _Finder(MetaPathFinder):
-    """Finds the modules above and our packages, and complains of absent ones; all others are left to other finders."""
+def name_twice() -> None:
+    """Give the modules of ours, all of which are loaded, their second names."""
+    for second, first in _SAME.items():
+        module, (parent, _, child) = sys.modules[f"{OURS}.{first}"], second.rpartition(".")
+        sys.modules[f"{OURS}.{second}"] = module
+        setattr(sys.modules[f"{OURS}.{parent}"], child, module)
+    if not any(isinstance(finder, AbsentModules) and finder.package == OURS for finder in sys.meta_path):
+        sys.meta_path.insert(0, AbsentModules(OURS))
+
+
+def absent_attribute(package: str, name: str) -> NoReturn:
+    """The AttributeError of a package of ours, "" or "contrib.", which says what takes an absent module's place."""
+    told = f": {_told(package + name)}" if package + name in _ALTERNATIVES else ""
+    raise AttributeError(f"module '{OURS}{package and '.contrib'}' has no attribute {name!r}{told}", name=name)
+
+
+class AbsentModules(MetaPathFinder):
+    """Raises ImportError for modules that a `package`, "apex" or ours, does not have; finds none.
+
+    `real`: NVIDIA's Apex, if that is the package; of its parts only what was removed is missed.
+    """
+
+    def __init__(self, package: str, real: ModuleType | None = None) -> None:
+        self.package, self.real = package, real
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        _, ours, name = fullname.partition(f"{_HERE}.")
-        if ours and name in _SAME:
-            return ModuleSpec(fullname, Alias(import_module(f"{_HERE}.{_SAME[name]}")))
-        if ours and name in _ALTERNATIVES:
+        before, found, name = fullname.partition(f"{self.package}.")
+        if before or not found:
+            return None
+        if self.real is not None:
+            if name == "RNN":  # an ImportError, since `from apex import RNN` would swallow the other kind
+                raise ImportError(_told(name), name=fullname)
+        elif name in _ALTERNATIVES:
             raise ModuleNotFoundError(_told(name), name=f"apex.{name}")
-        spec = PathFinder.find_spec(fullname, path) if ours else None
-        if spec and spec.submodule_search_locations and isinstance(spec.loader, SourceFileLoader):
-            spec.loader = _Package(fullname, spec.loader.path)
-        return spec
-
-
-class _Package(SourceFileLoader):
-    """Loads a package of ours, whose modules are imported when they are first asked for as its attributes."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        vars(module)["__getattr__"] = partial(module_of, module.__name__)
-        super().exec_module(module)
-
-
-def find_by_import() -> None:
-    """Have imports find modules by their second names, and say of absent ones what takes their place."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
-
-
-def module_of(package: str, name: str) -> ModuleType:
-    """The module of that name in a package of ours; AttributeError if there is none."""
-    place = f"{package}.{name}".removeprefix(f"{_HERE}.")
-    try:
-        if not name.startswith("__"):
-            return import_module(f"{package}.{name}")
-    except ModuleNotFoundError as missing:
-        if missing.name not in (f"{package}.{name}", f"apex.{place}"):
-            raise
-    told = f": {_told(place)}" if place in _ALTERNATIVES else ""
-    raise AttributeError(f"module {package!r} has no attribute {name!r}{told}", name=name)
+        elif self.package == "apex" and PathFinder.find_spec(fullname, path) is None:
+            raise ModuleNotFoundError(
+                f"No module named {fullname!r}: preamp has apex.amp, fp16_utils, parallel, optimizers, normalization, "
+                f"multi_tensor_apply, mlp, fused_dense and some of contrib, and not {name}. For the rest, install "
+                "NVIDIA's Apex; preamp then adds to it what was removed there",
+                name=fullname,
+            )
+        return None
 
 
 def _told(name: str) -> str:
