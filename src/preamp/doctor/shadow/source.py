@@ -203,7 +203,8 @@ def cast_back(statement: Statement, text: str, dtype: torch.dtype) -> str | None
     begin, sep, value = text.partition("return " if isinstance(statement.node, ast.Return) else " = ")
     if not isinstance(statement.node, (ast.Return, ast.Assign)) or not sep:
         return None
-    return f"{begin}{sep}({value}).to({dtype})"
+    comment = statement.lines[-1].encode()[statement.node.end_col_offset :].decode()
+    return f"{begin}{sep}({value.removesuffix(comment)}).to({dtype}){comment}"
 
 
 def _with_default(text: str, old: float, new: float) -> str | None:
