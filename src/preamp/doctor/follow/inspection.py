@@ -192,7 +192,8 @@ class Inspection:
         given = zip(parameters, [p.grad for p in parameters] if grads is None else grads, strict=True)
         with torch.no_grad(), _disable_current_modes():
             shadowed = look.shadowed
-            excused = {key for key, fact in shadowed.causes.items() if fact.kind != "lost"}
+            causes = shadowed.causes.items()
+            excused = {key for key, one in causes if one.kind == "not finite" or one.place.direction == "forward"}
             self._exact |= gradients_beside(given, shadowed.shadows, self._run.names, scale, excused)
 
     def gradients_are_true(self) -> None:

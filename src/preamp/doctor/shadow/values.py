@@ -22,6 +22,8 @@ SHADOWED = frozenset({torch.float16, torch.bfloat16, torch.float32})
 """Dtypes that have shadows. A float64 tensor is its own."""
 _SMALL = 16
 """Gradients of fewer values are not judged."""
+_TOO_LONG = 1.1
+"""How much longer than the exact one a gradient is, at the least, that is off for another reason than a flush."""
 
 
 def has_shadow(value: Any) -> bool:
@@ -191,7 +193,7 @@ def gradients_beside(
         lost, off = share_lost(came, exact), relative_error(came, exact)
         if key_of(came) in excused:
             lost = off = 0.0
-        elif float(torch.linalg.vector_norm(came.to(WIDE))) > float(torch.linalg.vector_norm(exact)):
+        elif float(torch.linalg.vector_norm(came.to(WIDE))) > _TOO_LONG * float(torch.linalg.vector_norm(exact)):
             off = 0.0
         found[id(parameter)] = GradientSpread(*names.parameter(parameter), spread, vector, lost, off)
     return found
