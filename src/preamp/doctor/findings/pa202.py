@@ -31,8 +31,9 @@ from .check import Check, on
 
 LOST = 0.25
 """Share of a weight's gradients that are flushed, from which it is reported."""
-OFF, SOME = 0.1, 0.01
-"""Relative error from which it is reported with less lost than that, and the least: rounding alone is off by 0.001."""
+OFF, SOME, HELD = 0.1, 0.01, 2.0**-10
+"""Relative error from which it is reported with less lost than that, and the least. A scaled gradient whose largest
+value is beyond the third is held by float16, and off for another reason."""
 SUBNORMAL, NEARLY_ALL, ZEROS = 0.5, 0.9, 0.02
 """Where nothing can be compared: share of the gradients that are subnormal, from which as many again must be below;
 enough of them, or some, if a share of all values is zero."""
@@ -76,7 +77,8 @@ class PA202(Check):
         """`rows`: what is exact, the worst first."""
         worst: dict[str | None, GradientSpread] = {}
         for row in rows:
-            if row.lost >= LOST or (row.relative >= OFF and row.lost >= SOME):
+            off = row.relative >= OFF and row.lost >= SOME and row.spread.largest * scale < HELD
+            if row.lost >= LOST or off:
                 worst.setdefault(row.module, row)
         for row in worst.values():
             evidence = {"lost": round(row.lost, 3), "without a scale": round(row.spread.flushed(FP16), 3)}

@@ -22,8 +22,6 @@ SHADOWED = frozenset({torch.float16, torch.bfloat16, torch.float32})
 """Dtypes that have shadows. A float64 tensor is its own."""
 _SMALL = 16
 """Gradients of fewer values are not judged."""
-_TOO_LONG = 1.1
-"""How much longer than the exact one a gradient is, at the least, that is off for another reason than a flush."""
 
 
 def has_shadow(value: Any) -> bool:
@@ -178,8 +176,7 @@ def gradients_beside(
     """Each parameter's gradient against what exact arithmetic gives, by the parameter's id; `scale`: on all of them.
 
     What is zero in float16 may have been zero before; only its shadow shows that. One that was computed while nothing
-    was followed has none, and is left out. `excused`: storages whose error has another cause. What is flushed makes a
-    gradient shorter, so that one that is too long is off for another reason, too.
+    was followed has none, and is left out. `excused`: storages whose error has another cause.
     """
     found = {}
     for parameter, grad in given:
@@ -193,8 +190,6 @@ def gradients_beside(
         lost, off = share_lost(came, exact), relative_error(came, exact)
         if key_of(came) in excused:
             lost = off = 0.0
-        elif float(torch.linalg.vector_norm(came.to(WIDE))) > _TOO_LONG * float(torch.linalg.vector_norm(exact)):
-            off = 0.0
         found[id(parameter)] = GradientSpread(*names.parameter(parameter), spread, vector, lost, off)
     return found
 
