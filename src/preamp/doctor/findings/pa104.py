@@ -4,8 +4,8 @@ What it is. float16 keeps 11 bits of a number, bfloat16 8. From 1024 on, float16
 2 apart, so that 2048 + 1 = 2048. Running sums, variances by E[x^2] - E[x]^2, logarithms of numbers near 1 and squares
 of small ones lose what they were to measure. The finding is an operator whose result is a quarter off or more (a
 running sum by a quarter of a term), or zero for the most part, although what went in is right, and which float32 gets
-right from the same numbers. A difference of nearly equal numbers is reported once something divides by it, or takes its
-root or its logarithm.
+right from the same numbers. A difference of nearly equal numbers is reported once something divides by it, takes its
+root or its logarithm, or once the gradients are off as a whole because of it.
 
 Why it hurts. Nothing crashes. The result has a few right digits or none, and the loss settles higher than it should.
 
