@@ -25,6 +25,7 @@ from ...report import Finding
 from ..shadow.facts import Absorbed
 from .check import Check, on
 from .events import Deviated
+from .pa212 import IN_VAIN
 
 
 class PA114(Check):
@@ -48,7 +49,7 @@ class PA114(Check):
     @on(Absorbed)
     def counter(self, event: Absorbed) -> Iterator[Finding]:
         """A count that stands still."""
-        if not event.counts or event.stayed < event.moved:
+        if not event.counts or (event.stayed < event.moved and event.in_vain < IN_VAIN):
             return
         name = event.buffer or "the counter"
         stops = 512 if event.dtype == "bf16" else 4096

@@ -30,6 +30,8 @@ STAYS = 0.9
 """Share of the numbers that would have moved in float32 and did not, from which a sum has stopped."""
 WRONG = 0.1
 """Relative error of an accumulated gradient from which it is reported."""
+IN_VAIN = 16
+"""Additions in a row without effect, up to the last, after which a sum has stopped, too."""
 TENSOR = 16
 """Numbers from which one look is enough. A single number stays now and then, and has to stay in two looks."""
 
@@ -49,7 +51,7 @@ class PA212(Check):
         if event.is_gradient:
             yield from self._of_gradients(event)
             return
-        if event.at[0] is None or event.stayed < STAYS * event.moved:
+        if event.at[0] is None or (event.stayed < STAYS * event.moved and event.in_vain < IN_VAIN):
             return
         if event.at in self._told:  # another operator of the same line
             return
@@ -58,17 +60,21 @@ class PA212(Check):
             return
         self._told.add(event.at)
         share = event.stayed / event.moved
-        if event.op in ("mul", "lerp") or event.parameters or event.moved >= TENSOR:
+        of_one = event.moved <= event.times  # a sum, of one number
+        if event.op in ("mul", "lerp") or event.parameters or (event.moved >= TENSOR and not of_one):
             what, fix = (
                 "numbers of an average",
                 "average = copy.deepcopy(model).float()  # averages of weights in float32",
             )
         else:
             what, fix = "a sum", "total = total + x.detach().float()  # or x.item(): sums in float32"
+        stays = "numbers stay what they are at this line, and in float32 they move"
+        if of_one:
+            stays = "additions leave it as it is at this line, and in float32 it moves"
         yield self.finding(
             "warning",
-            f"{what} in {event.dtype}: {share:.0%} of {event.moved} numbers stay what they are at this line, and in "
-            "float32 they move. What is added is less than half of what they can tell apart",
+            f"{what} in {event.dtype}: {share:.0%} of {event.moved} {stays}. What is added is less than half of what "
+            "16 bits can tell apart there",
             fix,
             module=event.module,
             op=event.op,

@@ -8,8 +8,10 @@ from torch import nn
 
 from ..findings.events import Deviated
 from ..replay.tape import Tape
+from ..shadow.absorbed import Changes
 from ..shadow.execution import Shadowed
 from ..shadow.facts import Fact
+from .audit import owned
 from .run import Run
 
 LOOKS = 3
@@ -25,6 +27,8 @@ class Evaluation:
         self._run, self._replay = run, replay
         self._looks = self._calls = 0
         self._shadowed: Shadowed | None = None
+        self._changes = Changes()
+        """What is changed in place, in all of its model calls: what adds up there may stop late."""
         self._tape = Tape(run.stream, run.tape.readings)
         self._facts: list[Fact] = []
         self._turn = -1
@@ -37,7 +41,8 @@ class Evaluation:
                 return None
             self._looks, self._calls, self._turn = self._looks + 1, 0, self._run.turn
             self._shadowed = Shadowed(lambda fact, _: self._facts.append(fact), readings=self._tape.readings)
-            self._run.stream.add(self._shadowed, inside=module)
+            self._changes = Changes()
+            self._run.stream.add(self._shadowed, self._changes, inside=module)
         self._calls += 1
         if self._calls > CALLS:
             self._tape.close_window()
@@ -57,7 +62,9 @@ class Evaluation:
             return
         run, facts = self._run, [*self._facts, *shadowed.read_out]
         self._tape.close_window()
-        run.stream.remove(shadowed)
+        run.stream.remove(shadowed, self._changes)
+        for event in self._changes.events():
+            run.emit(owned(event, run, run.step))
         trials = run.trials(tape=self._tape) if facts and self._replay else None
         for fact in facts:
             cured = (None, None) if trials is None else trials.cure(fact, in_session=False)

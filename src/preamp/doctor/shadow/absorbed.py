@@ -37,6 +37,8 @@ class _Count:
     stayed: int = 0
     """How many of those did not."""
     times: int = 0
+    in_vain: int = 0
+    """How many times in a row, up to the last, nothing moved that would have moved in float32."""
     keys: dict[int, tuple[int, int]] = field(default_factory=dict)
     """The two counts of each storage."""
     by: float | None = None
@@ -47,6 +49,8 @@ class _Count:
         """Count one tensor: which numbers move in float32, and which stay what they are."""
         moved, stayed = int(moves.sum()), int((moves & stays).sum())
         self.moved, self.stayed, self.times = self.moved + moved, self.stayed + stayed, self.times + 1
+        if moved:
+            self.in_vain = self.in_vain + 1 if stayed == moved else 0
         before = self.keys.get(storage, (0, 0))
         self.keys[storage] = before[0] + moved, before[1] + stayed
 
@@ -167,7 +171,7 @@ class Changes(Observer):
                 yield Absorbed(
                     one.op.removeprefix("_foreach_").rstrip("_"), one.dtype, one.moved, one.stayed, one.times,
                     one.keys, gradient, weight, one.optimizer, one.by, one.place,
-                    max((self._errors.get(key, 0.0) for key in one.keys), default=0.0), one.of_moments,
+                    max((self._errors.get(key, 0.0) for key in one.keys), default=0.0), one.in_vain, one.of_moments,
                 )  # fmt: skip
 
 

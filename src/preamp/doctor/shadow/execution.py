@@ -32,7 +32,10 @@ OTHERWISE = 0.1
 """Share of the entries of an index or mask that differ from the shadow's, from which they are decided otherwise."""
 ZEROS = 0.5
 """Share of the entries that are zero and should not be, from which a result is lost to zero."""
-_EXACT = frozenset({"detach", "alias", "zeros_like", "ones_like", "lift_fresh", "_local_scalar_dense"})
+_EXACT = frozenset({
+    "detach", "alias", "zeros_like", "ones_like", "lift_fresh", "_local_scalar_dense",
+    "_amp_foreach_non_finite_check_and_unscale",
+})  # fmt: skip
 _DECIDING = frozenset({
     "_to_copy", "bucketize", "searchsorted", "linalg_cholesky_ex", "linalg_inv_ex", "linalg_lu_factor_ex",
     "linalg_solve_ex", "linalg_ldl_factor_ex", "eq", "ne", "gt", "lt", "ge", "le",

@@ -97,6 +97,8 @@ class Absorbed(NamedTuple):
     place: Place
     error: float = 0.0
     """Largest relative error of a gradient that was added up here, against the sum in float32."""
+    in_vain: int = 0
+    """How many times in a row, up to the last, nothing moved that would have moved in float32."""
     is_moment: bool = False
     """Whether these are second moments, and all that a step did to them; the storages are those of their weights."""
     parameters: Sequence[Tensor] = ()

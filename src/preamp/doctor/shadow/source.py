@@ -192,7 +192,7 @@ def in_float32(statement: Statement, reading: Reading, constants: Mapping[float,
         if value in constants:
             changes |= dict.fromkeys(reads.get(name, ()), f"{constants[value]:g}")
             left.pop(value, None)
-    text: str | None = statement.rewritten(changes)
+    text: str | None = statement.rewritten(changes).replace(".float().float()", ".float()")
     for old, new in left.items():
         text = None if text is None else _with_default(text, old, new)
     return text
