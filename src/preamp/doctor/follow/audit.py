@@ -5,6 +5,7 @@ Nothing is changed and nothing is run twice.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -78,6 +79,12 @@ class Handled(Observer):
         if call.base.removeprefix("_foreach_") in _MEASURES:
             self._measured |= scaled
         written = {key_of(t) for t in call.written} & scaled
+        by = call.args[1] if len(call.args) > 1 else None
+        if isinstance(by, (int, float)) or (isinstance(by, Tensor) and by.dim() == 0):
+            scale = 1 / self.backward_scale if call.base.endswith("mul") else self.backward_scale
+            if math.isclose(float(by), scale, rel_tol=1e-3):  # unscaled by hand: true from here on
+                self.gradients -= written
+                return
         if written and (call.base in _BOUNDS or (call.base in _CHANGES and not written.isdisjoint(self._measured))):
             self.clipped.append((call.place, call.base))
 
