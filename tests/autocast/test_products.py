@@ -463,6 +463,33 @@ def test_what_no_cpu_computes_in_16_bits_goes_through_float32_on_each(cpu: str) 
             assert lstm(volumes.view(-1, 8, 4))[0].dtype is FP16
 
 
+BACKWARD_OF: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...], set[torch.dtype]]] = {
+    "convolution": (F.conv2d, (IMAGE, WEIGHT), {FP16}),
+    "transposed convolution": (F.conv_transpose1d, ((2, 4, 9), (4, 3, 3)), {FP16}),
+    "short attention": (F.scaled_dot_product_attention, HEADS, {FP16, BF16}),
+    "long attention": (F.scaled_dot_product_attention, ((1, 1, 520, 16),) * 3, {FP16}),
+    "matrix product": (torch.mm, ((7, 5), (5, 3)), set()),
+}
+"""Operators whose backward goes through float32 also on a CPU with arithmetic for both dtypes, and for which dtypes."""
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("name", BACKWARD_OF)
+def test_where_torch_leaves_a_cpus_arithmetic_unused(name: str, dtype: torch.dtype) -> None:
+    function, shapes, through_float32 = BACKWARD_OF[name]
+    factors = [factor.to(dtype).requires_grad_() for factor in some(*shapes)]
+    exact = [factor.detach().float().requires_grad_() for factor in factors]
+    with cpu_that_multiplies(BY_TORCH), counted() as through, preamp.autocast("cpu", dtype):
+        result = function(*factors)
+        del through[:]
+        result.backward(torch.ones_like(result))
+    assert bool(through) == (dtype in through_float32)
+    function(*exact).sum().backward()
+    for ours, its in zip(factors, exact, strict=True):
+        assert ours.grad is not None and its.grad is not None and ours.grad.dtype is dtype
+        assert (ours.grad.float() - its.grad).abs().max() <= 4 * format_of(dtype).epsilon * its.grad.abs().max()
+
+
 def test_mixed_dtypes_stay_torchs_error() -> None:
     with preamp.autocast("cpu", BF16, enabled=False), pytest.raises(RuntimeError, match="dtype"):
         torch.mm(torch.ones(2, 3, dtype=BF16), torch.ones(3, 2))

@@ -1,8 +1,8 @@
-"""Products of 16-bit tensors through float32, on CPUs without arithmetic for them.
+"""Products of 16-bit tensors through float32, on CPUs without arithmetic for them, or where torch does not use it.
 
-Such a CPU multiplies float16 and bfloat16 by scalar loops of torch's, 25 to 100 times slower than float32. There the
-factors are widened, multiplied in float32, and the result is rounded once. That is what a tensor core means by a
-product: 16-bit factors, float32 sums, one rounding.
+There torch multiplies float16 and bfloat16 by scalar loops, 25 to 100 times slower than float32. So the factors are
+widened, multiplied in float32, and the result is rounded once. That is what a tensor core means by a product: 16-bit
+factors, float32 sums, one rounding.
 
 The kernels lie in the dispatcher below autograd, so that nothing else notices them: autograd records the 16-bit
 operator and keeps its 16-bit tensors, and dispatch modes see it as it was called. The products of its backward are
@@ -44,12 +44,13 @@ _NO_MARKER = torch.float16
 _WIDENED, _WIDENED_COMPILED = torch.float32, torch.float16
 """The marker's dtypes where products are widened, and no rules hold: in a 16-bit model that runs outside of regions."""
 
+_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
 _OPS = {
     "mm": 1, "bmm": 1, "mv": 1, "dot": 1, "vdot": 1, "addmm": 1, "addmv": 1, "addr": 1, "addbmm": 1, "baddbmm": 1,
     "_addmm_activation": 1, "convolution": 1, "_convolution": 1, "convolution_backward": 3, "conv_tbc": 1,
-    "conv_tbc_backward": 3, "_scaled_dot_product_flash_attention_for_cpu": 1,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": 3, "mkldnn_rnn_layer": 3, "mkldnn_rnn_layer_backward": 7,
-    "avg_pool3d": 1, "avg_pool3d_backward": 1,
+    "conv_tbc_backward": 3, _ATTENTION: 1, f"{_ATTENTION}_backward": 3, "mkldnn_rnn_layer": 3,
+    "mkldnn_rnn_layer_backward": 7, "avg_pool3d": 1, "avg_pool3d_backward": 1,
 }  # fmt: skip
 """Operators that go through float32, below autograd, and how many of their results, from the first, are rounded.
 
@@ -62,16 +63,26 @@ _WRITING = (
 )  # fmt: skip
 """Those that write into a tensor they are given. Torch's own fast paths use them; traced ones write nothing."""
 
-_WITH_FLOAT32 = frozenset({
-    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward",
-})  # fmt: skip
+_WITH_FLOAT32 = frozenset({_ATTENTION, f"{_ATTENTION}_backward"})
 """Operators that take float32 beside 16-bit factors: a mask, logarithms of sums. For others that is torch's error."""
 
-_NOT_ON_ANY_CPU = {
+_ON_NO_CPU = {
     **dict.fromkeys(("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"), frozenset({torch.float16})),
+    **dict.fromkeys(("convolution", "_convolution", "convolution_backward"), frozenset({torch.float16})),
+    **dict.fromkeys((_ATTENTION, f"{_ATTENTION}_backward"), frozenset({torch.float16})),
     **dict.fromkeys(("avg_pool3d", "avg_pool3d_backward"), LOW_DTYPES),
 }
-"""16-bit dtypes for which torch has no kernel, whatever the CPU."""
+"""16-bit dtypes for which torch has no kernel, or none that is fast, whatever the CPU.
+
+On one with AVX512-FP16 the backward of a float16 convolution takes 20 to 200 times as long as float32's.
+"""
+
+_UP_TO = {f"{_ATTENTION}_backward": 2**22}
+"""Operators that go through float32 on every CPU up to a size, in multiplications of one head and product.
+
+Torch's 16-bit backward of attention takes 0.2 ms a head, however short the sequence; float32's takes 0.01 ms for 64
+positions of 16 numbers. They meet at 256 positions of 64.
+"""
 
 _EAGER, _TRACED = "BackendSelect", "ADInplaceOrView"
 
@@ -208,10 +219,10 @@ def _install(key: str, dtypes: frozenset[torch.dtype]) -> torch.library.Library:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         for name in (*_OPS, *_WRITING) if key == _EAGER else _OPS:
-            its = dtypes | _NOT_ON_ANY_CPU.get(name, frozenset())
+            its = dtypes | _ON_NO_CPU.get(name, frozenset())
             packet, _, overload = name.partition(".")
             op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-            if its and op is not None:  # of every release of torch
+            if (its or name in _UP_TO) and op is not None:  # of every release of torch
                 library.impl(name, _kernel(name, op, key, its), key, with_keyset=True)
     return library
 
@@ -221,7 +232,8 @@ def _kernel(name: str, op: Any, key: str, dtypes: frozenset[torch.dtype]) -> Cal
     """The kernel of an operator at a dispatch key; kept for the sessions that follow."""
     below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
     redispatch, traces, narrowed = op.redispatch, key == _TRACED, _OPS.get(name, 1)
-    with_float32, writes = name in _WITH_FLOAT32, name in _WRITING
+    with_float32, writes, most = name in _WITH_FLOAT32, name in _WRITING, _UP_TO.get(name, 0)
+    known = dtypes | LOW_DTYPES if most else dtypes
     compute = getattr(torch.ops.aten, name.removesuffix("_").removesuffix(".out")).default.redispatch
 
     def low_dtype(values: Any) -> torch.dtype | None:
@@ -231,7 +243,7 @@ def _kernel(name: str, op: Any, key: str, dtypes: frozenset[torch.dtype]) -> Cal
             if not isinstance(value, Tensor):
                 continue
             dtype = value.dtype
-            if dtype in dtypes:
+            if dtype in known:
                 if (found is not None and found is not dtype) or value.device.type != "cpu":
                     return None
                 if value.layout is not torch.strided or (traces and not _is_traced(value)):
@@ -239,7 +251,7 @@ def _kernel(name: str, op: Any, key: str, dtypes: frozenset[torch.dtype]) -> Cal
                 found = dtype
             elif not with_float32 and dtype.is_floating_point:
                 return None
-        return found
+        return found if found in dtypes or (most and _size_of_attention(*values) <= most) else None
 
     @uncompiled
     def product(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -263,6 +275,11 @@ def _kernel(name: str, op: Any, key: str, dtypes: frozenset[torch.dtype]) -> Cal
         )
 
     return product
+
+
+def _size_of_attention(_: Any, query: Tensor, key: Tensor, *rest: Any) -> int:
+    """Multiplications of one product of a head in the backward of attention."""
+    return query.shape[-2] * key.shape[-2] * key.shape[-1]
 
 
 def _applies() -> bool:

@@ -46,6 +46,8 @@ def cpu_arithmetic() -> str:
             f" Products of {' and '.join(others)} are computed in float32 and rounded once: they take somewhat "
             "longer than float32, and tensors that are kept for backward take half its memory."
         )
+    else:
+        told += " Convolutions and attention in float16 are computed in float32 even so: torch has slow loops for them."
     return f"This CPU {told}"
 
 
