@@ -191,15 +191,13 @@ def apex_levels(results: dict[str, Any]) -> tuple[Table, str]:
     return Table("", columns, rows), text
 
 
-@committed("cpu-levels", "python -m benchmarks.cpu_levels")
-def cpu_levels(results: dict[str, Any]) -> tuple[Table, str]:
-    """Whole steps on a CPU without 16-bit arithmetic: time against float32 and torch.amp, and what is kept."""
+def _cpu_levels(results: dict[str, Any]) -> tuple[Table, str]:
+    """Whole steps on a CPU: time against float32 and torch.amp, and what is kept."""
     rows = []
     for row in results["rows"]:
         own = {each["name"]: each for each in row["contenders"]}
         for name, each in own.items():
-            low = "fp16" if name in ("O1", "O2") else "bf16"
-            of_torch = own[f"torch.amp {low}"]["median ms"] / each["median ms"] if name.startswith("O") else None
+            of_torch = own[_torch_amp(name)]["median ms"] / each["median ms"] if name.startswith("O") else None
             kept = each["kept"] / own["float32"]["kept"]
             rows.append((row["name"], name, each["median ms"], each["ratio"]["median"], of_torch, kept))
     columns = (
@@ -217,29 +215,58 @@ def cpu_levels(results: dict[str, Any]) -> tuple[Table, str]:
     return Table("", columns, rows), text
 
 
+cpu_levels = committed("cpu-levels", "python -m benchmarks.cpu_levels")(_cpu_levels)
+"""On a CPU without 16-bit arithmetic."""
+
+cpu_levels_native = committed("cpu-levels-native", "python -m benchmarks.cpu_levels")(_cpu_levels)
+"""On a CPU with arithmetic for both dtypes."""
+
+
+def _torch_amp(level: str) -> str:
+    return f"torch.amp {'fp16' if level in ('O1', 'O2') else 'bf16'}"
+
+
+def _spans_of_levels(root: Path, theme: str) -> tuple[Callable[[str, str], str], dict[str, Any]]:
+    """From committed steps of the levels: what spans a figure of some levels takes over networks, and the machine."""
+    path = newest(root, theme)
+    if path is None:
+        raise FileNotFoundError(f"no results of {theme} are committed")
+    results = json.loads(path.read_text(encoding="utf-8"))
+
+    def span(figure: str, names: str) -> str:
+        found = []
+        for row in results["rows"]:
+            own = {each["name"]: each for each in row["contenders"]}
+            for name in names.split():
+                each, torchs = own[name], own[_torch_amp(name)]
+                found.append({
+                    "time": 1 / each["ratio"]["median"],
+                    "torch": torchs["median ms"] / each["median ms"],
+                    "kept": each["kept"] / own["float32"]["kept"],
+                }[figure])  # fmt: skip
+        least, most = min(found), max(found)
+        if figure == "kept":
+            return f"{100 * least:.0f} to {100 * most:.0f} %"
+        digits = 0 if least > 3 else 2 if most < 3 else 1
+        return f"{least:.{digits}f} to {most:.{digits}f}"
+
+    return span, results["environment"]
+
+
 def cpu_story(root: Path) -> str:
     """What to expect on a CPU, in two sentences with figures."""
-    path = newest(root, "cpu-levels")
-    if path is None:
-        raise FileNotFoundError("no results of cpu-levels are committed")
-    results = json.loads(path.read_text(encoding="utf-8"))
-    times, gains, kept = [], [], []
-    for row in results["rows"]:
-        own = {each["name"]: each for each in row["contenders"]}
-        for name in ("O1", "O2", "O4", "O5"):
-            of_torch = own[f"torch.amp {'fp16' if name in ('O1', 'O2') else 'bf16'}"]
-            times.append(1 / own[name]["ratio"]["median"])
-            gains.append(of_torch["median ms"] / own[name]["median ms"])
-            kept.append(own[name]["kept"] / own["float32"]["kept"])
-    about = results["environment"]
-    text = (
+    span, about = _spans_of_levels(root, "cpu-levels")
+    own, machine = _spans_of_levels(root, "cpu-levels-native")
+    every = "O1 O2 O4 O5"
+    return (
         "On a CPU without 16-bit arithmetic, which is most of them, preamp computes 16-bit products in float32 and "
-        f"rounds them once: a step of the demo's four networks takes {min(times):.2f} to {max(times):.2f} times as "
-        f"long as in float32, where torch.amp's takes {min(gains):.0f} to {max(gains):.0f} times as long as preamp's. "
-        f"What it keeps for backward takes {min(kept):.0%} to {max(kept):.0%} of float32's memory ({about['cpu']}, "
-        f"torch {about['torch']})."
+        f"rounds them once: a step of the demo's four networks takes {span('time', every)} times as long as in "
+        f"float32, torch.amp's takes {span('torch', every)} times as long as preamp's, and what is kept for backward "
+        f"takes {span('kept', every)} of float32's memory ({about['cpu']}). On one that has it, O4 and O5 take "
+        f"{own('time', 'O4 O5')} times as long as float32 and O1 and O2 {own('time', 'O1 O2')} times, where torch.amp's "
+        f"bfloat16 takes {own('torch', 'O4 O5')} times as long as preamp's and its float16 {own('torch', 'O1 O2')} "
+        f"times ({machine['cpu']} with AMX; torch {about['torch']})."
     )
-    return text.replace("%", " %")
 
 
 @committed("step", "./dev bench step")
