@@ -263,8 +263,8 @@ def cpu_story(root: Path) -> str:
         f"rounds them once: a step of the demo's four networks takes {span('time', every)} times as long as in "
         f"float32, torch.amp's takes {span('torch', every)} times as long as preamp's, and what is kept for backward "
         f"takes {span('kept', every)} of float32's memory ({about['cpu']}). On one that has it, O4 and O5 take "
-        f"{own('time', 'O4 O5')} times as long as float32 and O1 and O2 {own('time', 'O1 O2')} times, where torch.amp's "
-        f"bfloat16 takes {own('torch', 'O4 O5')} times as long as preamp's and its float16 {own('torch', 'O1 O2')} "
+        f"{own('time', 'O4 O5')} times as long as float32 and O1 and O2 {own('time', 'O1 O2')} times, where torch.amp's"
+        f" bfloat16 takes {own('torch', 'O4 O5')} times as long as preamp's and its float16 {own('torch', 'O1 O2')} "
         f"times ({machine['cpu']} with AMX; torch {about['torch']})."
     )
 
