@@ -149,6 +149,64 @@ def test_its_own_gradients_from_before_a_scaled_pass_are_true(level: str) -> Non
     session.close()
 
 
+def backward_by_session(session: preamp.Session, loss: torch.Tensor) -> None:
+    session.backward(loss)
+
+
+def backward_by_hand(session: preamp.Session, loss: torch.Tensor) -> None:
+    session.scale(loss).backward()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("backward", [backward_by_session, backward_by_hand])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("what", ["module", "perturbation"])
+def test_nor_do_leaves_that_the_session_never_saw(what: str, level: str, backward: Any, library: Any) -> None:
+    """Another module, or an adversarial perturbation of the inputs, that the loss reaches."""
+    model, other = two_layers(), nn.Linear(8, 8)
+    added = nn.Parameter(torch.zeros(16, 8))
+    leaf = other.weight if what == "module" else added
+    with preamp.prepare(model, library.SGD(model.parameters(), lr=0.1), level=level) as session:
+        own = library.SGD([leaf], lr=0.1)
+        with session.autocast():
+            loss = model(other(batch()) + added).float().square().mean()
+        backward(session, loss)
+        before = leaf.detach().clone()
+        for step in (lambda: None, session.step):
+            step()
+            with pytest.raises(SessionError, match="does not have: .* the loss scale"):
+                own.step()
+        assert torch.equal(leaf, before)
+        assert leaf.grad is not None
+        leaf.grad.div_(session.loss_scale())
+        own.step()  # by hand it is right
+        assert not torch.equal(leaf, before)
+
+
+@pytest.mark.parametrize("backward", [backward_by_session, backward_by_hand])
+@pytest.mark.parametrize("order", ["one by one", "both backward first"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_critic_beside_the_session_steps_gradients_of_its_own_loss(level: str, order: str, backward: Any) -> None:
+    """The loss of the generator reaches it as well, and what that adds is cleared."""
+    generator, critic = two_layers(), nn.Linear(4, 1)
+    with preamp.prepare(generator, torch.optim.SGD(generator.parameters(), lr=0.1), level=level) as session:
+        own = torch.optim.SGD(critic.parameters(), lr=0.1)
+        for clearing in (True, False, True):
+            with session.autocast():
+                loss = -critic(generator(batch()).float()).mean()
+            backward(session, loss)
+            if order == "one by one":
+                session.step()
+            own.zero_grad(set_to_none=clearing)
+            critic(generator(batch()).detach().float()).mean().backward()
+            if order != "one by one":
+                session.step()
+            before = weights(critic)
+            own.step()
+            assert (weights(critic) - before).abs().max() < 1.0
+            session.zero_grad()
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("level", ["O4", "O5"])
 def test_without_a_scale_it_may_step_what_nobody_else_steps(level: str, library: Any) -> None:

@@ -1,7 +1,7 @@
 """Regions of mixed precision: which operation runs in which dtype."""
 
 from ._decorators import float_function, half_function, promote_function
-from ._nodes import RegionNodes
+from ._nodes import RegionNodes, nodes_behind
 from ._products import MARKER, PRODUCTS, widened
 from ._region import autocast, decorated
 from ._registry import REGISTRY
@@ -17,6 +17,7 @@ __all__ = [
     "decorated",
     "float_function",
     "half_function",
+    "nodes_behind",
     "promote_function",
     "widened",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +111,17 @@ class RegionNodes:
         with self._lock:
             place = bisect_right(self._ends, number)
             return place < len(self._begins) and self._begins[place] <= number
+
+
+def nodes_behind(tensor: torch.Tensor) -> Iterator[Any]:
+    """Every node of the graph that a tensor was computed by, each once."""
+    seen, left = set(), [tensor.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            left += [each for each, _ in node.next_functions]
 
 
 NODES = RegionNodes()

@@ -145,7 +145,7 @@ def check_own_step(optimizer: Optimizer, masters: Masters, scaled: bool, running
         )
 
 
-def check_step_of_another(optimizer: Optimizer, masters: Masters, scaled: Collection[nn.Parameter]) -> None:
+def check_step_of_another(optimizer: Optimizer, masters: Masters, scaled: Collection[Tensor]) -> None:
     """Refuse the step of an optimizer that the session does not have, of 16-bit copies or with scaled gradients."""
     stepping = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if any(p in masters and p.dtype in LOW_DTYPES for p in stepping):

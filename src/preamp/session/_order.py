@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ..scaling import LossScale
 from ..sharding import agreed_largest
 from ._checks import check_hooks, is_marked
 from ._losses import Losses, PendingScales
+from ._others import OtherLeaves
 from ._regions import FullPrecision
 
 LOOKED_AT = 16
@@ -34,11 +35,11 @@ class CallOrder:
 
     def __init__(
         self, optimizers: Mapping[str, Optimizer], gradients: Gradients, masters: Masters, losses: Losses,
-        pending: PendingScales, full: FullPrecision, group: Any, is_stage: bool,
+        pending: PendingScales, full: FullPrecision, others: OtherLeaves, group: Any, is_stage: bool,
     ) -> None:  # fmt: skip
         self._optimizers, self._gradients, self._masters = list(optimizers.values()), gradients, masters
         self._losses, self._pending, self._full, self._group = losses, pending, full, group
-        self._is_stage = is_stage
+        self._others, self._is_stage = others, is_stage
         self._scaled_by_hand = False
         """Whether the session has given out a scaled loss, so that any backward pass may be that of such a one."""
         self._ours = 0
@@ -67,7 +68,7 @@ class CallOrder:
         if not self._optimizers and (self._losses.scaled or len(self._masters)):
             self._nobody_steps()
         for parameter, _ in () if self._full.depth else self._seen:
-            if is_marked(parameter.grad, "_preamp_plain"):
+            if parameter.grad is not None and is_marked(parameter.grad, "_preamp_plain"):
                 raise SessionError(
                     "there are gradients of a loss.backward() that is not the session's, and those of "
                     "session.backward() are multiplied by the loss scale: added to them the former would vanish when "
@@ -79,7 +80,8 @@ class CallOrder:
         """Wrap a backward pass of the session."""
         self._ours += 1
         try:
-            yield
+            with self._others.marking() if self._losses.scaled else nullcontext():
+                yield
         finally:
             self._ours -= 1
 
@@ -105,9 +107,10 @@ class CallOrder:
     def _scaled_goes_back(self, _: Tensor) -> None:
         if not self._full.depth:
             self._gradients.rest()
+        self._others.mark_after_this()
 
     def _gradient_came(self, optimizer: Optimizer, parameter: Parameter) -> None:
-        if self._ours or self._scaled_by_hand or self._full.depth or parameter.grad is None:
+        if self._scaled_by_hand or self._full.depth or parameter.grad is None:
             return
         if optimizer in self._gradients and self._gradients[optimizer].true:
             return
@@ -212,10 +215,14 @@ class CallOrder:
             if parameter.grad is not None and parameter not in self._masters:
                 parameter.grad._preamp_used = parameter.grad._version  # type: ignore[attr-defined]
 
-    def scale_used(self, scale: LossScale) -> None:
-        """Gradients that a step has used, and unscaled, and that nobody has cleared: more is about to be added."""
-        used = {p for p, _ in self._seen if is_marked(p.grad, "_preamp_used")}
-        for each in self._optimizers if used else ():
+    def scaled_pass(self, loss: Tensor, scale: LossScale) -> None:
+        """A scaled backward pass is to come. Gradients that a step has used, and unscaled, are scaled again.
+
+        Nobody has cleared them, and more is about to be added.
+        """
+        self._others.find(loss)
+        used = {p for p, _ in self._seen if p.grad is not None and is_marked(p.grad, "_preamp_used")}
+        for each in self._optimizers if used and not self._losses.separate_scales else ():
             own = list(parameters_of(each))
             if not used.isdisjoint(own):
                 present = present_in([p for p in own if p not in self._masters])[1]
@@ -242,13 +249,14 @@ def _some(parameters: Iterable[Parameter]) -> list[Parameter]:
 def _weakly(order: CallOrder, method: Callable[..., None], *args: Any) -> Callable[[Parameter], None]:
     """A hook that keeps no session alive: one that was lost is let go with it, and so is its optimizer.
 
-    What a hook on a tensor holds, which may hold the tensor, Python's collector cannot see.
+    What a hook on a tensor holds, which may hold the tensor, Python's collector cannot see. In a backward pass of the
+    session's own there is nothing to notice.
     """
-    known = [weakref.ref(each) for each in (order, *args)]
+    known, others = weakref.ref(order), list(map(weakref.ref, args))
 
     def came(parameter: Parameter) -> None:
-        alive, *others = (each() for each in known)
-        if alive is not None:
-            method(alive, *others, parameter)
+        alive = known()
+        if alive is not None and not alive._ours:
+            method(alive, *(other() for other in others), parameter)
 
     return came

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ..autocast import MARKER, PRODUCTS, REGISTRY, VMAPPED, RegionNodes, autocast, decorated
+from ..autocast import MARKER, PRODUCTS, REGISTRY, VMAPPED, RegionNodes, autocast, decorated, nodes_behind
 from ..compiling import traced_by_callers, uncompiled
 from ..errors import PreampWarning
 from ..formats import LOW_DTYPES, name_of
@@ -147,17 +147,12 @@ def ran_outside(loss: Tensor) -> bool:
 
     What cannot be looked into counts as a region: compiled code, checkpoints, functions of one's own.
     """
-    seen, left, products = set(), [loss.grad_fn], False
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    products = False
+    for node in nodes_behind(loss):
         name = node.name()
         if name == "ToCopyBackward0" or not _NATIVE.fullmatch(name):
             return False
         products = products or _PRODUCT.match(name) is not None
-        left += [each for each, _ in node.next_functions]
     return products
 
 

@@ -86,7 +86,9 @@ class Session:
         self._full = full = FullPrecision(models.values(), masters, conversions)
         self._steps = OptimizerSteps(own, self._gradients, masters, losses, self._pending, full, conversions, skip)
         self._steps.wrappers = {optimizers[k]: v for k, v in (given or {}).items() if v is not optimizers[k]}
-        self._order = CallOrder(optimizers, self._gradients, masters, losses, self._pending, full, group, self.is_stage)
+        self._order = CallOrder(
+            optimizers, self._gradients, masters, losses, self._pending, full, self._steps.others, group, self.is_stage
+        )
         self._regions, self._rates = OpenRegions(), Rates()
         self._sharded = any(is_sharded(p) for model in models.values() for p in model.parameters())
         self._parts = [part for model in models.values() for part in sharded_parts(model)]
@@ -190,10 +192,9 @@ class Session:
         if not self._full.counted():
             self._gradients.rest()
         self._order.check_backward(self._models if not self._attempts and self.policy.params in LOW_DTYPES else None)
-        self._steps.before_backward()
         self._settle(name)
-        if self._losses.scaled and not self._losses.separate_scales:
-            self._order.scale_used(self._losses[name])
+        if self._losses.scaled:
+            self._order.scaled_pass(loss, self._losses[name])
         if self._gradients.carried:
             self._gradients.scale_carried(None if self._losses.separate_scales else self._losses[name].scale)
         return name
@@ -309,7 +310,6 @@ class Session:
                 self._gradients.forget(each)
             self._reshard()  # weights that an evaluation since backward has gathered are out of date
         self._order.stepped(chosen)
-        self._steps.after_step()
         warn_rounded(self._masters)
         read = functools.reduce(Reading.merged, readings)
         names = functools.partial(names_of, parameters, self._named)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -21,8 +20,9 @@ from ..ledger import Gradients, Masters, parameters_of, state_like_parameters
 from ..modules import Conversion
 from ..optim import FusedOptimizer
 from ..sharding import held_here
-from ._checks import check_own_step, check_step_of_another, is_marked
+from ._checks import check_own_step, check_step_of_another
 from ._losses import Losses, PendingScales
+from ._others import OtherLeaves
 from ._regions import FullPrecision
 
 SKIPS = ("auto", "host", "device")
@@ -36,7 +36,7 @@ class OptimizerSteps:
         self, optimizers: Sequence[Optimizer], gradients: Gradients, masters: Masters, losses: Losses,
         pending: PendingScales, full: FullPrecision, conversions: Sequence[Conversion], skip: str,
     ) -> None:  # fmt: skip
-        self._conversions = conversions
+        self.others = OtherLeaves(optimizers, conversions)
         self._optimizers, self._gradients, self._masters = list(optimizers), gradients, masters
         self._losses, self._pending, self._full = losses, pending, full
         self.skip = skip
@@ -152,29 +152,12 @@ class OptimizerSteps:
         """Refuse the step of an optimizer that the session does not have if it would do harm."""
         if self._stepping is not None or self._full.depth:
             return
-        scaled = {p for p in self._unstepped() if not is_marked(p.grad, "_preamp_true") and self._pending.running}
-        scaled.update(p for p in self._unstepped() if is_marked(p.grad, "_preamp_scaled"))
-        for each in self._optimizers if self._pending.running and not self._losses.separate_scales else ():
+        scaled: set[Tensor] = self.others.scaled() if self._losses.scaled else set()
+        waiting = self._losses.scaled and self._pending.running and not self._losses.separate_scales
+        for each in self._optimizers if waiting else ():
             if each not in self._gradients or not self._gradients[each].true:
                 scaled.update(parameters_of(each))
-        check_step_of_another(optimizer, self._masters, scaled if self._losses.scaled else ())
-
-    def before_backward(self) -> None:
-        """A backward pass begins. Gradients of parameters that no optimizer of the session has are true so far."""
-        if not self._pending.running:
-            self._mark_unstepped("_preamp_true")
-
-    def after_step(self) -> None:
-        """A step is done. Those that have come since stay scaled."""
-        self._mark_unstepped("_preamp_scaled")
-
-    def _mark_unstepped(self, mark: str) -> None:
-        for parameter in self._unstepped() if self._losses.scaled else ():
-            if not is_marked(parameter.grad, "_preamp_scaled") and not is_marked(parameter.grad, "_preamp_true"):
-                setattr(parameter.grad, mark, parameter.grad._version)  # type: ignore[union-attr]
-
-    def _unstepped(self) -> list[Parameter]:
-        return [p for conversion in self._conversions for p in conversion.unstepped if p.grad is not None]
+        check_step_of_another(optimizer, self._masters, scaled)
 
     def _before_load(self, optimizer: Optimizer, state: Any) -> None:
         """Torch casts loaded state to the parameters' dtype: let it find float32 masters, not 16-bit parameters."""

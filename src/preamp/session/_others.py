@@ -1,0 +1,77 @@
+"""Tensors that get gradients from a session's scaled backward passes, and which none of its optimizers steps."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..autocast import nodes_behind
+from ..ledger import parameters_of
+from ..modules import Conversion
+
+_MARK = "_preamp_scaled"
+_engine: Any = torch.autograd.Variable._execution_engine
+
+
+class OtherLeaves:
+    """Parameters of the session's models that it leaves as they are, and leaves of the losses that it does not know.
+
+    An optimizer of somebody else would step their gradients as they are, so those that a scaled backward pass has added
+    to are marked. Graphs are walked for such leaves in passes 1, 2, 3, 5, 8, 13 ...: a loop repeats its losses, and a
+    walk takes about a microsecond a node.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], conversions: Sequence[Conversion]) -> None:
+        self._optimizers, self._conversions = optimizers, conversions
+        self._found: dict[int, weakref.ref[Tensor]] = {}
+        self._passes, self._walks = 0, (1, 2)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for conversion in self._conversions:
+            yield from conversion.unstepped
+        yield from (leaf for leaf in [known() for known in self._found.values()] if leaf is not None)
+
+    def find(self, loss: Tensor) -> None:
+        """A scaled backward pass of a loss is to come: look for leaves that it reaches, now and then."""
+        self._passes += 1
+        if self._passes == self._walks[0]:
+            self._walks = self._walks[1], sum(self._walks)
+            own = {id(p) for optimizer in self._optimizers for p in parameters_of(optimizer)}
+            leaves = [getattr(node, "variable", None) for node in nodes_behind(loss)]
+            self._found.update({id(p): weakref.ref(p) for p in leaves if p is not None and id(p) not in own})
+
+    @contextmanager
+    def marking(self) -> Iterator[None]:
+        """Wrap a scaled backward pass."""
+        before = self._gradients()
+        try:
+            yield
+        finally:
+            self._mark(before)
+
+    def mark_after_this(self) -> None:
+        """Do the same from inside a pass, as it begins."""
+        before = self._gradients()
+        _engine.queue_callback(lambda: self._mark(before))
+
+    def scaled(self) -> set[Tensor]:
+        """Those whose gradients are multiplied by the loss scale, and have not been changed since."""
+        return {leaf for leaf in self if getattr(leaf.grad, _MARK, None) == getattr(leaf.grad, "_version", -1)}
+
+    def _gradients(self) -> list[tuple[Tensor, Tensor | None, int]]:
+        return [(leaf, leaf.grad, _version(leaf.grad)) for leaf in self]
+
+    def _mark(self, before: list[tuple[Tensor, Tensor | None, int]]) -> None:
+        for leaf, grad, version in before:
+            if leaf.grad is not None and (leaf.grad is not grad or _version(grad) != version):
+                setattr(leaf.grad, _MARK, leaf.grad._version)
+
+
+def _version(gradient: Tensor | None) -> int:
+    return -1 if gradient is None else gradient._version
