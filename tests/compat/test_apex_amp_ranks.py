@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from preamp.compat.apex import amp, parallel
 
-from .ranks import Check, run_checks
+from .ranks import Check, agree, run_checks
 from .toys import batch, mlp
 
 WRAPPERS: dict[str, Any] = {
@@ -25,17 +24,10 @@ WRAPPERS: dict[str, Any] = {
 LEVELS = ("O0", "O1", "O2", "O3", "O5")
 
 
-def same_everywhere(tensors: list[Tensor]) -> None:
-    mine = torch.cat([t.detach().double().flatten() for t in tensors])
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
-    assert all(torch.equal(one, mine) for one in everyone)
-
-
 def trained(level: str, wrapper: str, rank: int, world: int) -> None:
     """With an infinity in one rank's batch, accumulation over two passes, and clipping."""
     warnings.simplefilter("ignore")
-    model = mlp()
+    model = parallel.convert_syncbn_model(mlp())
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     dynamic: dict[str, Any] = {"loss_scale": "dynamic"} if level in ("O1", "O2") else {}
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **dynamic)
@@ -54,8 +46,8 @@ def trained(level: str, wrapper: str, rank: int, world: int) -> None:
         optimizer.step()
         moved = any(not torch.equal(a, b) for a, b in zip(before, amp.master_params(optimizer), strict=True))
         assert moved == (i != 3 or not dynamic), (i, moved)
-        same_everywhere(list(amp.master_params(optimizer)))
-        same_everywhere(list(model.parameters()))
+        for parameter in (*amp.master_params(optimizer), *model.parameters()):
+            agree(parameter)
         optimizer.zero_grad()
     if dynamic:
         assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 2.0**15, "unskipped": 4}

@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-import io
 import weakref
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from torch.nn.utils import parametrize
 
 from preamp.compat.apex import amp
 
-T = TypeVar("T")
 X = torch.ones(2, 3)
 
 
@@ -35,32 +33,9 @@ class Tagger(nn.Module):
         return out
 
 
-class Typed(Generic[T], nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear(x)
-        return out
-
-
 def cast(model: nn.Module, level: str = "O2") -> nn.Module:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     return amp.initialize(model, optimizer, opt_level=level, verbosity=0)[0]  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
-@pytest.mark.parametrize("kind", [Typed, Typed[int]])
-def test_generic_models(level: str, kind: Any) -> None:
-    model = cast(kind(), level)
-    assert model(X).dtype is torch.float32 and isinstance(model, Typed)
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    assert torch.equal(torch.load(buffer, weights_only=False)(X), model(X))
-    amp.close()
-    assert type(model) is Typed
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
@@ -108,28 +83,6 @@ def test_a_forward_that_was_wrapped_survives_close(before: bool) -> None:
 class Halving(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x / 2
-
-
-def test_parametrized_models() -> None:
-    """The model itself, before amp or while it is on; taken away before or after close."""
-    for early, late in ((True, True), (True, False), (False, True), (False, False)):
-        model = nn.Linear(3, 2)
-        if early:
-            parametrize.register_parametrization(model, "weight", Halving())
-        model = cast(model)
-        if not early:
-            parametrize.register_parametrization(model, "weight", Halving())
-        out = model(X)
-        assert out.dtype is torch.float32 and isinstance(model, nn.Linear)
-        if not late:
-            parametrize.remove_parametrizations(model, "weight")
-        amp.close()
-        model.float()
-        torch.testing.assert_close(model(X), out, rtol=1e-2, atol=1e-2)
-        if late:
-            parametrize.remove_parametrizations(model, "weight")
-        assert type(model) is nn.Linear
-        torch.testing.assert_close(model(X), out, rtol=1e-2, atol=1e-2)
 
 
 def test_models_and_their_classes_are_let_go() -> None:

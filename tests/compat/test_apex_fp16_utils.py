@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from preamp.compat.apex import fp16_utils
 from preamp.compat.apex._notice import DeprecatedFeatureWarning
-from preamp.compat.apex.amp.scaler import LossScaler as AmpScaler
+from preamp.compat.apex._scaler import LossScaler as AmpScaler
 from preamp.compat.apex.fp16_utils import (
     BN_convert_float,
     DynamicLossScaler,
@@ -26,7 +25,6 @@ from preamp.compat.apex.fp16_utils import (
     clip_grad_norm,
     convert_module,
     convert_network,
-    fp16util,
     loss_scaler,
     master_params_to_model_params,
     model_grads_to_master_grads,
@@ -205,12 +203,11 @@ def test_parameters_without_gradients() -> None:
     assert grad(flat).tolist() == [1.0] * 4 + [0.0] * 2
 
 
-def test_a_flat_master_of_two_dtypes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_flat_master_of_two_dtypes_is_refused() -> None:
     net = nn.Sequential(nn.Linear(1, 1).half(), nn.Linear(1, 1))
-    with pytest.raises(RuntimeError, match="flat_master=False"):
+    with pytest.raises(RuntimeError, match="mixture of parameters of different types"):
         prep_param_lists(net, flat_master=True)
-    assert "mixture of parameters of different types" in capsys.readouterr().out
-    with pytest.raises(ValueError):
+    with pytest.raises(RuntimeError):
         master_params_to_model_params([torch.ones(1)], [])
 
 
@@ -219,9 +216,6 @@ def test_small_things() -> None:
     assert to_python_float([1.5]) == 1.5
     assert loss_scaler.to_python_float is to_python_float
     assert clip_grad_norm is nn.utils.clip_grad_norm_
-    with pytest.raises(RuntimeError, match="master_params"):
-        fp16util.backwards_debug_hook(torch.ones(1))
-    assert not hasattr(fp16_utils, "backwards_debug_hook")
 
 
 # -- FP16_Optimizer
@@ -259,16 +253,6 @@ def test_masters_take_the_places_of_16_bit_parameters(low: torch.dtype) -> None:
     assert not optimizer.overflow
     assert optimizer.first_closure_call_this_step
     assert optimizer.state is optimizer.optimizer.state
-
-
-def test_states_move_to_the_masters() -> None:
-    net = nn.Linear(2, 2).half()
-    inner = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    net(torch.ones(1, 2).half()).sum().backward()
-    inner.step()
-    optimizer = wrap(inner)
-    buffers = [inner.state[master]["momentum_buffer"] for master in optimizer.all_fp32_from_fp16_params]
-    assert all(b.dtype is torch.float32 for b in buffers)
 
 
 def test_other_dtypes_are_refused() -> None:
@@ -363,12 +347,6 @@ def test_overflow_skips_the_step(capsys: pytest.CaptureFixture[str]) -> None:
     train(net, optimizer, [3])
     assert not optimizer.overflow
     assert not same(weights(net), before)
-
-
-def test_a_static_scale_is_not_checked() -> None:
-    net, optimizer = made(static_loss_scale=4.0)
-    optimizer.backward(loss_of(net, 0) * float("nan"))
-    assert not optimizer.overflow
 
 
 def test_closures_are_called_again_on_overflow(capsys: pytest.CaptureFixture[str]) -> None:
@@ -477,6 +455,10 @@ def test_resume_is_bit_exact(low: torch.dtype, weights_only: bool) -> None:
     torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, file)
     file.seek(0)
     saved = torch.load(file, weights_only=weights_only)
+    assert list(saved["optimizer"]) == [
+        "loss_scaler", "dynamic_loss_scale", "overflow", "first_closure_call_this_step", "optimizer_state_dict",
+        "fp32_from_fp16",
+    ]  # fmt: skip
     other, resumed = made(low, lr=1e-3, dynamic_loss_scale=True)
     other.load_state_dict(saved["model"])
     resumed.load_state_dict(saved["optimizer"])
@@ -486,14 +468,6 @@ def test_resume_is_bit_exact(low: torch.dtype, weights_only: bool) -> None:
     assert same(weights(net), weights(other))
     assert same(optimizer.all_fp32_from_fp16_params, resumed.all_fp32_from_fp16_params)
     assert optimizer.loss_scale == resumed.loss_scale == 256.0
-
-
-def test_state_dict_keys() -> None:
-    _, optimizer = made()
-    assert list(optimizer.state_dict()) == [
-        "loss_scaler", "dynamic_loss_scale", "overflow", "first_closure_call_this_step", "optimizer_state_dict",
-        "fp32_from_fp16",
-    ]  # fmt: skip
 
 
 def test_scalers_that_apex_saved_as_objects_load() -> None:
@@ -509,7 +483,7 @@ def test_scalers_that_apex_saved_as_objects_load() -> None:
     state["loss_scaler"] = DynamicLossScaler(init_scale=64.0, scale_window=5)
     optimizer.load_state_dict(state)
     assert (optimizer.loss_scale, optimizer.loss_scaler._scale_seq_len) == (64.0, 5)
-    state["loss_scaler"] = object()
+    state["loss_scaler"] = SimpleNamespace()
     with pytest.raises(KeyError, match="loss_scale"):
         optimizer.load_state_dict(state)
 
@@ -532,8 +506,6 @@ def test_copies_and_pickles_are_refused() -> None:
         pickle.dumps(optimizer)
     with pytest.raises(RuntimeError, match=r"should be serialized using state_dict\(\)"):
         copy.deepcopy(optimizer)
-    with pytest.raises(RuntimeError, match=r"load_state_dict\(\)"):
-        optimizer.__setstate__({})
 
 
 def test_properties_may_be_set() -> None:
@@ -560,7 +532,6 @@ def test_static_loss_scaler() -> None:
     assert grad(param).item() == 8.0
     param.grad = torch.tensor([float("inf")])
     assert not scaler.has_overflow([param])
-    assert not scaler._has_inf_or_nan(grad(param))
     scaler.update_scale(True)
     assert scaler.loss_scale == 8
     assert scaler.scale_gradient(None, (torch.ones(1),), None)[0].item() == 8.0

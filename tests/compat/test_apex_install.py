@@ -1,4 +1,7 @@
-"""`import apex` by install_as_apex and by `preamp run`: in processes of their own, since imports are for good."""
+"""`import apex` by install_as_apex and by `preamp run`: in processes of their own, since imports are for good.
+
+Names of Apex's packages are what Apex's are, whichever way and order they are imported; what is missing says so.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +47,11 @@ def good(done: Done) -> str:
     return done.stdout
 
 
+def printed(text: str, folder: Path) -> str:
+    """What a script prints under `preamp run`."""
+    return good(python("-m", "preamp", "run", script(folder, text)))
+
+
 def test_every_spelling_of_an_import(tmp_path: Path) -> None:
     file = script(tmp_path, """
         import importlib.util
@@ -62,7 +70,7 @@ def test_every_spelling_of_an_import(tmp_path: Path) -> None:
         from apex.amp import _amp_state
         from apex.amp._amp_state import _amp_state as state, master_params, maybe_print, warn_or_err
         assert state is _amp_state
-        from apex.amp import amp as inner, scaler, handle, opt, utils, wrap, frontend, compat, rnn_compat
+        from apex.amp import amp as inner, scaler, handle, opt, utils, wrap, frontend, rnn_compat
         from apex.amp.amp import _DECORATOR_HANDLE, _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
         from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
         import apex.amp.lists.torch_overrides as same
@@ -76,7 +84,6 @@ def test_every_spelling_of_an_import(tmp_path: Path) -> None:
         from apex.fp16_utils import *
         from apex.fp16_utils import FP16_Optimizer, network_to_half
         from apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler as Old
-        from apex.fp16_utils.fp16util import backwards_debug_hook
         from apex.fp16_utils.fp16_optimizer import FP16_Optimizer
         from apex.parallel import DistributedDataParallel, Reducer, SyncBatchNorm, convert_syncbn_model, LARC
         from apex.parallel.LARC import LARC
@@ -276,3 +283,139 @@ def test_signals_reach_the_script(tmp_path: Path, stop: str) -> None:
         process.send_signal(getattr(signal, stop))
         assert process.stdout.read() == f"caught {stop}\n"
     assert process.returncode == 9
+
+
+# -- names
+
+WAYS = (
+    "import apex.amp._amp_state",
+    "from apex.amp._amp_state import _amp_state",
+    "from apex.amp import _amp_state",
+    "importlib.import_module('apex.amp._amp_state')",
+    "import apex.parallel.LARC",
+    "from apex.parallel.LARC import LARC",
+    "from apex.parallel import LARC",
+    "import apex.parallel.LARC as module",
+)
+OBJECTS = """
+assert type(apex.amp._amp_state).__name__ == "AmpState" and isinstance(apex.parallel.LARC, type), ways
+assert apex.amp._amp_state is importlib.import_module("apex.amp._amp_state")._amp_state is apex.amp._amp_state
+assert apex.parallel.LARC is importlib.import_module("apex.parallel.LARC").LARC is apex.parallel.LARC
+"""
+
+
+@pytest.mark.slow
+def test_names_that_are_modules_and_objects_at_once(tmp_path: Path) -> None:
+    lines = ["import importlib, sys, apex", *[f"{way}{OBJECTS}".replace("ways", repr(way)) for way in WAYS]]
+    assert printed("\n".join([*lines, "print('done')"]), tmp_path) == "done\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["import apex", "import preamp.compat.apex as apex"])
+def test_attributes_after_a_bare_import(tmp_path: Path, first: str) -> None:
+    """Whatever can be imported under apex is there as an attribute, too, and nothing else is."""
+    out = printed(f"""
+        {first}
+        import importlib, pkgutil
+        from operator import attrgetter
+        names = (
+            "amp.scaler amp.rnn_compat amp.lists.torch_overrides parallel.distributed mlp.mlp"
+            " contrib.optimizers.fp16_optimizer contrib.optimizers.fused_sgd multi_tensor_apply.multi_tensor_apply"
+            " parallel.optimized_sync_batchnorm contrib.xentropy.softmax_xentropy fused_dense.fused_dense"
+        )
+        names += (
+            " amp.amp amp.handle amp.frontend amp._initialize amp.opt parallel.sync_batchnorm optimizers.fused_adam"
+            " normalization.fused_layer_norm fp16_utils.loss_scaler contrib.layer_norm.layer_norm"
+            " contrib.clip_grad.clip_grad contrib.optimizers.fused_lamb optimizers.fused_lamb fused_dense"
+        )
+        found = [attrgetter(name)(apex) for name in names.split()]
+        assert all(type(module).__name__ == "module" for module in found)
+        assert found == [importlib.import_module("apex." + name) for name in names.split()]
+        for package in (apex, apex.amp, apex.contrib, apex.contrib.optimizers, apex.parallel, apex.optimizers):
+            assert not any(hasattr(package, name) for name in ("nothing", "__wrapped__", "RNN", "fmha", "_ipython_"))
+            for each in pkgutil.iter_modules(package.__path__):
+                compiled = each.name.startswith("_fused")  # which scripts know by another name
+                assert hasattr(package, each.name) or compiled or each.name == "multiproc", each
+        print(len(found))
+    """, tmp_path)  # fmt: skip
+    assert out == "25\n"
+
+
+ABSENT = {
+    "transformer": "megatron.core", "RNN": "torch.nn.LSTM", "pyprof": "torch.profiler",
+    "reparameterization": "weight_norm", "contrib.multihead_attn": "MultiheadAttention",
+    "contrib.groupbn": "channels_last", "contrib.sparsity": "semi_structured", "contrib.fmha": "scaled_dot_product",
+    "contrib.transducer": "rnnt_loss",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", ["apex", "preamp.compat.apex"])
+def test_what_stays_out_is_one_error(tmp_path: Path, door: str) -> None:
+    """In all spellings, several times; also for scripts that catch ImportError or ModuleNotFoundError."""
+    lines = []
+    for name, alternative in ABSENT.items():
+        parent, _, child = f"{door}.{name}".rpartition(".")
+        ways = (
+            f"import {door}.{name}", f"from {parent} import {child}", f"from {door}.{name} import Something",
+            f"from {door}.{name}.part import Something", f"import {door}.{name}.part as part",
+            f"importlib.import_module('{door}.{name}')", f"__import__('{door}.{name}')",
+        )  # fmt: skip
+        lines += [f"refused({way!r}, 'apex.{name}', {alternative!r})" for way in (*ways, ways[1])]
+        lines += [f"import {parent}", f"assert not hasattr({parent}, {child!r})"]
+    head = """
+import importlib
+
+def refused(way, name, alternative):
+    try:
+        exec(way, {"importlib": importlib})
+    except ModuleNotFoundError as error:
+        assert name in str(error) and alternative in str(error) and error.name == name, (way, str(error))
+    else:
+        raise AssertionError(way)
+
+"""
+    assert printed("\n".join([head.strip(), *lines, "print('done')"]), tmp_path) == "done\n"
+
+
+@pytest.mark.slow
+def test_compiled_parts_may_be_the_first_import(tmp_path: Path) -> None:
+    """And NVIDIA's are taken where they are installed."""
+    out = printed("""
+        import importlib.util
+        names = ("amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda")
+        assert all(map(importlib.util.find_spec, names))
+        import amp_C
+        import apex_C
+        import fused_adam_cuda
+        import fused_layer_norm_cuda
+        import sys
+        first = amp_C
+        import apex
+        import amp_C
+        from apex.amp import __version__
+        print(first is amp_C is sys.modules["amp_C"], callable(amp_C.multi_tensor_scale), callable(apex_C.flatten))
+        print(apex.amp.__version__.VERSION == __version__.VERSION, type(__version__).__name__)
+        print(apex.contrib.optimizers.FP16_Optimizer.__name__, callable(fused_adam_cuda.adam))
+        print(callable(fused_layer_norm_cuda.forward))
+    """, tmp_path)  # fmt: skip
+    assert out == "True True True\nTrue module\nFP16_Optimizer True\nTrue\n"
+    (tmp_path / "amp_C.py").write_text("FROM = 'nvidia'\n")
+    assert printed("import amp_C\nprint(amp_C.FROM)", tmp_path) == "nvidia\n"
+
+
+@pytest.mark.slow
+def test_names_that_nobody_knows(tmp_path: Path) -> None:
+    out = printed("""
+        for way in ("import apex.nothing", "from apex.nothing.at import All", "from apex.contrib.nothing import At"):
+            try:
+                exec(way)
+            except ModuleNotFoundError as error:
+                assert "nothing" in error.name and "install NVIDIA's Apex" in str(error), error
+        import amp_C
+        try:
+            amp_C.multi_tensor_lamb_stage1_cuda
+        except AttributeError as error:
+            print("multi_tensor_lamb" in str(error), hasattr(amp_C, "multi_tensor_nothing"))
+    """, tmp_path)  # fmt: skip
+    assert out == "True False\n"

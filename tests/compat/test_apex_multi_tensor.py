@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from preamp.compat.apex import _amp_c as amp_C
-from preamp.compat.apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
+from preamp.compat.apex._amp_c import MultiTensorApply, multi_tensor_applier
 from preamp.compat.apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -64,15 +64,6 @@ def test_scale_flags_what_is_not_finite(dtype: torch.dtype, out: torch.dtype, ba
     assert flag.item() == 1, "a flag that is set stays set"
 
 
-def test_scale_computes_in_float32() -> None:
-    """2**-20 times 2**16 would be lost, or rounded twice, in float16."""
-    ins, outs = [torch.full((5,), 3 * 2.0**-24).half()], [torch.zeros(5)]
-    amp_C.multi_tensor_scale(1, buffer(), [ins, outs], 2.0**-16)
-    assert torch.equal(outs[0], torch.full((5,), 3 * 2.0**-40))
-    amp_C.multi_tensor_scale(1, buffer(), [outs, ins], torch.tensor(2.0**16))
-    assert torch.equal(ins[0], torch.full((5,), 3 * 2.0**-24).half())
-
-
 @dtypes
 @others
 def test_axpby(dtype: torch.dtype, out: torch.dtype) -> None:
@@ -107,14 +98,9 @@ def test_l2norm(dtype: torch.dtype, per_tensor: bool) -> None:
     else:
         assert each.numel() == 0
     assert not flag.item()
-
-
-def test_l2norm_flags_what_is_not_finite() -> None:
-    tensors, flag = full(1.0, torch.float16), buffer()
-    tensors[1].view(-1)[0] = float("inf")
+    tensors[0].view(-1)[0] = float("inf")
     norm, _ = amp_C.multi_tensor_l2norm(1, flag, [tensors])
-    assert not norm.isfinite()
-    assert flag.item() == 1
+    assert not norm.isfinite() and flag.item() == 1
 
 
 def test_empty_lists_and_lists_that_do_not_fit() -> None:
@@ -198,7 +184,7 @@ def test_a_raised_flag_stops_every_step() -> None:
     flag = torch.ones(1, dtype=torch.int32)
     for states, operator, arguments in (
         (2, amp_C.multi_tensor_adam, (0.1, 0.9, 0.999, 1e-8, 1, 1, 1, 0.1)),
-        (1, amp_C.multi_tensor_sgd, (0.1, 0.9, 0.0, 0.1, False, True, True, 1.0)),
+        (1, amp_C.multi_tensor_sgd, (0.1, 0.9, 0.0, 0.1, False, True, False, 1.0)),
         (2, amp_C.multi_tensor_lamb, (0.1, 0.9, 0.99, 1e-6, 1, 1, 0.01, 1, 1, torch.ones(1), 1.0)),
     ):
         params, lists = step_lists(torch.float32, states)

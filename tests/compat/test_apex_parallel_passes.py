@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,10 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from preamp.compat.apex import amp
-from preamp.compat.apex.parallel import LARC, SyncBatchNorm
 from preamp.compat.apex.parallel import DistributedDataParallel as DDP
-from tests.compat.ranks import Check, agree, batch, grads, net, plain_grads, reference, run_checks, same
+from preamp.compat.apex.parallel import SyncBatchNorm
+from tests.compat.ranks import Check, batch, grads, net, plain_grads, reference, run_checks, same
 
 CHECKS: dict[str, Check] = {}
 
@@ -133,64 +130,6 @@ def layers_are_frozen_and_thawed(rank: int, world: int) -> None:
                     same([p.grad], [want])
 
 
-@check
-def a_graph_outlives_the_freezing_of_its_parameters(rank: int, world: int) -> None:
-    model = DDP(net())
-    graph = model(batch(rank)).square().sum()
-    model.module[0].requires_grad_(False)
-    for _ in range(2):
-        model(batch(rank)).sum().backward()
-    model(batch(rank))
-    model.module[0].requires_grad_(True)
-    model.zero_grad()
-    graph.backward()
-    same(grads(model), reference(world))
-
-
-@check
-def two_models_as_in_a_gan(rank: int, world: int) -> None:
-    def two(wrap: Callable[[nn.Module], nn.Module]) -> tuple[nn.Module, nn.Module]:
-        torch.manual_seed(3)
-        return wrap(nn.Linear(4, 4).double()), wrap(nn.Linear(4, 1).double())
-
-    def losses(generator: nn.Module, critic: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        critic.requires_grad_(True)
-        fake = generator(x)
-        critic_loss = critic(x).square().sum() - critic(fake.detach()).sum()
-        critic.requires_grad_(False)
-        return critic_loss, critic(fake).square().sum()
-
-    plain = two(lambda m: m)
-    parts = [losses(*plain, batch(r)) for r in range(world)]
-    plain[1].requires_grad_(True)
-    wanted = [torch.autograd.grad(sum(part[1] for part in parts) / world, [*plain[0].parameters()])]
-    wanted.append(torch.autograd.grad(sum(part[0] for part in parts) / world, [*plain[1].parameters()]))
-    wrapped = two(lambda m: DDP(m))
-    for order in (0, 1, 2):
-        for model in wrapped:
-            model.zero_grad()
-        critic_loss, generator_loss = losses(*wrapped, batch(rank))
-        if order == 1:
-            generator_loss.backward()
-        wrapped[1].requires_grad_(True)
-        if order == 0:
-            critic_loss.backward()
-            generator_loss.backward()
-        elif order == 1:
-            critic_loss.backward()
-        else:
-            (critic_loss + generator_loss).backward()
-        for model, want in zip(wrapped, wanted, strict=True):
-            same(grads(model), list(want))
-
-
-@check
-def wrapped_twice(rank: int, world: int) -> None:
-    model = DDP(DDP(net()))
-    model(batch(rank)).square().sum().backward()
-    same(grads(model), reference(world))
-
-
 class Fuse(nn.Module):
     """Lets its input through; backward raises when armed."""
 
@@ -248,49 +187,6 @@ def reentrant_checkpoints(rank: int, world: int) -> None:
     finally:
         dist.all_reduce = send
     assert len(sent) == 4  # what is there, and the gradients, once for each outer backward
-
-
-@check
-def parameters_shared_by_reentrant_checkpoints(rank: int, world: int) -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(4)
-            self.body = nn.Linear(4, 4).double()
-
-        def forward(self, x: torch.Tensor, reentrant: bool = True) -> torch.Tensor:
-            for _ in range(2):
-                x = checkpoint(self.body, x, use_reentrant=reentrant)
-            return x
-
-    plain = Twice()
-    wanted = plain_grads([plain(batch(r), False).square().sum() for r in range(world)], plain, 1 / world)
-    model = DDP(Twice())
-    model(batch(rank).requires_grad_()).square().sum().backward()
-    same(grads(model), wanted)
-
-
-@check
-def levels_of_amp(rank: int, world: int) -> None:
-    for level in ("O0", "O1", "O2", "O3", "O5"):
-        torch.manual_seed(rank)
-        module = nn.Sequential(nn.Linear(4, 8), SyncBatchNorm(8), nn.ReLU(), nn.Linear(8, 2))
-        optimizer = LARC(torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            module, optimizer = amp.initialize(module, optimizer, opt_level=level, verbosity=0)
-        model = DDP(module)
-        x, losses = batch(rank).float(), []
-        for _ in range(8):
-            loss = (model(x).float() - x[:, :2]).square().mean()
-            losses.append(float(loss.detach()))
-            optimizer.zero_grad()
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-        assert losses[-1] < losses[0], (level, losses)
-        for parameter in [*model.parameters(), *amp.master_params(optimizer)]:
-            agree(parameter)
 
 
 @pytest.mark.slow

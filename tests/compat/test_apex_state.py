@@ -38,8 +38,8 @@ def all_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("optimizer_first", [False, True])
-def test_resume_is_bit_for_bit(level: str, kind: str, optimizer_first: bool) -> None:
+@pytest.mark.parametrize("order", ["model first", "optimizer first", "before initialize"])
+def test_resume_is_bit_for_bit(level: str, kind: str, order: str) -> None:
     if level == "O3" and kind != "SGD":
         pytest.skip("squared gradients and an eps of 1e-8 are nothing in float16: O3 diverges, whatever is loaded")
     model, optimizer = made(level, kind)
@@ -49,33 +49,15 @@ def test_resume_is_bit_for_bit(level: str, kind: str, optimizer_first: bool) -> 
     weights = all_of(optimizer)
     amp.close()
 
-    model, optimizer = made(level, kind, seed=1)
-    if optimizer_first:
-        optimizer.load_state_dict(saved["optimizer"])
-        model.load_state_dict(saved["model"])
-    else:
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-    amp.load_state_dict(saved["amp"])
-    assert train(model, optimizer, 5, start=5) == expected
-    assert all(torch.equal(a, b) for a, b in zip(weights, all_of(optimizer), strict=True))
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_state_loaded_before_initialize_has_its_masters(level: str, kind: str) -> None:
-    model, optimizer = made(level, kind)
-    train(model, optimizer, 5)
-    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()})
-    expected = train(model, optimizer, 5, start=5)
-    weights = all_of(optimizer)
-    amp.close()
-
     model = mlp(1)
     optimizer = KINDS[kind](model.parameters())
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    parts = {"model": model, "optimizer": optimizer}
+    if order != "before initialize":
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for name in reversed(parts) if order == "optimizer first" else parts:
+        parts[name].load_state_dict(saved[name])  # type: ignore[operator]
+    if order == "before initialize":
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     amp.load_state_dict(saved["amp"])
     again = optimizer.state_dict()  # saved once more, before there are masters
     assert train(model, optimizer, 5, start=5) == expected
@@ -97,19 +79,6 @@ def test_masters_of_other_weights_are_left_out_and_a_warning_says_so() -> None:
     assert [each.filename for each in told] == [__file__]
     for p, master in zip(model.parameters(), amp.master_params(optimizer), strict=True):
         assert torch.equal(p.float(), master)
-
-
-def test_momentum_of_float32_does_not_pass_through_float16() -> None:
-    """Apex casts state that was loaded before the first backward to half and back; AdamW's variances are then zero."""
-    model, optimizer = made("O2", "AdamW")
-    train(model, optimizer, 3)
-    saved = copy.deepcopy(optimizer.state_dict())
-    amp.close()
-    model, optimizer = made("O2", "AdamW")
-    optimizer.load_state_dict(saved)
-    for i, state in optimizer.state_dict()["state"].items():
-        assert state["exp_avg_sq"].dtype is torch.float32
-        assert torch.equal(state["exp_avg_sq"], saved["state"][i]["exp_avg_sq"])
 
 
 def test_state_that_existed_before_initialize_stays_float32() -> None:
@@ -158,7 +127,7 @@ def test_masters_of_another_model_are_refused_and_change_nothing() -> None:
     saved = optimizer.state_dict()
     before = all_of(optimizer)
     saved["param_groups"][0]["amp_master_params"][0] = torch.zeros(2, 2)
-    with pytest.raises(ValueError, match=r"parameter 0 has shape \(2, 2\) in the checkpoint and \(8, 6\) here"):
+    with pytest.raises(ValueError, match=r"\[\(2, 2\), .*and those of the optimizer \[\(8, 6\), "):
         optimizer.load_state_dict(saved)
     assert all(torch.equal(a, b) for a, b in zip(before, all_of(optimizer), strict=True))
 
@@ -179,14 +148,6 @@ def test_weights_loaded_after_masters_exist_stay(whole: bool) -> None:
     optimizer.zero_grad()
     optimizer.step()  # without gradients: masters are rounded into the model
     assert torch.equal(model[0].weight, given["0.weight"].half())  # type: ignore[index]
-
-
-def test_weights_loaded_as_they_are_leave_masters_their_bits() -> None:
-    model, optimizer = made("O2", "SGD")
-    train(model, optimizer, 4)
-    before = all_of(optimizer)
-    model.load_state_dict(model.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(before, all_of(optimizer), strict=True))
 
 
 def test_the_format_of_amps_own_state() -> None:
@@ -262,11 +223,3 @@ def test_an_average_that_is_updated_through_state_dict_is_told(level: str, updat
     saved["0.bias"].zero_()
     average.load_state_dict(saved)
     assert not average.state_dict()["0.bias"].any()  # and nothing is said
-
-
-def test_copies_of_optimizers_are_plain() -> None:
-    model, optimizer = made("O2", "SGD")
-    train(model, optimizer, 2)
-    twin = copy.deepcopy(optimizer)
-    assert not hasattr(twin, "_amp_stash")
-    through_a_file(optimizer.state_dict())

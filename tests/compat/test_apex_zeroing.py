@@ -101,17 +101,3 @@ def test_lbfgs_is_refused_clearly_where_there_are() -> None:
     amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     with pytest.raises(RuntimeError, match="closure"):
         optimizer.step(lambda: torch.zeros(()))
-
-
-@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
-def test_dataparallel_after_initialize(level: str) -> None:
-    """On a CPU it calls the module; replicas for devices are in test_copies_and_saved_models_are_whole."""
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    wrapped = nn.DataParallel(model)
-    with amp.scale_loss(wrapped(torch.ones(3, 4)).sum() * 1e-3, optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    assert wrapped(torch.ones(3, 4)).dtype is torch.float32
-    assert set(wrapped.state_dict()) == {"module.weight", "module.bias"}

@@ -139,7 +139,7 @@ def lr_find(
 @app.command(context_settings=_OTHERS_OPTIONS, options_metavar="[-m]")
 def run(target: _Target, arguments: _Arguments = None, as_module: _AsModule = False) -> None:
     """Run an unchanged script that imports apex (amp, fp16_utils, parallel, ...), and every process that it starts."""
-    from ..compat.run import run as run_unchanged
+    from ..compat.install import run as run_unchanged
 
     raise typer.Exit(run_unchanged(target, arguments or [], as_module))
 

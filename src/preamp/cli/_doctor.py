@@ -9,8 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ..compat.install import environment
-from ..compat.run import command
+from ..compat.install import command, environment
 from ..doctor.command.run import RUN, Script, compare_script, examine_script
 from ..doctor.tell.report import write
 from ..errors import PreampError

@@ -7,27 +7,42 @@ from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import NoReturn
 
 OURS = "preamp.compat.apex"
 _SAME = {
-    "contrib.clip_grad.clip_grad": "contrib.clip_grad",
-    "contrib.layer_norm.layer_norm": "contrib.layer_norm",
+    "amp.opt": "amp.handle",
+    "amp.scaler": "_scaler",
+    "amp.rnn_compat": "amp.wrap",
+    "amp.utils": "amp.wrap",
+    "contrib.clip_grad": "_layers",
+    "contrib.clip_grad.clip_grad": "_layers",
+    "contrib.layer_norm": "_layers",
+    "contrib.layer_norm.layer_norm": "_layers",
     "contrib.optimizers.fp16_optimizer": "optimizers.fp16_optimizer",
-    "contrib.optimizers.fused_lamb": "optimizers.fused_lamb",
-    "contrib.optimizers.fused_sgd": "optimizers.fused_sgd",
-    "contrib.xentropy.softmax_xentropy": "contrib.xentropy",
-    "fused_dense.fused_dense": "fused_dense",
-    "mlp.mlp": "mlp",
-    "multi_tensor_apply.multi_tensor_apply": "multi_tensor_apply",
+    "contrib.optimizers.fused_adam": "contrib.optimizers",
+    "contrib.optimizers.fused_lamb": "optimizers",
+    "contrib.optimizers.fused_sgd": "optimizers",
+    "contrib.xentropy": "_layers",
+    "contrib.xentropy.softmax_xentropy": "_layers",
+    "fused_dense": "_layers",
+    "fused_dense.fused_dense": "_layers",
+    "mlp": "_layers",
+    "mlp.mlp": "_layers",
+    "multi_tensor_apply": "_amp_c",
+    "multi_tensor_apply.multi_tensor_apply": "_amp_c",
+    "optimizers.fused_adagrad": "optimizers",
+    "optimizers.fused_lamb": "optimizers",
+    "optimizers.fused_mixed_precision_lamb": "optimizers",
+    "optimizers.fused_novograd": "optimizers",
+    "optimizers.fused_sgd": "optimizers",
     "parallel.optimized_sync_batchnorm": "parallel.sync_batchnorm",
+    "parallel.sync_batchnorm_kernel": "parallel.sync_batchnorm",
 }
 """What scripts import, and the module that has it."""
 _ATTENTION = (
     "torch.nn.MultiheadAttention, or torch.nn.functional.scaled_dot_product_attention between linear layers, runs "
     "fused kernels"
 )
-_CONVOLUTIONS = "write the layers of torch.nn, model.to(memory_format=torch.channels_last), and torch.compile(model)"
 _ALTERNATIVES = {
     "RNN": (
         "torch.nn.LSTM, GRU and RNN take its place: at O1 they run in 16 bits, at O2 and O3 they are cast with the "
@@ -36,9 +51,6 @@ _ALTERNATIVES = {
     "pyprof": "torch.profiler takes its place",
     "reparameterization": "torch.nn.utils.parametrizations.weight_norm takes its place",
     "transformer": "megatron.core (pip install megatron-core) took over its parallel layers, schedules and state",
-    "contrib.bottleneck": _CONVOLUTIONS,
-    "contrib.conv_bias_relu": _CONVOLUTIONS,
-    "contrib.cudnn_gbn": "write torch.nn.SyncBatchNorm",
     "contrib.fmha": _ATTENTION,
     "contrib.focal_loss": "write torchvision.ops.sigmoid_focal_loss",
     "contrib.group_norm": "write torch.nn.GroupNorm",
@@ -46,7 +58,6 @@ _ALTERNATIVES = {
         "write torch.nn.BatchNorm2d, or apex.parallel.SyncBatchNorm over groups of ranks, and "
         "model.to(memory_format=torch.channels_last)"
     ),
-    "contrib.index_mul_2d": "write first[index] * second",
     "contrib.multihead_attn": _ATTENTION,
     "contrib.sparsity": "write torch.sparse.to_sparse_semi_structured, or torch.ao.pruning.WeightNormSparsifier",
     "contrib.transducer": "write torchaudio.functional.rnnt_loss",
@@ -58,15 +69,9 @@ def name_twice() -> None:
     for second, first in _SAME.items():
         module, (parent, _, child) = sys.modules[f"{OURS}.{first}"], second.rpartition(".")
         sys.modules[f"{OURS}.{second}"] = module
-        setattr(sys.modules[f"{OURS}.{parent}"], child, module)
+        setattr(sys.modules[f"{OURS}.{parent}".rstrip(".")], child, module)
     if not any(isinstance(finder, AbsentModules) and finder.package == OURS for finder in sys.meta_path):
         sys.meta_path.insert(0, AbsentModules(OURS))
-
-
-def absent_attribute(package: str, name: str) -> NoReturn:
-    """The AttributeError of a package of ours, "" or "contrib.", which says what takes an absent module's place."""
-    told = f": {_told(package + name)}" if package + name in _ALTERNATIVES else ""
-    raise AttributeError(f"module '{OURS}{package and '.contrib'}' has no attribute {name!r}{told}", name=name)
 
 
 class AbsentModules(MetaPathFinder):

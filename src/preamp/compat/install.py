@@ -1,4 +1,4 @@
-"""Making `import apex` mean `preamp.compat.apex`, in this process or in every process of a script."""
+"""Making `import apex` mean `preamp.compat.apex`, in this process or in every process of a script: `preamp run`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import importlib
 import importlib.machinery
 import importlib.util
 import os
+import subprocess
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -20,7 +22,7 @@ IMPORTABLE = str(Path(__file__).parent / "_importable")
 _GRAFTED = (".amp", ".fp16_utils", ".parallel")
 """What NVIDIA removed: it is put on an Apex that is installed without it, whose other parts stay."""
 _EXTENSIONS = {
-    "amp_C": "._amp_c", "apex_C": ".parallel.distributed", "fused_adam_cuda": "._fused_adam_cuda",
+    "amp_C": "._amp_c", "apex_C": ".parallel.distributed", "fused_adam_cuda": ".optimizers.fused_adam",
     "fused_layer_norm_cuda": "._fused_layer_norm_cuda",
 }  # fmt: skip
 
@@ -142,3 +144,37 @@ def _is_nvidias(spec: importlib.machinery.ModuleSpec | None) -> bool:
     """Whether a package called apex is the one for training: another of that name is a web framework's add-on."""
     places = (spec.submodule_search_locations if spec is not None else None) or ()
     return any((Path(place) / "multi_tensor_apply").is_dir() for place in places)
+
+
+# -- preamp run
+
+
+class NothingToRun(PreampError, FileNotFoundError):
+    """The script to run is not there."""
+
+
+def command(target: str, arguments: Sequence[str], as_module: bool) -> list[str]:
+    """The command line of the interpreter that runs us, flags included. `NothingToRun` if there is no such script."""
+    if target.startswith("-"):
+        raise NothingToRun(f"there is no option {target}; this command's own are listed by --help, and come first")
+    if not as_module and not Path(target).exists():
+        raise NothingToRun(
+            f"there is no script {target!r} in {Path.cwd()}. Write its path, as in path/to/script.py, or "
+            "-m package.module for what is run by python -m"
+        )
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [sys.executable, *flags, *(["-m"] if as_module else []), target, *arguments]
+
+
+def run(target: str, arguments: Sequence[str], as_module: bool) -> int:
+    """Run it in place of this process (where the system can: then this does not return); its exit status.
+
+    `apex` is importable in that process and in all that it starts, however it starts them: the folder that holds it is
+    on PYTHONPATH.
+    """
+    line = command(target, arguments, as_module)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if os.name == "posix":
+        os.execve(line[0], line, environment())
+    return subprocess.call(line, env=environment())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import io
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..errors import PreampError
 
@@ -59,7 +58,8 @@ COMPILED = (
     "distributed_adam_cuda", "distributed_lamb_cuda", "scaled_masked_softmax_cuda", "fused_weight_gradient_mlp_cuda",
 )  # fmt: skip
 """Modules that Apex's own build installs beside the package."""
-_APEX = Path(__file__).parents[1] / "compat" / "apex"
+_CONTRIB = ("clip_grad", "layer_norm", "optimizers", "xentropy")
+"""What preamp has of apex.contrib."""
 
 
 def lacking(name: str) -> str | None:
@@ -67,9 +67,10 @@ def lacking(name: str) -> str | None:
     first, *rest = name.split(".")
     if first in COMPILED:
         return None if first in ("amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda") else first
-    module = "/".join([first, *rest[:1]]) if first == "contrib" else first
-    nvidias = "/" in module or module in ("RNN", "pyprof", "reparameterization", "transformer")
-    return None if not module or not nvidias or (_APEX / module).exists() else f"apex.{module.replace('/', '.')}"
+    module = ".".join([first, *rest[:1]]) if first == "contrib" else first
+    nvidias = "." in module or module in ("RNN", "pyprof", "reparameterization", "transformer")
+    ours = [f"contrib.{each}" for each in _CONTRIB]
+    return f"apex.{module}" if nvidias and module not in ours else None
 
 
 _ON_LISTS = "torch._foreach_* on the lists of tensors, after session.unscale_() if they are gradients"
@@ -83,7 +84,6 @@ LINES = {
     "amp.load_state_dict": "session.load_state_dict(state); preamp.checkpoint.adopt_scale(session, state) for Apex's",
     "amp.disable_casts": "session.autocast(enabled=False)",
     "amp.half_function": "preamp.half_function",
-    "amp.bfloat16_function": "preamp.half_function",
     "amp.float_function": "preamp.float_function",
     "amp.promote_function": "preamp.promote_function",
     "amp.register_half_function": 'preamp.prepare(..., policy="O1; op NAME -> low")',

@@ -5,22 +5,10 @@ and on any accelerator of torch's. `import preamp.compat.apex as apex`, or `prea
 says `import apex`.
 """
 
-from functools import partial as _partial
-
-from .._names import absent_attribute as _absent_attribute
 from .._names import name_twice as _name_twice
-from . import _autocast_utils as _autocast_utils
-from . import (
-    amp,
-    contrib,
-    fp16_utils,
-    fused_dense,
-    mlp,
-    multi_tensor_apply,
-    normalization,
-    optimizers,
-    parallel,
-)
+from . import _amp_c as _amp_c
+from . import _layers as _layers
+from . import amp, contrib, fp16_utils, normalization, optimizers, parallel
 from ._notice import DeprecatedFeatureWarning, deprecated_warning
 
 __all__ = [
@@ -29,13 +17,9 @@ __all__ = [
     "contrib",
     "deprecated_warning",
     "fp16_utils",
-    "fused_dense",
-    "mlp",
-    "multi_tensor_apply",
     "normalization",
     "optimizers",
     "parallel",
 ]
 
 _name_twice()
-__getattr__ = _partial(_absent_attribute, "")

@@ -1,4 +1,4 @@
-"""The operators that scripts call through `amp_C`, in terms of torch._foreach operators and preamp's kernels.
+"""The operators of `amp_C` in terms of torch._foreach operators and preamp's kernels, and `multi_tensor_applier`.
 
 All take `(chunk_size, noop_flag, tensor_lists, ...)`. `chunk_size` is without effect. `noop_flag`: an integer or
 floating tensor of one entry on the device of the tensors; an operator that looks at values sets it to 1 when one is
@@ -10,7 +10,7 @@ float64; computed in float32 (float64 for float64). Empty lists are fine. Runtim
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -83,19 +83,19 @@ def multi_tensor_sgd(
     nesterov: bool, first_run: bool, wd_after_momentum: bool, scale: float = 1.0,
 ) -> None:  # fmt: skip
     """One step of gradient descent for lists `[grads, params, momentum_buffers]`, or with 16-bit copies of the
-    parameters as a fourth, which are written too. Gradients are multiplied by `scale`.
+    parameters as a fourth, which are written too. Gradients are multiplied by `scale`. RuntimeError for
+    `wd_after_momentum`.
     """
+    if wd_after_momentum:
+        raise RuntimeError("multi_tensor_sgd(wd_after_momentum=True) is not here: write multi_tensor_adam(mode=1)")
     lists = _checked("multi_tensor_sgd", tensor_lists, 4 if len(tensor_lists) == 4 else 3)
     grads, params, momentum_buffers = lists[:3]
     if not params:
         return
     factor = None if scale == 1.0 else torch.full((), scale, dtype=torch.float32, device=params[0].device)
-    found = _found(noop_flag)
-    if wd and wd_after_momentum:
-        torch._foreach_mul_(params, torch.where(found.to(params[0].device) > 0, 1.0, 1 - lr * wd))
     o = kernels.SGDOptions(
-        lr=lr, momentum=momentum, dampening=dampening, weight_decay=0.0 if wd_after_momentum else wd,
-        nesterov=nesterov, first=first_run, factor=factor, found=found,
+        lr=lr, momentum=momentum, dampening=dampening, weight_decay=wd, nesterov=nesterov, first=first_run,
+        factor=factor, found=_found(noop_flag),
     )  # fmt: skip
     take(kernels.sgd, o, params, grads, [momentum_buffers] if momentum else [[]], None)
     for copies in lists[3:]:
@@ -181,3 +181,30 @@ def _flag(noop_flag: Tensor, bad: Tensor) -> None:
 
 def _found(noop_flag: Tensor) -> Tensor:
     return noop_flag.reshape(-1)[0].to(torch.float32)
+
+
+# -- apex.multi_tensor_apply
+
+
+class MultiTensorApply:
+    """Calls an operator of `amp_C` over lists of tensors: `applier(op, noop_flag_buffer, tensor_lists, *args)`.
+
+    `chunk_size`: handed to the operator, as Apex's kernels cut tensors by it; preamp's own choose for themselves.
+    `available` is always True, there being nothing to compile; `warned` and `import_err` are kept for those who look.
+    """
+
+    available = True
+    warned = False
+    import_err: ImportError | None = None
+
+    def __init__(self, chunk_size: int) -> None:
+        self.chunk_size = chunk_size
+
+    def __call__(
+        self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: list[list[Tensor]], *args: Any
+    ) -> Any:
+        """What `op(chunk_size, noop_flag_buffer, tensor_lists, *args)` returns."""
+        return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
+
+
+multi_tensor_applier = MultiTensorApply(2048 * 32)

@@ -3,8 +3,8 @@
 All arguments are positional, and those of the parameters are left out where there are none: `forward(input, shape,
 eps)`, `forward_affine(input, shape, weight, bias, eps)`. `input`: any floating dtype; its last dimensions are `shape`,
 and all others count as rows. `mean` and `invvar`, which is 1 / sqrt(variance + eps), or 1 / sqrt(mean square + eps) of
-an RMS norm, are float32 (float64 for float64), of one number a row. Results have the dtype of `input`; of `weight` in
-the `mixed_dtypes` functions. If `memory_efficient`, backward functions take the output of the forward function in the
+an RMS norm, are float32 (float64 for float64), of one number a row. The output has the dtype of the weight, if there is
+one, else of `input`. If `memory_efficient`, backward functions take the output of the forward function in the
 place of its input, and no mean.
 """
 
@@ -23,28 +23,13 @@ Shape = Sequence[int]
 def forward(input: Tensor, shape: Shape, *params_and_eps: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Layer norm: (output, mean, invvar)."""
     mean = _rows(input, shape).mean(1)
-    out, invvar = _normed(_rows(input, shape) - mean[:, None], shape, *params_and_eps)
-    return out.view(input.shape).to(input.dtype), mean, invvar
+    out, invvar = _normed(_rows(input, shape) - mean[:, None], input, shape, *params_and_eps)
+    return out, mean, invvar
 
 
 def rms_forward(input: Tensor, shape: Shape, *params_and_eps: Any) -> tuple[Tensor, Tensor]:
     """RMS norm: (output, invvar)."""
-    out, invvar = _normed(_rows(input, shape), shape, *params_and_eps)
-    return out.view(input.shape).to(input.dtype), invvar
-
-
-def forward_affine_mixed_dtypes(
-    input: Tensor, shape: Shape, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Layer norm in the dtype of `weight`: (output, mean, invvar)."""
-    out, mean, invvar = forward(_wide(input), shape, weight, bias, eps)
-    return out.to(weight.dtype), mean, invvar
-
-
-def rms_forward_affine_mixed_dtypes(input: Tensor, shape: Shape, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """RMS norm in the dtype of `weight`: (output, invvar)."""
-    out, invvar = rms_forward(_wide(input), shape, weight, eps)
-    return out.to(weight.dtype), invvar
+    return _normed(_rows(input, shape), input, shape, *params_and_eps)
 
 
 def backward(grad: Tensor, mean: Tensor | None, invvar: Tensor, kept: Tensor, shape: Shape, *more: Any) -> Any:
@@ -57,24 +42,22 @@ def rms_backward(grad: Tensor, invvar: Tensor, kept: Tensor, shape: Shape, *more
     return _gradients(grad, None, invvar, kept, shape, more, centred=False)
 
 
-forward_affine, rms_forward_affine = forward, rms_forward
+forward_affine = forward_affine_mixed_dtypes = forward
+rms_forward_affine = rms_forward_affine_mixed_dtypes = rms_forward
 backward_affine, rms_backward_affine = backward, rms_backward
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def _rows(x: Tensor, shape: Shape) -> Tensor:
-    return _wide(x.reshape(-1, prod(shape)))
+    return x.reshape(-1, prod(shape)).to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _normed(rows: Tensor, shape: Shape, *params_and_eps: Any) -> tuple[Tensor, Tensor]:
+def _normed(rows: Tensor, input: Tensor, shape: Shape, *params_and_eps: Any) -> tuple[Tensor, Tensor]:
     *params, eps = params_and_eps
     invvar = torch.rsqrt(rows.square().mean(1) + eps)
     out = rows * invvar[:, None]
     out = out * _rows(params[0], shape) if params else out
-    return (out + _rows(params[1], shape) if len(params) > 1 else out), invvar
+    out = out + _rows(params[1], shape) if len(params) > 1 else out
+    return out.view(input.shape).to(params[0].dtype if params else input.dtype), invvar
 
 
 def _gradients(

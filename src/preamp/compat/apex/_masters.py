@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ...errors import StateError
 from ...formats import LOW_DTYPES
 from ...tree import map_tensors
 from ._notice import warn
@@ -95,12 +97,47 @@ def multiply_gradients(parameters: Iterable[Parameter], factor: float) -> None:
 
 
 @torch.no_grad()
+def clear_gradients(parameters: Iterable[Parameter], to_none: bool) -> None:
+    """Make gradients zeros, or None, as sparse ones always become."""
+    kept: list[Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is None or to_none or parameter.grad.layout is not torch.strided:
+            parameter.grad = None
+        else:
+            kept.append(parameter.grad.detach_())
+    if kept:
+        torch._foreach_zero_(kept)
+
+
+@torch.no_grad()
 def update_master(parameter: Tensor, written: Tensor) -> None:
     """A 16-bit parameter is about to be given new values: its master takes those that it does not round to already."""
     master = MASTER_OF.get(parameter)
     if master is not None and master.shape == written.shape:
         new = written.to(master.device, torch.float32)
         master.copy_(torch.where(new.to(parameter.dtype) == master.to(parameter.dtype), master, new))
+
+
+def fitting(masters: Iterable[Tensor | None], saved: Iterable[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
+    """Masters with the saved ones, by position; those that are missing on either side are left out.
+
+    `StateError`, a ValueError, if they do not fit.
+    """
+    own, given = list(masters), list(saved)
+    pairs = [(m, s) for m, s in zip(own, given, strict=False) if m is not None and s is not None]
+    if len(own) != len(given) or any(master.shape != value.shape for master, value in pairs):
+        shapes = [[None if each is None else tuple(each.shape) for each in some] for some in (given, own)]
+        raise StateError(
+            f"the masters in this state have shapes {shapes[0]}, and those of the optimizer {shapes[1]}: they are "
+            "matched by position, so build model and optimizer as they were when it was saved, at the same opt_level"
+        )
+    return pairs
+
+
+def forwarded(path: str, doc: str) -> property:
+    """An attribute of something inside, such as "optimizer.state", which may be set."""
+    inner, _, name = path.rpartition(".")
+    return property(attrgetter(path), lambda self, value: setattr(attrgetter(inner)(self), name, value), doc=doc)
 
 
 def _widened(value: Tensor) -> Tensor:

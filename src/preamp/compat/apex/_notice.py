@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 
-import torch
+import torch.distributed as dist
 
 from ...errors import PreampWarning
 
@@ -14,10 +14,14 @@ class DeprecatedFeatureWarning(FutureWarning):
     """An Apex feature that NVIDIA deprecated, then removed in May 2025; it lives on here."""
 
 
+def has_group() -> bool:
+    """Whether this process belongs to an initialised default process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def is_rank_zero() -> bool:
     """Whether this process speaks for its group: rank 0, or no process group at all."""
-    distributed = torch.distributed
-    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+    return not has_group() or dist.get_rank() == 0
 
 
 def warn(message: str, category: type[Warning] = PreampWarning) -> None:

@@ -21,10 +21,6 @@ class LossScaler:
     device, is what `update_scale` reads; scripts that reduce gradients by themselves put one of their own there.
     """
 
-    warned_no_fused_kernel = False
-    warned_unscaling_non_fp32_grad = False
-    has_fused_kernel = True
-
     def __init__(
         self,
         loss_scale: float | str,
@@ -97,31 +93,21 @@ class LossScaler:
         return False
 
 
-FIELDS = {
-    "loss_scale": "_loss_scale", "unskipped": "_unskipped", "dynamic": "dynamic", "scale_window": "_scale_seq_len",
-    "min_loss_scale": "_min_loss_scale", "max_loss_scale": "_max_loss_scale",
-}  # fmt: skip
-"""Every field of a `LossScaler`, and the attribute it lies in, here and in Apex's."""
-
-
 def state_of(scaler: LossScaler) -> dict[str, Any]:
-    """Every field of a scaler as plain numbers, which any `torch.load` reads; Apex saved the object itself."""
-    return {name: getattr(scaler, attribute) for name, attribute in FIELDS.items()}
+    """The attributes of a scaler, all plain numbers, which any `torch.load` reads; Apex saved the object itself."""
+    return {name: value for name, value in vars(scaler).items() if not isinstance(value, Tensor)}
 
 
 def scaler_of(saved: Any) -> LossScaler:
-    """A scaler as it was saved: from `state_of`, or from an object of Apex's with the same attributes.
+    """A scaler as it was saved: from `state_of`, or from an object of Apex's, whose attributes have the same names.
 
     The scalers of `fp16_utils.loss_scaler`, which older checkpoints hold, have `cur_scale` only. KeyError if there is
     no scale to be found.
     """
-    fields = (
-        saved if isinstance(saved, dict) else {n: getattr(saved, a) for n, a in FIELDS.items() if hasattr(saved, a)}
-    )
-    if hasattr(saved, "cur_scale"):
-        window = getattr(saved, "scale_window", None)
-        fields = {"loss_scale": saved.cur_scale, "dynamic": window is not None, "scale_window": window or 2000}
-    scaler = LossScaler("dynamic" if fields.get("dynamic") else fields["loss_scale"])
-    for name, attribute in FIELDS.items():
-        setattr(scaler, attribute, fields.get(name, getattr(scaler, attribute)))
+    fields = dict(saved if isinstance(saved, dict) else vars(saved))
+    if "cur_scale" in fields:
+        window = fields.get("scale_window")
+        fields = {"_loss_scale": fields["cur_scale"], "dynamic": window is not None, "_scale_seq_len": window or 2000}
+    scaler = LossScaler("dynamic" if fields.get("dynamic") else fields["_loss_scale"])
+    vars(scaler).update({name: fields[name] for name in state_of(scaler) if name in fields})
     return scaler

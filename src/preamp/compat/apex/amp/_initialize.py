@@ -24,12 +24,6 @@ KNOWN: list[weakref.ref[Any]] = []
 """Models and optimizers that `initialize` has changed, for `close`; it keeps none of them alive."""
 
 
-def remember(things: list[Any]) -> None:
-    """Note what was changed."""
-    KNOWN[:] = [ref for ref in KNOWN if ref() is not None]
-    KNOWN.extend(weakref.ref(thing) for thing in things)
-
-
 def check_models(models: list[Any], wrapped: bool = False) -> None:
     """RuntimeError for models inside a parallel wrapper, which would not see what is changed; `wrapped` allows it.
 
@@ -118,7 +112,8 @@ def _initialize(
         for optimizer in processed:
             optimizer._amp_stash.detach()
         raise
-    remember([*model_list, *optimizer_list])
+    KNOWN[:] = [ref for ref in KNOWN if ref() is not None]
+    KNOWN.extend(weakref.ref(thing) for thing in (*model_list, *optimizer_list))
     if _amp_state.loaded_unused:
         warn(
             "amp.load_state_dict() gave loss scales, and this further amp.initialize() makes new ones, so that they "

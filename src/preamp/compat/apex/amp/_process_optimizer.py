@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from ....formats import LOW_DTYPES
 from ....ledger import parameters_of
-from .._masters import SAVED, Masters, multiply_gradients
+from .._masters import SAVED, Masters, clear_gradients, fitting, multiply_gradients
 from .._notice import warn
 from .._scaler import LossScaler
 from ._amp_state import maybe_print
@@ -97,8 +97,7 @@ class AmpOptimizerState(Masters):
     def _clear_low(self) -> None:
         if self.master_weights:
             self.lazy_init()
-            for parameter in self.all_fp16_params:
-                parameter.grad = None
+            clear_gradients(self.all_fp16_params, True)
             self.versions.record(self.all_fp16_params)
 
     def post_backward(self, scaler: LossScaler) -> None:
@@ -142,8 +141,7 @@ class AmpOptimizerState(Masters):
 
     def clear_master_gradients(self) -> None:
         """Make the gradients of all masters None."""
-        for master in self.all_fp32_from_fp16_params:
-            master.grad = None
+        clear_gradients(self.all_fp32_from_fp16_params, True)
 
     # -- gradients that stay scaled until a later pass (delay_unscale=True)
 
@@ -218,16 +216,7 @@ class AmpOptimizerState(Masters):
     def zero_grad(self, inner: Any, set_to_none: bool = False) -> None:
         """Clear the gradients of the model's parameters, to zeros or to None, and those of the masters to None."""
         self.lazy_init()
-        kept: list[Tensor] = []
-        for parameter in (*self.all_fp16_params, *self.all_fp32_from_fp32_params):
-            if parameter.grad is not None:
-                parameter.grad.detach_()
-                if set_to_none or parameter.grad.layout is not torch.strided:
-                    parameter.grad = None
-                else:
-                    kept.append(parameter.grad)
-        if kept:
-            torch._foreach_zero_(kept)
+        clear_gradients((*self.all_fp16_params, *self.all_fp32_from_fp32_params), set_to_none)
         self.clear_master_gradients()
         self.versions.record(self.all_fp16_params)
 
@@ -250,26 +239,17 @@ class AmpOptimizerState(Masters):
         ]
         return {**saved, "param_groups": groups}
 
-    @torch.no_grad()
     def load_state_dict(self, inner: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """The optimizer's own; state stays in float32, and masters are taken if there are any."""
         self.lazy_init()
         groups = state_dict["param_groups"]
         given = [saved for group in groups for saved in group.get(SAVED, [None] * len(group["params"]))]
-        own = [master for masters in self._masters_by_group() for master in masters]
-        pairs = [(m, s) for m, s in zip(own, given, strict=False) if m is not None and s is not None]
-        for i, (master, saved) in enumerate(pairs):
-            if master.shape != saved.shape:
-                raise ValueError(
-                    f"the saved master weights do not fit this optimizer: parameter {i} has shape {tuple(saved.shape)} "
-                    f"in the checkpoint and {tuple(master.shape)} here. Build model and optimizer as they were when it "
-                    "was saved, at the same opt_level."
-                )
+        pairs = fitting([master for masters in self._masters_by_group() for master in masters], given)
         result = inner(state_dict, *args, **kwargs)
         for group in self._optimizer.param_groups:
             group.pop(SAVED, None)
-        for master, saved in pairs:
-            master.copy_(saved)
+        for master, value in pairs:
+            master.detach().copy_(value)
         self.masters_to_model()
         return result
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from ....formats import LOW_DTYPES
-from . import rnn_compat, wrap
+from . import wrap
 from ._amp_state import _amp_state
 from .handle import AmpHandle, NoOpHandle
 from .lists import functional_overrides, tensor_overrides, torch_overrides
@@ -28,35 +29,37 @@ _USER_CAST_REGISTRY: set[tuple[Any, str, str]] = set()
 _USER_PROMOTE_REGISTRY: set[tuple[Any, str]] = set()
 
 
-def _current() -> AmpHandle | None:
-    return _DECORATOR_HANDLE
-
-
 def _casting(kind: str) -> Any:
-    return lambda handle, name: wrap.casting(handle, name, handle.dtype_of(kind))
+    return lambda handle, name: wrap.casting(handle, name, handle.half_type if kind == "half" else torch.float32)
+
+
+def _decorated(function: Any, way: Any) -> Any:
+    """`function` with its arguments prepared in a `way` while the handle that is current at a call is active."""
+    name = getattr(function, "__name__", str(function))
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        handle = _DECORATOR_HANDLE
+        if handle is not None and handle.is_active():
+            args, kwargs = way(handle, name)(args, kwargs)
+        return function(*args, **kwargs)
+
+    return wrapper
 
 
 def half_function(fn: Any) -> Any:
     """Decorate a function to get its floating arguments, nested ones too, in float16 (bfloat16 at O4)."""
-    return wrap.decorated(fn, _current, _casting("half"))
-
-
-def bfloat16_function(fn: Any) -> Any:
-    """Decorate a function to get its floating arguments, nested ones too, in bfloat16."""
-    return wrap.decorated(fn, _current, _casting("bfloat16"))
+    return _decorated(fn, _casting("half"))
 
 
 def float_function(fn: Any) -> Any:
     """Decorate a function to get its floating arguments, nested ones too, in float32."""
-    return wrap.decorated(fn, _current, _casting("float"))
+    return _decorated(fn, _casting("float"))
 
 
 def promote_function(fn: Any) -> Any:
-    """Decorate a function to get mixed 16- and 32-bit arguments all in float32.
-
-    Other mixtures raise NotImplementedError when it is called.
-    """
-    return wrap.decorated(fn, _current, wrap.promoting)
+    """Decorate a function to get floating arguments of several dtypes, nested ones too, all in the widest."""
+    return _decorated(fn, wrap.widening)
 
 
 def _check_registered(module: Any, name: str) -> None:
@@ -68,12 +71,6 @@ def register_half_function(module: Any, name: str) -> None:
     """Have `module.name` get float16 arguments (bfloat16 at O4), from the next `initialize` on."""
     _check_registered(module, name)
     _USER_CAST_REGISTRY.add((module, name, "half"))
-
-
-def register_bfloat16_function(module: Any, name: str) -> None:
-    """Have `module.name` get bfloat16 arguments, from the next `initialize` on. ValueError if there is no such name."""
-    _check_registered(module, name)
-    _USER_CAST_REGISTRY.add((module, name, "bfloat16"))
 
 
 def register_float_function(module: Any, name: str) -> None:
@@ -156,7 +153,7 @@ def _patch(handle: AmpHandle, allow_banned: bool) -> None:
     put(wrap.refusing, torch, _in_place(torch_overrides.FP32_FUNCS))
     put(wrap.writing, tensor, _in_place(tensor_overrides.FP32_FUNCS), full)
     put(wrap.writing, tensor, _in_place([*tensor_overrides.FP16_FUNCS, *tensor_overrides.CASTS, *_UNMIXED[-1][1]]))
-    rnn_compat.whitelist_rnn_cells(handle)
+    wrap.whitelist_rnn_cells(handle)
     for each in lists:
         for name, message in each.BANNED_FUNCS:
             way, option = (wrap.casting, full) if allow_banned else (wrap.refusing, message)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -30,38 +30,25 @@ class Properties:
     def __init__(self) -> None:
         vars(self).update(_OPTIONS)
 
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any: ...
-
     @property
     def options(self) -> dict[str, Any]:
         """All options but `patch_torch_functions_type`, in the order in which they are printed."""
         return {name: getattr(self, name) for name in _OPTIONS}
 
 
-_NOT_WHERE_TORCH_IS_PATCHED = {
-    "cast_model_type": (
-        "{level} inserts casts around torch's functions rather than model weights, so the model weights themselves "
-        "should remain FP32: cast_model_type has no place there. To cast the model, use opt_level='O2' or 'O3'."
-    ),
-    "keep_batchnorm_fp32": (
-        "With opt_level {level}, batchnorm functions are automatically patched to run in FP32, so keep_batchnorm_fp32 "
-        "should be None."
-    ),
-    "master_weights": (
-        "It doesn't make sense to use master_weights with {level}. With it, your model weights themselves should be "
-        "FP32."
-    ),
-}
+_OF_CASTED_MODELS = ("cast_model_type", "keep_batchnorm_fp32", "master_weights")
+"""Options that have no place where torch's functions are patched: there the model stays in float32."""
 
 
-def _checked(properties: Properties, name: str, value: Any) -> Any:
+def _checked(properties: Any, name: str, value: Any) -> Any:
     """The value to set an option to."""
     patches = properties.opt_level in ("O1", "O4")
     full = name == "cast_model_type" and (value is False or value is torch.float32)
-    if patches and value is not None and not full and name in _NOT_WHERE_TORCH_IS_PATCHED:
-        warn_or_err(_NOT_WHERE_TORCH_IS_PATCHED[name].format(level=properties.opt_level))
+    if patches and value is not None and not full and name in _OF_CASTED_MODELS:
+        warn_or_err(
+            f"{properties.opt_level} inserts casts around torch's functions rather than model weights, which remain "
+            f"FP32, batchnorm's too: {name}={value!r} has no place there. Leave it out, or write opt_level='O2'."
+        )
     if name == "patch_torch_functions" and value and not patches:
         warn_or_err("Currently, patch_torch_functions=True should only be set by selecting opt_level='O1' (or 'O4').")
     if name == "cast_model_type" and isinstance(value, str):
@@ -157,7 +144,7 @@ def initialize(
         "apex.amp was deprecated, and removed from Apex in 2025. It goes on working in preamp.compat.apex; "
         "`preamp migrate` shows the lines of preamp's own API that take its place."
     )
-    properties = Properties()
+    properties: Any = Properties()
     _amp_state.opt_properties = properties
     _amp_state.verbosity = verbosity
     if not enabled:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,10 +11,9 @@ from torch import Tensor
 
 from .._scaler import LossScaler
 from ._amp_state import _amp_state
-from ._casts import Casts
 from ._process_optimizer import adopt
 from ._scaled_backward import as_list, scaled_backward
-from .opt import OptimWrapper
+from .wrap import Casts
 
 
 @contextmanager
@@ -59,12 +58,10 @@ def scale_loss(
             handle._clear_cache()  # what was cast in this iteration has had its backward pass
 
 
-@contextmanager
-def disable_casts() -> Iterator[None]:
+def disable_casts() -> AbstractContextManager[None]:
     """Have torch's functions compute in the dtypes they are given for a while; exceptions do not leave it so."""
     handle = getattr(_amp_state, "handle", None)
-    with nullcontext() if handle is None else handle._disable_casts():
-        yield
+    return nullcontext() if handle is None else handle._disable_casts()
 
 
 class AmpHandle(Casts):
@@ -75,33 +72,25 @@ class AmpHandle(Casts):
 
     def __init__(self, loss_scale: float | str = "dynamic", *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._default_scaler: LossScaler | None = LossScaler(loss_scale)
+        self._default_scaler = LossScaler(loss_scale)
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, num_loss: int = 1) -> OptimWrapper:
         """An optimizer with a loss scale of its own for each of `num_loss` losses (API of 2018)."""
-        self._default_scaler = None  # as it was: one way of scaling or the other
         return OptimWrapper(optimizer, self, num_loss)
 
-    @contextmanager
-    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager[Tensor]:
         """`amp.scale_loss` for scripts of 2018: one scale for all, no `initialize`.
 
         `optimizer`: one, or a list. Its `step` runs without casts, and does nothing once after an overflow.
         """
-        if not self.is_active():
-            yield loss
-            return
-        if self._default_scaler is None:
-            raise RuntimeError(
-                "after handle.wrap_optimizer(), scale losses with the wrapped optimizer: "
-                "`with optimizer.scale_loss(loss) as scaled_loss:`"
-            )
-        with self._scaled(loss, self._default_scaler, as_list(optimizer), 0) as scaled:
-            yield scaled
+        return self._scaled(loss, self._default_scaler, as_list(optimizer), 0)
 
     @contextmanager
     def _scaled(self, loss: Tensor, scaler: LossScaler, optimizers: list[Any], loss_id: int) -> Iterator[Tensor]:
-        """The loss times its scale, for optimizers that `initialize` need not have seen."""
+        """The loss times its scale, for optimizers that `initialize` need not have seen; itself without casts."""
+        if not self.is_active():
+            yield loss
+            return
         for optimizer in optimizers:
             adopt(optimizer, self)
         try:
@@ -117,3 +106,38 @@ class NoOpHandle(AmpHandle):
     def __init__(self) -> None:
         super().__init__(enable_caching=False, takes_cpu=False)
         self._is_active = False
+
+
+class OptimWrapper:
+    """An optimizer of 2018, together with the scales of the `num_loss` losses that are scaled, in turn, before a step.
+
+    `scale_loss(loss)` once per loss, then `step()`, which does nothing once if any gradient was not finite and takes no
+    closure. Everything else is the wrapped optimizer's.
+    """
+
+    def __init__(self, optimizer: Any, amp_handle: AmpHandle, num_loss: int) -> None:
+        self._optimizer = optimizer
+        self._amp_handle = amp_handle
+        self._loss_idx = 0
+        self._loss_scaler = [LossScaler("dynamic") for _ in range(num_loss)]
+
+    @contextmanager
+    def scale_loss(self, loss: Any) -> Iterator[Any]:
+        """Yield the next loss times its scale; afterwards its gradients are unscaled and added to those before.
+
+        IndexError for more losses between two steps than `num_loss` says.
+        """
+        index = self._loss_idx
+        with self._amp_handle._scaled(loss, self._loss_scaler[index], [self._optimizer], index) as scaled:
+            yield scaled
+        self._loss_idx += 1
+
+    def step(self) -> Any:
+        """Step the optimizer, without casts; after an overflow say so instead."""
+        self._loss_idx = 0
+        return self._optimizer.step()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_optimizer" or name.startswith("__"):  # while unpickling
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)

@@ -1,4 +1,4 @@
-"""What is done to the arguments of functions, and putting a function that does it in the place of torch's.
+"""Functions of torch that cast their arguments: what a call casts, and putting such functions in the place of torch's.
 
 A wrapper is called for every use of the function in the process, so each does as little as it can: it asks whether
 casts are on, looks at dtypes, and calls. `functools.wraps` keeps the function's name, so that what was pickled by name
@@ -8,19 +8,145 @@ or is documented stays so.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import Parameter
 
+from ....autocast import PRODUCTS
 from ....formats import LOW_DTYPES
-from ._casts import Casts
-from .utils import casted_args, floating
+
+_NAMES = {
+    torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Float", torch.float64: "Double",
+}  # fmt: skip
+"""What Apex called dtypes, in what it printed."""
+
+
+Caster = Callable[[Tensor], Tensor]
+
+
+class Casts:
+    """The casts of one call of `init`. They are patched into torch as long as it lives: until `_deactivate()`.
+
+    `half_type`: float16, or bfloat16 at O4. `takes_cpu`: whether tensors on the CPU are cast too. They are where
+    models are on the CPU; beside models on an accelerator, CPU tensors are data and keep their dtype.
+    """
+
+    def __init__(
+        self, enable_caching: bool = True, verbose: bool = False, half_type: torch.dtype = torch.float16,
+        takes_cpu: bool = True,
+    ) -> None:  # fmt: skip
+        self.has_cache = enable_caching
+        self.verbose = verbose
+        self.cache: dict[Tensor, Tensor] = {}
+        """Parameters and their casts."""
+        self._stamps: dict[Tensor, tuple[int, int]] = {}
+        self._is_active = True
+        self._saved: list[tuple[Any, str, bool, Any]] = []
+        self.half_type = half_type
+        self.takes_cpu = takes_cpu
+        self._products = PRODUCTS.hold_while(self, everywhere=True) if takes_cpu else None
+        """Ends the hold on products of the CPU: functions of torch are patched for all code, so it is for all, too."""
+
+    def is_active(self) -> bool:
+        """Whether functions cast now."""
+        return self._is_active
+
+    @contextmanager
+    def _disable_casts(self) -> Iterator[None]:
+        before, self._is_active = self._is_active, False
+        try:
+            yield
+        finally:
+            self._is_active = before
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether a tensor is on a device where casts happen."""
+        return self.takes_cpu or x.device.type != "cpu"
+
+    def caster(self, dtype: torch.dtype, name: str = "") -> Caster:
+        """A cast of a floating tensor to `dtype`, if casts are for it. `name`: the function that they are told of with.
+
+        That of a float32 parameter to 16 bits is made once until it is written, stepped, or `scale_loss` ends. Not kept
+        where no gradient is recorded: such a copy would be found by the next training pass, without its gradient; and
+        weights that are swapped for evaluation are written in ways that leave no trace.
+        """
+        keeps = self.has_cache and dtype is self.half_type
+
+        def cast(x: Tensor) -> Tensor:
+            if x.dtype is dtype or not self.takes(x):
+                return x
+            kept = keeps and isinstance(x, Parameter) and x.dtype is torch.float32 and x.requires_grad
+            kept = kept and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+            stamp = (x._version, x.data_ptr()) if kept else None
+            if kept and self._stamps.get(x) == stamp:
+                return self.cache[x]
+            result = x.to(dtype)
+            if self.verbose and name:
+                print(f"{_NAMES.get(x.dtype, x.dtype)}->{_NAMES.get(dtype, dtype)} ({name})")
+            if stamp is not None:
+                self.cache[x], self._stamps[x] = result, stamp
+            return result
+
+        return cast
+
+    def _clear_cache(self) -> None:
+        self.cache.clear()
+        self._stamps.clear()
+
+    def _save_func(self, module: Any, name: str) -> None:
+        """Remember what is under a name; a name that `module` only inherits is taken away again."""
+        own = name in vars(module)
+        self._saved.append((module, name, own, vars(module)[name] if own else None))
+
+    def _deactivate(self) -> None:
+        """Put everything back under the names in torch where it was found. A second call does nothing."""
+        for module, name, own, function in reversed(self._saved):
+            setattr(module, name, function) if own else delattr(module, name)
+        self._saved.clear()
+        if self._products is not None:
+            self._products()
+        self._clear_cache()
+        self._is_active = False
+
+
+# -- floating tensors among the arguments of a call, in lists and tuples as well
+
+
+def floating(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The floating tensors among values."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_floating_point():
+                yield value
+        elif isinstance(value, (list, tuple)):
+            yield from floating(value)
+
+
+def mapped(cast: Caster, x: Any) -> Any:
+    """`x` with its floating tensors cast; inside lists and tuples (of any kind) too, everything else as it is."""
+    if isinstance(x, Tensor):
+        return cast(x) if x.is_floating_point() else x
+    if isinstance(x, (list, tuple)):
+        items = [mapped(cast, item) for item in x]
+        kind: Any = type(x)
+        return kind._make(items) if hasattr(kind, "_make") else kind(items)
+    return x
+
+
+def casted_args(cast: Caster, args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments with their floating tensors cast; `kwargs` is a new dict."""
+    new = [mapped(cast, x) for x in args]
+    return new, {key: mapped(cast, value) for key, value in kwargs.items()} if kwargs else kwargs
+
+
+# -- wrappers
 
 _RANK = {torch.float16: 0, torch.bfloat16: 0, torch.float32: 1, torch.float64: 2}
 
-Function = Callable[..., Any]
 Prepare = Callable[[Any, dict[str, Any]], tuple[Any, dict[str, Any]]]
 """From the positional and keyword arguments of a call to those that the function gets; or an error."""
 
@@ -58,7 +184,7 @@ def widening(handle: Casts, name: str) -> Prepare:
             if isinstance(left, Tensor) and isinstance(right, Tensor):
                 if left.dtype is right.dtype:
                     return args, kwargs
-            elif not isinstance(right, (list, tuple)):  # einsum takes its operands as one
+            elif not isinstance(left, (list, tuple)) and not isinstance(right, (list, tuple)):
                 return args, kwargs
         given = floating((*args, *kwargs.values()))
         dtype = _widest({x.dtype for x in given if x.dtype in _RANK and handle.takes(x)})
@@ -111,30 +237,49 @@ def refusing(handle: Casts, name: str, message: str | None = None) -> Prepare:
     return refused
 
 
-def promoting(handle: Casts, name: str) -> Prepare:
-    """Widen 16-bit arguments among float32 ones. NotImplementedError for other mixtures, of which it chooses none."""
+# -- recurrent layers and cells
 
-    def promoted(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        types = {x.dtype for x in floating((*args, *kwargs.values()))}
-        if len(types) > 1 and types - {torch.float32, *LOW_DTYPES}:
-            raise NotImplementedError(
-                f"Do not know how to handle these types to promote: {types}. Cast the arguments of {name} to one dtype "
-                "before the call."
-            )
-        return casted_args(handle.caster(torch.float32), args, kwargs) if len(types) > 1 else (args, kwargs)
-
-    return promoted
+RNN_NAMES = ["rnn_relu", "rnn_tanh", "gru", "lstm"]
+CELL_NAMES = [name + "_cell" for name in RNN_NAMES]
 
 
-def decorated(function: Function, current: Callable[[], Any], way: Callable[[Any, str], Prepare]) -> Any:
-    """`function` with its arguments prepared in a `way` while the handle that is `current` at a call is active."""
-    name = getattr(function, "__name__", str(function))
+def whitelist_rnn_cells(handle: Casts) -> None:
+    """Have all recurrent layers and cells compute in 16 bits, until `handle._deactivate()`."""
+    for name in (*RNN_NAMES, *CELL_NAMES):
+        handle._save_func(torch._VF, name)
+        setattr(torch._VF, name, _in_low(getattr(torch._VF, name), handle))
+    handle._save_func(nn.RNNBase, "check_input")
+    nn.RNNBase.check_input = _without_dtype(nn.RNNBase.check_input, handle)  # type: ignore[method-assign]
 
+
+def _in_low(function: Any, handle: Casts) -> Any:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        handle = current()
-        if handle is not None and handle.is_active():
-            args, kwargs = way(handle, name)(args, kwargs)
-        return function(*args, **kwargs)
+        if not handle._is_active or not handle.takes(args[0]):
+            return function(*args, **kwargs)
+        cast = handle.caster(handle.half_type, function.__name__)
+        if args[0].is_cuda and function.__name__ in RNN_NAMES:
+            # cuDNN wants the weights of a layer in one piece of memory. torch's own autocast lays out such a piece in
+            # 16 bits, differentiably; the rest is cast here so that the result is in 16 bits for sure.
+            inputs = [mapped(cast, x) if not _is_weights(x) else x for x in args]
+            with torch.autocast("cuda", dtype=handle.half_type):
+                return function(*inputs, **kwargs)
+        return function(*[mapped(cast, x) for x in args], **kwargs)
+
+    return wrapper
+
+
+def _is_weights(x: Any) -> bool:
+    return isinstance(x, (list, tuple)) and len(x) > 0 and isinstance(x[0], nn.Parameter)
+
+
+def _without_dtype(check: Any, handle: Casts) -> Any:
+    """Torch refuses inputs of another dtype than the weights', which the functions above bring together."""
+
+    @functools.wraps(check)
+    def wrapper(self: Any, input: Tensor, batch_sizes: Tensor | None) -> None:
+        if handle._is_active and input.is_floating_point():
+            input = torch.empty(input.shape, dtype=self._flat_weights[0].dtype, device="meta")
+        check(self, input, batch_sizes)
 
     return wrapper

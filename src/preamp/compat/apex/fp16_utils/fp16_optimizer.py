@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -11,10 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ....autocast import PRODUCTS
-from ....errors import StateError
 from ....formats import LOW_DTYPES
 from ....ledger import parameters_of
-from .._masters import Masters, multiply_gradients
+from .._masters import Masters, clear_gradients, fitting, forwarded, multiply_gradients
 from .._notice import deprecated_warning
 from .._scaler import LossScaler, scaler_of, state_of
 from .fp16util import clip_grad_norm, model_grads_to_master_grads
@@ -90,12 +88,7 @@ class FP16_Optimizer(Masters):
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:
         """Zero the gradients of the model and of the masters, or make them None."""
-        for param in [*parameters_of(self.optimizer), *self.all_fp16_params]:
-            if set_grads_to_None or param.grad is None:
-                param.grad = None
-            else:
-                param.grad.detach_()
-                param.grad.zero_()
+        clear_gradients([*parameters_of(self.optimizer), *self.all_fp16_params], set_grads_to_None)
         self._scale_on_fp16, self._fp32_are_true = None, False
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
@@ -214,47 +207,25 @@ class FP16_Optimizer(Masters):
         `state_dict["loss_scaler"]` may also be a scaler object, as Apex saved it. `StateError`, a ValueError, and
         nothing is changed, if the masters do not fit.
         """
-        saved = state_dict["fp32_from_fp16"]
-        shapes = [[tuple(master.shape) for master in group] for group in saved]
-        here = [[tuple(master.shape) for master in group] for group in self.fp32_from_fp16_groups]
-        if shapes != here:
-            raise StateError(
-                f"the masters in this state have shapes {shapes}, and those of the optimizer {here}: they are matched "
-                "by position, so wrap an optimizer of the same parameters in the same order"
-            )
+        saved = [master for group in state_dict["fp32_from_fp16"] for master in group]
+        pairs = fitting(self.all_fp32_from_fp16_params, saved)
         self.loss_scaler = scaler_of(state_dict["loss_scaler"])
         self.dynamic_loss_scale = bool(state_dict["dynamic_loss_scale"])
         self.overflow = bool(state_dict["overflow"])
         self.first_closure_call_this_step = bool(state_dict["first_closure_call_this_step"])
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
-        with torch.no_grad():
-            for masters, values in zip(self.fp32_from_fp16_groups, saved, strict=True):
-                for master, value in zip(masters, values, strict=True):
-                    master.copy_(value)
+        for master, value in pairs:
+            master.detach().copy_(value)
         self._master_params_to_model_params()
 
     def __getstate__(self) -> NoReturn:
         raise RuntimeError(
-            "FP16_Optimizer should be serialized using state_dict(): a copy would step masters of a model it has lost"
+            "FP16_Optimizer should be serialized using state_dict(), and deserialized using load_state_dict(): a copy "
+            "would step masters of a model it has lost"
         )
-
-    def __setstate__(self, state: Any) -> NoReturn:
-        raise RuntimeError("FP16_Optimizer should be deserialized using load_state_dict()")
 
     # -- what users look at
 
-    loss_scale = property(
-        attrgetter("loss_scaler._loss_scale"),
-        lambda self, value: setattr(self.loss_scaler, "_loss_scale", value),
-        doc="The loss scale as it stands; may be set.",
-    )
-    state = property(
-        attrgetter("optimizer.state"),
-        lambda self, value: setattr(self.optimizer, "state", value),
-        doc="The optimizer's state; may be set.",
-    )
-    param_groups = property(
-        attrgetter("optimizer.param_groups"),
-        lambda self, value: setattr(self.optimizer, "param_groups", value),
-        doc="The optimizer's groups, with the masters in them; may be set.",
-    )
+    loss_scale = forwarded("loss_scaler._loss_scale", "The loss scale as it stands; may be set.")
+    state = forwarded("optimizer.state", "The optimizer's state; may be set.")
+    param_groups = forwarded("optimizer.param_groups", "The optimizer's groups, with the masters in them; may be set.")

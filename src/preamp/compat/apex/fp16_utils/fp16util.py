@@ -78,15 +78,7 @@ def network_to_half(network: nn.Module) -> nn.Sequential:
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast a module's own floating parameters, their gradients and its own buffers in place; not those of children."""
-    for param in module.parameters(recurse=False):
-        if param.is_floating_point():
-            gradient, param.grad = param.grad, None
-            param.data = param.data.to(dtype)
-            if gradient is not None:
-                param.grad = gradient.detach().to(dtype)
-    for buffer in module.buffers(recurse=False):
-        if buffer.is_floating_point():
-            buffer.data = buffer.data.to(dtype)
+    module._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, recurse=False)
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -95,37 +87,23 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
         if isinstance(module, _BatchNorm) and module.affine:
             continue
         convert_module(module, dtype)
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()
     return network
-
-
-def backwards_debug_hook(grad: Tensor) -> None:
-    """A hook for master parameters, which no backward pass must reach: RuntimeError."""
-    raise RuntimeError(
-        "master_params received a gradient in the backward pass, and they are no part of the model: compute the loss "
-        "with the model's own parameters, then call model_grads_to_master_grads"
-    )
 
 
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[Parameter], list[Parameter]]:
     """(model_params, master_params): the parameters that require a gradient, and float32 copies of them.
 
     `flat_master`: the copies are one flat Parameter, in a list, whose gradient is zeros to begin with; its model
-    parameters must have one dtype (RuntimeError, after a hint on stdout).
+    parameters must have one dtype (RuntimeError).
     """
     model_params = [param for param in model.parameters() if param.requires_grad]
     if not flat_master:
         return model_params, [Parameter(param.detach().clone().float()) for param in model_params]
     dtypes = {param.dtype for param in model_params}
     if len(dtypes) > 1:
-        print(
-            "Error in prep_param_lists:  model may contain a mixture of parameters of different types.  "
-            "Use flat_master=False, or use FP16_Optimizer."
-        )
         raise RuntimeError(
-            f"flat_master=True with parameters of {sorted(map(str, dtypes))}: one tensor has one dtype, and the way "
-            "back would round some of them. Write flat_master=False"
+            f"flat_master=True with a mixture of parameters of different types, {sorted(map(str, dtypes))}: one tensor "
+            "has one dtype, and the way back would round some of them. Write flat_master=False"
         )
     master = Parameter(flatten([param.detach() for param in model_params]).float())
     master.grad = torch.zeros_like(master)
@@ -176,7 +154,5 @@ def to_python_float(t: Any) -> float:
 
 def _copy(into: list[Tensor], values: list[Tensor]) -> None:
     """Copy pairwise; sparse gradients spread out."""
-    if len(into) != len(values):
-        raise ValueError(f"{len(into)} tensors cannot take the values of {len(values)}: the lists must fit each other")
     if into:
         torch._foreach_copy_(into, [v if v.layout is torch.strided else v.to_dense() for v in values])

@@ -47,10 +47,6 @@ class LossScaler(_Scaler):
         """False, whatever the gradients are."""
         return False
 
-    @staticmethod
-    def _has_inf_or_nan(x: Tensor) -> bool:
-        return False
-
     def update_scale(self, overflow: bool) -> None:
         """Nothing changes."""
 

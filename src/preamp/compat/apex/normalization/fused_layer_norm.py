@@ -10,14 +10,13 @@ these alone.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from .._operator_function import operator_function
 
 __all__ = [
     "FusedLayerNorm", "FusedLayerNormAffineFunction", "FusedLayerNormAffineMixedDtypesFunction",
@@ -96,6 +95,23 @@ def mixed_dtype_fused_rms_norm_affine(
 # -- under the names of Apex's autograd functions
 
 
+def operator_function(name: str, function: Callable[..., Tensor]) -> type:
+    """A class whose `apply` is the function itself, so that autocast, torch.compile and second derivatives work.
+
+    `forward` is there for those who look at its arguments, as Megatron does.
+    """
+
+    def forward(ctx: Any, *arguments: Any, **options: Any) -> Tensor:
+        """What `apply` returns; `ctx` is not used."""
+        return function(*arguments, **options)
+
+    signature = inspect.signature(function)
+    context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    told = signature.replace(parameters=[context, *signature.parameters.values()])
+    forward.__signature__ = told  # type: ignore[attr-defined]
+    return type(name, (), {"apply": staticmethod(function), "forward": staticmethod(forward)})
+
+
 FusedLayerNormFunction = operator_function("FusedLayerNormFunction", fused_layer_norm)
 FusedLayerNormAffineFunction = operator_function("FusedLayerNormAffineFunction", fused_layer_norm_affine)
 FusedLayerNormAffineMixedDtypesFunction = operator_function(
@@ -141,7 +157,17 @@ def _all_to(params: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor 
 # -- layers
 
 
-class FusedLayerNorm(nn.LayerNorm):
+class _Fused:
+    """The constructor of both kinds of layers."""
+
+    def __init__(
+        self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine)  # type: ignore[call-arg]
+        self.memory_efficient = memory_efficient
+
+
+class FusedLayerNorm(_Fused, nn.LayerNorm):
     """`torch.nn.LayerNorm` (Ba, Kiros and Hinton 2016) with Apex's arguments and dtypes.
 
     The result has the input's dtype, whatever that of the parameters, or autocast's dtype where it is enabled.
@@ -151,28 +177,16 @@ class FusedLayerNorm(nn.LayerNorm):
 
     _norm: Callable[..., Tensor] = staticmethod(fused_layer_norm_affine)
 
-    def __init__(
-        self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine)
-        self.memory_efficient = memory_efficient
-
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`, whose last dimensions are `normalized_shape`."""
         return self._norm(input, self.weight, self.bias, self.normalized_shape, self.eps, self.memory_efficient)
 
 
-class FusedRMSNorm(nn.RMSNorm):
+class FusedRMSNorm(_Fused, nn.RMSNorm):
     """`torch.nn.RMSNorm` (Zhang and Sennrich 2019); arguments and dtypes as in `FusedLayerNorm`, and no bias."""
 
     eps: float
     _norm: Callable[..., Tensor] = staticmethod(fused_rms_norm_affine)
-
-    def __init__(
-        self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine)
-        self.memory_efficient = memory_efficient
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input`, whose last dimensions are `normalized_shape`."""

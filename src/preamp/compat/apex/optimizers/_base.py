@@ -22,6 +22,13 @@ from .. import _amp_c
 Closure = Callable[[], Any] | None
 Group = dict[str, Any]
 
+_NOT_HERE = {
+    "amsgrad": "AMSGrad is preamp.optim.AdamW(..., amsgrad=True)",
+    "wd_after_momentum": "write an optimizer whose weight decay is decoupled, such as FusedAdam",
+    "adagrad_w_mode": "write an optimizer whose weight decay is decoupled, such as FusedAdam",
+}
+"""Options that are refused, and what to write instead."""
+
 
 def constructor(*attributes: str, **defaults: Any) -> Callable[..., None]:
     """An `__init__` that takes `params` and these arguments: `attributes` stay with the optimizer, the others become
@@ -48,14 +55,12 @@ class ApexOptimizer(FusedOptimizer):
     """The differences from `preamp.optim`, to be put before one of its classes.
 
     Steps are counted in `param_group["step"]`, and not for each parameter. 16-bit parameters without masters have
-    float32 states, and are stepped in float32 and rounded once. RuntimeError for `amsgrad=True` and sparse gradients.
+    float32 states, and are stepped in float32 and rounded once. RuntimeError for options of Apex's that are not here.
     """
 
     counts_steps = False
     takes_masters = False
     counts_by_group: ClassVar[bool] = True
-    shrinks: bool = False
-    """Whether weight decay is taken off the parameters themselves."""
     on_device: bool = False
     """Whether learning rates and counts are tensors, so that a step can be captured, and skipped on the device."""
     set_grad_none = True
@@ -63,11 +68,10 @@ class ApexOptimizer(FusedOptimizer):
 
     def _begin(self, params: Any, defaults: dict[str, Any], master: str | None = None) -> None:
         """The constructor. The attributes that are there by now are kept in copies and pickles."""
-        if defaults.pop("amsgrad", False):
-            raise RuntimeError(
-                f"{type(self).__name__} does not support the AMSGrad variant, and amsgrad=True asks for it: write "
-                "amsgrad=False, or preamp.optim.AdamW(..., amsgrad=True)"
-            )
+        asked = {"amsgrad": defaults.pop("amsgrad", False), **vars(self)}
+        for name, instead in _NOT_HERE.items():
+            if asked.get(name):
+                raise RuntimeError(f"{type(self).__name__}({name}=True) is not here: {instead}, or {name}=False")
         self._own = tuple(vars(self))
         FusedOptimizer.__init__(self, params, defaults, master)
 
@@ -108,20 +112,6 @@ class ApexOptimizer(FusedOptimizer):
         """Whether scalers leave gradients scaled, and have the step itself skip."""
         return self.on_device
 
-    def _check(self, param: Parameter) -> None:
-        if param.grad is not None and param.grad.layout is not torch.strided:
-            raise RuntimeError(
-                f"{type(self).__name__} does not support sparse gradients, and a parameter of shape "
-                f"{tuple(param.shape)} has one: step it with torch.optim.SparseAdam, or write sparse=False in its "
-                "embedding"
-            )
-        if not param.is_floating_point():
-            raise RuntimeError(
-                f"{type(self).__name__} only supports real floating parameters; one is {param.dtype}: step it with an "
-                "optimizer of torch.optim"
-            )
-        super()._check(param)
-
     def state_dtype(self, name: str, param: Parameter) -> torch.dtype:
         """float32 for 16-bit parameters."""
         return torch.float32 if param.dtype in LOW_DTYPES else super().state_dtype(name, param)
@@ -151,10 +141,6 @@ class ApexOptimizer(FusedOptimizer):
         """How many steps the kernel is told that were taken before; None for one that does not ask."""
         return step
 
-    def _options(self, bucket: Bucket, **more: Any) -> Any:
-        options = super()._options(bucket, **more)
-        return replace(options, weight_decay=0.0) if self.shrinks else options
-
     def _advance(self, bucket: Bucket, gradients: list[Tensor], factor: Tensor | None, found: Tensor | None) -> None:
         group, storage, device = bucket.group, bucket.storage, bucket.storage.params[0].device
         if bucket.leaves is None and storage.params[0].dtype in LOW_DTYPES:
@@ -164,15 +150,9 @@ class ApexOptimizer(FusedOptimizer):
             storage = replace(storage, step=taken.reshape(()).to(device, torch.float32, copy=True))
         elif taken is not None:  # filled on the device, for which the host does not wait
             storage = replace(storage, step=torch.full((), taken, dtype=torch.float32, device=device))
-        if self.shrinks and group["weight_decay"]:
-            _shrink(list(storage.params), group["lr"], group["weight_decay"], found)
         super()._advance(replace(bucket, storage=storage), gradients, factor, found)  # type: ignore[safe-super]
 
     # -- saving and loading
-
-    def masters_by_group(self) -> list[dict[str, list[Tensor | None]]]:
-        """The masters as they lie in the groups; None where a parameter has none (yet)."""
-        return [{"params": [self.state.get(p, {}).get("master") for p in g["params"]]} for g in self.param_groups]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in `preamp.optim`; nothing is shared with `state_dict`.
@@ -188,12 +168,3 @@ class ApexOptimizer(FusedOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self._own}, "_own": self._own}
-
-
-def _shrink(params: list[Tensor], lr: float | Tensor, weight_decay: float, found: Tensor | None) -> None:
-    """Multiply parameters by 1 - lr * weight_decay, unless `found`."""
-    device = params[0].device
-    keep = 1 - (lr.to(device) if isinstance(lr, Tensor) else lr) * weight_decay
-    if found is not None:
-        keep = torch.where(found.to(device) > 0, 1.0, torch.as_tensor(keep, dtype=torch.float32, device=device))
-    torch._foreach_mul_(params, keep)

@@ -34,16 +34,8 @@ class FP16_Optimizer(_FP16_Optimizer):
         """The backward pass of the scaled loss; gradients add up until `zero_grad`."""
         super().backward(loss, update_master_grads, retain_graph)
 
-    def step(self, closure: Any = None) -> Any:
-        """Unscale the gradients, step the masters and round them into the model; after an overflow say so instead.
-
-        RuntimeError for a closure.
-        """
-        if closure is not None:
-            raise RuntimeError(
-                "apex.optimizers.FP16_Optimizer.step takes no closure: call step() after optimizer.backward(loss), or "
-                "write apex.fp16_utils.FP16_Optimizer, whose step does"
-            )
+    def step(self) -> Any:  # type: ignore[override]
+        """Unscale the gradients, step the masters and round them into the model; after an overflow say so instead."""
         self.update_master_grads()
         return super().step()
 

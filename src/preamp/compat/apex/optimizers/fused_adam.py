@@ -1,4 +1,4 @@
-"""FusedAdam, and FusedAdam as it was in 2018."""
+"""FusedAdam, FusedAdam as it was in 2018, and the operators of 2018 that toolkits call through `fused_adam_cuda`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....kernels import global_norm
+from .... import kernels
 from ....ledger import Bucket
 from ....optim import Adam
-from .. import _amp_c, _fused_adam_cuda
+from .. import _amp_c
 from ._base import ApexOptimizer, Closure, Group, constructor
 
 OF_2018 = frozenset(("amp_scale_adjustment", "eps_inside_sqrt", "max_grad_norm", "use_mt"))
@@ -28,7 +28,7 @@ class FusedAdam(ApexOptimizer, Adam):
     `master_weights`: they also keep a float32 master, in the state under "master". `capturable`: learning rate
     and step count are tensors, and a `GradScaler`'s flag and scale are read on the device, so that a step can be
     captured in a CUDA graph. The step counter is `param_group["step"]`; moments are "exp_avg" and "exp_avg_sq".
-    Raises RuntimeError for `amsgrad=True` and sparse gradients, ValueError for hyper-parameters out of range.
+    Raises RuntimeError for `amsgrad=True`, ValueError for sparse gradients and hyper-parameters out of range.
     """
 
     states, rounding, seed = "float32", "nearest", 0
@@ -57,27 +57,14 @@ class FusedAdam(ApexOptimizer, Adam):
 
     @property
     def param_groups_master(self) -> list[dict[str, list[Tensor | None]]] | None:
-        """The masters as they lie in the groups, or None without `master_weights`."""
-        return self.masters_by_group() if self.master_weights else None
+        """The masters as they lie in the groups, None for parameters without one; or None without `master_weights`."""
+        if not self.master_weights:
+            return None
+        return [{"params": [self.state.get(p, {}).get("master") for p in g["params"]]} for g in self.param_groups]
 
     def state_names(self, group: Group) -> tuple[str, ...]:
         """First and second moment."""
         return ("exp_avg", "exp_avg_sq")
-
-    def step(
-        self, closure: Closure = None, grads: Any = None, output_params: Any = None, scale: Any = None,
-        grad_norms: Any = None,
-    ) -> Any:  # fmt: skip
-        """One step of every parameter that has a gradient; returns the closure's loss.
-
-        The other arguments are those of 2018: RuntimeError, if this is not that optimizer.
-        """
-        if any(argument is not None for argument in (grads, output_params, scale, grad_norms)):
-            raise RuntimeError(
-                "FusedAdam.step() no longer takes grads, output_params, scale or grad_norms, which an Apex of 2018 "
-                "did: construct it like torch.optim.Adam, leave the gradients in .grad and call step() without them"
-            )
-        return super().step(closure)
 
     def _taken_before(self, group: Group, step: Any) -> Any:
         return step if group["bias_correction"] else _amp_c.LATE
@@ -99,8 +86,8 @@ class FusedAdam2018(FusedAdam):
 
     `step` takes `grads`: gradients in the place of `.grad`, of any floating dtype; `output_params`: tensors that the
     stepped parameters are written to as well. Each is a list of lists by group, or for one group a list. `scale`: what
-    gradients are to be divided by. `grad_norms`: the norms of each group's gradients as they are given, where they are
-    known. RuntimeError where there are not as many gradients as parameters.
+    gradients are to be divided by. `grad_norms` is accepted: norms are computed here. ValueError where there are not as
+    many gradients as parameters; write None for parameters without one.
     """
 
     __init__ = constructor(
@@ -127,23 +114,17 @@ class FusedAdam2018(FusedAdam):
         with torch.enable_grad():
             loss = None if closure is None else closure()
         groups = self.param_groups
-        norms = [None] * len(groups) if grad_norms is None else list(grad_norms)
-        each = zip(groups, _by_group(grads, groups), _by_group(output_params, groups), norms, strict=True)
-        for group, given, outs, norm in each:
+        each = zip(groups, _by_group(grads, groups), _by_group(output_params, groups), strict=True)
+        for group, given, outs in each:
             gradients = [p.grad for p in group["params"]] if given is None else given
-            if len(gradients) != len(group["params"]):
-                raise RuntimeError(
-                    f"FusedAdam.step got {len(gradients)} gradients for {len(group['params'])} parameters of a group: "
-                    "write None for parameters without one"
-                )
             there = [(p, g) for p, g in zip(group["params"], gradients, strict=True) if g is not None]
             if there:
-                self._step(group, [p for p, _ in there], [g for _, g in there], scale, norm)
+                self._step(group, [p for p, _ in there], [g for _, g in there], scale)
             if outs is not None:
                 torch._foreach_copy_(outs, [p.detach() for p in group["params"]])
         return loss
 
-    def _step(self, group: Group, params: list[Any], grads: list[Tensor], scale: Any, norm: Any) -> None:
+    def _step(self, group: Group, params: list[Any], grads: list[Tensor], scale: Any) -> None:
         states: list[list[Tensor]] = [[], []]
         for p in params:
             self._check(p)
@@ -155,17 +136,12 @@ class FusedAdam2018(FusedAdam):
         factor = torch.full((), 1.0 if scale is None else 1.0 / scale, dtype=torch.float32, device=params[0].device)
         limit = group["max_grad_norm"]
         if limit > 0:
-            norm = global_norm(grads, device=factor.device) if norm is None else norm
+            norm = kernels.global_norm(grads, device=factor.device)
             factor = factor / ((norm * factor + 1e-6) / limit).clamp(min=1.0)
-        _fused_adam_cuda.step_lists(
+        step_lists(
             params, grads, states, factor, group["lr"], group["betas"], group["eps"], group["step"],
             group["bias_correction"], group["weight_decay"],
         )  # fmt: skip
-
-
-# the name and the place that it has for users, in messages and in pickles
-FusedAdam2018.__name__ = FusedAdam2018.__qualname__ = "FusedAdam"
-FusedAdam2018.__module__ = FusedAdam2018.__module__.replace("apex.optimizers", "apex.contrib.optimizers")
 
 
 def _by_group(given: Any, groups: Sequence[Any]) -> list[Any]:
@@ -176,3 +152,44 @@ def _by_group(given: Any, groups: Sequence[Any]) -> list[Any]:
     if entries and isinstance(entries[0], Iterable) and not isinstance(entries[0], Tensor):
         return [list(entry) for entry in entries]
     return [entries]
+
+
+# -- fused_adam_cuda
+
+
+@torch.no_grad()
+def adam(
+    p: Tensor, out_p: Tensor, m: Tensor, v: Tensor, g: Tensor, lr: float, beta1: float, beta2: float, eps: float,
+    scale: float, step: int, eps_mode: int, bias_correction: int, weight_decay: float,
+) -> None:  # fmt: skip
+    """One step of AdamW of 2018, in place, of a parameter `p` with moments `m` and `v`, by the gradient `g / scale`.
+
+    Tensors of one shape; `g` may be 16-bit. `out_p`: gets the stepped parameter in its own dtype, unless it is empty.
+    `step`: its number, from 1. Bias corrections multiply the rate. RuntimeError for `eps_mode=0`, eps inside the root.
+    """
+    if eps_mode == 0:
+        raise RuntimeError("fused_adam_cuda.adam(eps_mode=0) is not here: write eps_mode=1, which adds eps to the root")
+    factor = torch.full((), 1.0 / scale, dtype=torch.float32, device=p.device)
+    step_lists([p], [g], [[m], [v]], factor, lr, (beta1, beta2), eps, step, bool(bias_correction), weight_decay)
+    if out_p.numel():
+        out_p.copy_(p)
+
+
+def step_lists(
+    params: Sequence[Tensor], grads: Sequence[Tensor], states: _amp_c.Lists, factor: Tensor, lr: Any,
+    betas: tuple[float, float], eps: float, step: int, bias_correction: bool, weight_decay: float,
+) -> None:  # fmt: skip
+    """The same for lists of tensors, by the gradients times `factor`, 0-d float32."""
+    beta1, beta2 = betas
+    rate = math.sqrt(1 - beta2**step) / (1 - beta1**step) if bias_correction else 1.0
+    options = kernels.AdamOptions(
+        lr=lr * rate, betas=betas, eps=eps, weight_decay=weight_decay, decoupled_weight_decay=True, factor=factor
+    )
+    copies = [g.to(p.dtype, copy=True) for g, p in zip(grads, params, strict=True)]
+    _amp_c.take(kernels.adam, options, params, copies, states, _amp_c.LATE)
+
+
+def maybe_cast_mt(chunk_size: int, noop_flag: Tensor, tensor_lists: _amp_c.Lists) -> None:
+    """Copy the first of two lists of tensors into the second, of other dtypes; nothing where `noop_flag` is set."""
+    for source, target in zip(*tensor_lists, strict=True):
+        target.copy_(torch.where(noop_flag.to(target.device) > 0, target, source.to(target.dtype)))

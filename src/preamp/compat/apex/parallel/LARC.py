@@ -11,7 +11,6 @@ no layer moves faster than the optimizer's own rate lets it.
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,11 +18,7 @@ from torch import Tensor
 
 from ....formats import LOW_DTYPES
 from ....kernels import l2_norms
-
-
-def _forwarded(name: str, doc: str) -> property:
-    """An attribute of the wrapped optimizer, which may be set."""
-    return property(attrgetter(f"optim.{name}"), lambda self, value: setattr(self.optim, name, value), doc=doc)
+from .._masters import forwarded
 
 
 class LARC:
@@ -47,8 +42,8 @@ class LARC:
         self.eps = eps
         self.clip = clip
 
-    param_groups = _forwarded("param_groups", "The optimizer's parameter groups, themselves.")
-    state = _forwarded("state", "The optimizer's state, itself.")
+    param_groups = forwarded("optim.param_groups", "The optimizer's parameter groups, themselves.")
+    state = forwarded("optim.state", "The optimizer's state, itself.")
 
     def __getattr__(self, name: str) -> Any:
         """Everything else that is public is the optimizer's: state_dict, zero_grad, add_param_group, defaults, ..."""

@@ -13,20 +13,11 @@ import torch.distributed
 
 from .distributed import DistributedDataParallel, Reducer
 from .LARC import LARC
-from .sync_batchnorm import (
-    SyncBatchNorm,
-    convert_syncbn_model,
-    create_syncbn_process_group,
-)
+from .sync_batchnorm import SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group
 
 ReduceOp: Any = getattr(torch.distributed, "ReduceOp", None)  # None where torch was built without distributed
 
 __all__ = [
-    "LARC",
-    "DistributedDataParallel",
-    "ReduceOp",
-    "Reducer",
-    "SyncBatchNorm",
-    "convert_syncbn_model",
+    "LARC", "DistributedDataParallel", "ReduceOp", "Reducer", "SyncBatchNorm", "convert_syncbn_model",
     "create_syncbn_process_group",
-]
+]  # fmt: skip

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -13,30 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ....formats import LOW_DTYPES
 from ....tree import tensors
-from ._collectives import (
-    Group,
-    apply_flat_dist_call,
-    broadcast_parameters,
-    check_same_model,
-    flat_dist_call,
-    flatten,
-    has_group,
-    reduce_gradients,
-    require_group,
-    split_by_type,
-    unflatten,
-)
+from .._notice import has_group
 
-__all__ = [
-    "DistributedDataParallel",
-    "Reducer",
-    "apply_flat_dist_call",
-    "flat_dist_call",
-    "flatten",
-    "split_by_type",
-    "unflatten",
-]
+Collective = Callable[..., Any]
 
 
 class Reducer:
@@ -52,7 +35,7 @@ class Reducer:
         self.grads: list[Tensor] = []
         if isinstance(module_or_grads_list, nn.Module):
             self.module = module_or_grads_list
-            check_same_model(list(self.module.named_parameters()), None)
+            check_same_model(list(self.module.named_parameters()))
             broadcast_parameters(list(self.module.parameters()))
         else:
             given = module_or_grads_list
@@ -87,13 +70,11 @@ class DistributedDataParallel(nn.Module):
     them. `allreduce_always_fp32`: sum float16 and bfloat16 gradients in float32. `gradient_predivide_factor` f:
     gradients are divided by f before the sum and multiplied by f / world size after it; `gradient_average=False`
     leaves out the latter, and gradients should then be zeroed before every backward, since a sum of sums is not what
-    was meant. `allreduce_communicators`: a pair (process groups, streams), whose first group is used. Accepted without
-    effect, as there is one message: `message_size`, `delay_allreduce`, `allreduce_trigger_params`,
-    `num_allreduce_streams`, `prof` and `gradient_average_split_factor`.
+    was meant. Accepted without effect, as there is one message: `message_size`, `delay_allreduce`, `shared_param`,
+    `allreduce_trigger_params`, `num_allreduce_streams`, `allreduce_communicators`, `gradient_average_split_factor` and
+    `prof`.
 
-    ValueError: `shared_param` (obsolete), more than one stream or trigger parameters together with `delay_allreduce`,
-    models that differ between ranks, a parameter that is not where the process group can send it from. RuntimeError: no
-    process group.
+    ValueError: models that differ between ranks. RuntimeError: no process group.
     """
 
     def __init__(
@@ -106,7 +87,7 @@ class DistributedDataParallel(nn.Module):
         retain_allreduce_buffers: bool = False,
         allreduce_always_fp32: bool = False,
         num_allreduce_streams: int = 1,
-        allreduce_communicators: tuple[Sequence[Group], Sequence[Any]] | None = None,
+        allreduce_communicators: Any = None,
         gradient_average: bool = True,
         gradient_predivide_factor: float = 1.0,
         gradient_average_split_factor: float | None = None,
@@ -114,38 +95,20 @@ class DistributedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         require_group("DistributedDataParallel")
-        if shared_param is not None:
-            raise ValueError(
-                f"shared_param={shared_param!r} is obsolete: everything is sent at the end of backward, after which "
-                "the gradients of parameters that layers share are complete. Leave it out."
-            )
-        if delay_allreduce and (num_allreduce_streams > 1 or allreduce_trigger_params is not None):
-            raise ValueError(
-                "num_allreduce_streams and allreduce_trigger_params are about sending during backward, and "
-                "delay_allreduce=True sends after it. Leave one of them out."
-            )
         self.module = module
         self.message_size, self.delay_allreduce = message_size, delay_allreduce
         self.retain_allreduce_buffers, self.allreduce_always_fp32 = retain_allreduce_buffers, allreduce_always_fp32
         self.num_allreduce_streams, self.prof = num_allreduce_streams, prof
         self.gradient_average, self.gradient_predivide_factor = gradient_average, gradient_predivide_factor
         self.world_size = float(dist.get_world_size())
-        named = list(module.named_parameters())
-        away = [name for name, parameter in named if not parameter.is_cuda]
-        if away and dist.get_backend() == "nccl":
-            raise ValueError(
-                f"{away[0]} is not on a GPU, and the nccl backend moves CUDA tensors only. Call .cuda() on the module "
-                'before wrapping it, or init_process_group("gloo").'
-            )
         self._enabled = True
-        self._begin_anew(allreduce_communicators[0][0] if allreduce_communicators else None)
-        check_same_model(named, self._group)
-        broadcast_parameters([p for _, p in named], self._group)
+        self._begin_anew()
+        check_same_model(list(module.named_parameters()))
+        broadcast_parameters(list(module.parameters()))
         self._hook_parameters()
 
-    def _begin_anew(self, group: Group) -> None:
+    def _begin_anew(self) -> None:
         """What is of this process alone, and in no copy."""
-        self._group = group
         self.allreduce_buffers: list[Tensor] = []
         """The reduced flat buffers of the last backward, one for each dtype; empty unless they are retained."""
         self._hooked: Any = WeakTensorKeyDictionary()
@@ -206,7 +169,7 @@ class DistributedDataParallel(nn.Module):
         parameters = list(self.module.parameters())
         fresh = [id(p) in self._fresh and p.grad is not None for p in parameters]
         buffers = reduce_gradients(
-            parameters, fresh, self._group, self.gradient_average, float(self.gradient_predivide_factor),
+            parameters, fresh, self.gradient_average, float(self.gradient_predivide_factor),
             self.allreduce_always_fp32, self.retain_allreduce_buffers,
         )  # fmt: skip
         self._fresh.clear()
@@ -223,12 +186,12 @@ class DistributedDataParallel(nn.Module):
         self._enabled = False
 
     def __getstate__(self) -> dict[str, Any]:
-        of_process = {"_group", "allreduce_buffers", "_hooked", "_fresh", "_is_expected", "_callback", "_lock"}
+        of_process = {"allreduce_buffers", "_hooked", "_fresh", "_is_expected", "_callback", "_lock"}
         return {name: value for name, value in self.__dict__.items() if name not in of_process}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._begin_anew(None)
+        self._begin_anew()
 
 
 def _refuse_sparse(name: str, parameter: Tensor) -> None:
@@ -239,3 +202,121 @@ def _refuse_sparse(name: str, parameter: Tensor) -> None:
             "have different rows. Build the embedding with sparse=False, or wrap the model in "
             "torch.nn.parallel.DistributedDataParallel."
         )
+
+
+# -- many tensors in one collective: laid end to end in a flat buffer, sent, and copied back
+
+
+def require_group(what: str) -> None:
+    """RuntimeError unless the default process group is initialised; `what` needs it."""
+    if not has_group():
+        raise RuntimeError(
+            f"{what} was built before the process group was there, so it does not know the other ranks. Call "
+            'torch.distributed.init_process_group("nccl"), or "gloo" on CPU, first; for a single process use the '
+            "module itself."
+        )
+
+
+def check_same_model(parameters: Sequence[tuple[str, Tensor]]) -> None:
+    """ValueError, on every rank alike, unless the ranks' parameters agree in name, shape, dtype and requires_grad.
+
+    Without this a broadcast of buffers of different sizes hangs, or fills one rank's weights with another's bytes.
+    """
+    own = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in parameters]
+    rows: list[Any] = [None] * dist.get_world_size()
+    with torch.cuda.device_of(parameters[0][1]) if parameters else nullcontext():  # where nccl puts what it sends
+        dist.all_gather_object(rows, own)
+    for rank, row in enumerate(rows):
+        if row != rows[0]:
+            first, other = next((a, b) for a, b in zip_longest(rows[0], row) if a != b)
+            raise ValueError(
+                f"the ranks hold different models: rank 0 has {len(rows[0])} parameters, rank {rank} has {len(row)}. "
+                f"The first to differ are {first} and {other} (name, shape, dtype, requires_grad). Their gradients "
+                "cannot be added. Build the same model, and freeze the same layers, on every rank before wrapping it."
+            )
+
+
+def broadcast_parameters(parameters: Sequence[Tensor]) -> None:
+    """Overwrite the parameters of all ranks by those of rank 0, in place; one message per dtype."""
+    flat_dist_call([p.detach() for p in parameters], lambda flat: dist.broadcast(flat, 0))
+
+
+@torch.no_grad()
+def reduce_gradients(
+    parameters: Sequence[Tensor], fresh: Sequence[bool], average: bool = True, predivide: float = 1.0,
+    always_fp32: bool = False, retain: bool = False,
+) -> list[Tensor]:  # fmt: skip
+    """Reduce `.grad` of the parameters for which any rank says `fresh`, one message per dtype and device.
+
+    Every rank has to call this with the same parameters. One that has no gradient sends zeros and receives the result;
+    a parameter that is fresh nowhere keeps its `.grad`, None included. Gradients are divided by `predivide` before the
+    sum and multiplied by `predivide / world size` after it, the latter only when `average`. `always_fp32`: 16-bit
+    gradients are summed in float32. `retain`: `.grad` becomes a view of the reduced buffer where the dtypes allow.
+    Returns the reduced flat buffers. The ranks first tell each other what is fresh, for which the host waits.
+    """
+    if not parameters:
+        return []
+    votes = torch.tensor(list(fresh), dtype=torch.int32, device=parameters[0].device)
+    dist.all_reduce(votes)
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for parameter, vote in zip(parameters, votes.tolist(), strict=True):
+        if vote:
+            alike.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    buffers = []
+    for (own, _), members in alike.items():
+        dtype = torch.float32 if always_fp32 and own in LOW_DTYPES else own
+        buffer = flatten([(torch.zeros_like(p) if p.grad is None else p.grad).to(dtype) for p in members])
+        buffer.mul_(1.0 / predivide)
+        dist.all_reduce(buffer)
+        if average:
+            buffer.mul_(predivide / dist.get_world_size())
+        pieces = unflatten(buffer, members)
+        for parameter, piece in zip(members, pieces, strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter, requires_grad=False)
+            if retain and dtype == own and parameter.is_contiguous():
+                parameter.grad.data = piece  # the same gradient object, as whoever holds it expects
+        torch._foreach_copy_([p.grad for p in members if p.grad is not None], pieces)
+        buffers.append(buffer)
+    return buffers
+
+
+def flatten(bucket: Sequence[Tensor]) -> Tensor:
+    """One contiguous 1-d tensor with the elements of all tensors of `bucket`, of one dtype and device, in order."""
+    return torch.cat([tensor.reshape(-1) for tensor in bucket])
+
+
+def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
+    """Views of the flat tensor `coalesced` in the shapes of `bucket`: what `flatten` did, undone."""
+    pieces = coalesced.split([tensor.numel() for tensor in bucket]) if bucket else ()
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, bucket, strict=True)]
+
+
+def apply_flat_dist_call(bucket: Sequence[Tensor], call: Collective, extra_args: Iterable[Any] | None = None) -> None:
+    """Run the collective `call(flat, *extra_args)` on the tensors of `bucket` together, in place.
+
+    `bucket`: tensors of one dtype and device. `call`: a function of torch.distributed that works in place;
+    `dist.all_reduce` sums, and its result is divided by the world size, so that it averages.
+    """
+    with torch.no_grad():
+        coalesced = flatten(bucket)
+        call(coalesced, *(extra_args or ()))
+        if call is dist.all_reduce:
+            coalesced /= dist.get_world_size()
+        for tensor, synced in zip(bucket, unflatten(coalesced, bucket), strict=True):
+            tensor.detach().copy_(synced)
+
+
+def flat_dist_call(tensors: Sequence[Tensor], call: Collective, extra_args: Iterable[Any] | None = None) -> None:
+    """`apply_flat_dist_call` once for every dtype and kind of device found in `tensors`, in order of appearance."""
+    extra = None if extra_args is None else tuple(extra_args)
+    for bucket in split_by_type(tensors).values():
+        apply_flat_dist_call(bucket, call, extra)
+
+
+def split_by_type(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
+    """The tensors by their `tensor.type()`, such as "torch.FloatTensor", in order of appearance."""
+    buckets: dict[str, list[Tensor]] = {}
+    for tensor in tensors:
+        buckets.setdefault(tensor.type(), []).append(tensor)
+    return buckets

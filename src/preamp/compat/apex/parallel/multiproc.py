@@ -19,31 +19,24 @@ import torch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the script in all processes and return the first exit status that is not 0; the rest is then ended.
-
-    ValueError for a number of processes that is none, and when no script is given.
-    """
+    """Run the script in all processes and return the first exit status that is not 0; the rest is then ended."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for option in ("--world-size", "--rank"):
-        parser.add_argument(option)
+    number = os.environ.get("WORLD_SIZE") or torch.cuda.device_count() or 1
+    parser.add_argument("--world-size", type=int, default=number)
+    parser.add_argument("--rank")
+    parser.add_argument("script")
     given, arguments = parser.parse_known_args(argv)
-    if not arguments:
-        raise ValueError("no script to start: python -m preamp.compat.apex.parallel.multiproc script args...")
-    number = given.world_size or os.environ.get("WORLD_SIZE") or str(torch.cuda.device_count() or 1)
-    if not number.isdigit() or int(number) < 1:
-        raise ValueError(f"the number of processes is {number!r}: pass --world-size with a whole number from 1 up.")
-    with ExitStack() as at_end:
-        processes: list[subprocess.Popen[bytes]] = []
-        for rank in range(int(number)):
-            log = None if rank == 0 else at_end.enter_context(open(f"GPU_{rank}.log", "wb"))
-            line = [sys.executable, *arguments, "--world-size", number, "--rank", str(rank)]
-            processes.append(subprocess.Popen(line, stdout=log, stderr=subprocess.STDOUT if log else None))
-            at_end.callback(processes[-1].terminate)  # without a partner its collectives would wait for minutes
-        while not any(states := [process.poll() for process in processes]):
-            if None not in states:
-                return 0
-            time.sleep(0.05)
-        return next(state for state in states if state)
+    processes: list[subprocess.Popen[bytes]] = []
+    with ExitStack() as logs:
+        for rank in range(given.world_size):
+            log = None if rank == 0 else logs.enter_context(open(f"GPU_{rank}.log", "wb"))
+            own = ["--world-size", str(given.world_size), "--rank", str(rank)]
+            processes.append(subprocess.Popen([sys.executable, given.script, *arguments, *own], stdout=log, stderr=log))
+    while None in (states := [process.poll() for process in processes]) and not any(states):
+        time.sleep(0.05)
+    for process in processes:
+        process.terminate()  # without a partner its collectives would wait for minutes
+    return next((state for state in states if state), 0)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,18 @@
-"""Batch norm over all ranks as a module, and the conversion of a network to it."""
+"""Batch norm over the joined batch of all ranks, for batches of any sizes, and the conversion of a network to it.
+
+Each rank reduces its share to mean, sum of squared deviations M2 and count n, in float32 or better. The joined
+moments follow from Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances"
+(1979): with N = sum n_i and mean = sum n_i mean_i / N,
+
+    M2 = sum (M2_i + n_i (mean_i - mean)^2).
+
+Deviations are taken from a mean, never as E[x^2] - E[x]^2, which cancels for data far from zero. The backward is that
+of Ioffe and Szegedy, "Batch Normalization" (2015), with its two sums taken over all ranks:
+
+    dx = weight / std * (dy - sum(dy) / N - xhat * sum(dy * xhat) / N).
+
+One all-gather forward, one all-reduce backward.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +22,88 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from .._notice import deprecated_warning
-from ._collectives import Group, has_group, require_group
-from .sync_batchnorm_kernel import SyncBatchnormFunction
+from .._notice import deprecated_warning, has_group
+from .distributed import require_group
+
+Group = Any  # dist.ProcessGroup; None stands for the default group. Absent where torch has no distributed
+
+
+def joined_moments(x: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and biased variance of each channel over the batches of all ranks, (C,), and the number of elements of one.
+
+    float32 or float64; zeros where no rank has an element.
+    """
+    channels, statistics = x.shape[1], torch.promote_types(x.dtype, torch.float32)
+    own_count = x.numel() // max(channels, 1)
+    mean = m2 = torch.zeros(channels, dtype=statistics, device=x.device)
+    if own_count:
+        var, mean = torch.var_mean(x.to(statistics), dim=_others(x), correction=0)
+        m2 = var * own_count
+    mine = torch.cat([mean, m2, mean.new_full((1,), float(own_count))])
+    gathered = mine.new_empty(dist.get_world_size(group), mine.numel())
+    dist.all_gather(list(gathered.unbind(0)), mine, group=group)
+    means, m2s, counts = gathered.split([channels, channels, 1], dim=1)
+    count = counts.sum()
+    divisor = count.clamp(min=1.0)  # a step in which no rank has data yields zeros rather than NaN
+    mean = (counts * means).sum(0) / divisor
+    m2 = (m2s + counts * (means - mean).square()).sum(0)
+    return mean, m2 / divisor, count
+
+
+def _others(x: Tensor) -> list[int]:
+    return [0, *range(2, x.dim())]
+
+
+class SyncBatchnormFunction(torch.autograd.Function):
+    """Normalise, scale and shift.
+
+    apply(input, weight, bias, eps, group) -> (output, mean, var, total). `input`: any floating dtype, channels along
+    axis 1; `weight`, `bias`: (C,) or None. `output` has the input's dtype and shape, computed in float32 or better and
+    rounded once. `mean`, `var` (biased) and `total` are the joined moments, without gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """One all-gather of 2C + 1 numbers per rank."""
+        mean, var, total = joined_moments(x, group)
+        statistics = mean.dtype
+        inverse = torch.rsqrt(var + eps)
+        shape = [1, -1, *[1] * (x.dim() - 2)]
+        scale = inverse if weight is None else inverse * weight.to(statistics)
+        y = (x.to(statistics) - mean.view(shape)) * scale.view(shape)
+        if bias is not None:
+            y += bias.to(statistics).view(shape)
+        ctx.save_for_backward(x, weight, mean, inverse, total)
+        ctx.group, ctx.bias_dtype = group, None if bias is None else bias.dtype
+        ctx.mark_non_differentiable(mean, var, total)
+        return y.to(x.dtype), mean, var, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        """One all-reduce of 2C numbers, left out where the input needs no gradient."""
+        x, weight, mean, inverse, count = ctx.saved_tensors
+        statistics, shape, others = mean.dtype, [1, -1, *[1] * (x.dim() - 2)], _others(x)
+        dy = dy.to(statistics)
+        xhat = (x.to(statistics) - mean.view(shape)) * inverse.view(shape)
+        sum_dy, sum_dy_xhat = dy.sum(others), (dy * xhat).sum(others)
+        dweight = sum_dy_xhat.to(weight.dtype) if ctx.needs_input_grad[1] else None
+        dbias = sum_dy.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        dx = None
+        if ctx.needs_input_grad[0]:
+            sums = torch.cat([sum_dy, sum_dy_xhat])
+            dist.all_reduce(sums, group=ctx.group)
+            mean_dy, mean_dy_xhat = (sums / count.clamp(min=1.0)).chunk(2)
+            scale = inverse if weight is None else inverse * weight.to(statistics)
+            dx = (dy - mean_dy.view(shape) - xhat * mean_dy_xhat.view(shape)) * scale.view(shape)
+            dx = dx.to(x.dtype)
+        return dx, dweight, dbias, None, None
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -48,12 +138,6 @@ class SyncBatchNorm(_BatchNorm):
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu
 
-    def _specify_process_group(self, process_group: Group) -> None:
-        self.process_group = process_group
-
-    def _specify_channel_last(self, channel_last: bool) -> None:
-        self.channel_last = channel_last
-
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
         """relu(batch_norm(input) + z), the ReLU only with `fuse_relu` and `z` only if given.
 
@@ -61,7 +145,7 @@ class SyncBatchNorm(_BatchNorm):
         `z`: shape of `input`. Returns dtype and shape of `input`; float16 and bfloat16 are normalised in float32.
         ValueError for other shapes.
         """
-        axis = self._check(input, z)
+        axis = self._axis_of_channels(input)
         x = input.movedim(axis, 1)
         if not self.training or self._alone():
             output = super().forward(x)
@@ -75,13 +159,13 @@ class SyncBatchNorm(_BatchNorm):
         return (output.relu() if self.fuse_relu else output).to(input.dtype)
 
     def _check_input_dim(self, input: Tensor) -> None:
-        """Torch's own check, of which `_check` takes the place."""
+        """Torch's own check, of which `_axis_of_channels` takes the place."""
 
     def _alone(self) -> bool:
         return not has_group() or dist.get_world_size(self.process_group) <= 1
 
-    def _check(self, input: Tensor, z: Tensor | None) -> int:
-        """The axis of the channels; ValueError unless the shapes fit."""
+    def _axis_of_channels(self, input: Tensor) -> int:
+        """The axis of the channels; ValueError unless the shape fits."""
         axis = input.dim() - 1 if self.channel_last else 1
         if not 2 <= input.dim() <= 5 or input.shape[axis] != self.num_features:
             place = "the last axis" if self.channel_last else "axis 1"
@@ -89,10 +173,6 @@ class SyncBatchNorm(_BatchNorm):
                 f"SyncBatchNorm({self.num_features}) got an input of shape {tuple(input.shape)}: it takes 2 to 5 axes "
                 f"with {self.num_features} channels along {place} (channel_last={self.channel_last})."
             )
-        if not input.is_floating_point():
-            raise ValueError(f"SyncBatchNorm got an input of {input.dtype}; its mean is no such number. Cast it first.")
-        if z is not None and z.shape != input.shape:
-            raise ValueError(f"z of shape {tuple(z.shape)} cannot be added to an input of shape {tuple(input.shape)}.")
         return axis
 
     def _count_batch(self) -> float:
@@ -144,8 +224,7 @@ def _convert(module: nn.Module, group: Group, channel_last: bool, done: dict[int
     converted = module
     if isinstance(module, SyncBatchNorm):
         if group is not None or channel_last:
-            module._specify_process_group(group)
-            module._specify_channel_last(channel_last)
+            module.process_group, module.channel_last = group, channel_last
     elif isinstance(module, _BatchNorm) and not isinstance(module, _InstanceNorm):
         converted = _synchronised(module, group, channel_last)
     done[id(module)] = converted
@@ -167,16 +246,10 @@ def _synchronised(layer: _BatchNorm, group: Group, channel_last: bool) -> SyncBa
 def create_syncbn_process_group(group_size: int) -> Group:
     """Split the ranks into groups of `group_size` neighbours; returns this rank's group. Every rank has to call it.
 
-    0 means all ranks: returns None. AssertionError unless the world size is a multiple of `group_size`.
+    0 means all ranks: returns None. ValueError unless the world size is a multiple of `group_size`.
     """
     if group_size == 0:
         return None
     require_group("create_syncbn_process_group")
-    world = dist.get_world_size()
-    if group_size < 0 or world % group_size:
-        raise AssertionError(
-            f"{world} ranks do not divide into groups of {group_size}, so some rank would be without partners. "
-            "Choose a group_size that divides the world size, or 0 for one group of all."
-        )
     group, _ = dist.new_subgroups(group_size)
     return group
