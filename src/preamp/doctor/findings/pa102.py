@@ -6,8 +6,7 @@ scores above 8.3, in bfloat16 above 6.2. In float32 that happens above 16.6.
 
 Why it hurts. 1 minus it is then 0 and the logarithm -inf. A single example of which the model is sure, and wrong, makes
 the loss infinite; one of which it is sure and right makes 0 times -inf, which is NaN. torch's `BCELoss` hides it by
-cutting the logarithm at -100. Keras's losses cut off at 1e-7: of a model with `mixed_float16` they are finite, and
-wrong.
+cutting the logarithm at -100.
 
 The cure. Leave the sigmoid to the loss, which then never forms the probability, and give it float32 scores.
 
@@ -28,8 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...formats import LOW_DTYPES, dtype_of, name_of
-from ...frameworks import keras_outputs
+from ...formats import LOW_DTYPES, name_of
 from ...report import Finding
 from ...report.finding import Severity
 from ..operators import Call, Observer
@@ -59,7 +57,6 @@ class PA102(Check):
         An error where the model was seen to give 16-bit numbers, which a region refuses; else a warning: what is
         float32 by then may have been rounded before.
         """
-        yield from _of_keras(event.model)
         policy, loss = event.policy, event.loss
         if policy.compute not in LOW_DTYPES:
             return
@@ -80,24 +77,6 @@ class PA102(Check):
                 {"module": path, "op": "binary_cross_entropy"},
                 prefix=f"{name or 'the model'} is a binary cross entropy of probabilities; ",
             )
-
-
-def _of_keras(model: nn.Module) -> Iterator[Finding]:
-    """Probabilities that a Keras model gives in 16 bits, by the dtype policy of its last layer."""
-    for layer in keras_outputs(model):
-        gives = getattr(getattr(layer, "activation", layer), "__name__", type(layer).__name__.lower())
-        if gives not in ("sigmoid", "softmax") or layer.compute_dtype not in ("float16", "bfloat16"):
-            continue
-        dtype = dtype_of(layer.compute_dtype)
-        yield PA102.finding(
-            "warning",
-            f"the output layer {layer.path} computes its {gives} in {name_of(dtype)}, whose numbers just below 1 are "
-            f"{torch.finfo(dtype).eps / 2:.1g} apart: the loss takes the logarithm of rounded probabilities",
-            f"keras.layers.Activation({gives!r}, dtype='float32')  # as the last layer, after one without activation",
-            module=layer.path,
-            op=gives,
-            evidence={"dtype": name_of(dtype)},
-        )
 
 
 class Sigmoids(Observer):
