@@ -156,6 +156,11 @@ class Place:
     ours: bool = False
     """Whether a session or an optimizer of preamp's asked for it."""
 
+    @property
+    def at(self) -> Line:
+        """File and line."""
+        return self.file, self.line
+
 
 class Places:
     """Follows modules by hooks and autograd nodes by sequence number, so that any operator has a place.

@@ -183,8 +183,7 @@ class Deviated(NamedTuple):
     def where(self) -> dict[str, Any]:
         """The place, as fields of a finding."""
         place = self.fact.place
-        at = (place.file, place.line)
-        return {"module": place.module, "op": self.fact.name, "direction": place.direction, "at": at}
+        return {"module": place.module, "op": self.fact.name, "direction": place.direction, "at": place.at}
 
     @property
     def evidence(self) -> dict[str, Any]:

@@ -75,8 +75,11 @@ class PA107(Check):
     @on(LossNotScaled)
     def not_scaled(self, event: LossNotScaled) -> Iterator[Finding]:
         """Float16 products, and no scale on the loss."""
-        why = "a GradScaler was made and scale() is not called" if event.scaler_at[0] else "nothing scales the loss"
-        why = "a loss scale is used elsewhere, and not here" if event.is_scaled_elsewhere else why
+        why = "nothing scales the loss"
+        if event.is_scaled_elsewhere:
+            why = "a loss scale is used elsewhere, and not here"
+        elif event.scaler_at[0]:
+            why = "a GradScaler was made and scale() is not called on this loss"
         fix = f"scaler = torch.amp.GradScaler()\n{_BY_SCALER}\n# or bfloat16, which needs no scale"
         if event.by_session and not event.is_scaled_elsewhere:
             why = "the session was prepared without a loss scale"

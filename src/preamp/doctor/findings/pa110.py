@@ -66,5 +66,5 @@ class PA110(Check):
                 "# change weights outside of the region, or compute a new tensor: w = weight.clamp(-1, 1)",
                 module=event.written,
                 direction="forward",
-                at=(place.file, place.line),
+                at=place.at,
             )
