@@ -42,11 +42,6 @@ class Call:
     out: Any = None
 
     @property
-    def name(self) -> str:
-        """As the dispatcher spells it, without namespace and without an overload called default: "add.Tensor"."""
-        return str(self.func).partition(".")[2].removesuffix(".default")
-
-    @property
     def base(self) -> str:
         """The operator without overload and in-place underscore."""
         return base_of(self.func)

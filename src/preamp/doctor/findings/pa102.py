@@ -91,38 +91,27 @@ class Sigmoids(Observer):
         base, out = call.base, call.out
         gives = isinstance(out, Tensor) and out.is_floating_point()
         if base == "sigmoid" and gives and out.dtype in LOW_DTYPES:
-            self._rounded[out] = out.dtype, False
+            self._rounded[out] = out.dtype
             return
         first = next(iter(call.inputs), None)
-        known = None if first is None else self._rounded.get(first)
-        if known is None:
+        dtype = None if first is None else self._rounded.get(first)
+        if dtype is None:
             return
-        dtype, turned = known
         if base in ("log", "log2", "log10", "binary_cross_entropy"):
-            both = turned or base == "binary_cross_entropy"
-            where = {**call.where, "op": f"sigmoid, {base}"}
-            self.findings.append(_saturating(dtype, "error", where, of_rest=both))
+            self.findings.append(_saturating(dtype, "error", {**call.where, "op": f"sigmoid, {base}"}))
         elif gives and (base in _CARRIES or (base in ("add", "sub") and len(call.inputs) == 1)):
-            self._rounded[out] = dtype, turned or base == "rsub"
+            self._rounded[out] = dtype
 
 
-def _saturating(
-    dtype: torch.dtype, severity: Severity, where: dict[str, Any], *, of_rest: bool = True, prefix: str = ""
-) -> Finding:
-    """`of_rest`: the logarithm is one of 1 minus the sigmoid, or of both."""
+def _saturating(dtype: torch.dtype, severity: Severity, where: dict[str, Any], prefix: str = "") -> Finding:
     kind, info = name_of(dtype), torch.finfo(dtype)
-    # 1 - sigmoid(x) is below half the distance to the next number under 1 from this logit on; sigmoid(x) itself is
-    # about exp(x), and below half of the smallest number from the other.
+    # 1 - sigmoid(x) is below half the distance to the next number under 1 from the first logit on; sigmoid(x) itself is
+    # about exp(x), and below half of the smallest number from the second.
     top, bottom = math.log(4 / info.eps), math.log(info.smallest_normal * info.eps / 2)
-    why = "; the logarithm of 1 minus it is -inf"
-    if not of_rest:
-        why = (
-            f", where the loss and its gradient become 0, and 0 for logits below {bottom:.1f}, where its logarithm is "
-            "-inf"
-        )
     return PA102.finding(
         severity,
-        f"{prefix}a sigmoid in {kind} is exactly 1 for logits above {top:.1f}{why}",
+        f"{prefix}a sigmoid in {kind} is exactly 1 for logits above {top:.1f} and 0 below {bottom:.1f}: its logarithm, "
+        "or that of 1 minus it, is -inf there",
         _WITH_LOGITS,
         **where,
         evidence={"dtype": kind, "saturates at logit": round(top, 1)},

@@ -35,6 +35,7 @@ from ...modules import CastingModule, is_norm
 from ...policy import Policy, policy
 from ...report import Finding
 from ...report.finding import Severity
+from ..records import NOWHERE, Line
 from .check import Check, on
 from .events import Examined, FirstStep, WithoutMasters
 from .pa103 import kept_full
@@ -76,18 +77,21 @@ class PA111(Check):
         params = [p for group in event.optimizer.param_groups for p in group["params"]]
         half = [p for p in params if p.dtype is torch.float16]
         if half:
-            kind, (_, name) = type(event.optimizer).__name__, event.names.parameter(half[0])
-            yield self.finding(
-                "warning",
-                f"{kind} steps {len(half)} float16 parameters ({name} first) without float32 masters: an update below "
-                "2**-12 of a weight changes nothing",
-                "session = preamp.prepare(model.float(), optimizer, level='O2')  # float32 masters\n"
-                "# or leave the model in float32, under torch.autocast",
-                module=event.names.common(half),
-                op=kind,
-                at=event.at,
-                evidence={"parameters": len(half), "first": name, "dtype": "fp16", "masters": False},
-            )
+            names = [event.names.parameter(p)[1] for p in half]
+            yield self._steps_halves(names, type(event.optimizer).__name__, event.names.common(half), event.at)
+
+    def _steps_halves(self, names: Sequence[str], by: str | None, module: str | None, at: Line = NOWHERE) -> Finding:
+        return self.finding(
+            "warning",
+            f"{by or 'the optimizer'} steps {_listed(names)} in float16, without float32 masters: an update below "
+            "2**-12 of a weight changes nothing",
+            "session = preamp.prepare(model.float(), optimizer, level='O2')  # float32 masters\n"
+            "# or leave the model in float32, under torch.autocast",
+            module=module,
+            op=by,
+            at=at,
+            evidence={"parameters": len(names), "first": names[0], "dtype": "fp16", "masters": False},
+        )
 
     def _rounded_buffers(self, model: nn.Module, under: Policy) -> Iterator[Finding]:
         """Buffers that a policy without regions stores in 16 bits; others keep those that matter."""
@@ -144,15 +148,8 @@ class PA111(Check):
             if id(p) in stepped and p.is_floating_point() and not kept_full(name.rpartition(".")[0], under)
         ]
         if names:
-            yield self.finding(
-                "warning",
-                f"the policy has float16 parameters and no masters: the optimizer steps {_listed(names)} in float16, "
-                "where an update below 2**-11 of a weight changes nothing",
-                "session = preamp.prepare(model, optimizer, level='O2')  # or O3 with masters=yes",
-                module=names[0].rpartition(".")[0],
-                op=None if optimizer is None else type(optimizer).__name__,
-                evidence={"parameters": len(names), "first": names[0], "dtype": "fp16", "masters": False},
-            )
+            kind = None if optimizer is None else type(optimizer).__name__
+            yield self._steps_halves(names, kind, names[0].rpartition(".")[0])
 
     def _statistics(self, model: nn.Module, under: Policy) -> Iterator[Finding]:
         """Running statistics of norm layers that are not finite, or float16."""

@@ -84,7 +84,7 @@ class Inspection:
             elif turn != self._again_in:
                 self._again_in, self._again = turn, True
         if self._look is not None:
-            self._look.in_region = bool(regions) or torch.is_autocast_enabled(MARKER)
+            self._look.handled.in_region = bool(regions) or torch.is_autocast_enabled(MARKER)
         if self._changes is not None and not compiled:
             run.stream.add(self._changes, inside=module)
         if self._telemetry is None and turn % self.every == 0:
@@ -279,22 +279,7 @@ class Inspection:
         trials = run.trials(run.losses, scales.seed) if facts and self._replay else None
         run.tell(facts, trials, bool(scales.sessions))
         self.ran_low |= bool(seen.products.low)
-        handled = seen.handled
-        writes = handled.writes if seen.in_region else []
-        run.emit(
-            Observed(
-                seen.products,
-                seen.modules,
-                handled.reads,
-                scales.scale or 1.0,
-                handled.bounded,
-                handled.clipped,
-                handled.backward_scale,
-                [place for place, _ in writes],
-                run.names.common(weight for _, weight in writes),
-                [*self._prepared()],
-            )
-        )
+        run.emit(Observed(seen.products, seen.modules, seen.handled, scales.scale or 1.0, [*self._prepared()]))
         parameters = seen.parameters or dtypes_of(run.names)
         run.recorder.write("audit", step=run.step, **audit(seen.products, run.names, parameters))
 
