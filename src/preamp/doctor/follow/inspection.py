@@ -200,7 +200,7 @@ class Inspection:
         """All gradients of the step have arrived."""
         run, look = self._run, self._look
         self._judge()
-        if look is not None and self._scales.in_half and not run.bad:
+        if look is not None and (look.exact or self._scales.in_half) and not run.bad:
             self._read_gradients(look)
         telemetry = self._telemetry
         if telemetry is not None and not telemetry.has_weights:

@@ -149,16 +149,15 @@ class Steps:
         if not self._went_back and any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
             self._awaits_attempt = True  # gradients that the script made without a backward pass
         with run.clock:
-            self._scales.before_step(optimizer)
-            if not self._awaits_attempt and not first:
-                return
-            run.optimizers.setdefault(id(optimizer), optimizer)  # one that was made before the watching began
-            if self._awaits_attempt:
-                self._close_step(optimizer)
-            if first:  # also the second of two that share a backward pass
-                self._first_step(optimizer)
-            run.stepped_at = users_line()
-            self._inspection.steps(optimizer)
+            if self._awaits_attempt or first:
+                run.optimizers.setdefault(id(optimizer), optimizer)  # one that was made before the watching began
+                if self._awaits_attempt:
+                    self._close_step(optimizer)
+                if first:  # also the second of two that share a backward pass
+                    self._first_step(optimizer)
+                run.stepped_at = users_line()
+                self._inspection.steps(optimizer)
+            self._scales.before_step(optimizer)  # last: the step is closed with what is on its gradients
 
     def _first_step(self, optimizer: Optimizer) -> None:
         run, at = self._run, self._run.place_of(optimizer)
