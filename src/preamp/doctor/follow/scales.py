@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...session import Session
 from ..findings.events import LossNotScaled, StepBegins
 from ..findings.pa107 import like_a_scale
-from ..places import graph_of, users_line
+from ..places import called_by_preamp, graph_of, users_line
 from ..records import NOWHERE, Line, spell_line
 from .run import Run
 
@@ -105,6 +105,8 @@ class Scales:
         if not looks and self._run.step >= 3:
             return
         self.in_half = any(map(goes_back_in_half, losses))
+        if not self.is_library and called_by_preamp():
+            return  # it tries what torch can do, before the first step
         if self.in_half and not all(map(self._is_scaled, losses)):
             has_half = any(one.policy.compute is torch.float16 for one in self.sessions)
             at = self._run.backward_at
