@@ -7,7 +7,6 @@ leaves an optimizer a flag as an attribute.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
@@ -78,15 +77,3 @@ def tell_skipped(given: Any, skipped: Callable[[], Any]) -> None:
         if "_is_overflow" in held:
             given._is_overflow = skipped()
         given = held.get("_optimizer", held.get("optimizer"))
-
-
-def keras_layers(model: nn.Module) -> list[Any]:
-    """All layers of a model of Keras, of which torch sees only some; none of any other model."""
-    kind = getattr(sys.modules.get("keras"), "Model", None)
-    return list(model._flatten_layers(include_self=False)) if kind and isinstance(model, kind) else []
-
-
-def keras_outputs(model: nn.Module) -> list[Any]:
-    """The layers that give a Keras model's outputs, if it says so: one of layers that follow each other, or a graph."""
-    outputs = (getattr(model, "outputs", None) or []) if keras_layers(model) else []
-    return [tensor._keras_history.operation for tensor in outputs]

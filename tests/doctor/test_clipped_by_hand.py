@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from preamp.doctor.follow.audit import Handled
+from preamp.doctor.handled import Handled
 from preamp.doctor.measure import key_of
 
 SCALE = 1024.0
@@ -27,7 +27,7 @@ def test_scaled_gradients(operators: list[tuple[str, Any]], clipped: list[str], 
     handled.gradients, handled.backward_scale = frozenset({key_of(gradient)}), SCALE
     for base, by in operators:
         args = (gradient,) if by is None else (gradient, by)
-        written = [] if base in ("sum", "linalg_vector_norm") else [gradient]
+        written: list[Any] = [] if base in ("sum", "linalg_vector_norm") else [gradient]
         place = SimpleNamespace(direction="forward")
         handled.before(SimpleNamespace(base=base, args=args, kwargs={}, written=written, place=place))
     assert [base for _, base in handled.clipped] == clipped

@@ -454,46 +454,22 @@ def test_wrong_inputs_give_one_clear_error():
 
 
 class Counts(nn.Module):
-    def __init__(self, how):
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.how = how
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("table", torch.tensor([0.0, 1.0, 2.0, 3.0]))
 
     def forward(self, x):
-        if self.how == "in place":
-            self.count += 1
-        elif self.how == "anew":
-            self.count = 0.9 * self.count + 0.1
-        elif self.how == "copy":
-            self.count.copy_(self.count + 1)
+        self.count += 1
         return self.linear(x + self.table.to(x.dtype)) + self.count.to(x.dtype)
 
 
-@pytest.mark.parametrize("how", ["in place", "anew", "copy", "not"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_16_bit_buffers_that_count_are_found_while_it_trains(how, dtype):
-    model = Counts(how).to(dtype)
-    model.linear.float()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with preamp.doctor.watch(model) as seen:
-        model(torch.ones(2, 4)).square().mean().backward()
-        optimizer.step()
-    rows = [one for one in seen.findings if one.code == "PA111"]
-    assert len(rows) == (how != "not" and dtype is not torch.float32)
-    for row in rows:
-        assert row.evidence["stops at"] == (2048 if dtype is torch.float16 else 256)
-        assert row.line and "count" in row.message
-
-
 def test_buffers_that_a_level_casts():
-    model, example = Counts("in place"), (torch.ones(2, 4),)
+    model, example = Counts(), (torch.ones(2, 4),)
     assert not found("PA111", model, "O2", example=example) and not found("PA111", model, "O5", example=example)
     rows = [row for row in found("PA111", model, "O3", example=example) if "buffer" in row.evidence]
-    assert {row.severity for row in rows} == {"info", "warning"} and {row.evidence["buffer"] for row in rows} == {
-        "count"
-    }
+    assert [(row.severity, row.evidence["buffer"]) for row in rows] == [("info", "count")]
     model.register_buffer("inv_freq", 1 / 10000 ** (torch.arange(0, 64, 2) / 64))
     rows = [row for row in found("PA111", model, "O3", example=None) if row.evidence.get("buffer") == "inv_freq"]
     assert [row.severity for row in rows] == ["warning"] and 0 < rows[0].evidence["relative error"] < 0.01

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,10 +87,9 @@ def test_half_of_the_moments_that_a_step_would_move(stayed: int, found: bool) ->
     optimizer = torch.optim.AdamW([torch.zeros(1)])
     place = Place(None, None, None, "forward")
     event = Absorbed(
-        "exp_avg_sq", "bf16", 100, stayed, 1, {}, False, False, optimizer, None, place, is_moment=True,
-        made_at=("train.py", 3),
-    )  # fmt: skip
+        "exp_avg_sq", "bf16", place, optimizer, is_moment=True, moved=100, stayed=stayed, made_at=("train.py", 3)
+    )
     assert bool(judged([event])) is found
-    assert not judged([event._replace(is_moment=False)])
+    assert not judged([replace(event, is_moment=False)])
     for one in judged([event]):
         assert (one.file, one.line, one.op) == ("train.py", 3, "AdamW")

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import preamp
 from preamp.doctor.hooks import Clock
 from preamp.doctor.measure import key_of
-from preamp.doctor.names import named_parts
+from preamp.doctor.names import names_of
 from preamp.doctor.operators import Observer, Stream
 from preamp.doctor.places import Places
 from preamp.doctor.shadow.absorbed import Changes
@@ -32,8 +32,8 @@ HALF, BF16 = torch.float16, torch.bfloat16
 
 def observed(step: Callable[[], Any], observers: list[Observer], model: nn.Module | None = None) -> Any:
     """What a step gives under observation. An error of the observers is an error here."""
-    paths, owners, _ = named_parts(model if model is not None else nn.Module())
-    places = Places(lambda module, default: paths.get(module, default), owners, observed.__code__)
+    names = names_of(model if model is not None else nn.Module())
+    places = Places(names.known, names.owners, observed.__code__)
     stream = Stream(lambda: places, Clock())
     with torch.autograd.set_multithreading_enabled(False), stream.shown_to(*observers):
         return step()

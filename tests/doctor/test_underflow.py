@@ -87,3 +87,33 @@ def test_a_step_that_draws_is_done_again_with_the_same_draws() -> None:
     rows, findings, _ = step(2.0**16, dropout=0.5)
     assert not [f for f in findings if f.code == "PA202"]
     assert max(row["relative"] for row in rows) < 0.02
+
+
+def test_a_float32_loss_after_one_in_float16_hides_nothing() -> None:
+    torch.manual_seed(0)
+    small, other, kept = nn.Linear(16, 16), nn.Linear(4, 4), Kept()
+    with preamp.doctor.watch([small, other], sinks=[kept]):
+        optimizer = torch.optim.SGD([*small.parameters(), *other.parameters()], lr=0.1)
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = 1e-6 * small(torch.randn(8, 16)).float().square().mean()
+        loss.backward()
+        other(torch.randn(2, 4)).square().mean().backward()
+        optimizer.step()
+    assert {row["name"] for row in kept.rows if row["lost"] > 0.25} == {"weight", "bias"}
+
+
+def test_a_step_past_the_scaler_is_recorded_with_the_scale_on_its_gradients() -> None:
+    class Samples:
+        scales: tuple[float, ...] = ()
+
+        def write(self, kind: str, facts: Any) -> None:
+            self.scales += (facts["scale"],) if kind == "telemetry" else ()
+
+    torch.manual_seed(0)
+    model, kept = nn.Linear(16, 4), Samples()
+    with preamp.doctor.watch(model, sinks=[kept]) as w:
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=256.0)
+        scaler.scale(model(torch.randn(8, 16)).square().mean()).backward()
+        optimizer.step()
+    assert kept.scales == (256.0,)
+    assert [f.code for f in w.findings if f.severity == "error"] == ["PA107"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import preamp
-from preamp.doctor import JsonLines, TensorBoard
+from preamp.doctor import JsonLines
 from preamp.doctor.exponents import Exponents
 from preamp.doctor.measure import count_exponents
 from preamp.errors import PreampWarning, SessionError
@@ -181,28 +181,6 @@ def test_under_checkpointing_activations_count_once_and_have_gradients() -> None
         assert found["net.first", "activation"].total == 5 * 8
         assert found["net.again", "activation"].total == 2 * 5 * 8
         assert found["net.first", "activation gradient"].total == 5 * 8
-
-
-def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
-    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    from torch.utils.tensorboard import SummaryWriter
-
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with SummaryWriter(str(tmp_path)) as writer, preamp.doctor.watch(model, every=1, sinks=[TensorBoard(writer)]):
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.randn(5, 6)).square().mean().backward()
-            optimizer.step()
-    events = accumulators.EventAccumulator(str(tmp_path), size_guidance={"histograms": 0})
-    events.Reload()
-    assert len(events.Scalars("preamp/loss")) == 3
-    assert events.Scalars("preamp/headroom/activation/first")[0].value > 10
-    histogram = events.Histograms("preamp/exponents/weight/first")[0].histogram_value
-    assert histogram.num == 6 * 8 + 8
-    with pytest.raises(TypeError, match="SummaryWriter"):
-        TensorBoard(object())
 
 
 def test_a_sink_that_fails_is_left_out_and_training_goes_on() -> None:

@@ -495,27 +495,3 @@ def test_policies_that_cannot_be_said() -> None:
     with pytest.raises(PolicyError, match="default is 'float32'"):
         policy_of(keras.dtype_policies.DTypePolicyMap("float32", {"a": mixed}))
     assert policy_of("mixed_bfloat16") == preamp.policy("O4")
-
-
-def test_the_doctor_lints_dtype_policies() -> None:
-    def codes(model: Any, optimizer: Any = None, level: str = "O0") -> list[str]:
-        findings = preamp.doctor.examine(model, optimizer, level).findings
-        return [f"{each.code} {each.module}" for each in findings if each.code in ("PA102", "PA107")]
-
-    layers = keras.layers
-    first = layers.Dense(8, dtype="mixed_float16", name="first")
-    last = layers.Dense(2, activation="sigmoid", dtype="mixed_float16", name="last")
-    sick = keras.Sequential([keras.Input((6,)), first, last], name="net")
-    assert codes(sick) == ["PA102 net/last"]  # nothing is known about who steps
-    sick.compile("adam", "mse", auto_scale_loss=False)
-    assert codes(sick) == ["PA102 net/last", "PA107 net/first"]
-    optimizer = MAKERS["preamp"](sick.parameters())
-    assert "PA107 net/first" in codes(sick, optimizer)
-    assert codes(sick, optimizer, "O0,scale=dynamic") == ["PA102 net/last"]
-    sick.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()), "mse")
-    assert codes(sick) == ["PA102 net/last"] and "PA107 net/first" in codes(sick, optimizer)
-    for end in (layers.Softmax(dtype="mixed_bfloat16"), layers.Activation("softmax", dtype="mixed_bfloat16")):
-        assert codes(keras.Sequential([keras.Input((6,)), end])) == [f"PA102 {end.path}"]
-    healthy = keras.Sequential([keras.Input((6,)), layers.Dense(2), layers.Activation("sigmoid", dtype="float32")])
-    healthy.compile("adam", "mse")
-    assert codes(healthy) == [] == codes(network("mixed_float16")) == codes(torch.nn.Linear(2, 2))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .findings.pa201 import Origin
     from .lint import examine
     from .logprobs import LogprobComparison, compare_logprobs
-    from .records import JsonLines, Sink, TensorBoard
+    from .records import JsonLines, Sink
     from .replay.origin import find_origin
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "LogprobComparison",
     "Origin",
     "Sink",
-    "TensorBoard",
     "Watching",
     "compare_logprobs",
     "examine",
@@ -37,7 +36,7 @@ _HOMES = {
     "findings.pa201": ("Origin",),
     "lint": ("examine",),
     "logprobs": ("LogprobComparison", "compare_logprobs"),
-    "records": ("JsonLines", "Sink", "TensorBoard"),
+    "records": ("JsonLines", "Sink"),
     "replay.origin": ("find_origin",),
 }
 

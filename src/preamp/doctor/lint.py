@@ -30,7 +30,7 @@ from .findings import checks, kinds_of
 from .findings.check import Listeners, counted, without_repeats
 from .findings.events import Deviated, Examined, Raised
 from .hooks import Clock
-from .names import named_parts
+from .names import Names, names_of
 from .operators import Observer, Products, Stream, found_by
 from .places import Places, raised_at
 from .records import shown_path
@@ -163,14 +163,14 @@ def _observe(
         twin, prepared = _twin(model, policy)
         device_type = _device_type_of(model, (args, kwargs))
         had_rules = bool(REGISTRY.stamp)
-        paths, owners, _ = named_parts(twin)
-        places = Places(paths.get, owners, _called.__code__)
+        names = names_of(twin)
+        places = Places(names.known, names.owners, _called.__code__)
         found: list[Finding] = []
         report, trails = Listeners(checks(), found.append), Trails()
         observers: list[Observer] = [kind() for kind in kinds_of(Observer)]
         observers += [products, trails, Shadowed(lambda fact, _: report(Deviated(fact)))]
         for observer in observers:
-            observer.begin({path: module for module, path in paths.items()})
+            observer.begin(dict(names.items()))
         stream = Stream(lambda: places, Clock())
         region: Any = nullcontext()
         if policy.has_regions:
@@ -192,7 +192,7 @@ def _observe(
         report(Raised(type(ended).__name__, str(ended), raised_at(ended)))
         if not _is_refusal(found):
             raise SessionError(
-                f"the example did not run through the model under {policy.level or policy}{_inside(ended, paths)}: "
+                f"the example did not run through the model under {policy.level or policy}{_inside(ended, names)}: "
                 f"{type(ended).__name__}: {ended}"
             ) from ended
     return out, found, ended
@@ -225,10 +225,10 @@ def _called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return model(*args, **kwargs)
 
 
-def _inside(error: Exception, paths: Mapping[nn.Module, str]) -> str:
+def _inside(error: Exception, names: Names) -> str:
     """Where an error came up: the innermost module that it left."""
     running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    path = next((paths[one] for one in reversed(running) if isinstance(one, nn.Module) and one in paths), "")
+    path = next((names.known(one) for one in reversed(running) if isinstance(one, nn.Module) and names.known(one)), "")
     return f" in module {path!r}" if path else ""
 
 

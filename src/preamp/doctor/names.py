@@ -15,6 +15,16 @@ from .hooks import subclasses
 
 Models = nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]
 
+
+def names_of(models: Models) -> Names:
+    """The names of the parts of these models, and of no others."""
+    several = [models] if isinstance(models, nn.Module) else models
+    named = several.items() if isinstance(several, Mapping) else enumerate(several)
+    names = Names({str(name): model for name, model in named})
+    names.search(())
+    return names
+
+
 WRAPPERS = frozenset({
     "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule", "_ForwardRedirection",
     "_FabricModule", "_LightningModuleWrapperBase",
@@ -40,6 +50,7 @@ def is_trainable(module: nn.Module) -> bool:
 class Names:
     """Module paths by module, as `Mapping.get`; looks for models anew when it meets one that it does not know.
 
+    Paths are those of `named_modules` without a compiler's `_orig_mod`; with several models each is `name:path`.
     `fixed`: the models by name, where they are known and no others are meant. All others are held by weak references:
     a script that makes one model after another has the memory of one.
     """
@@ -148,15 +159,23 @@ class Names:
 
     def _take(self, models: dict[str, nn.Module]) -> None:
         self._models = {name: weakref.ref(model) for name, model in models.items()}
-        paths, self.owners, held = named_parts(models)
-        self._paths = weakref.WeakKeyDictionary(paths)
+        self._paths, self.owners, held = weakref.WeakKeyDictionary(), {}, list[Tensor]()
+        for name, model in models.items():
+            prefix = "" if len(models) == 1 else f"{name}:"
+            for path, module in model.named_modules():
+                clean = ".".join(word for word in path.split(".") if word != "_orig_mod")
+                self._paths.setdefault(module, prefix + clean)
+                for tensor in (*module._parameters.values(), *module._buffers.values()):
+                    if tensor is not None:
+                        self.owners.setdefault(id(tensor), self._paths[module])
+                        held.append(tensor)
         named: dict[int, tuple[str, nn.Parameter]] = {}
         for name, parameter in (each for model in models.values() for each in model.named_parameters()):
             named.setdefault(id(parameter), (name, parameter))
         self._own_names = {key: name for key, (name, _) in named.items()}
         parameters = [p for _, p in named.values()]
         self._parameters = [weakref.ref(p) for p in parameters]
-        self._watched = [weakref.ref(t, _forget(self.owners, id(t))) for _, t in held]
+        self._watched = [weakref.ref(t, _forget(self.owners, id(t))) for t in held]
         self._unknown = WeakIdKeyDictionary()
         self.is_sharded |= any(type(p).__name__ == "DTensor" for p in parameters)
 
@@ -190,26 +209,3 @@ def _variable(module: nn.Module) -> str | None:
         if isinstance(value, nn.Module) and name not in ("self", "module", "model_") and unwrapped(value) is module:
             return name
     return None
-
-
-def named_parts(models: Models) -> tuple[dict[nn.Module, str], dict[int, str], list[tuple[str, Tensor]]]:
-    """Module paths by module, the owner's path by id of parameter, and every parameter and buffer by path.
-
-    Paths are those of `named_modules` without a compiler's `_orig_mod`; with several models each is `name:path`.
-    """
-    if isinstance(models, nn.Module):
-        models = [models]
-    named = models.items() if isinstance(models, Mapping) else enumerate(models)
-    parts = [("" if len(models) == 1 else f"{name}:", model) for name, model in named]
-    paths: dict[nn.Module, str] = {}
-    owners: dict[int, str] = {}
-    held: list[tuple[str, Tensor]] = []
-    for prefix, model in parts:
-        for path, module in model.named_modules():
-            clean = ".".join(word for word in path.split(".") if word != "_orig_mod")
-            paths.setdefault(module, prefix + clean)
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None:
-                    owners.setdefault(id(tensor), paths[module])
-                    held.append((f"{prefix}{clean}.{name}" if clean else prefix + name, tensor))
-    return paths, owners, held

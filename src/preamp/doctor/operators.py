@@ -6,17 +6,14 @@ The dispatch mode sits below autocast and autograd, so it sees operators in the 
 from __future__ import annotations
 
 import math
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from types import FrameType
 from typing import Any, ClassVar
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
@@ -27,7 +24,6 @@ from .hooks import Clock
 from .places import Place, Places, written_by
 from .records import Line
 
-_CHECKPOINT = torch.utils.checkpoint.__file__
 Dims = tuple[tuple[str, int], ...]
 
 
@@ -46,11 +42,6 @@ class Call:
     out: Any = None
 
     @property
-    def name(self) -> str:
-        """As the dispatcher spells it, without namespace and without an overload called default: "add.Tensor"."""
-        return str(self.func).partition(".")[2].removesuffix(".default")
-
-    @property
     def base(self) -> str:
         """The operator without overload and in-place underscore."""
         return base_of(self.func)
@@ -63,7 +54,7 @@ class Call:
     @property
     def at(self) -> Line:
         """File and line of the innermost frame that is the user's."""
-        return self.place.file, self.place.line
+        return self.place.at
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -258,8 +249,6 @@ class Product:
     dims: Dims
     at: Line
     flops: float = 0.0
-    trained: bool = False
-    """Whether a backward pass goes through one of them: a frozen backbone has no gradients that could underflow."""
 
 
 class Products(Observer):
@@ -278,9 +267,7 @@ class Products(Observer):
         key = (call.module, call.base, dtype, dims)
         if key not in self._by_kind:
             self._by_kind[key] = Product(call.module, call.base, dtype, dims, call.at)
-        product = self._by_kind[key]
-        product.flops += flops
-        product.trained = product.trained or _goes_back(call)
+        self._by_kind[key].flops += flops
 
     @property
     def all(self) -> list[Product]:
@@ -301,18 +288,6 @@ class Products(Observer):
     def low_share(self) -> float | None:
         """Share of the FLOPs that ran in 16 bits; None when there were none."""
         return sum(product.flops for product in self.low) / self.flops if self.flops else None
-
-
-def _goes_back(call: Call) -> bool:
-    """Whether gradients will be asked for. Reentrant checkpointing hides that: it runs without, and again later."""
-    if any(t.requires_grad for t in call.inputs):
-        return True
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == _CHECKPOINT:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _measure(call: Call) -> tuple[float, torch.dtype, Dims] | None:

@@ -22,6 +22,7 @@ from .records import NOWHERE, Line
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _PREAMP = str(Path(__file__).parents[1]) + "/"
+_DOCTOR = str(Path(__file__).parent) + "/"
 _STEPPING = tuple(f"{_PREAMP}{room}/" for room in ("session", "optim", "ledger", "scaling", "kernels"))
 """What of preamp steps weights, in its own way; its regions and modules compute what the script asks for."""
 _ZOO = _PREAMP + "zoo/"  # models, like a user's own
@@ -110,6 +111,14 @@ def users_line() -> Line:
     return first
 
 
+def called_by_preamp() -> bool:
+    """Whether preamp itself called the function of torch's that runs, and not the script."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _DOCTOR)):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_PREAMP)
+
+
 def raised_at(error: BaseException, trace: Any = None) -> Line:
     """The innermost line of the user's own that an error has left; the one that runs now where there is none."""
     frames = traceback.extract_tb(trace or error.__traceback__)
@@ -155,6 +164,11 @@ class Place:
     own: tuple[str, int] | None = None
     ours: bool = False
     """Whether a session or an optimizer of preamp's asked for it."""
+
+    @property
+    def at(self) -> Line:
+        """File and line."""
+        return self.file, self.line
 
 
 class Places:

@@ -85,8 +85,8 @@ def watch(watched: Watchable, *, every: int = 50, replay: bool = True, sinks: Se
 
     `watched`: a session, a model, or several (a mapping gives them names). `every`: magnitudes of activations, weights,
     gradients and updates are counted in every so many-th step. `replay`: do a step that was not finite again, to find
-    the operator that made it so. `sinks`: take every record as it is made: `JsonLines(path)`, `TensorBoard(writer)`, or
-    anything with `write(kind, facts)`.
+    the operator that made it so. `sinks`: take every record as it is made: `JsonLines(path)`, or anything with
+    `write(kind, facts)`.
 
     While it is open, torch's backward, steps, scalers and autocast are wrapped, for the process; `close`, or leaving
     the `with` block, takes that back. What the training computes is not changed. Within another watch, or in a script

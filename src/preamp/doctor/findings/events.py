@@ -14,9 +14,9 @@ if TYPE_CHECKING:  # a report is made from records by a process that needs no to
     from torch.optim import Optimizer
 
     from ...policy import Policy
+    from ..handled import Handled
     from ..names import Names
     from ..operators import Products
-    from ..places import Place
 
 
 class Examined(NamedTuple):
@@ -110,20 +110,9 @@ class Observed(NamedTuple):
 
     products: Products
     modules: Mapping[str, nn.Module]
-    reads: Sequence[Place]
-    """Where the script computed with gradients that were still scaled."""
+    handled: Handled
     scale: float
-    """On those."""
-    bounded: Sequence[tuple[Place, str]]
-    """Where a hook of the script's bounds the gradient of a parameter, and by which operator."""
-    clipped: Sequence[tuple[Place, str]]
-    """Where the script bounds gradients that are still scaled, or changes them once it has measured them."""
-    backward_scale: float
-    """On the loss that went back then."""
-    writes: Sequence[Place]
-    """Where weights were changed in place while a region kept casts of them."""
-    written: str | None
-    """The module that owns those weights."""
+    """On gradients that are still scaled."""
     prepared: Sequence[Prepared]
 
 
@@ -183,8 +172,7 @@ class Deviated(NamedTuple):
     def where(self) -> dict[str, Any]:
         """The place, as fields of a finding."""
         place = self.fact.place
-        at = (place.file, place.line)
-        return {"module": place.module, "op": self.fact.name, "direction": place.direction, "at": at}
+        return {"module": place.module, "op": self.fact.name, "direction": place.direction, "at": place.at}
 
     @property
     def evidence(self) -> dict[str, Any]:

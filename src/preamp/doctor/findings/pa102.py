@@ -6,8 +6,7 @@ scores above 8.3, in bfloat16 above 6.2. In float32 that happens above 16.6.
 
 Why it hurts. 1 minus it is then 0 and the logarithm -inf. A single example of which the model is sure, and wrong, makes
 the loss infinite; one of which it is sure and right makes 0 times -inf, which is NaN. torch's `BCELoss` hides it by
-cutting the logarithm at -100. Keras's losses cut off at 1e-7: of a model with `mixed_float16` they are finite, and
-wrong.
+cutting the logarithm at -100.
 
 The cure. Leave the sigmoid to the loss, which then never forms the probability, and give it float32 scores.
 
@@ -28,8 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...formats import LOW_DTYPES, dtype_of, name_of
-from ...frameworks import keras_outputs
+from ...formats import LOW_DTYPES, name_of
 from ...report import Finding
 from ...report.finding import Severity
 from ..operators import Call, Observer
@@ -59,7 +57,6 @@ class PA102(Check):
         An error where the model was seen to give 16-bit numbers, which a region refuses; else a warning: what is
         float32 by then may have been rounded before.
         """
-        yield from _of_keras(event.model)
         policy, loss = event.policy, event.loss
         if policy.compute not in LOW_DTYPES:
             return
@@ -82,24 +79,6 @@ class PA102(Check):
             )
 
 
-def _of_keras(model: nn.Module) -> Iterator[Finding]:
-    """Probabilities that a Keras model gives in 16 bits, by the dtype policy of its last layer."""
-    for layer in keras_outputs(model):
-        gives = getattr(getattr(layer, "activation", layer), "__name__", type(layer).__name__.lower())
-        if gives not in ("sigmoid", "softmax") or layer.compute_dtype not in ("float16", "bfloat16"):
-            continue
-        dtype = dtype_of(layer.compute_dtype)
-        yield PA102.finding(
-            "warning",
-            f"the output layer {layer.path} computes its {gives} in {name_of(dtype)}, whose numbers just below 1 are "
-            f"{torch.finfo(dtype).eps / 2:.1g} apart: the loss takes the logarithm of rounded probabilities",
-            f"keras.layers.Activation({gives!r}, dtype='float32')  # as the last layer, after one without activation",
-            module=layer.path,
-            op=gives,
-            evidence={"dtype": name_of(dtype)},
-        )
-
-
 class Sigmoids(Observer):
     """As it happens: a 16-bit sigmoid whose logarithm is taken, or a 16-bit binary cross entropy."""
 
@@ -112,38 +91,27 @@ class Sigmoids(Observer):
         base, out = call.base, call.out
         gives = isinstance(out, Tensor) and out.is_floating_point()
         if base == "sigmoid" and gives and out.dtype in LOW_DTYPES:
-            self._rounded[out] = out.dtype, False
+            self._rounded[out] = out.dtype
             return
         first = next(iter(call.inputs), None)
-        known = None if first is None else self._rounded.get(first)
-        if known is None:
+        dtype = None if first is None else self._rounded.get(first)
+        if dtype is None:
             return
-        dtype, turned = known
         if base in ("log", "log2", "log10", "binary_cross_entropy"):
-            both = turned or base == "binary_cross_entropy"
-            where = {**call.where, "op": f"sigmoid, {base}"}
-            self.findings.append(_saturating(dtype, "error", where, of_rest=both))
+            self.findings.append(_saturating(dtype, "error", {**call.where, "op": f"sigmoid, {base}"}))
         elif gives and (base in _CARRIES or (base in ("add", "sub") and len(call.inputs) == 1)):
-            self._rounded[out] = dtype, turned or base == "rsub"
+            self._rounded[out] = dtype
 
 
-def _saturating(
-    dtype: torch.dtype, severity: Severity, where: dict[str, Any], *, of_rest: bool = True, prefix: str = ""
-) -> Finding:
-    """`of_rest`: the logarithm is one of 1 minus the sigmoid, or of both."""
+def _saturating(dtype: torch.dtype, severity: Severity, where: dict[str, Any], prefix: str = "") -> Finding:
     kind, info = name_of(dtype), torch.finfo(dtype)
-    # 1 - sigmoid(x) is below half the distance to the next number under 1 from this logit on; sigmoid(x) itself is
-    # about exp(x), and below half of the smallest number from the other.
+    # 1 - sigmoid(x) is below half the distance to the next number under 1 from the first logit on; sigmoid(x) itself is
+    # about exp(x), and below half of the smallest number from the second.
     top, bottom = math.log(4 / info.eps), math.log(info.smallest_normal * info.eps / 2)
-    why = "; the logarithm of 1 minus it is -inf"
-    if not of_rest:
-        why = (
-            f", where the loss and its gradient become 0, and 0 for logits below {bottom:.1f}, where its logarithm is "
-            "-inf"
-        )
     return PA102.finding(
         severity,
-        f"{prefix}a sigmoid in {kind} is exactly 1 for logits above {top:.1f}{why}",
+        f"{prefix}a sigmoid in {kind} is exactly 1 for logits above {top:.1f} and 0 below {bottom:.1f}: its logarithm, "
+        "or that of 1 minus it, is -inf there",
         _WITH_LOGITS,
         **where,
         evidence={"dtype": kind, "saturates at logit": round(top, 1)},

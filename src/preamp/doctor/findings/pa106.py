@@ -55,18 +55,19 @@ class PA106(Check):
     @on(Observed)
     def observed(self, event: Observed) -> Iterator[Finding]:
         """Reading or clipping by operators of the script's, or by a hook in the backward pass."""
-        for place, op in event.clipped[:1]:
-            yield self._clipped(f"{op} of gradients", event.scale, (place.file, place.line), _FIXES[None])
-        for place in () if event.clipped else event.reads[:1]:
+        handled = event.handled
+        for place, op in handled.clipped[:1]:
+            yield self._clipped(f"{op} of gradients", event.scale, place.at, _FIXES[None])
+        for place in () if handled.clipped else handled.reads[:1]:
             yield self.finding(
                 "info",
                 f"gradients are read while they are still {event.scale:g} times too large",
                 _FIXES[None],
-                at=(place.file, place.line),
+                at=place.at,
                 evidence={"scale": event.scale},
             )
-        for place, op in event.bounded[:1]:
-            yield self._clipped(f"a hook with {op}", event.backward_scale, place.own or NOWHERE, _FIXES["hook"])
+        for place, op in handled.bounded[:1]:
+            yield self._clipped(f"a hook with {op}", handled.backward_scale, place.own or NOWHERE, _FIXES["hook"])
 
     def _clipped(self, op: str, scale: float, at: Line, fix: str) -> Finding:
         message = (

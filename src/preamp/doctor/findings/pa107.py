@@ -6,7 +6,6 @@ it before the step. This is the finding when nobody does the first, when a scale
 when its `update()` is missing, also in one branch only, or comes twice in a step. It is also the finding when a loop
 goes past a preamp session: `loss.backward()` in place of `session.backward(loss)`, or an `optimizer.step()` that the
 session has to refuse because gradients are scaled or because the step would go to 16-bit copies of its masters.
-`preamp.doctor.examine` also names a Keras model whose layers compute in float16 under an optimizer without a scale.
 
 Why it hurts. Without a scale, small gradients are zero and their weights stop learning, silently. A step with gradients
 that are still scaled is too long by the scale with SGD; Adam divides it out again, and hides it. Without `update()` an
@@ -31,7 +30,7 @@ from typing import Any
 from ...report import Finding
 from ..records import NOWHERE, Rank, parse_line, spell_line
 from .check import Check, on
-from .events import Examined, LossNotScaled, StepBegins
+from .events import LossNotScaled, StepBegins
 from .pa203 import longest_without_update
 
 _UPDATE = "scaler.step(optimizer)\nscaler.update()  # once a step"
@@ -73,32 +72,14 @@ class PA107(Check):
         ),
     )
 
-    @on(Examined)
-    def of_keras(self, event: Examined) -> Iterator[Finding]:
-        """A Keras model that casts to float16 by its dtype policies, and an optimizer that does not scale."""
-        from ...frameworks import keras_layers  # loads torch, without which findings are read
-
-        low = [layer for layer in keras_layers(event.model) if layer.compute_dtype == "float16"]
-        compiled: Any = getattr(event.model, "optimizer", None) if low else None
-        scales = hasattr(compiled, "inner_optimizer") or getattr(compiled, "loss_scale_factor", None) is not None
-        steps = event.optimizer is not None or (compiled is not None and not scales)
-        if low and steps and event.policy.scale == 1.0:
-            yield self.finding(
-                "warning",
-                f"{len(low)} layers compute in float16 by Keras's dtype policy ({low[0].path} is the first), and "
-                "nothing scales the loss, so gradients below 6e-8 are flushed to zero",
-                "model.compile(optimizer, loss)  # auto_scale_loss=True wraps it in a LossScaleOptimizer\n"
-                "# in a loop of your own: session = preamp.prepare(model, optimizer, level='O0', scale='dynamic')",
-                module=low[0].path,
-                direction="backward",
-                evidence={"compute dtype": "fp16", "scale": 1, "layers": len(low)},
-            )
-
     @on(LossNotScaled)
     def not_scaled(self, event: LossNotScaled) -> Iterator[Finding]:
         """Float16 products, and no scale on the loss."""
-        why = "a GradScaler was made and scale() is not called" if event.scaler_at[0] else "nothing scales the loss"
-        why = "a loss scale is used elsewhere, and not here" if event.is_scaled_elsewhere else why
+        why = "nothing scales the loss"
+        if event.is_scaled_elsewhere:
+            why = "a loss scale is used elsewhere, and not here"
+        elif event.scaler_at[0]:
+            why = "a GradScaler was made and scale() is not called on this loss"
         fix = f"scaler = torch.amp.GradScaler()\n{_BY_SCALER}\n# or bfloat16, which needs no scale"
         if event.by_session and not event.is_scaled_elsewhere:
             why = "the session was prepared without a loss scale"

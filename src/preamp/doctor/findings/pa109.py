@@ -103,7 +103,7 @@ class PA109(Check):
             "with session.autocast():  # around the forward pass and the loss\n    loss = loss_fn(model(x), y)",
             module=min(prepared.paths, key=len),
             direction="forward",
-            evidence={"prepared for": name_of(prepared.compute), "observed": observed},
+            evidence={"asked for": name_of(prepared.compute), "observed": observed},
         )
 
     def _overruled(self, prepared: Prepared, products: Sequence[Product]) -> Iterator[Finding]:

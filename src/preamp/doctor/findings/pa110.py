@@ -58,13 +58,13 @@ class PA110(Check):
     @on(Observed)
     def written(self, event: Observed) -> Iterator[Finding]:
         """A forward pass that changes its own weights."""
-        for place in event.writes[:1]:
+        for place in event.handled.writes[:1]:
             yield self.finding(
                 "error",
                 "a weight is changed in place while the model runs inside an autocast region: a cast of it that was "
                 "made before is used on",
                 "# change weights outside of the region, or compute a new tensor: w = weight.clamp(-1, 1)",
-                module=event.written,
+                module=event.handled.written,
                 direction="forward",
-                at=(place.file, place.line),
+                at=place.at,
             )

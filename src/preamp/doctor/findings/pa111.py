@@ -2,10 +2,9 @@
 
 What it is. A weight in float16 keeps 11 bits: a step smaller than 2^-12 of the weight (1/4096) rounds to nothing, and
 up to 2^-11 it may. Mixed precision therefore steps a float32 copy, the *master*, and rounds that to 16 bits afterwards.
-The finding is a float16 parameter that an optimizer steps without one, norm layers whose running statistics are float16
-or not finite, and any float16 or bfloat16 buffer that goes on from its own value in the forward pass: a counter stops
-at 2048, in bfloat16 at 256. `preamp.doctor.examine` also names what level O3 would round: levels O2 and O5 keep such
-buffers in float32.
+The finding is a float16 parameter that an optimizer steps without one, and norm layers whose running statistics are
+float16 or not finite. `preamp.doctor.examine` also names buffers that level O3 would round: levels O2 and O5 keep them
+in float32.
 
 Why it hurts. Training begins well and then stalls: as updates become small, more and more of them round to nothing.
 Running statistics move by a tenth of a difference at a time, and suffer the same.
@@ -17,28 +16,26 @@ When it is harmless. Where somebody keeps masters: preamp's sessions, Apex, or b
 evaluated. bfloat16 weights without masters lose more bits still, but are reported only when updates are seen to be lost
 ([PA204](PA204.md)).
 
-See also: [PA101](PA101.md), epsilons in float16 state; [levels](../levels.md).
+See also: [PA101](PA101.md), epsilons in float16 state; [PA114](PA114.md), counters that have stopped;
+[levels](../levels.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from ...formats import LOW_DTYPES, format_of, name_of
 from ...modules import CastingModule, is_norm
 from ...policy import Policy, policy
 from ...report import Finding
 from ...report.finding import Severity
-from ..operators import Call, Observer
-from ..records import Line
+from ..records import NOWHERE, Line
 from .check import Check, on
 from .events import Examined, FirstStep, WithoutMasters
 from .pa103 import kept_full
@@ -80,18 +77,21 @@ class PA111(Check):
         params = [p for group in event.optimizer.param_groups for p in group["params"]]
         half = [p for p in params if p.dtype is torch.float16]
         if half:
-            kind, (_, name) = type(event.optimizer).__name__, event.names.parameter(half[0])
-            yield self.finding(
-                "warning",
-                f"{kind} steps {len(half)} float16 parameters ({name} first) without float32 masters: an update below "
-                "2**-12 of a weight changes nothing",
-                "session = preamp.prepare(model.float(), optimizer, level='O2')  # float32 masters\n"
-                "# or leave the model in float32, under torch.autocast",
-                module=event.names.common(half),
-                op=kind,
-                at=event.at,
-                evidence={"parameters": len(half), "first": name, "dtype": "fp16", "masters": False},
-            )
+            names = [event.names.parameter(p)[1] for p in half]
+            yield self._steps_halves(names, type(event.optimizer).__name__, event.names.common(half), event.at)
+
+    def _steps_halves(self, names: Sequence[str], by: str | None, module: str | None, at: Line = NOWHERE) -> Finding:
+        return self.finding(
+            "warning",
+            f"{by or 'the optimizer'} steps {_listed(names)} in float16, without float32 masters: an update below "
+            "2**-12 of a weight changes nothing",
+            "session = preamp.prepare(model.float(), optimizer, level='O2')  # float32 masters\n"
+            "# or leave the model in float32, under torch.autocast",
+            module=module,
+            op=by,
+            at=at,
+            evidence={"parameters": len(names), "first": names[0], "dtype": "fp16", "masters": False},
+        )
 
     def _rounded_buffers(self, model: nn.Module, under: Policy) -> Iterator[Finding]:
         """Buffers that a policy without regions stores in 16 bits; others keep those that matter."""
@@ -148,15 +148,8 @@ class PA111(Check):
             if id(p) in stepped and p.is_floating_point() and not kept_full(name.rpartition(".")[0], under)
         ]
         if names:
-            yield self.finding(
-                "warning",
-                f"the policy has float16 parameters and no masters: the optimizer steps {_listed(names)} in float16, "
-                "where an update below 2**-11 of a weight changes nothing",
-                "session = preamp.prepare(model, optimizer, level='O2')  # or O3 with masters=yes",
-                module=names[0].rpartition(".")[0],
-                op=None if optimizer is None else type(optimizer).__name__,
-                evidence={"parameters": len(names), "first": names[0], "dtype": "fp16", "masters": False},
-            )
+            kind = None if optimizer is None else type(optimizer).__name__
+            yield self._steps_halves(names, kind, names[0].rpartition(".")[0])
 
     def _statistics(self, model: nn.Module, under: Policy) -> Iterator[Finding]:
         """Running statistics of norm layers that are not finite, or float16."""
@@ -209,76 +202,6 @@ class PA111(Check):
                     module=path,
                     evidence={own: _share_not_finite(parameter)},
                 )
-
-
-_MOVES = frozenset({"add", "sub", "mul", "lerp", "addcmul", "addcdiv", "copy"})
-"""Operators by which a count or an average goes on from what it was; a copy brings what another one has computed."""
-_Buffer = tuple[str, nn.Module, str]
-"""Path and module of its owner, and its name."""
-
-
-class Buffers(Observer):
-    """16-bit buffers of modules that are to move. Statistics of torch's own norm layers are judged by their dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._held: Any = WeakIdKeyDictionary()
-        """The `_Buffer` of each."""
-        self._next: Any = WeakTensorKeyDictionary()
-        """What was computed from one: that of the buffer, and the line."""
-        self._moved: list[tuple[_Buffer, Tensor, Line]] = []
-
-    def begin(self, modules: Mapping[str, nn.Module]) -> None:
-        """Know the buffers."""
-        for path, module in modules.items():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.dtype in LOW_DTYPES and not isinstance(module, _NormBase):
-                    self._held[buffer] = path, module, name
-
-    def after(self, call: Call) -> None:
-        """A count goes on in place, or in a new tensor that takes the buffer's place."""
-        if not self._held or call.base not in _MOVES or not call.args or not isinstance(call.args[0], Tensor):
-            return
-        target = call.args[0]
-        whole = target if target._base is None else target._base
-        known = self._held.get(whole)
-        in_place = call.name.partition(".")[0].endswith("_")
-        if known is not None and in_place:
-            source = call.args[1] if call.base == "copy" and len(call.args) > 1 else None
-            if call.base != "copy" or (isinstance(source, Tensor) and source in self._next):
-                self._moved.append((known, whole, call.at))
-        elif isinstance(call.out, Tensor) and not in_place:
-            read = next((self._held[t] for t in call.inputs if t in self._held), None)
-            if read is None:
-                read = next((self._next[t][0] for t in call.inputs if t in self._next), None)
-            if read is not None:
-                self._next[call.out] = read, call.at
-
-    def end(self) -> None:
-        """One of each buffer that moved."""
-        for tensor, (buffer, at) in list(self._next.items()):
-            _, module, name = buffer
-            if module._buffers.get(name) is tensor:
-                self._moved.append((buffer, tensor, at))
-        found: dict[tuple[int, str], Finding] = {}
-        for (path, module, name), tensor, at in self._moved:
-            if (id(module), name) not in found and tensor.dtype in LOW_DTYPES:
-                found[id(module), name] = _moving(path, name, tensor.dtype, at)
-        self.findings += found.values()
-
-
-def _moving(path: str, name: str, dtype: torch.dtype, at: Line) -> Finding:
-    short, limit = name_of(dtype), round(2 / format_of(dtype).epsilon)
-    return PA111.finding(
-        "warning",
-        f"the buffer {name} is {short} and goes on from its own value in every forward pass: a count stops at {limit}, "
-        f"and a running average stands still once it moves by less than 1/{limit} of itself",
-        f"module.{name} = module.{name}.float()  # after the cast; preamp's levels O2 and O5 do not cast it\n"
-        "# or count in an integer buffer, which no cast touches: torch.zeros((), dtype=torch.long)",
-        module=path,
-        at=at,
-        evidence={"buffer": name, "dtype": short, "stops at": limit},
-    )
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -109,10 +109,12 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """An origin, and whether only the loss scale brings it about."""
+    """What the replay of a step shows that was not finite."""
 
     origin: Origin
-    by_scale: bool
+    step: int
+    by_scale: bool = False
+    """Whether the loss scale alone brings it about."""
     samples: Sequence[int] = ()
     """Positions along the first dimension of the input that holds a value that is not finite."""
     fact: Fact | None = None
@@ -122,10 +124,10 @@ class Diagnosis:
     tried: str | None = None
     """What happened when the step was done again with it, or why it was not."""
 
-    def finding(self, step: int) -> Finding:
+    def finding(self) -> Finding:
         """PA201, or PA207 for what came in with a batch; a parameter or buffer that is not finite did not."""
+        step, source, fact = self.step, self.origin.source, self.fact
         found = self.origin.finding(step)
-        source, fact = self.origin.source, self.fact
         if self.tried is not None:
             found = replace(found, fix=self.fix, evidence={**_evidence(found), "tried": self.tried})
         if fact is not None and fact.kind != "not finite":
@@ -153,21 +155,13 @@ def _evidence(found: Finding) -> dict[str, Any]:
     return dict(found.evidence) if isinstance(found.evidence, dict) else {}
 
 
-@dataclass(frozen=True, slots=True)
-class Diagnosed:
-    """A step that was not finite was replayed, and the loss scale alone is not the cause."""
-
-    diagnosis: Diagnosis
-    step: int
-
-
 class PA201(Check):
     """The origin of what is not finite in a replayed step; infinities that leave no trace; steps not replayed."""
 
-    @on(Diagnosed)
-    def diagnosed(self, event: Diagnosed) -> Iterator[Finding]:
+    @on(Diagnosis)
+    def diagnosed(self, event: Diagnosis) -> Iterator[Finding]:
         """Whatever came first."""
-        yield event.diagnosis.finding(event.step)
+        yield event.finding()
 
     @on(Deviated)
     def hidden_infinity(self, event: Deviated) -> Iterator[Finding]:

@@ -5,127 +5,28 @@ Nothing is changed and nothing is run twice.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...formats import LOW_DTYPES, format_of, name_of
-from ...tree import tensors
 from ..findings import kinds_of
 from ..findings.events import Recomputed
 from ..findings.pa105 import misfits
+from ..handled import Handled
 from ..measure import key_of
 from ..names import Names
-from ..operators import Call, Observer, Product, Products, dimensions
-from ..places import Place, users_line
-from ..records import NOWHERE
+from ..operators import Observer, Product, Products, dimensions
+from ..places import users_line
+from ..shadow.absorbed import Changes
 from ..shadow.execution import Shadowed
-from ..shadow.facts import Absorbed, Fact
+from ..shadow.facts import Absorbed, Fact, GradientSpread
 from .precision import regions_entered
 from .run import Run
 from .scales import is_well_known
-
-_BOUNDS = frozenset({"clamp", "clamp_min", "clamp_max", "clip", "hardtanh", "tanh"})
-"""Operators that mean a size: of a gradient that is too large by a factor they make another one."""
-
-
-_MEASURES = frozenset({"linalg_vector_norm", "norm", "_foreach_norm", "pow", "square", "sum", "max", "amax", "abs"})
-_CHANGES = frozenset({"mul", "div", "copy", "_foreach_mul", "_foreach_div"})
-"""Operators that measure a gradient, and that change one: in place after the others, by what was measured."""
-
-
-class Handled(Observer):
-    """What the script does with weights and gradients by operators of its own."""
-
-    everywhere = True
-
-    def __init__(self, names: Names, keeps_casts: Callable[[], bool]) -> None:
-        super().__init__()
-        self._keeps_casts, self._weights = keeps_casts, {key_of(p): p for p in names.parameters()}
-        self.gradients: frozenset[int] = frozenset()
-        """Storages of gradients that are still scaled."""
-        self.reads: list[Place] = []
-        """Where the script computed with them."""
-        self._measured: set[int] = set()
-        self.clipped: list[tuple[Place, str]] = []
-        """Where it bounds them, or changes them in place once it has measured them, and by which operator."""
-        self.backward_scale = 1.0
-        """On the loss that goes back."""
-        self.bounded: list[tuple[Place, str]] = []
-        """Where a hook of the script's bounds the gradient of a parameter, and by which operator."""
-        self.writes: list[tuple[Place, Tensor]] = []
-        """Where a weight was changed in place in the forward pass, while casts of it are kept."""
-
-    def before(self, call: Call) -> None:
-        """Note one operator. Autograd functions are left to mean what they do."""
-        place = call.place
-        if place.direction == "forward":
-            if self._keeps_casts():
-                self.writes += [(place, self._weights[key_of(t)]) for t in call.written if key_of(t) in self._weights]
-            if self.gradients and any(key_of(t) in self.gradients for t in tensors((call.args, call.kwargs))):
-                self.reads.append(place)
-                self._note_changes(call)
-        elif self.backward_scale != 1 and place.own is not None and call.base in _BOUNDS:
-            node = torch._C._current_autograd_node()
-            if node is not None and node.name() == "torch::autograd::AccumulateGrad":
-                self.bounded.append((place, call.base))
-
-    def _note_changes(self, call: Call) -> None:
-        scaled = {key_of(t) for t in tensors((call.args, call.kwargs))} & self.gradients
-        if call.base.removeprefix("_foreach_") in _MEASURES:
-            self._measured |= scaled
-        written = {key_of(t) for t in call.written} & scaled
-        by = call.args[1] if len(call.args) > 1 else None
-        if isinstance(by, (int, float)) or (isinstance(by, Tensor) and by.dim() == 0):
-            scale = 1 / self.backward_scale if call.base.endswith("mul") else self.backward_scale
-            if math.isclose(float(by), scale, rel_tol=1e-3):  # unscaled by hand: true from here on
-                self.gradients -= written
-                return
-        if written and (call.base in _BOUNDS or (call.base in _CHANGES and not written.isdisjoint(self._measured))):
-            self.clipped.append((call.place, call.base))
-
-
-class Look:
-    """All observers of one step that is looked at operator by operator."""
-
-    def __init__(self, run: Run, keeps_casts: Callable[[], bool]) -> None:
-        self.facts: list[Fact] = []
-        """What the shadows showed."""
-        self.modules = dict(run.names.items())
-        self.products, self.handled = Products(), Handled(run.names, keeps_casts)
-        self.shadowed = Shadowed(lambda fact, _: self.facts.append(fact), readings=run.tape.readings)
-        finders: list[Observer] = [kind() for kind in kinds_of(Observer)]
-        self.observers = [*finders, self.products, self.handled, self.shadowed]
-        for observer in self.observers:
-            observer.begin(self.modules)
-
-    @property
-    def is_whole_in_half(self) -> bool:
-        """Whether products ran in float16, and every shadow is kept."""
-        return self.shadowed.shadows.whole and any(one.dtype is torch.float16 for one in self.products.low)
-
-
-def owned(event: Absorbed, run: Run, step: int) -> Absorbed:
-    """The same, with its step, the models' parameters and buffers that it is about, and the optimizer's line."""
-    names = run.names
-    parameters = [p for p in names.parameters() if key_of(p) in event.storages]
-    counts = {id(p): event.storages[key_of(p)] for p in parameters}
-    stuck = [p for p in parameters if 2 * counts[id(p)][1] >= counts[id(p)][0]]
-    module, buffer = names.common(stuck or parameters) if parameters else event.place.module, None
-    for path, part in () if parameters else names.items():
-        for name, tensor in part._buffers.items():
-            if tensor is not None and key_of(tensor) in event.storages:
-                module, buffer = path, name
-    made_at, optimizer = NOWHERE, event.optimizer
-    if optimizer is not None and (event.is_moment or is_well_known(optimizer)):
-        made_at = run.place_of(optimizer)
-    if event.is_gradient:
-        made_at = run.backward_at
-    return event._replace(parameters=parameters, module=module, buffer=buffer, made_at=made_at, step=step)
 
 
 class Recomputation:
@@ -152,6 +53,61 @@ class Recomputation:
             return
         if not any(path == outer.module or path.startswith(f"{outer.module}.") for outer in self._differ):
             self._differ.append(Recomputed(path, before, now, users_line()))
+
+
+class Look:
+    """All observers of one step that is looked at operator by operator."""
+
+    def __init__(
+        self, run: Run, keeps_casts: Callable[[], bool], is_library: Callable[[], bool], *, replayed: bool = False
+    ) -> None:
+        self.facts: list[Fact] = []
+        """What the shadows showed."""
+        self.modules = dict(run.names.items())
+        self.products, self.handled = Products(), Handled(run.names, keeps_casts, is_library)
+        self.shadowed = Shadowed(lambda fact, _: self.facts.append(fact), readings=run.tape.readings)
+        finders: list[Observer] = [kind() for kind in kinds_of(Observer)]
+        self.observers = [*finders, self.products, self.handled, self.shadowed]
+        for observer in self.observers:
+            observer.begin(self.modules)
+        self.replayed = replayed
+        """Whether it is one of a replay, which has no lines of the script's inside of its models."""
+        self.recomputation = None if replayed else Recomputation(run.names)
+        self.exact: dict[int, GradientSpread] = {}
+        """What float16 lost of each gradient, by the parameter's id, as far as shadows show it."""
+        self.parameters: dict[str, int] = {}
+        """Numbers of the parameters by dtype, when the gradients arrived."""
+
+    def close(self, run: Run) -> None:
+        """Show operators to its observers no more."""
+        run.stream.remove(*self.observers)
+        for event in () if self.recomputation is None else self.recomputation.close():
+            run.emit(event)
+
+
+def emit_changes(changes: Changes, run: Run, step: int) -> None:
+    """Tell what was seen to change in a step: of which parameters and buffers, and by which optimizer."""
+    for event in changes.events():
+        _find_owners(event, run)
+        event.step = step
+        run.emit(event)
+
+
+def _find_owners(event: Absorbed, run: Run) -> None:
+    names = run.names
+    event.parameters = parameters = [p for p in names.parameters() if key_of(p) in event.storages]
+    counts = {id(p): event.storages[key_of(p)] for p in parameters}
+    stuck = [p for p in parameters if 2 * counts[id(p)][1] >= counts[id(p)][0]]
+    event.module = names.common(stuck or parameters) if parameters else event.place.module
+    for path, part in () if parameters else names.items():
+        for name, tensor in part._buffers.items():
+            if tensor is not None and key_of(tensor) in event.storages:
+                event.module, event.buffer = path, name
+    optimizer = event.optimizer
+    if optimizer is not None and (event.is_moment or is_well_known(optimizer)):
+        event.made_at = run.place_of(optimizer)
+    if event.is_gradient:
+        event.made_at = run.backward_at
 
 
 def product_rows(products: Products, modules: Mapping[str, nn.Module]) -> list[dict[str, Any]]:

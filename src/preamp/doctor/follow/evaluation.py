@@ -6,12 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from ..findings.events import Deviated
 from ..replay.tape import Tape
 from ..shadow.absorbed import Changes
 from ..shadow.execution import Shadowed
 from ..shadow.facts import Fact
-from .audit import owned
+from .audit import emit_changes
 from .run import Run
 
 LOOKS = 3
@@ -63,12 +62,9 @@ class Evaluation:
         run, facts = self._run, [*self._facts, *shadowed.read_out]
         self._tape.close_window()
         run.stream.remove(shadowed, self._changes)
-        for event in self._changes.events():
-            run.emit(owned(event, run, run.step))
+        emit_changes(self._changes, run, run.step)
         trials = run.trials(tape=self._tape) if facts and self._replay else None
-        for fact in facts:
-            cured = (None, None) if trials is None else trials.cure(fact, in_session=False)
-            run.emit(Deviated(fact, *cured))
+        run.tell(facts, trials, in_session=False)
         run.recorder.write("evaluation", step=run.step, **shadowed.told())
         self._tape.clear()
         self._facts.clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -13,16 +12,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...autocast import MARKER
 from ..findings.check import without_repeats
-from ..findings.events import Deviated, Observed, Prepared, RanInThread
+from ..findings.events import Observed, Prepared, RanInThread
 from ..findings.pa202 import row_of
 from ..measure import key_of
 from ..names import unwrapped
 from ..operators import Stream, found_by
 from ..places import Places
 from ..shadow.absorbed import Changes
-from ..shadow.facts import GradientSpread, GradientsRead
+from ..shadow.facts import GradientsRead
 from ..shadow.values import gradients_as_stored, gradients_beside
-from .audit import Look, Recomputation, audit, dtypes_of, owned
+from .audit import Look, audit, dtypes_of, emit_changes
 from .evaluation import Evaluation
 from .magnitudes import Telemetry
 from .precision import Precision, regions_entered
@@ -45,7 +44,6 @@ class Inspection:
         self.evaluation = Evaluation(run, replay)
         self._look: Look | None = None
         """What observes the operators of this step, where they are observed."""
-        self._recomputation: Recomputation | None = None
         self._changes: Changes | None = None
         """What is changed in place, from the first model call of a step to that of the next."""
         self._changes_in = 0
@@ -55,19 +53,10 @@ class Inspection:
         """That of the last step, until the weights that it left are seen."""
         self._taken = False
         self._turn, self._opened = -1, 0
-        self._again, self._again_in, self._replayed = False, -1, False
-        """Whether this step is to be replayed for observation, the last turn that was, and whether the observation is
-        one of a replay."""
-        self._in_region = False
-        """Whether the model was called in an autocast region."""
-        self.low: set[torch.dtype] = set()
-        """16-bit dtypes of matrix products seen."""
-        self.low_now: set[torch.dtype] = set()
-        """The same, of this step only; empty where operators were not observed."""
-        self._exact: dict[int, GradientSpread] = {}
-        """What float16 lost of each gradient of this step, by the parameter's id, as far as shadows show it."""
-        self._dtypes: dict[str, int] = {}
-        """Numbers of the parameters by dtype, when the gradients of the observed step arrived."""
+        self._again, self._again_in = False, -1
+        """Whether this step is to be replayed for observation, and the last turn that was."""
+        self.ran_low = False
+        """Whether matrix products in 16 bits were seen."""
 
     def open(self, turn: int, module: nn.Module | None) -> None:
         """A model is about to run, in this turn of its optimizer; its call has begun already."""
@@ -86,16 +75,16 @@ class Inspection:
                 self._telemetry.close()
             return
         regions, compiled = regions_entered(), self._precision.compiled
-        self._in_region = bool(regions) or torch.is_autocast_enabled(MARKER)
         if self._changes is None and turn % self.every == 0:
             self._changes, self._changes_in = Changes(), run.step
         if self._look is None and self._is_close(turn):
             if not compiled:
-                self._look = Look(run, lambda: self._precision.keeps_casts)
+                self._look = Look(run, lambda: self._precision.keeps_casts, lambda: self._scales.is_library)
                 run.stream.add(*self._look.observers, inside=module)
-                self._recomputation = Recomputation(run.names)
             elif turn != self._again_in:
                 self._again_in, self._again = turn, True
+        if self._look is not None:
+            self._look.handled.in_region = bool(regions) or torch.is_autocast_enabled(MARKER)
         if self._changes is not None and not compiled:
             run.stream.add(self._changes, inside=module)
         if self._telemetry is None and turn % self.every == 0:
@@ -104,6 +93,11 @@ class Inspection:
             self._telemetry.in_backward = False
             self._telemetry.open()
             self._telemetry.regions = regions
+
+    @property
+    def looks(self) -> bool:
+        """Whether the operators of this step are looked at, as they run or in a replay."""
+        return self._look is not None or self._again
 
     @property
     def evaluates(self) -> bool:
@@ -133,7 +127,8 @@ class Inspection:
 
     def _replay_observed(self, loss: Tensor, scale: float) -> None:
         """Replay a step of compiled code, as written and with autograd, and observe that; `scale`: on this loss."""
-        tape, names, look = self._run.tape, self._run.names, Look(self._run, lambda: False)
+        tape, names = self._run.tape, self._run.names
+        look = Look(self._run, lambda: False, lambda: False, replayed=True)
         places = Places(names.known, names.owners, Inspection._replay_observed.__code__)
         stream = Stream(lambda: places, self._run.clock)
         if self._telemetry is not None:
@@ -147,8 +142,7 @@ class Inspection:
                         seed = torch.ones_like(again)
                         grads = torch.autograd.grad(again, names.parameters(), seed, allow_unused=True)
                         with stream.paused():
-                            if look.is_whole_in_half:
-                                self._compare_gradients(look, scale, grads)
+                            self._compare_gradients(look, scale, grads)
                 else:
                     tape.replay_calls(places)
         except Exception:  # a model that cannot be called a second time
@@ -156,7 +150,7 @@ class Inspection:
         finally:
             if self._telemetry is not None:
                 self._telemetry.close()
-        self._look, self._replayed = look, True
+        self._look = look
 
     def before_backward(self, scale: float, losses: Sequence[Tensor]) -> None:
         """A backward pass from these losses begins, with this scale on them."""
@@ -173,11 +167,10 @@ class Inspection:
     def after_backward(self) -> None:
         """Gradients have arrived; code that reads them may read scaled ones."""
         if self._look is not None:
-            self._dtypes = dtypes_of(self._run.names)  # before an unscaling lets the parameters hold masters
+            self._look.parameters = dtypes_of(self._run.names)  # before an unscaling lets them hold masters
             with torch.no_grad(), _disable_current_modes():
                 self._look.shadowed.gradients_came(p.grad for p in self._run.names.parameters())
-            if self._look.is_whole_in_half:
-                self._compare_gradients(self._look, self._scales.of_backward)
+            self._compare_gradients(self._look, self._scales.of_backward)
         if self._telemetry is not None:
             self._telemetry.close()
             for path in self._telemetry.outside[:1]:
@@ -188,40 +181,27 @@ class Inspection:
 
     def _compare_gradients(self, look: Look, scale: float, grads: Sequence[Tensor | None] | None = None) -> None:
         """Gradients of the models' parameters, or these, have just been computed, with this scale on them."""
+        if not (self._scales.in_half and look.shadowed.shadows.whole):
+            return
         parameters = self._run.names.parameters()
         given = zip(parameters, [p.grad for p in parameters] if grads is None else grads, strict=True)
         with torch.no_grad(), _disable_current_modes():
             shadowed = look.shadowed
             causes = shadowed.causes.items()
             excused = {key for key, one in causes if one.kind == "not finite" or one.place.direction == "forward"}
-            self._exact |= gradients_beside(given, shadowed.shadows, self._run.names, scale, excused)
+            look.exact |= gradients_beside(given, shadowed.shadows, self._run.names, scale, excused)
 
     def gradients_are_true(self) -> None:
         """They have been unscaled, or are about to be: code that reads them now reads true gradients."""
         if self._look is not None:
             self._look.handled.gradients = frozenset()
 
-    @contextmanager
-    def gradients_may_be_read(self) -> Iterator[None]:
-        """Code that reads them inside takes the scale into account."""
-        look = self._look
-        kept = look.handled.gradients if look is not None else frozenset()
-        self.gradients_are_true()
-        try:
-            yield
-        finally:
-            if look is not None:
-                look.handled.gradients = kept
-
     def before_step(self, optimizer: Optimizer | None) -> None:
         """All gradients of the step have arrived."""
-        run = self._run
-        was_close = self._look is not None
-        self.low_now = set()
+        run, look = self._run, self._look
         self._judge()
-        if was_close and torch.float16 in self.low and not run.bad:
-            self._read_gradients()
-        self._exact.clear()
+        if look is not None and (look.exact or self._scales.in_half) and not run.bad:
+            self._read_gradients(look)
         telemetry = self._telemetry
         if telemetry is not None and not telemetry.has_weights:
             known = {id(p) for p in run.names.parameters()}
@@ -229,10 +209,10 @@ class Inspection:
             own = [p for p in own if id(p) in known]  # an optimizer of masters has others
             telemetry.weights(own or run.names.parameters(), self._scales.on_gradients)
 
-    def _read_gradients(self) -> None:
+    def _read_gradients(self, look: Look) -> None:
         """Tell what float16 lost of them: seen beside their shadows, else told from what is left."""
         run, scale = self._run, self._scales.of_backward
-        rows = sorted(self._exact.values(), key=lambda one: (-one.lost, -one.relative))
+        rows = sorted(look.exact.values(), key=lambda one: (-one.lost, -one.relative))
         if not rows:
             run.emit(GradientsRead(gradients_as_stored(run.names, self._scales.on_gradients), scale, is_exact=False))
             return
@@ -250,8 +230,7 @@ class Inspection:
         changes, self._changes = self._changes, None
         if changes is not None:
             self._run.stream.remove(changes)
-            for event in changes.events():
-                self._run.emit(owned(event, self._run, self._changes_in))
+            emit_changes(changes, self._run, self._changes_in)
 
     def close(self) -> None:
         """End the inspection, and record what there is."""
@@ -264,13 +243,11 @@ class Inspection:
 
     def give_up(self) -> None:
         """End the inspection and judge nothing."""
-        self._look = self._changes = None
-        recomputation, self._recomputation = self._recomputation, None
-        telemetry, self._telemetry = self._telemetry, None
-        self._done = self.every = None
-        for other in (recomputation, telemetry):
-            if other is not None:
-                other.close()
+        if self._look is not None and self._look.recomputation is not None:
+            self._look.recomputation.close()
+        if self._telemetry is not None:
+            self._telemetry.close()
+        self._look = self._changes = self._telemetry = self._done = self.every = None
 
     def settle(self) -> None:
         """Record the counts of the last step, whose weights are seen now."""
@@ -285,47 +262,25 @@ class Inspection:
         if seen is None:
             return
         run, scales = self._run, self._scales
-        run.stream.remove(*seen.observers)
-        recomputation, self._recomputation = self._recomputation, None
-        for event in recomputation.close() if recomputation is not None else ():
-            run.emit(event)
+        seen.close(run)
         findings = without_repeats(found_by(seen.observers))
-        if self._replayed:  # a replay has no lines of the script's inside of its models
+        if seen.replayed:
             named, at = run.names.get, run.tape.called_at
             for product in seen.products.all:
                 product.at = product.at if product.at[0] else at(product.module, named)
             lines = [(one.file, one.line) if one.file else at(one.module, named) for one in findings]
             placed = zip(findings, lines, strict=True)
             findings = tuple(replace(one, file=file, line=line) for one, (file, line) in placed)
-            self._replayed = False
         for finding in findings:
             run.report(finding)
         facts = [one for one in seen.facts if one.place.direction == "forward" or one.kind == "made"]
         facts = facts[:FACTS]
         run.recorder.write("shadow", step=run.step, **seen.shadowed.told())
         trials = run.trials(run.losses, scales.seed) if facts and self._replay else None
-        for fact in facts:
-            cured = (None, None) if trials is None else trials.cure(fact, bool(scales.sessions))
-            run.emit(Deviated(fact, *cured))
-        self.low_now = {product.dtype for product in seen.products.low if product.trained}
-        self.low |= self.low_now
-        handled = seen.handled
-        writes = handled.writes if self._in_region else []
-        run.emit(
-            Observed(
-                seen.products,
-                seen.modules,
-                handled.reads,
-                scales.scale or 1.0,
-                handled.bounded,
-                handled.clipped,
-                handled.backward_scale,
-                [place for place, _ in writes],
-                run.names.common(weight for _, weight in writes),
-                [*self._prepared()],
-            )
-        )
-        parameters, self._dtypes = self._dtypes or dtypes_of(run.names), {}
+        run.tell(facts, trials, bool(scales.sessions))
+        self.ran_low |= bool(seen.products.low)
+        run.emit(Observed(seen.products, seen.modules, seen.handled, scales.scale or 1.0, [*self._prepared()]))
+        parameters = seen.parameters or dtypes_of(run.names)
         run.recorder.write("audit", step=run.step, **audit(seen.products, run.names, parameters))
 
     def _prepared(self) -> Iterator[Prepared]:

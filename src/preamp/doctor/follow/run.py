@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ...report import Finding
 from ..findings import checks
 from ..findings.check import Listeners
-from ..findings.events import Raised
+from ..findings.events import Deviated, Raised
 from ..hooks import Clock, Patches
 from ..names import Names
 from ..operators import Stream
@@ -25,6 +25,7 @@ from ..places import Places, raised_at
 from ..records import NOWHERE, Line, Recorder, shown_path
 from ..replay.tape import Tape
 from ..replay.trials import Trials
+from ..shadow.facts import Fact
 from ..shadow.source import Readings
 
 
@@ -101,6 +102,11 @@ class Run:
     def trials(self, losses: Sequence[Tensor] = (), seed: float = 1.0, tape: Tape | None = None) -> Trials:
         """What does this step again, or that of another tape; `seed`: the gradient that backward began with."""
         return Trials(tape or self.tape, self.names, self.parameters(), losses, seed)
+
+    def tell(self, facts: Iterable[Fact], trials: Trials | None, in_session: bool) -> None:
+        """Tell of facts, each with a fix that was tried; `trials`: None where the step is not to be done again."""
+        for fact in facts:
+            self.emit(Deviated(fact, *((None, None) if trials is None else trials.cure(fact, in_session))))
 
     def report(self, finding: Finding) -> None:
         """Record a finding, once for each place; nothing more once the observation has failed."""

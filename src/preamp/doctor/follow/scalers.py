@@ -174,7 +174,7 @@ class Scalers:
         return original(session, *args, **kwargs)
 
     def _session_clip(self, original: Any, session: Session, *args: Any, **kwargs: Any) -> Any:
-        with self._library(), self._inspection.gradients_may_be_read():  # a session knows what is on them
+        with self._library():  # a session knows what is on them
             return original(session, *args, **kwargs)
 
     def _session_step(self, original: Any, session: Session, *args: Any, **kwargs: Any) -> Any:
@@ -203,7 +203,7 @@ class Scalers:
         scales.in_apex = True
         region = original(*args, **kwargs)
         try:
-            with self._inspection.gradients_may_be_read():  # which it puts aside; the scaled loss is part of the step
+            with self._library():  # which puts gradients aside; the scaled loss is part of the step
                 scaled = region.__enter__()
             try:
                 self._note_apex(scaled, args[0] if args else None)

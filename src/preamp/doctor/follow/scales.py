@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...session import Session
 from ..findings.events import LossNotScaled, StepBegins
 from ..findings.pa107 import like_a_scale
-from ..places import graph_of, users_line
+from ..places import called_by_preamp, graph_of, users_line
 from ..records import NOWHERE, Line, spell_line
 from .run import Run
 
@@ -61,12 +61,8 @@ class Scales:
         self._loss_at = NOWHERE
         """Where a loss was last scaled."""
         self._scaled: list[tuple[weakref.ref[Tensor], float]] = []
-        self._by_hand = False
-        """Whether the script multiplied a loss by a scale of its own."""
-        self._ever_scaled = self._scaled_now = False
-        """Whether a loss that went back was scaled; and since the last step."""
-        self._half_unscaled = self._low_half = False
-        """Whether a loss that no scaler scaled went back through float16; whether products ran in it."""
+        self.in_half = False
+        """Whether the last loss of which that was asked went back through float16."""
 
     def note(self, scaled: Tensor | None, scale: float) -> None:
         """A loss with a scale on it."""
@@ -103,28 +99,32 @@ class Scales:
         factor = self._run.tape.factor_on(losses[0]) if scale == 1 else None
         return (factor, True) if factor is not None and like_a_scale(factor) else (scale, False)
 
-    def before_backward(self, losses: list[Tensor], low: set[torch.dtype]) -> None:
-        """The second loss of a step may have no model call of its own to be judged by: its graph is read instead."""
+    def before_backward(self, losses: list[Tensor], looks: bool) -> None:
+        """Whether float16 gradients will be made, and no scale is on the loss; `looks`: the step is looked at."""
         self.gradients.before_backward(list(self._run.optimizers.values()))
-        if self._ever_scaled and not self.is_library and torch.float16 in low and self._run.step < 3:
-            self._half_unscaled |= any(self.noted(loss) is None and goes_back_in_half(loss) for loss in losses)
+        if not looks and self._run.step >= 3:
+            return
+        self.in_half = any(map(goes_back_in_half, losses))
+        if not self.is_library and called_by_preamp():
+            return  # it tries what torch can do, before the first step
+        if self.in_half and not all(map(self._is_scaled, losses)):
+            has_half = any(one.policy.compute is torch.float16 for one in self.sessions)
+            at = self._run.backward_at
+            self._run.emit(LossNotScaled(self.scaler_at, self.are_used, self.by_session, has_half, at))
+
+    def _is_scaled(self, loss: Tensor) -> bool:
+        """Whether anybody put a scale on a loss. One that has come down to 1 is a scale all the same: PA203's."""
+        if self.in_apex or self.noted(loss) is not None or (self.by_session and self.is_library and self.are_used):
+            return True
+        return (self._run.tape.factor_on(loss) or 0) >= _BY_HAND
 
     def after_backward(self, losses: list[Tensor]) -> None:
         """Gradients have arrived."""
         self.updated_at = None
         scaled = any(self.of(loss) != 1 for loss in losses) or self.in_apex
-        # A scale that has come down to 1 is a scale all the same: PA203 is about that.
-        by_scaler = scaled or any(self.noted(loss) is not None for loss in losses)
-        by_scaler |= self._ever_scaled and self.by_session and self.is_library
-        self._ever_scaled |= by_scaler
-        self._scaled_now |= by_scaler
         self.is_pending = scaled and not self.unscales_itself
         self.of_backward = (self.scale or 1.0) if scaled else 1.0
         self.seed = self.seed_of(losses) if scaled else 1.0
-        self._by_hand |= any(
-            self.noted(loss) is None and self.of(loss) == 1 and (self._run.tape.factor_on(loss) or 0) >= _BY_HAND
-            for loss in losses
-        )
         self._track(losses)
 
     def _track(self, losses: list[Tensor]) -> None:
@@ -136,17 +136,6 @@ class Scales:
             factor = self._run.tape.factor_on(losses[0])
         by_hand = factor if like_a_scale(factor) else None
         self.gradients.after_backward(self._run.optimizers.values(), by_scaler, by_hand)
-
-    def step_is_whole(self, low: set[torch.dtype], now: set[torch.dtype]) -> None:
-        """`low`: 16-bit dtypes of matrix products seen; `now`: of this step only."""
-        self._low_half |= torch.float16 in low
-        scaled, self._scaled_now = self._scaled_now, False
-        half, self._half_unscaled = self._half_unscaled or torch.float16 in now, False
-        if self.in_apex or self._by_hand or torch.float16 not in low or (self._ever_scaled and (scaled or not half)):
-            return
-        has_half = any(one.policy.compute is torch.float16 for one in self.sessions)
-        at = self._run.backward_at
-        self._run.emit(LossNotScaled(self.scaler_at, self._ever_scaled, self.by_session, has_half, at))
 
     def mixed(self, optimizer: Optimizer) -> int:
         """How many gradients are a sum of scaled and unscaled ones; asked once."""
@@ -161,32 +150,24 @@ class Scales:
         if any(fact not in (None, False, 0) for fact in facts.values()):
             self._run.emit(StepBegins(type(optimizer).__name__, users_line(), self.scale or 1.0, **facts))
 
-    def before_first_use(self, optimizer: Optimizer) -> None:
-        """A step taken outside of the scaler with gradients that are still scaled, the first of a backward pass."""
-        if self.is_library or self.in_apex or self.by_session:
-            return
-        factor = self.gradients.scaled_by_hand(optimizer) if self._low_half and not self._ever_scaled else None
-        own = [p for group in optimizer.param_groups for p in group["params"]]
-        if self.is_pending:
-            self.is_pending = False
-            if self.gradients.any_scaled(own) or not self.gradients.some_scaled:  # or it steps copies
-                self.gradients.stepped(optimizer)
-                self.step_begins(optimizer, is_scaled=True)
-        elif is_well_known(optimizer):  # another may divide by it inside
-            self.step_begins(optimizer, factor=factor)
-
-    def before_any(self, optimizer: Optimizer) -> None:
-        """Before a step of any optimizer, also the second of a backward pass, with gradients that are there already."""
+    def before_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step, and no scaler takes that step."""
         if self.is_library or self.in_apex or self.by_session:
             return
         own = [p for group in optimizer.param_groups for p in group["params"]]
-        if self._run.bad and self.scaler_at[0] and self.gradients.all_true(own):
-            self.step_begins(optimizer, is_unguarded=True)
-        elif self.gradients.any_scaled(own):
+        of_copies, self.is_pending = self.is_pending and not self.gradients.some_scaled, False
+        is_scaled = of_copies or self.gradients.any_scaled(own)
+        if is_scaled:
             self.gradients.stepped(optimizer)
-            self.step_begins(optimizer, is_scaled=True)
-        else:
-            self.step_begins(optimizer, mixed=self.mixed(optimizer))
+        # an optimizer that is not well known may divide by it inside
+        by_hand = self.in_half and not self.are_used and is_well_known(optimizer)
+        self.step_begins(
+            optimizer,
+            is_scaled=is_scaled,
+            is_unguarded=bool(self._run.bad and self.scaler_at[0]) and self.gradients.all_true(own),
+            mixed=self.mixed(optimizer),
+            factor=self.gradients.scaled_by_hand(optimizer) if by_hand else None,
+        )
 
     def are_still_scaled(self, parameters: list[Tensor]) -> bool:
         """Whether gradients that are about to be clipped still are scaled."""

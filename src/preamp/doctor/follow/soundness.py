@@ -5,11 +5,10 @@ from __future__ import annotations
 import cmath
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from ..findings.events import BatchNotFinite, Deviated
-from ..findings.pa201 import Diagnosed, Diagnosis
+from ..findings.events import BatchNotFinite
+from ..findings.pa201 import Diagnosis
 from ..measure import all_finite
 from ..shadow.remedies import Remedy
 from .run import Run
@@ -58,7 +57,7 @@ class Soundness:
         elif found is None:
             run.recorder.write("unexplained", step=run.step, what=run.bad, at=run.backward_at)
         elif not found.by_scale:
-            run.emit(Diagnosed(found, run.step))
+            run.emit(found)
         elif by_hand:
             self._held_back = found
         else:
@@ -82,15 +81,15 @@ class Soundness:
             file, line = run.tape.called_at(origin.module, run.names.get)
             origin = replace(origin, file=file, line=line)
         if origin.from_data or by_scale:
-            return Diagnosis(origin, by_scale, run.tape.samples() if origin.from_data else ())
+            return Diagnosis(origin, run.step, by_scale, run.tape.samples() if origin.from_data else ())
         line_of_it = origin.file, origin.line
-        known = [fact for place, fact in plain.shadowed.broke if (place.file, place.line) == line_of_it]
-        known += [fact for fact in plain.facts if (fact.place.file, fact.place.line) == line_of_it]
+        known = [fact for place, fact in plain.shadowed.broke if place.at == line_of_it]
+        known += [fact for fact in plain.facts if fact.place.at == line_of_it]
         if not known:
             not_there = "float32 is not finite there either: no matter of precision"
-            return Diagnosis(origin, False, tried="no line was found that leads there" if plain.meant else not_there)
+            return Diagnosis(origin, run.step, tried="no line was found that leads there" if plain.meant else not_there)
         fix, tried = trials.cure(known[0], bool(self._scales.sessions))
-        return Diagnosis(origin, False, fact=known[0], fix=fix, tried=tried)
+        return Diagnosis(origin, run.step, fact=known[0], fix=fix, tried=tried)
 
     def _overflowed(self, found: Diagnosis, scale: float) -> None:
         """The scale alone is the cause: a scaler skips such a step."""
@@ -98,16 +97,15 @@ class Soundness:
         place = {"module": one.module, "op": one.op, "direction": one.direction, "file": one.file, "line": one.line}
         self._run.recorder.write("overflow", step=self._run.step, scale=scale, **place)
 
-    def died(self, low: set[torch.dtype]) -> None:
+    def died(self, ran_low: bool) -> None:
         """The script has ended by an error of its own: do the step that was going on again, and in float32."""
         run = self._run
-        if not self._replay or not low or run.names.is_sharded or run.tape.is_empty:
+        if not self._replay or not ran_low or run.names.is_sharded or run.tape.is_empty:
             return
         trials = run.trials()
         if trials.plain is None or not trials.plain.raised:
             return
-        for fact in trials.plain.facts:
-            run.emit(Deviated(fact, *trials.cure(fact, bool(self._scales.sessions))))
+        run.tell(trials.plain.facts, trials, bool(self._scales.sessions))
         run.recorder.write("in_float32", raises=trials.again(Remedy(everything=True)).raised)
 
     def before_step(self) -> None:
@@ -127,7 +125,7 @@ class Soundness:
         if found is not None and skipped:
             self._overflowed(found, 1.0)
         elif found is not None:
-            run.emit(Diagnosed(found, run.step))
+            run.emit(found)
         run.bad, self.bad_gradients, self._versions = None, False, None
         return skipped
 

@@ -97,7 +97,7 @@ class Steps:
         if losses and losses[0].numel() == 1:
             self._loss = float(losses[0].detach()) * seed / scale if scale else None
         run.losses += losses
-        scales.before_backward(losses, self._inspection.low)
+        scales.before_backward(losses, self._inspection.looks)
         self._inspection.before_backward(scale or 1.0, losses)
 
     def after_backward(self, losses: list[Tensor], keeps_graph: bool) -> None:
@@ -119,7 +119,6 @@ class Steps:
         self._run.tape.close_window()
         self._soundness.before_step()
         self._inspection.before_step(optimizer)
-        self._scales.step_is_whole(self._inspection.low, self._inspection.low_now)
 
     # -- steps
 
@@ -149,17 +148,16 @@ class Steps:
         run, first = self._run, id(optimizer) not in self._examined
         if not self._went_back and any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
             self._awaits_attempt = True  # gradients that the script made without a backward pass
-        if not self._awaits_attempt and not first:
-            return
         with run.clock:
-            run.optimizers.setdefault(id(optimizer), optimizer)  # one that was made before the watching began
-            if self._awaits_attempt:
-                self._close_step(optimizer)
-            if first:  # also the second of two that share a backward pass
-                self._first_step(optimizer)
-            run.stepped_at = users_line()
-            self._scales.before_first_use(optimizer)
-            self._inspection.steps(optimizer)
+            if self._awaits_attempt or first:
+                run.optimizers.setdefault(id(optimizer), optimizer)  # one that was made before the watching began
+                if self._awaits_attempt:
+                    self._close_step(optimizer)
+                if first:  # also the second of two that share a backward pass
+                    self._first_step(optimizer)
+                run.stepped_at = users_line()
+                self._inspection.steps(optimizer)
+            self._scales.before_step(optimizer)  # last: the step is closed with what is on its gradients
 
     def _first_step(self, optimizer: Optimizer) -> None:
         run, at = self._run, self._run.place_of(optimizer)

@@ -225,7 +225,7 @@ class Watch:
         if self.run.is_own and isinstance(error, Exception):
             with self.run.clock:
                 self._inspection.close()
-                self._soundness.died(self._inspection.low)
+                self._soundness.died(self._inspection.ran_low)
         self.run.uncaught(original, kind, error, trace)
 
     # -- optimizers
@@ -242,7 +242,6 @@ class Watch:
         given = _with_closure(args, kwargs, lambda: self.steps.before_step(optimizer))
         if given is None:
             self.steps.before_step(optimizer)
-            self.scales.before_any(optimizer)
         return given
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

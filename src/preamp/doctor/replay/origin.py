@@ -21,7 +21,7 @@ from ...tree import tensors
 from ..findings.pa201 import Operand, Origin
 from ..hooks import Clock
 from ..measure import key_of, storage_bytes
-from ..names import Models, named_parts
+from ..names import Models, names_of
 from ..operators import Call, Observer, Stream
 from ..places import UNINITIALISED, Places
 from .restore import eager, put_back_leaves, untouched
@@ -195,12 +195,13 @@ def find_origin(
     own hooks step, are not put back. Compiled models run eagerly. What `run` or `backward` raises is raised, after
     everything is put back.
     """
-    paths, owners, _ = named_parts(models)
-    places, trails = Places(paths.get, owners, find_origin.__code__), Trails()
-    trails.begin({path: module for module, path in paths.items()})
+    names, trails = names_of(models), Trails()
+    places = Places(names.known, names.owners, find_origin.__code__)
+    modules = dict(names.items())
+    trails.begin(modules)
     stream = Stream(lambda: places, Clock())
     with ExitStack() as stack:
-        stack.enter_context(untouched(list(paths)))
+        stack.enter_context(untouched(list(modules.values())))
         stack.callback(put_back_leaves, trails.leaves)
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # the mode lives on this thread
         stack.enter_context(eager())
@@ -210,7 +211,7 @@ def find_origin(
                 found = trails.origin_of(losses)
             if found is None:
                 _go_back([loss for loss in losses if loss.requires_grad], backward)
-        parameters = (p for module in paths for p in module._parameters.values())
+        parameters = (p for module in modules.values() for p in module._parameters.values())
         return found or trails.origin_of(p.grad for p in parameters if p is not None and p.grad is not None)
 
 

@@ -49,17 +49,16 @@ class Outcome:
 
     def at(self, fact: Fact) -> float:
         """Relative error of what is computed at the line of a fact, infinite where that is not finite."""
-        line = fact.place.file, fact.place.line
+        line = fact.place.at
         if not self.finite or (fact.kind == "not finite" and line in self.places):
             return math.inf
         errors = self.shadowed.errors.items()
-        return max((error for place, error in errors if (place.file, place.line) == line), default=0.0)
+        return max((error for place, error in errors if place.at == line), default=0.0)
 
     @property
-    def places(self) -> set[tuple[str | None, int | None]]:
+    def places(self) -> set[Line]:
         """The lines of the facts, and of what is not finite though float32 is."""
-        broke = {(place.file, place.line) for place, _ in self.shadowed.broke}
-        return {(one.place.file, one.place.line) for one in self.facts} | broke
+        return {one.place.at for one in self.facts} | {place.at for place, _ in self.shadowed.broke}
 
 
 class Trials:
@@ -123,7 +122,7 @@ class Trials:
         """A text to paste that was tried, and what happened; without a text, why there is none."""
         if self.plain is None:
             return None, "the step cannot be done again, so no fix was tried"
-        line = fact.place.file, fact.place.line
+        line = fact.place.at
         constants = sorted(set(self.plain.shadowed.constants.get(line, ())))
         lines = [line, *(each for each in fact.lines if each != line)]
         best: tuple[float, str, str] | None = None
@@ -145,7 +144,7 @@ class Trials:
         return f"{best[1]}\n# tried: {best[2]}", best[2]
 
     def _helps(self, outcome: Outcome, fact: Fact) -> bool:
-        plain, line = self.plain, (fact.place.file, fact.place.line)
+        plain, line = self.plain, fact.place.at
         if plain is None or not outcome.finite or not outcome.places <= plain.places:
             return False
         if line in outcome.places:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,37 +23,6 @@ MOMENTS = ("exp_avg_sq", "square_avg")
 """Names under which torch's optimizers and their kin keep second moments."""
 
 
-@dataclass(slots=True)
-class _Count:
-    """What one line did to tensors of one kind."""
-
-    place: Place
-    op: str
-    dtype: str
-    optimizer: Optimizer | None
-    moved: int = 0
-    """How many numbers would have moved in float32."""
-    stayed: int = 0
-    """How many of those did not."""
-    times: int = 0
-    in_vain: int = 0
-    """How many times in a row, up to the last, nothing moved that would have moved in float32."""
-    keys: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """The two counts of each storage."""
-    by: float | None = None
-    """The constant that it was added to or multiplied by."""
-    of_moments: bool = False
-
-    def add(self, storage: int, moves: Tensor, stays: Tensor) -> None:
-        """Count one tensor: which numbers move in float32, and which stay what they are."""
-        moved, stayed = int(moves.sum()), int((moves & stays).sum())
-        self.moved, self.stayed, self.times = self.moved + moved, self.stayed + stayed, self.times + 1
-        if moved:
-            self.in_vain = self.in_vain + 1 if stayed == moved else 0
-        before = self.keys.get(storage, (0, 0))
-        self.keys[storage] = before[0] + moved, before[1] + stayed
-
-
 class Changes(Observer):
     """Does every change in place again in float32, and counts what moves there and not here."""
 
@@ -62,7 +30,7 @@ class Changes(Observer):
 
     def __init__(self) -> None:
         super().__init__()
-        self._lines: dict[Any, _Count] = {}
+        self._lines: dict[Any, Absorbed] = {}
         self._kept: list[tuple[Tensor, Tensor, Tensor]] | None = None
         self._sums: dict[int, tuple[Tensor, Tensor]] = {}
         """By storage, gradients that autograd adds to, and their sums in float32."""
@@ -94,11 +62,14 @@ class Changes(Observer):
 
     def _count_moments(self) -> None:
         """A step is over: which of its second moments moved, all operators of the step together."""
-        key = (None, None, MOMENTS, False, False, id(self._optimizer))
+        key = MOMENTS, id(self._optimizer)
         nowhere = Place(None, None, None, "forward")
         for storage, (tensor, before, exact) in self._moving.items():
-            new = _Count(nowhere, MOMENTS[0], name_of(tensor.dtype), self._optimizer, of_moments=True)
-            self._lines.setdefault(key, new).add(self._moments[storage], exact != before, tensor == before)
+            new = Absorbed(MOMENTS[0], name_of(tensor.dtype), nowhere, self._optimizer, is_moment=True)
+            moves = exact != before
+            self._lines.setdefault(key, new).add(
+                self._moments[storage], int(moves.sum()), int((moves & (tensor == before)).sum())
+            )
         self._moving.clear()
 
     def wants(self, func: Any, args: Any, kwargs: Any) -> bool:
@@ -158,21 +129,20 @@ class Changes(Observer):
             if weight:
                 self._weights.add(storage)
             key = (call.place.file, call.place.line, call.base, gradient, weight, stepping)
-            count = self._lines.setdefault(key, _Count(call.place, call.base, name_of(tensor.dtype), self._optimizer))
-            count.add(storage, moves, tensor == old)
+            name = call.base.removeprefix("_foreach_").rstrip("_")
+            new = Absorbed(name, name_of(tensor.dtype), call.place, self._optimizer, gradient, weight)
+            count = self._lines.setdefault(key, new)
+            count.add(storage, int(moves.sum()), int((moves & (tensor == old)).sum()))
             by = call.args[1] if len(call.args) > 1 else None
             scalar = isinstance(by, (int, float)) or (isinstance(by, Tensor) and by.dim() == 0)
             count.by = float(by) if scalar and by is not None else None
 
     def events(self) -> Iterator[Absorbed]:
         """One for each line that changed anything."""
-        for (*_, gradient, weight, _), one in self._lines.items():
+        for one in self._lines.values():
             if one.moved:
-                yield Absorbed(
-                    one.op.removeprefix("_foreach_").rstrip("_"), one.dtype, one.moved, one.stayed, one.times,
-                    one.keys, gradient, weight, one.optimizer, one.by, one.place,
-                    max((self._errors.get(key, 0.0) for key in one.keys), default=0.0), one.in_vain, one.of_moments,
-                )  # fmt: skip
+                one.error = max((self._errors.get(key, 0.0) for key in one.storages), default=0.0)
+                yield one
 
 
 def _moments_of(optimizer: Optimizer) -> Iterator[tuple[int, int]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..exponents import Exponents
@@ -73,34 +73,35 @@ def spelled(op: str) -> str:
     return name.removesuffix("_backward_data").removesuffix("_backward")
 
 
-class Absorbed(NamedTuple):
-    """What one line did to 16-bit tensors in place, beside what it would have done in float32."""
+@dataclass(slots=True)
+class Absorbed:
+    """What one line did to 16-bit tensors of one kind in place, beside what it would have done in float32."""
 
     op: str
     dtype: str
-    moved: int
-    """How many numbers would have moved in float32."""
-    stayed: int
-    """How many of those did not."""
-    times: int
-    """How often it ran."""
-    storages: Mapping[int, tuple[int, int]]
-    """Those of the tensors that it changed, as `places.key_of` gives them, each with its two counts."""
-    is_gradient: bool
-    """Whether autograd added to a gradient here."""
-    is_weight: bool
-    """Whether an optimizer moved what it steps here."""
-    optimizer: Optimizer | None
-    """What stepped then."""
-    by: float | None
-    """A constant that was added, or multiplied by."""
     place: Place
-    error: float = 0.0
-    """Largest relative error of a gradient that was added up here, against the sum in float32."""
-    in_vain: int = 0
-    """How many times in a row, up to the last, nothing moved that would have moved in float32."""
+    optimizer: Optimizer | None = None
+    """What stepped then."""
+    is_gradient: bool = False
+    """Whether autograd added to a gradient here."""
+    is_weight: bool = False
+    """Whether an optimizer moved what it steps here."""
     is_moment: bool = False
     """Whether these are second moments, and all that a step did to them; the storages are those of their weights."""
+    moved: int = 0
+    """How many numbers would have moved in float32."""
+    stayed: int = 0
+    """How many of those did not."""
+    times: int = 0
+    """How often it ran."""
+    in_vain: int = 0
+    """How many times in a row, up to the last, nothing moved that would have moved in float32."""
+    by: float | None = None
+    """A constant that was added, or multiplied by."""
+    storages: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Those of the tensors that it changed, as `places.key_of` gives them, each with its two counts."""
+    error: float = 0.0
+    """Largest relative error of a gradient that was added up here, against the sum in float32."""
     parameters: Sequence[Tensor] = ()
     """Those of the models among the tensors."""
     module: str | None = None
@@ -112,6 +113,14 @@ class Absorbed(NamedTuple):
     step: int | None = None
     """The step in which it was seen."""
 
+    def add(self, storage: int, moved: int, stayed: int) -> None:
+        """Count one tensor: how many numbers move in float32, and how many of these stay what they are."""
+        self.moved, self.stayed, self.times = self.moved + moved, self.stayed + stayed, self.times + 1
+        if moved:
+            self.in_vain = self.in_vain + 1 if stayed == moved else 0
+        before = self.storages.get(storage, (0, 0))
+        self.storages[storage] = before[0] + moved, before[1] + stayed
+
     @property
     def counts(self) -> bool:
         """Whether it is a counter: a whole number is added to one number."""
@@ -120,7 +129,7 @@ class Absorbed(NamedTuple):
     @property
     def at(self) -> Line:
         """The line to change: the optimizer's, or the one that changes numbers in place."""
-        return self.made_at if self.made_at[0] is not None else (self.place.file, self.place.line)
+        return self.made_at if self.made_at[0] is not None else self.place.at
 
 
 class GradientSpread(NamedTuple):

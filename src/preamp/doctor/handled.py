@@ -1,0 +1,87 @@
+"""What a script does with weights and gradients by operators of its own: it reads, bounds, unscales and clips them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..tree import tensors
+from .measure import key_of
+from .names import Names
+from .operators import Call, Observer
+from .places import Place
+
+_BOUNDS = frozenset({"clamp", "clamp_min", "clamp_max", "clip", "hardtanh", "tanh"})
+"""Operators that mean a size: of a gradient that is too large by a factor they make another one."""
+
+
+_MEASURES = frozenset({"linalg_vector_norm", "norm", "_foreach_norm", "pow", "square", "sum", "max", "amax", "abs"})
+_CHANGES = frozenset({"mul", "div", "copy", "_foreach_mul", "_foreach_div"})
+"""Operators that measure a gradient, and that change one: in place after the others, by what was measured."""
+
+
+class Handled(Observer):
+    """What the script does with weights and gradients by operators of its own."""
+
+    everywhere = True
+
+    def __init__(
+        self, names: Names, keeps_casts: Callable[[], bool], is_library: Callable[[], bool] = lambda: False
+    ) -> None:
+        super().__init__()
+        self._names, self._keeps_casts, self._is_library = names, keeps_casts, is_library
+        self._weights = {key_of(p): p for p in names.parameters()}
+        self.gradients: frozenset[int] = frozenset()
+        """Storages of gradients that are still scaled."""
+        self.reads: list[Place] = []
+        """Where the script computed with them."""
+        self._measured: set[int] = set()
+        self.clipped: list[tuple[Place, str]] = []
+        """Where it bounds them, or changes them in place once it has measured them, and by which operator."""
+        self.backward_scale = 1.0
+        """On the loss that goes back."""
+        self.bounded: list[tuple[Place, str]] = []
+        """Where a hook of the script's bounds the gradient of a parameter, and by which operator."""
+        self.in_region = False
+        """Whether the model was called in an autocast region."""
+        self.writes: list[Place] = []
+        """Where weights were changed in place in the forward pass, while a region keeps casts of them."""
+        self._written: list[Tensor] = []
+
+    @property
+    def written(self) -> str | None:
+        """The module that owns those weights."""
+        return self._names.common(self._written)
+
+    def before(self, call: Call) -> None:
+        """Note one operator. Autograd functions are left to mean what they do."""
+        place = call.place
+        if place.direction == "forward":
+            written = [self._weights[key_of(t)] for t in call.written if key_of(t) in self._weights]
+            if written and self.in_region and self._keeps_casts():
+                self.writes.append(place)
+                self._written += written
+            scaled = {key_of(t) for t in tensors((call.args, call.kwargs))} & self.gradients
+            if scaled and not self._is_library():
+                self.reads.append(place)
+                self._note_changes(call, scaled)
+        elif self.backward_scale != 1 and place.own is not None and call.base in _BOUNDS:
+            node = torch._C._current_autograd_node()
+            if node is not None and node.name() == "torch::autograd::AccumulateGrad":
+                self.bounded.append((place, call.base))
+
+    def _note_changes(self, call: Call, scaled: set[int]) -> None:
+        if call.base.removeprefix("_foreach_") in _MEASURES:
+            self._measured |= scaled
+        written = {key_of(t) for t in call.written} & scaled
+        by = call.args[1] if len(call.args) > 1 else None
+        if isinstance(by, (int, float)) or (isinstance(by, Tensor) and by.dim() == 0):
+            scale = 1 / self.backward_scale if call.base.endswith("mul") else self.backward_scale
+            if math.isclose(float(by), scale, rel_tol=1e-3):  # unscaled by hand: true from here on
+                self.gradients -= written
+                return
+        if written and (call.base in _BOUNDS or (call.base in _CHANGES and not written.isdisjoint(self._measured))):
+            self.clipped.append((call.place, call.base))
