@@ -1,6 +1,6 @@
-"""The pages of docs/findings: the text of a finding's file, its scripts, and what the doctor says of the sick one.
+"""The pages of docs/findings: their scripts, and what the doctor says of the sick one.
 
-Run as a module, it makes the pages of the codes on the command line anew, or all; their scripts are kept as they are.
+Run as a module, it writes what the doctor says now into the pages of the codes on the command line, or into all.
 """
 
 from __future__ import annotations
@@ -8,11 +8,10 @@ from __future__ import annotations
 import re
 import sys
 import tempfile
-import textwrap
 from pathlib import Path
 from typing import Any
 
-from preamp.doctor.findings import codes, paragraphs
+from preamp.doctor.findings import codes
 
 from ..sick.expect import doctor
 
@@ -76,70 +75,6 @@ def _same(ours: str, theirs: str) -> bool:
     return abs(first - second) <= 0.1 * max(abs(first), abs(second))
 
 
-_LAYOUT = """\
-# {title}
-
-**What it is.** {what it is}
-
-**Why it hurts.** {why it hurts}
-
-## How to see it
-
-{how to see it}
-
-```text
-{output}```
-
-{what it shows}
-
-## A script that has it
-
-{a script that has it}
-
-<!-- sick -->
-```python
-{sick}```
-
-## The cure
-
-{the cure}
-
-<!-- cure -->
-```python
-{cured}```
-
-## When it is harmless
-
-{when it is harmless}
-
-See also: {see also}
-"""
-
-
-def made(code: str) -> str:
-    """The page as it should be: what is not in the finding's file is taken from the page."""
-    title, *parts = paragraphs(code)
-    texts = {"title": title.removesuffix("."), "how to see it": "`preamp doctor train.py` says:"}
-    last = ""
-    for part in parts:
-        name, text = re.split(r"[.:] ", part, maxsplit=1)
-        if f"{{{name.lower()}}}" in _LAYOUT:
-            last = name.lower()
-            texts[last] = text
-        else:  # a second paragraph
-            texts[last] += f"\n\n{part}"
-    blocks = {"output": shown(code), "sick": script(code, "sick"), "cured": script(code, "cure")}
-    found = []
-    for paragraph in _LAYOUT.split("\n\n"):
-        names = re.findall(r"{([^}]*)}", paragraph)
-        if all(name in texts for name in names):
-            whole = re.sub(r"{([^}]*)}", lambda name: texts[name[1]], paragraph).split("\n\n")
-            found += [textwrap.fill(one, 140, break_long_words=False, break_on_hyphens=False) for one in whole]
-        elif set(names) <= set(blocks):
-            found.append(re.sub(r"{([^}]*)}", lambda name: blocks[name[1]], paragraph))
-    return "\n\n".join(found).rstrip() + "\n"
-
-
 def main() -> None:
     """Write the pages."""
     for code in sys.argv[1:] or CODES:
@@ -148,7 +83,6 @@ def main() -> None:
         told = said(ran)
         text = _SHOWN.sub(lambda _, told=told: told, text_of(code), count=1)
         (PAGES / f"{code}.md").write_text(text, encoding="utf-8")
-        (PAGES / f"{code}.md").write_text(made(code), encoding="utf-8")
         print(code)
 
 

@@ -1,11 +1,10 @@
-"""The findings, a file for each code: thresholds, judgement from events, message, fix, and the text of its page.
+"""The findings, a file for each code: thresholds, judgement from events, message and fix.
 
-A file `pa###.py` of this folder is all that a finding needs; `docs/findings` is made from them.
+What a code means stands on its page in `docs/findings`, which ships with the package.
 """
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +17,7 @@ from .check import Check
 _HERE = Path(__file__).parent
 _PAGES = (_HERE.parent / "pages", _HERE.parents[3] / "docs" / "findings")
 """Of an installed package, and of the repository."""
-_MEANING = ("What it is. ", "Why it hurts. ")
+_MEANING = ("**What it is.**", "**Why it hurts.**")
 _AT_END = ("PA107", "PA108", "PA201", "PA203")
 """What the report judges, from records: a process that does so loads no others, as they want torch."""
 
@@ -60,18 +59,12 @@ def page(code: str) -> str:
     return pages[wanted].read_text(encoding="utf-8")
 
 
-def paragraphs(code: str) -> list[str]:
-    """The text of a finding's page: title, meaning, harm, cure, ..., as its file has it, which is not imported."""
-    source = (_HERE / f"{code.lower()}.py").read_text(encoding="utf-8")
-    text = ast.get_docstring(ast.parse(source)) or ""
-    return [" ".join(part.split()) for part in text.split("\n\n")]
-
-
 def glossary(wanted: Iterable[str]) -> dict[str, str]:
-    """What codes mean and why it hurts, in plain paragraphs."""
+    """What codes mean and why it hurts, in plain paragraphs, as their pages have it."""
     found = {}
-    for code in sorted({*wanted} & {*codes()}):
-        meaning = [part for part in paragraphs(code) if part.startswith(_MEANING)]
+    for code in sorted({*wanted} & {*_pages()}):
+        parts = [" ".join(part.split()) for part in page(code).split("\n\n")]
+        meaning = [part.replace("**", "") for part in parts if part.startswith(_MEANING)]
         found[code] = "\n\n".join([*meaning, f"With a script that has it, and its cure: `preamp explain {code}`."])
     return found
 

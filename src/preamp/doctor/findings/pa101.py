@@ -1,22 +1,4 @@
-"""PA101: an epsilon that vanishes.
-
-What it is. Code that divides adds a small number first, an *epsilon*, so that a divisor of zero does no harm. float16
-has no number between 0 and 2^-24 = 5.96e-8 (its smallest *subnormal*: a number with fewer bits than usual), and an
-epsilon of 2^-25 = 2.98e-8 or less rounds to zero there. Adam's default is 1e-8. Below 2^-14 = 6.10e-5, the smallest
-*normal* number, an epsilon survives with fewer bits.
-
-Why it hurts. A weight whose gradient is zero, or so small that its square is, has a second moment of zero. The step
-divides by it, and the weight becomes NaN or infinite; one step later everything that is computed from it is NaN.
-
-The cure. Leave the weights in float32, and with them Adam's state. Where it has to be float16, `eps=1e-4` is a number
-there.
-
-When it is harmless. Where the epsilon meets float32: an optimizer of float32 weights, also under an autocast region; a
-layer that does its arithmetic in float32 and only returns float16; torch's own norms, which compute in float32 inside.
-bfloat16 has float32's range, and 1e-8 is a number there. The doctor says nothing about any of these.
-
-See also: [PA111](PA111.md), float16 weights that nobody masters; [levels](../levels.md), how preamp keeps masters.
-"""
+"""PA101: an epsilon that vanishes."""
 
 from __future__ import annotations
 

@@ -1,20 +1,4 @@
-"""PA102: the logarithm of a 16-bit sigmoid.
-
-What it is. A sigmoid turns a score into a probability between 0 and 1, and binary cross entropy takes the logarithm of
-that probability and of 1 minus it. 16-bit numbers lie far apart just below 1: in float16 a sigmoid is exactly 1 for
-scores above 8.3, in bfloat16 above 6.2. In float32 that happens above 16.6.
-
-Why it hurts. 1 minus it is then 0 and the logarithm -inf. A single example of which the model is sure, and wrong, makes
-the loss infinite; one of which it is sure and right makes 0 times -inf, which is NaN. torch's `BCELoss` hides it by
-cutting the logarithm at -100.
-
-The cure. Leave the sigmoid to the loss, which then never forms the probability, and give it float32 scores.
-
-When it is harmless. A sigmoid alone, as a gate or an attention weight, may be 1. `binary_cross_entropy_with_logits` is
-sound in any dtype. A sigmoid taken in float32 and a logarithm of it are not reported either.
-
-See also: [PA104](PA104.md), other operators that want float32; [PA201](PA201.md), once the loss has become NaN.
-"""
+"""PA102: the logarithm of a 16-bit sigmoid."""
 
 from __future__ import annotations
 

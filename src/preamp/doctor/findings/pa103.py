@@ -1,21 +1,4 @@
-"""PA103: a constant beyond the range.
-
-What it is. float16 ends at 65504; what is 65520 or more becomes infinite. Constants such as the -1e9 of attention
-masks, or 1e5 on a diagonal, were written for float32 and meet float16 numbers once a region casts what they are added
-to.
-
-Why it hurts. With some operators (`masked_fill`, `clamp`) torch refuses, and the script crashes. With others the
-constant quietly becomes -inf. A row of attention scores that is masked whole is then -inf throughout and its softmax
-NaN; and 0 times inf, the idiom `(1 - keep) * -1e9`, is NaN wherever nothing was to be masked.
-
-The cure. Ask the dtype for its smallest number. (`float("-inf")` is right as well, where no row is masked whole.)
-
-When it is harmless. -1e9 in bfloat16, which reaches 3.4e38; a large constant that meets a float32 tensor; a mask of a
-true `-inf`, which says what it does. The doctor reports none of them. Once the constant has made a NaN, the finding is
-[PA201](PA201.md), with the constant as its evidence.
-
-See also: [PA205](PA205.md), computed values near the end of the range.
-"""
+"""PA103: a constant beyond the range."""
 
 from __future__ import annotations
 

@@ -1,22 +1,4 @@
-"""PA104: an operator that wants float32, in 16 bits.
-
-What it is. float16 keeps 11 bits of a number, bfloat16 8. From 1024 on, float16's numbers are 1 apart, and from 2048 on
-2 apart, so that 2048 + 1 = 2048. Running sums, variances by E[x^2] - E[x]^2, logarithms of numbers near 1 and squares
-of small ones lose what they were to measure. The finding is an operator whose result is a quarter off or more (a
-running sum by a quarter of a term), or zero for the most part, although what went in is right, and which float32 gets
-right from the same numbers. A difference of nearly equal numbers is reported once something divides by it, takes its
-root or its logarithm, or once the gradients are off as a whole because of it.
-
-Why it hurts. Nothing crashes. The result has a few right digits or none, and the loss settles higher than it should.
-
-The cure. Cast before the operator; a cast after it comes too late.
-
-When it is harmless. Sums, norms and softmax, whose kernels add up in float32 inside: their results are right to the
-last bit that 16 bits have. A remainder that is only added to something larger. Neither is reported.
-
-See also: [rules](../rules.md), which operators preamp's regions run in float32; [PA201](PA201.md), when a result is not
-finite; [PA206](PA206.md), when the loss shows it.
-"""
+"""PA104: an operator that wants float32, in 16 bits."""
 
 from __future__ import annotations
 

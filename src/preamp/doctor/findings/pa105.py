@@ -1,20 +1,4 @@
-"""PA105: dimensions that miss the tensor cores.
-
-What it is. NVIDIA's tensor cores multiply 16-bit matrices in blocks of 8 numbers. A width, channel count or vocabulary
-that is not a multiple of 8 leaves part of a block empty or makes the library take another, slower kernel.
-
-Why it hurts. Results are right; part of the speed that one trained in 16 bits for is gone. That is why it is
-information, and only given for a layer that does 5 % or more of the model's arithmetic.
-
-The cure. Pad to the next multiple. The added columns stand for tokens that never come, and the model learns to leave
-them alone.
-
-When it is harmless. In small layers, such as a head with 10 classes on a large network: below 5 % of the arithmetic
-nothing is said. Nor is it said of grouped and depthwise convolutions, which do not run on tensor cores channel by
-channel, of products in float32, and of batch sizes.
-
-See also: [PA109](PA109.md), when 16 bits were asked for and no product ran in them.
-"""
+"""PA105: dimensions that miss the tensor cores."""
 
 from __future__ import annotations
 

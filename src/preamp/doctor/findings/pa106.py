@@ -1,22 +1,4 @@
-"""PA106: gradients clipped or read while still scaled.
-
-What it is. In float16 training the loss is multiplied by a scale, 65536 at the start of torch's scaler, so that small
-gradients do not become zero. Until they are divided by it again, all gradients are that many times too large. Clipping
-between the two compares the wrong length with the limit.
-
-Why it hurts. With a limit of 1 and a scale of 8192, any gradient longer than 1/8192 is cut. The scaler then divides
-what is left by 8192 as well, and the model hardly moves; each time the scale doubles, it moves half as far. Nothing
-looks wrong but the slow loss.
-
-The cure. `scaler.unscale_(optimizer)` before clipping, once a step; `scaler.step` knows that it was done. (In an Apex
-script: clip `amp.master_params(optimizer)` after the `scale_loss` block.)
-
-When it is harmless. A norm that is only logged while scaled misleads its reader and not the training: that is
-information. Clipping after `unscale_`, by `session.clip_grad_norm_`, or by a framework that unscales first (Lightning,
-Accelerate) is not reported.
-
-See also: [PA107](PA107.md), other ways around the scaler; [loss scaling](../loss-scaling.md).
-"""
+"""PA106: gradients clipped or read while still scaled."""
 
 from __future__ import annotations
 

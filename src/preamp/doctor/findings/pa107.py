@@ -1,25 +1,4 @@
-"""PA107: float16 gradients without a loss scale.
-
-What it is. Gradients are small numbers, and the smallest that float16 holds is 2^-24 = 5.96e-8; at half of that and
-below it rounds to zero. So the loss is multiplied by a scale before the backward pass, and the gradients are divided by
-it before the step. This is the finding when nobody does the first, when a scaler is made and left out of the second, or
-when its `update()` is missing, also in one branch only, or comes twice in a step. It is also the finding when a loop
-goes past a preamp session: `loss.backward()` in place of `session.backward(loss)`, or an `optimizer.step()` that the
-session has to refuse because gradients are scaled or because the step would go to 16-bit copies of its masters.
-
-Why it hurts. Without a scale, small gradients are zero and their weights stop learning, silently. A step with gradients
-that are still scaled is too long by the scale with SGD; Adam divides it out again, and hides it. Without `update()` an
-overflow never lowers the scale; an update between two steps has the second divided by the wrong one.
-
-The cure. A scaler, used in all three places. (Or bfloat16: its smallest normal number is float32's, and it needs no
-scale.)
-
-When it is harmless. In bfloat16 and float32. A constant factor on the loss, undone by hand before the step, is a loss
-scale too, and not reported; neither are Apex's `scale_loss` and preamp's session, which scale by themselves.
-
-See also: [PA202](PA202.md), when gradients were seen to be lost; [PA203](PA203.md), a scale that does not settle; [loss
-scaling](../loss-scaling.md).
-"""
+"""PA107: float16 gradients without a loss scale."""
 
 from __future__ import annotations
 

@@ -1,18 +1,4 @@
-"""PA108: a schedule that moves on skipped steps.
-
-What it is. When a gradient is infinite, a scaler skips the step and lowers its scale. The line after it,
-`scheduler.step()`, runs all the same: the learning rate moves on and the weights do not.
-
-Why it hurts. Warm-up is over before training has begun, or the decay ends before training does. From a scale that is
-2^10 too high it takes 10 skipped steps to come down; a run that skips one step in ten loses a tenth of its schedule.
-
-The cure. Ask the scaler after `update()` whether it fell. Asked before `update()` it never has, which is a finding too.
-
-When it is harmless. Up to five skips at the start, by which a scaler finds its scale, and anything below 2 % of the
-steps, are information at most.
-
-See also: [PA203](PA203.md), a scale that keeps skipping; [PA107](PA107.md), updates missing or doubled.
-"""
+"""PA108: a schedule that moves on skipped steps."""
 
 from __future__ import annotations
 

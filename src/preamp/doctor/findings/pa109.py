@@ -1,22 +1,4 @@
-"""PA109: mixed precision asked for and not in effect.
-
-What it is. A script asks for 16 bits and computes in float32: `torch.autocast("cuda")` around tensors of a CPU, a
-region with `enabled=False`, a framework whose fp16 flag does nothing on the device at hand. torch warns at most once,
-in the middle of other output.
-
-Why it hurts. Results are right; the speed and memory that one believes to measure are those of float32. What goes wrong
-only in 16 bits is not seen either until the script comes to the machine for which it was written.
-
-A script that has it. On a machine without a GPU:
-
-The cure. Ask the tensors for their device.
-
-When it is harmless. A region that is switched off for a part of the model, such as a loss that wants float32, while the
-rest runs in 16 bits. `enabled=False` everywhere is a choice, and given as information.
-
-See also: [PA112](PA112.md), an order that defeats the precision asked for; [levels](../levels.md), what each level runs
-in 16 bits.
-"""
+"""PA109: mixed precision asked for and not in effect."""
 
 from __future__ import annotations
 

@@ -1,19 +1,4 @@
-"""PA110: weights changed or cast inside a region.
-
-What it is. Inside an autocast region torch casts each float32 weight to 16 bits at its first use, and keeps the copy
-until the region ends. A weight that is changed in place meanwhile, by `optimizer.step()` or by clamping in `forward`,
-is used as it was before. A module cast by hand, `model.half()`, inside a region loses its float32 weights for good.
-
-Why it hurts. A loop that stands whole inside one region trains on the weights of the first step for ever: the loss
-stays where it was, without a warning. A module cast by hand keeps 11 bits of its weights, also after the region.
-
-The cure. One region a step, around the forward pass and the loss and nothing else.
-
-When it is harmless. A step after the region ended, and weights changed between two regions: each region casts anew. A
-region made with `cache_enabled=False` keeps no copies, and there is nothing to report.
-
-See also: [PA111](PA111.md), weights left in float16; [PA112](PA112.md), casts after the optimizer was made.
-"""
+"""PA110: weights changed or cast inside a region."""
 
 from __future__ import annotations
 

@@ -1,24 +1,4 @@
-"""PA111: float16 weights that nobody masters.
-
-What it is. A weight in float16 keeps 11 bits: a step smaller than 2^-12 of the weight (1/4096) rounds to nothing, and
-up to 2^-11 it may. Mixed precision therefore steps a float32 copy, the *master*, and rounds that to 16 bits afterwards.
-The finding is a float16 parameter that an optimizer steps without one, and norm layers whose running statistics are
-float16 or not finite. `preamp.doctor.examine` also names buffers that level O3 would round: levels O2 and O5 keep them
-in float32.
-
-Why it hurts. Training begins well and then stalls: as updates become small, more and more of them round to nothing.
-Running statistics move by a tenth of a difference at a time, and suffer the same.
-
-The cure. Have masters kept: preamp's level O2 steps float32 copies of a 16-bit model. (Or leave the model in float32,
-under `torch.autocast`.)
-
-When it is harmless. Where somebody keeps masters: preamp's sessions, Apex, or by hand. A float16 model that is only
-evaluated. bfloat16 weights without masters lose more bits still, but are reported only when updates are seen to be lost
-([PA204](PA204.md)).
-
-See also: [PA101](PA101.md), epsilons in float16 state; [PA114](PA114.md), counters that have stopped;
-[levels](../levels.md).
-"""
+"""PA111: float16 weights that nobody masters."""
 
 from __future__ import annotations
 

@@ -1,21 +1,4 @@
-"""PA112: an order that defeats the precision.
-
-What it is. Casting, wrapping, compiling and making the optimizer have to come in the right order. A model that is
-copied or wrapped anew after its optimizer was made has other parameters than those that the optimizer steps. A model
-cast after `DistributedDataParallel` wrapped it no longer has the parameters for which the wrapper set up its
-communication.
-
-Why it hurts. In the first case nothing trains at all: the optimizer steps a model of which nobody asks the loss. In the
-second, each process may train by itself. The script runs to its end in both.
-
-The cure. Casts and wrappers first, the optimizer last.
-
-When it is harmless. `model.to(dtype)` in place, without a copy or a wrapper: torch casts the parameters that the
-optimizer holds, and the order does not matter to who is stepped. Parameters that have no gradient because they are
-frozen are not reported while others of their optimizer have some.
-
-See also: [PA109](PA109.md), precision that is not in effect at all; [PA110](PA110.md), casts inside a region.
-"""
+"""PA112: an order that defeats the precision."""
 
 from __future__ import annotations
 

@@ -1,21 +1,4 @@
-"""PA114: values that count, in 16 bits.
-
-What it is. Positions, indices, steps, timesteps and frequencies are numbers whose last unit matters. bfloat16 has no
-number between 256 and 258, float16 none between 2048 and 2050. The finding is an operator that turns such a number into
-something else altogether (an angle, an index, a gate), while its input is right to the last bit that 16 bits have; or a
-counter that no longer counts.
-
-Why it hurts. A sine of a position that is off by 1 is off by anything between -2 and 2; an embedding looked up at 258
-in place of 257 is another word's; a counter that stands at 256 never reaches the step for which something waits.
-Nothing is infinite, and the loss still falls.
-
-The cure. Compute with such numbers in float32, or in whole numbers, and cast what comes out of them.
-
-When it is harmless. Counts that 16 bits hold: positions up to 256 in bfloat16 and 2048 in float16, and angles whose
-error stays small. They are not reported.
-
-See also: [PA111](PA111.md), buffers that a cast of the model rounds; [PA212](PA212.md), sums that stop growing.
-"""
+"""PA114: values that count, in 16 bits."""
 
 from __future__ import annotations
 

@@ -1,19 +1,4 @@
-"""PA115: an operator that wants float32, fed by a 16-bit product.
-
-What it is. Cholesky factors, inverses, determinants and eigenvalues run in float32, and many of them take nothing else.
-Where their matrix was computed in 16 bits and only then cast, its rounding is in it. The finding is such an operator
-whose result is far from that of the exact matrix, although the matrix itself is right to its last bit.
-
-Why it hurts. These operators divide by what is small in a matrix. A covariance of 16-bit numbers may have a negative
-eigenvalue where the true one has 0.001: its Cholesky factor does not exist, its log-determinant is NaN, its inverse
-points elsewhere.
-
-The cure. Compute the matrix in float32: cast what it is made of, outside of the region.
-
-When it is harmless. A matrix whose eigenvalues are all far from zero: nothing is off, and nothing is reported.
-
-See also: [PA104](PA104.md), other operators that 16 bits spoil; [PA201](PA201.md), once something is NaN.
-"""
+"""PA115: an operator that wants float32, fed by a 16-bit product."""
 
 from __future__ import annotations
 

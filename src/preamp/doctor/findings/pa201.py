@@ -1,28 +1,4 @@
-"""PA201: where the first non-finite value came from.
-
-What it is. A number that is too large becomes *inf*, and an operation without an answer, such as 0 / 0 or inf - inf,
-gives *NaN*. Both spread: what is computed from them is inf or NaN in turn. This finding is the one operator that made
-the first of them out of finite numbers, with its module, your line, whether it ran forward or backward, and the range
-of its inputs.
-
-Why it hurts. By the time the loss prints `nan`, everything is NaN, and after one step the weights are as well. float16
-gets there first: it ends at 65504, which 256 squared passes. With a loss scale the weights are safe, because the scaler
-skips such a step; when the forward pass makes the infinity it skips every step, and nothing trains.
-
-An infinity may also leave no trace: in a float16 norm written by hand the square is infinite, `rsqrt` or a division
-makes it zero, and the features vanish without a NaN or a skipped step. That is found where operators are looked at, by
-the doctor and by `preamp.doctor.examine`, and named at the operator that made the infinity.
-
-The cure. Of this origin: the norm behind it takes any factor out again, so one that brings the product to size costs
-nothing. (Or `x.float()` there.)
-
-When it is harmless. An infinity that is gone before the loss, such as a mask of `-inf` under a softmax. Gradients that
-overflow only because of the loss scale, which the scaler undoes by skipping the step: that is how it finds its scale.
-The doctor reports neither.
-
-See also: [PA103](PA103.md) and [PA205](PA205.md), before it breaks; [PA207](PA207.md), when the data were not finite;
-[the doctor](../doctor.md), how the origin is found.
-"""
+"""PA201: where the first non-finite value came from."""
 
 from __future__ import annotations
 

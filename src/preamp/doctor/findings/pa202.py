@@ -1,21 +1,4 @@
-"""PA202: gradients below what float16 holds.
-
-What it is. In float16 a gradient below 2^-14 = 6.10e-5 loses bits, and one of 2^-25 = 2.98e-8 or less is zero. The
-finding is a layer most of whose gradients lie below 2^-14 although they are multiplied by the loss scale, with the
-range of scales that would lift them.
-
-Why it hurts. What is zero does not train. Usually it is one part of a network (a branch whose loss has a small weight,
-the first layers of a deep stack), so the loss falls all the same, only not as far.
-
-The cure. The scale that the finding names. torch's default, 65536, is nearly always a better start than 1.
-
-When it is harmless. Gradients that are exactly zero by the model's own doing (ReLU, padding, embeddings of words that
-did not come), a layer with up to half of its gradients below 2^-14, and any gradient that never went through float16.
-None of them is reported.
-
-See also: [PA107](PA107.md), no scale at all; [PA203](PA203.md), a scale that cannot stay where it should; [loss
-scaling](../loss-scaling.md).
-"""
+"""PA202: gradients below what float16 holds."""
 
 from __future__ import annotations
 

@@ -1,21 +1,4 @@
-"""PA203: a scale that collapses or oscillates.
-
-What it is. A scaler halves its scale after a step with a gradient that is not finite, and skips that step. The scale
-should settle within a few steps. The finding is one that falls to 1 or below, one under which every step is skipped,
-and one that goes on skipping: more than a fifth of the steps after the start.
-
-Why it hurts. A skipped step trains nothing. At a scale of 1 gradients have no protection from underflow, and if the
-infinity comes from the forward pass no scale helps: the scale goes on falling for as long as the run lasts.
-
-The cure. Find what overflows; the PA201 beside this finding names it. Here the gradient of the loss passes 65504 by
-itself: targets of ordinary size and a mean in place of a sum.
-
-When it is harmless. The skips at the start, one for each power of two that the scale began too high, and a skip now and
-then when it tries a larger one: a scale that doubles every 2000 good steps has to fail sometimes. Neither is reported.
-
-See also: [PA201](PA201.md), what drives it; [PA108](PA108.md), schedules that do not notice; [loss
-scaling](../loss-scaling.md).
-"""
+"""PA203: a scale that collapses or oscillates."""
 
 from __future__ import annotations
 

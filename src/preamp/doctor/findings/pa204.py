@@ -1,22 +1,4 @@
-"""PA204: updates that rounding takes away.
-
-What it is. bfloat16 keeps 8 bits of a number: next to 1 lies 1.0078. A step that moves a weight by less than half of
-that distance leaves it exactly as it was. The finding is measured: the share of the weights that have a gradient and
-that a step did not change, from one half on.
-
-Why it hurts. Adam moves a weight by about its learning rate. At 1e-5, a weight of 0.01 lies between neighbours 6e-5
-apart and does not move, in this step or in any other. Only weights close to zero train; fine-tuning in pure bfloat16 is
-where it shows.
-
-The cure. Step float32 masters: leave the model in float32 under a region, as here, or take preamp's level O5. preamp's
-optimizers can also round stochastically (`rounding="stochastic"`), which keeps the mean of the updates without a second
-copy of the weights.
-
-When it is harmless. bfloat16 weights at a learning rate that moves them: most updates are many bits wide early in
-training, and then nothing is said. Weights without a gradient, and those whose gradient is zero, do not count.
-
-See also: [PA111](PA111.md), the same in float16; [optimizers](../optimizers.md), masters and rounding.
-"""
+"""PA204: updates that rounding takes away."""
 
 from __future__ import annotations
 

@@ -1,18 +1,4 @@
-"""PA205: values near the end of the range.
-
-What it is. float16 ends at 65504. The finding is an operator whose largest result lies within 2 bits of that, 16376 or
-more, while everything is still finite.
-
-Why it hurts. It does not yet. A batch that is a little larger, or weights that grow by a factor of four, make it
-infinite; a loss scale then skips the step, and every step after ([PA201](PA201.md)).
-
-The cure. Bring the numbers to size where they come in.
-
-When it is harmless. -65504 as a mask (`torch.finfo(torch.float16).min`) is meant to be there. In bfloat16, which
-reaches 3.4e38, such numbers are nothing special, and in float32 neither. None of these is reported.
-
-See also: [PA103](PA103.md), constants beyond the range; [PA104](PA104.md), operators that get there.
-"""
+"""PA205: values near the end of the range."""
 
 from __future__ import annotations
 

@@ -1,26 +1,4 @@
-"""PA206: a loss that leaves the full-precision run.
-
-What it is. The same script is run in float32 and as it is, each with several seeds. Two runs with different seeds never
-give the same loss. The finding is a loss that departs from that of the float32 runs by more than they depart from one
-another.
-
-Why it hurts. This is what remains when nothing overflows, nothing is skipped and nothing is NaN: the model is worse. No
-single step shows it. The script below computes the phase of a sine in float16, where numbers from 16384 on are 16
-apart: nothing is left of the phase.
-
-How to see it. `preamp compare train.py`, or `preamp doctor --compare train.py`, runs the script both ways, three seeds
-each, and says:
-
-What it shows. `preamp doctor --compare` also looks at one of these runs operator by operator. Where it blames an
-operator, this finding names that one's module, and the other finding its line and what to write there.
-
-The cure. Have the part that needs it run in float32, and the rest as before.
-
-When it is harmless. A loss that differs in each step and stays among those of the float32 seeds: rounding takes another
-way to the same place. That is not reported, however early the two part.
-
-See also: [PA104](PA104.md), operators that lose bits; [PA202](PA202.md) and [PA204](PA204.md), what else is silent.
-"""
+"""PA206: a loss that leaves the full-precision run."""
 
 from __future__ import annotations
 

@@ -1,19 +1,4 @@
-"""PA207: one batch that is not finite by itself.
-
-What it is. A missing measurement read as NaN, a division by zero in the preprocessing, an infinite target: the data of
-one batch are not finite, or make the loss or the gradients so, whatever the precision. The finding names the step, and
-where the value came in.
-
-Why it hurts. Without a loss scale one such batch makes all weights NaN in a single step. With one the step is skipped,
-the scale is halved for nothing, and the batch comes again next epoch. Often float16 gets the blame, and the script is
-rewritten for another dtype in vain.
-
-The cure. Look at the data once, before training.
-
-When it is harmless. A NaN in the data that never reaches the loss, because it is masked or not used, is not reported.
-
-See also: [PA201](PA201.md), when finite numbers became infinite on the way.
-"""
+"""PA207: one batch that is not finite by itself."""
 
 from __future__ import annotations
 

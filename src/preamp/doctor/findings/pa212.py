@@ -1,20 +1,4 @@
-"""PA212: sums kept in 16 bits.
-
-What it is. A sum grows, and what is added to it stays small. bfloat16 keeps 8 bits and float16 11, so a term that is
-less than 1/512 or 1/4096 of the sum changes nothing any more. That happens to gradients that are added up over many
-micro-batches in a 16-bit model, to a running loss, and to an average of weights that moves by a thousandth of the way.
-The finding is measured: the line's addition was done again in float32, and there the numbers move.
-
-Why it hurts. The sum stops growing, and nothing says so. Accumulated gradients are those of the first micro-batches, a
-schedule that waits for the mean loss sees a number that is too small, and an average of weights stands where it began.
-
-The cure. Keep the sum in float32, whatever is added to it.
-
-When it is harmless. Sums of a few terms: none of them is small beside the sum. Sums that are rounded stochastically.
-Neither is reported.
-
-See also: [PA204](PA204.md), updates of weights that rounding takes away; [PA114](PA114.md), counts in 16 bits.
-"""
+"""PA212: sums kept in 16 bits."""
 
 from __future__ import annotations
 
