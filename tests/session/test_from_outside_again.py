@@ -174,7 +174,7 @@ def test_nor_do_leaves_that_the_session_never_saw(what: str, level: str, backwar
         before = leaf.detach().clone()
         for step in (lambda: None, session.step):
             step()
-            with pytest.raises(SessionError, match="does not have: .* the loss scale"):
+            with pytest.raises(SessionError, match=r"does not have: .* the loss scale"):
                 own.step()
         assert torch.equal(leaf, before)
         assert leaf.grad is not None
