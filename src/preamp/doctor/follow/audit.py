@@ -90,7 +90,8 @@ def emit_changes(changes: Changes, run: Run, step: int) -> None:
     for event in changes.events():
         _find_owners(event, run)
         event.step = step
-        run.emit(event)
+        if event.goes_on or event.buffer is not None:  # what a buffer is now was made of what it was
+            run.emit(event)
 
 
 def _find_owners(event: Absorbed, run: Run) -> None:

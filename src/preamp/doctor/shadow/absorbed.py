@@ -1,4 +1,7 @@
-"""Changes in place that 16 bits take in whole: the value stays, and in float32 it would have moved."""
+"""Changes that 16 bits take in whole: the value stays, and in float32 it would have moved.
+
+A change in place, or a new tensor that takes the place of the one that it was made of: `total = total + x`.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,8 @@ from .values import relative_error
 
 MOVES = frozenset({"add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv", "copy"})
 """Operators by which a number goes on from what it was, or gets what was computed from it in more bits."""
+SUMS = frozenset({"add", "sub", "mul", "lerp"})
+"""Those that may make a new sum or average of the old one."""
 MOMENTS = ("exp_avg_sq", "square_avg")
 """Names under which torch's optimizers and their kin keep second moments."""
 
@@ -40,6 +45,8 @@ class Changes(Observer):
         """Storages of the second moments that a step is to move, and of the weights that they belong to."""
         self._moving: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         """By storage, those that this step has moved so far, what they were before it, and what they are in float32."""
+        self._new: dict[int, tuple[int, tuple[Absorbed, ...]]] = {}
+        """By storage, new tensors that may be sums, with the storage each was made of and the counts on the way."""
         self._optimizer: Optimizer | None = None
         """What steps now."""
         self._weights: set[int] = set()
@@ -79,8 +86,8 @@ class Changes(Observer):
         if name not in MOVES and not base.startswith("_fused_"):
             return False
         written = written_by(func, args, kwargs)
-        if not written and self._optimizer is not None and args and isinstance(args[0], Tensor):
-            return args[0].dtype in LOW_DTYPES
+        if not written and args and isinstance(args[0], Tensor):
+            return args[0].dtype in LOW_DTYPES and (self._optimizer is not None or _may_be_a_sum(name, args[0]))
         return any(t.dtype in LOW_DTYPES for t in written)
 
     def before(self, call: Call) -> None:
@@ -88,7 +95,9 @@ class Changes(Observer):
         self._kept = None
         if call.place.ours or not self.wants(call.func, call.args, call.kwargs):
             return
-        if call.base == "copy" and (self._optimizer is None or key_of(call.args[1]) in self._owned):
+        if call.base == "copy" and self._optimizer is None and not self._is_put_back(*call.args[:2]):
+            return
+        if call.base == "copy" and key_of(call.args[1]) in self._owned:
             return
         low = [t for t in call.written or call.args[:1] if t.dtype in LOW_DTYPES and t.layout is torch.strided]
         wide: dict[int, Tensor] = {}
@@ -116,9 +125,11 @@ class Changes(Observer):
         gradient = node is not None and node.name() == "torch::autograd::AccumulateGrad"
         for given, old, exact in kept:
             tensor = given if call.written else next(tensors(call.out))
-            if tensor.shape != old.shape or tensor.dtype != old.dtype:
-                continue
             moves, storage = exact != old, key_of(tensor)
+            in_place = bool(call.written) or self._optimizer is not None
+            if tensor.shape != old.shape or tensor.dtype != old.dtype:
+                self._made(call, storage, key_of(given), None)
+                continue
             if gradient:
                 added = exact - old.to(torch.float32)
                 self._sums[storage] = tensor, self._sums[storage][1] + added if storage in self._sums else exact
@@ -128,14 +139,38 @@ class Changes(Observer):
             weight = key_of(given) in self._weights
             if weight:
                 self._weights.add(storage)
-            key = (call.place.file, call.place.line, call.base, gradient, weight, stepping)
+            key = (call.place.file, call.place.line, call.base, gradient, weight, stepping, in_place)
             name = call.base.removeprefix("_foreach_").rstrip("_")
             new = Absorbed(name, name_of(tensor.dtype), call.place, self._optimizer, gradient, weight)
+            new.goes_on = in_place
             count = self._lines.setdefault(key, new)
             count.add(storage, int(moves.sum()), int((moves & (tensor == old)).sum()))
+            if not in_place:
+                self._made(call, storage, key_of(given), count)
             by = call.args[1] if len(call.args) > 1 else None
             scalar = isinstance(by, (int, float)) or (isinstance(by, Tensor) and by.dim() == 0)
             count.by = float(by) if scalar and by is not None else None
+
+    def _made(self, call: Call, storage: int, source: int, count: Absorbed | None) -> None:
+        """A new tensor was made of another one; one number that the same line made as well, in a loop, is a sum.
+
+        Of more than one number it may be a model's, to which each block adds what it computes.
+        """
+        source, counts = self._new.get(source, (source, ()))
+        if count is not None and count in counts and count.moved <= count.times:
+            count.goes_on = True
+        self._new[storage] = source, (*counts, count) if count is not None and count not in counts else counts
+
+    def _is_put_back(self, into: Tensor, tensor: Tensor) -> bool:
+        """Whether a tensor that was made of another one is copied into that: then it takes its place.
+
+        False if the counts on the way say all, since nothing is rounded here.
+        """
+        source, counts = self._new.get(key_of(tensor), (0, ()))
+        for count in counts if source == key_of(into) else ():
+            count.goes_on = True
+            count.storages.setdefault(source, (0, 0))
+        return source == key_of(into) and tensor.dtype is not into.dtype
 
     def events(self) -> Iterator[Absorbed]:
         """One for each line that changed anything."""
@@ -143,6 +178,12 @@ class Changes(Observer):
             if one.moved:
                 one.error = max((self._errors.get(key, 0.0) for key in one.storages), default=0.0)
                 yield one
+
+
+def _may_be_a_sum(name: str, tensor: Tensor) -> bool:
+    """Whether an operator outside of graphs and of backward makes a new number of this one."""
+    in_graph = tensor.requires_grad and torch.is_grad_enabled()
+    return name in SUMS and not in_graph and torch._C._current_autograd_node() is None
 
 
 def _moments_of(optimizer: Optimizer) -> Iterator[tuple[int, int]]:

@@ -75,7 +75,7 @@ def spelled(op: str) -> str:
 
 @dataclass(slots=True)
 class Absorbed:
-    """What one line did to 16-bit tensors of one kind in place, beside what it would have done in float32."""
+    """What one line did to 16-bit tensors of one kind, beside what it would have done in float32."""
 
     op: str
     dtype: str
@@ -88,6 +88,8 @@ class Absorbed:
     """Whether an optimizer moved what it steps here."""
     is_moment: bool = False
     """Whether these are second moments, and all that a step did to them; the storages are those of their weights."""
+    goes_on: bool = True
+    """Whether what it gave is known to have taken the place of what it was given, as it always has in place."""
     moved: int = 0
     """How many numbers would have moved in float32."""
     stayed: int = 0
