@@ -12,6 +12,8 @@ from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantiz
 
 import preamp
 
+from ..rows import over
+
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*reduce_range.*:UserWarning")
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 
@@ -44,9 +46,7 @@ def network(config: str, *, fuse: bool) -> nn.Sequential:
     return model
 
 
-@pytest.mark.parametrize("fuse", [False, True], ids=["", "fused"])
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("level", LEVELS)
+@over(level=LEVELS, config=CONFIGS, fuse=[False, True])
 def test_training(level: str, config: str, fuse: bool) -> None:
     def losses(level: str) -> list[float]:
         model = network(config, fuse=fuse)
