@@ -350,31 +350,44 @@ TAKEN: dict[str, tuple[str, ...]] = {
 """What has the states that an optimizer steps with; of the others it is the one of the same name."""
 
 
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    """The file of an optimizer of a kind after so many steps, which is written once."""
+    folder = tmp_path_factory.mktemp("files")
+
+    def file(kind: str, steps: int) -> Path:
+        path, model = folder / f"{kind} {steps}.pt", Old(4)
+        if not path.exists():
+            optimizer = of(kind)(model.parameters())
+            train(model, optimizer, steps)
+            checkpoint.save(path, model=model, optimizer=optimizer)
+        return path
+
+    return file
+
+
 @pytest.mark.parametrize("steps", [3, 0], ids=["stepped", "new"])
 @pytest.mark.parametrize(
     "wanted", [kind for kind in KINDS if "preamp" in kind] + ["preamp.SGD0", "torch.Adam", "torch.Adagrad"]
 )
-def test_states_of_another_optimizer(tmp_path: Path, wanted: str, steps: int) -> None:
+def test_states_of_another_optimizer(files: Callable[[str, int], Path], wanted: str, steps: int) -> None:
     """Refused by optimizers of preamp as by torch's; the same algorithm's of the other library are taken."""
     name = wanted.partition(".")[2].rstrip("0")
     taken = TAKEN.get(wanted, TAKEN.get(name, (name,)))
     for saved in KINDS:
-        model, other = Old(4), Old(4)
-        optimizer = of(saved)(model.parameters())
-        train(model, optimizer, steps)
-        checkpoint.save(tmp_path / "a.pt", model=model, optimizer=optimizer)
+        other = Old(4)
         plain = wanted.endswith("SGD0")
         fresh = preamp.optim.SGD(other.parameters(), 0.1) if plain else of(wanted)(other.parameters())
         before = str([other.state_dict(), fresh.state_dict()])
         if saved.partition(".")[2] not in taken:
             try:
-                checkpoint.load(tmp_path / "a.pt", model=other, optimizer=fresh)
+                checkpoint.load(files(saved, steps), model=other, optimizer=fresh)
             except CheckpointError:
                 assert before == str([other.state_dict(), fresh.state_dict()])
             else:
                 assert not steps, f"{saved} into {wanted}"
         else:
-            checkpoint.load(tmp_path / "a.pt", model=other, optimizer=fresh)
+            checkpoint.load(files(saved, steps), model=other, optimizer=fresh)
             train(other, fresh)
 
 
